@@ -1,0 +1,45 @@
+# Every target sets up what it needs. `make demo` and `make test` are the two to know.
+PY      := .venv/bin/python
+READY   := .venv/.ready
+BENCH   := .venv/.ready-bench
+
+.PHONY: demo test check bench bench-gpu test-gpu campaigns clean help
+
+help:           ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
+
+demo: $(READY)  ## train a toy on two processes and look at it
+	@.venv/bin/echelon train launch=local launch.procs=2 hidden=64 samples=8192 trainer.epochs=6
+
+test: check     ## everything that runs on a CPU
+	$(PY) -m pytest tests -m "slow and not gpu"
+
+check: $(READY) ## lint, types, unit tests: under a minute
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	$(PY) -m pytest tests -m "not slow and not gpu"
+
+test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
+	PYTHONPATH=src:carried:$$PYTHONPATH python3 -m pytest tests -m gpu
+
+bench: $(BENCH) ## measure beside the peers; results go to benchmarks/
+	$(PY) benchmarks/run.py
+
+bench-gpu:      ## the same on an NVIDIA GPU, with this machine's own Python and torch
+	PYTHONPATH=src:carried:$$PYTHONPATH python3 benchmarks/run.py --gpu
+
+campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 restarts, 200 starts
+	$(PY) tests/campaigns/snapshot_kills.py --kills 1000 --flips 1000 --json benchmarks/results/snapshot_kills.json
+	$(PY) tests/campaigns/restarts.py --restarts 200 --starts 200 --json benchmarks/results/restarts.json
+
+clean:          ## remove the virtual environment and what tests and demos left
+	rm -rf .venv runs build .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
+	scripts/setup.sh dev
+	@touch $@
+
+$(BENCH): $(READY)
+	scripts/setup.sh bench
+	@touch $@

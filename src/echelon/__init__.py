@@ -1,0 +1,27 @@
+"""Echelon takes a PyTorch training from a laptop to a cluster.
+
+Nothing is imported until it is used, so that the command line starts in a blink.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.entry import main
+    from echelon.train.experiment import Experiment
+
+__version__ = "0.1.0"
+__all__ = ["Experiment", "__version__", "main"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Experiment":
+        from echelon.train.experiment import Experiment
+
+        return Experiment
+    if name == "main":
+        from echelon.entry import main
+
+        return main
+    raise AttributeError(f"module 'echelon' has no attribute {name!r}")

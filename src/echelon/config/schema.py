@@ -1,0 +1,177 @@
+"""Every setting, with its type, its default and what it does, each documented under itself.
+
+Plain dataclasses and nothing else: workers read a resolved configuration with this file alone and
+never import Hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEDULES = ("constant", "linear", "cosine")
+PROGRESS = ("auto", "bar", "lines", "none")
+LAUNCHERS = ("inline", "local")
+
+
+@dataclass(frozen=True)
+class RunChoice:
+    name: str | None = None
+    """A named run typed again goes on where it was; without a name every start is a new run."""
+    dir: str = "runs"
+    """The folder that holds all runs."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    kind: str = "inline"
+    """Where the run happens: `inline` (this process) or `local` (processes of this machine)."""
+    procs: int | None = None
+    """Processes to start; default: one per visible device, 1 where there is none."""
+    max_restarts: int = 0
+    """How often a failed world is started again from its newest snapshot."""
+    threads: int | None = None
+    """CPU threads of a process; default: torch's own for one process, 1 for several."""
+    share_devices: bool = False
+    """Allow several processes on one device."""
+    join_timeout_s: float = 120.0
+    """How long processes wait for each other at the start."""
+    hang_s: float = 60.0
+    """A rank that makes no progress for so long is reported and the world stopped; 0: never."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """A cadence; the units may be combined, and what comes first counts."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    minutes: float | None = None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    epochs: int | None = 3
+    """Passes over the data; ignored when `steps` is set."""
+    steps: int | None = None
+    """Optimizer steps in all."""
+    batch_size: int = 32
+    """Samples of one optimizer step over all processes together: the global batch."""
+    accumulate: int = 1
+    """Pieces a process computes its share of a batch in, to fit memory; the numbers stay."""
+    clip: float | None = None
+    """Largest norm of the gradient of all parameters together."""
+    schedule: str = "constant"
+    """How the learning rate falls from its peak: constant, linear or cosine (to zero)."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+    evaluate: Every = field(default_factory=lambda: Every(epochs=1))
+    """When to evaluate; the end of the run is always evaluated."""
+    save: Every = field(default_factory=lambda: Every(epochs=1))
+    """When to save a snapshot; the end of the run and a stop always save one."""
+    keep_last: int = 3
+    """Snapshots kept, beside the best one."""
+    best: str = "loss"
+    """The evaluated number that says which snapshot is best."""
+    best_is: str = "min"
+    """Whether the best is the `min` or the `max`."""
+    log_steps: int = 10
+    """Steps between two lines of metrics."""
+    resume: str = "auto"
+    """`auto`: go on with this run's newest valid snapshot; `never`; or the path of a snapshot."""
+    eval_batch_size: int | None = None
+    """Samples one process evaluates at a time; default: the batch size."""
+    unused_parameters: bool = False
+    """Set it when some parameters take no part in some steps, at a small cost per step."""
+    loader_workers: int = 0
+    """Processes per rank that fetch samples of a Dataset; tensors need none."""
+
+
+@dataclass(frozen=True)
+class Track:
+    progress: str = "auto"
+    """`bar`, `lines`, `none`; `auto` is a bar on a terminal and lines elsewhere."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole, resolved configuration. Composed once; ranks never compose it again."""
+
+    experiment: dict[str, Any] = field(default_factory=dict)
+    """`entry` (MODULE:FUNCTION or FILE.py:FUNCTION) and the experiment's own settings."""
+    trainer: Trainer = field(default_factory=Trainer)
+    launch: Launch = field(default_factory=Launch)
+    track: Track = field(default_factory=Track)
+    run: RunChoice = field(default_factory=RunChoice)
+    seed: int = 0
+    rank: int | None = None
+    """This process's rank, when ranks are started by hand."""
+    world_size: int | None = None
+    """The number of processes, when ranks are started by hand."""
+    master: str | None = None
+    """HOST:PORT where rank 0 listens, when ranks are started by hand; default: this machine."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The experiment's own settings."""
+        return {k: v for k, v in self.experiment.items() if k != "entry"}
+
+    def numbers(self) -> dict[str, Any]:
+        """The flat settings that decide the numbers of a run, as opposed to where, how long and
+        how often it runs. A resumed run must agree on these."""
+        flat = flatten(self.to_dict())
+        return {k: v for k, v in flat.items() if k.startswith(_DECIDES_NUMBERS)}
+
+    def fingerprint(self) -> str:
+        text = json.dumps(self.numbers(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_DECIDES_NUMBERS = (
+    "experiment.",
+    "seed",
+    "trainer.batch_size",
+    "trainer.clip",
+    "trainer.schedule",
+    "trainer.warmup_steps",
+)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} → {'a.b': 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Flat keys whose values differ, with both values; a missing one is None."""
+    return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+
+
+def build(data: dict[str, Any]) -> Config:
+    """A Config from plain data such as a run folder's config.json."""
+    built: Config = _build(Config, data)
+    return built
+
+
+def _build(cls: Any, data: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    values = {
+        key: _build(hints[key], value) if dataclasses.is_dataclass(hints[key]) else value
+        for key, value in data.items()
+        if key in known  # a folder written by a later version may say more
+    }
+    return cls(**values)

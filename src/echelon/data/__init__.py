@@ -1,0 +1,1 @@
+"""Which sample when, and the batches made of them."""

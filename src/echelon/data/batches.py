@@ -1,0 +1,200 @@
+"""Batches of one rank, cut by index: from tensors in blocks, from a Dataset sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from echelon.data.order import batches_per_epoch
+from echelon.errors import EchelonError, Fault
+
+_BLOCK_BYTES = 8 << 20
+"""Gathering many batches at once makes the cut of one nearly free; more would leave the cache."""
+
+
+class Batch(NamedTuple):
+    """This rank's share of one global batch."""
+
+    data: Any
+    """What the experiment is given; None where this rank has no sample of the batch."""
+    mine: int
+    """Samples in it."""
+
+
+class Order(Protocol):
+    """Which samples this rank takes, batch by batch: EpochOrder to train, WholeBatches to judge."""
+
+    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]: ...
+
+
+@dataclass(frozen=True)
+class WholeBatches:
+    """Every world_size-th batch, whole and unshuffled.
+
+    A batch is never cut between ranks, because a matrix product may round differently for another
+    number of rows: evaluation is to give the same bits at any world size.
+    """
+
+    size: int
+    batch_size: int
+    rank: int
+    world_size: int
+
+    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        last = batches_per_epoch(self.size, self.batch_size)
+        for number in range(first_batch + self.rank, last, self.world_size):
+            start = number * self.batch_size
+            stop = min(start + self.batch_size, self.size)
+            yield torch.arange(start, stop), [stop - start]
+
+
+class Source(Protocol):
+    """Where samples come from."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch]:
+        """This rank's share of every global batch from number `first` on."""
+        ...
+
+
+def source_of(data: Any, name: str, workers: int, device: torch.device) -> Source:
+    """The source for what an experiment gave as data."""
+    if isinstance(data, Tensor):
+        data = (data,)
+    if isinstance(data, Sequence) and data and all(isinstance(t, Tensor) for t in data):
+        sizes = [len(t) for t in data]
+        if len(set(sizes)) > 1:
+            raise _fault(f"the tensors of {name} have {sizes} rows", "give each one row per sample")
+        source: Source = TensorSource(tuple(data), device)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        source = DatasetSource(data, workers)
+    else:
+        raise _fault(
+            f"{name} is of type {type(data).__name__}, which has no length or no samples by index",
+            "give a tuple of tensors, or a Dataset with __len__ and __getitem__",
+        )
+    if len(source) == 0:
+        raise _fault(f"{name} has no samples", "give at least one")
+    return source
+
+
+class TensorSource:
+    """Tensors with one row per sample, kept on the device when they fit with room to spare."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+        self.row_bytes = sum(t[:1].numel() * t.element_size() for t in tensors)
+        self.tensors = tensors
+        if device.type == "cuda" and self._fits(device):
+            self.tensors = tuple(t.to(device) for t in tensors)
+
+    def _fits(self, device: torch.device) -> bool:
+        free, _ = torch.cuda.mem_get_info(device)
+        return self.row_bytes * len(self) < free // 4
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch]:
+        home = self.tensors[0].device
+        for indices, counts in order.blocks(first):
+            for rows, sizes in _bounded(indices.to(home), counts, self.row_bytes):
+                gathered = [t.index_select(0, rows).to(device) for t in self.tensors]
+                pieces = zip(*(torch.split(t, sizes) for t in gathered), strict=True)
+                for data, mine in zip(pieces, sizes, strict=True):
+                    yield Batch(data if mine else None, mine)
+
+
+def _bounded(
+    indices: Tensor, counts: list[int], row_bytes: int
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Runs of whole batches that gather to a bounded size, or one batch where it is larger."""
+    most = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    begin, size = 0, 0
+    run: list[int] = []
+    for count in counts:
+        if run and size + count > most:
+            yield indices[begin : begin + size], run
+            begin, size, run = begin + size, 0, []
+        size += count
+        run.append(count)
+    if run:
+        yield indices[begin : begin + size], run
+
+
+class DatasetSource:
+    """Any Dataset with a length; fetched here, or ahead of time by torch's loader processes."""
+
+    def __init__(self, dataset: Any, workers: int) -> None:
+        self.dataset = dataset
+        self.workers = workers
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch]:
+        shares = _Shares(order, first)
+        fetched = self._loaded(shares, device) if self.workers else map(self._fetch, shares)
+        for rows, data in zip(shares, fetched, strict=True):
+            yield Batch(_to(data, device) if rows else None, len(rows))
+
+    def _fetch(self, rows: list[int]) -> Any:
+        from torch.utils.data import default_collate
+
+        if not rows:
+            return None
+        if hasattr(self.dataset, "__getitems__"):
+            return default_collate(self.dataset.__getitems__(rows))
+        return default_collate([self.dataset[i] for i in rows])
+
+    def _loaded(self, shares: _Shares, device: torch.device) -> Iterator[Any]:
+        from torch.utils.data import DataLoader
+
+        loader = iter(
+            DataLoader(
+                self.dataset,
+                batch_sampler=_NonEmpty(shares),  # torch's loader cannot fetch an empty share
+                num_workers=self.workers,
+                pin_memory=device.type == "cuda",
+            )
+        )
+        for rows in shares:
+            yield next(loader) if rows else None
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The rows of this rank, batch by batch; can be iterated again at the cost of drawing again."""
+
+    order: Order
+    first: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices, counts in self.order.blocks(self.first):
+            numbers = indices.tolist()
+            for stop, count in zip(accumulate(counts), counts, strict=True):
+                yield numbers[stop - count : stop]
+
+
+@dataclass(frozen=True)
+class _NonEmpty:
+    shares: _Shares
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return filter(None, iter(self.shares))
+
+
+def _to(data: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return data
+    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), data)
+
+
+def _fault(what: str, do: str) -> EchelonError:
+    return EchelonError(Fault(what, do))

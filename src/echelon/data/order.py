@@ -1,0 +1,192 @@
+"""The order of samples as a function of (seed, epoch, position).
+
+A shuffled list of N indices costs start-up time and memory in proportion to N, on every rank, and
+must be rebuilt to resume. Here position ``p`` of an epoch maps to its sample by a keyed permutation
+of ``range(size)``, computed index by index: nothing of length N exists, any position is reached at
+once, and neither the rank nor the world size enters, so a run resumed on another number of ranks
+goes on in the same order.
+
+The order is part of what a snapshot promises. Changing the rounds, the shift or the derivation
+of keys changes every resumed run; ``tests/unit/test_order.py`` pins a few values for that reason.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import shake_128
+
+import torch
+from torch import Tensor
+
+_MOST_ROUNDS = 12
+
+_FIRST_BLOCK = 1 << 10
+"""Small, so that the first batch of an epoch is there in well under a millisecond."""
+
+_BLOCK = 1 << 15
+"""Large enough to hide the cost of calling torch, small enough to stay in the second-level cache;
+torch wakes its other threads only above this size, which data workers do not want."""
+
+
+def permute(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor:
+    """The samples at these positions of the epoch; int64, of the same shape and device.
+
+    Positions outside ``range(size)`` give indices that are taken by other positions: they are not
+    checked, as that would make an accelerator wait. It waits once per walk all the same (see
+    `_walk_inside`), unless the size is a power of two.
+    """
+    mixer = _Mixer(size, seed, epoch)
+    values = mixer.mix(positions.reshape(-1).to(mixer.word, copy=True))
+    if size < mixer.domain:
+        _walk_inside(values, size, mixer)
+    return values.to(torch.int64).view(positions.shape)
+
+
+class _Mixer:
+    """A keyed permutation of the least power of two that holds ``range(size)``.
+
+    Each round multiplies by an odd number, adds, and folds the upper half of the bits onto the
+    lower half. All three can be undone modulo the power of two, whatever the keys, hence no two
+    positions meet. Multiplication carries upwards only, the fold downwards only; both are needed.
+    This mixes more per operation than a Feistel network, which hashes half of the bits per round.
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        bits = max(1, (size - 1).bit_length())
+        self.domain = 1 << bits
+        # Half the bytes is twice the speed, and takes every data set below two billion samples.
+        self.word = torch.int32 if bits < 32 else torch.int64
+        fold = max(1, bits // 2)
+        keys = _keys(seed, epoch)[: 2 * _rounds(bits)]
+        self._factors = [key % self.domain | 1 for key in keys[::2]]
+        # Tensors of no dimension go with any device, and cost half as much per call as numbers.
+        numbers = [key % self.domain for key in keys[1::2]]
+        numbers += [fold, (self.domain - 1) >> fold, self.domain - 1]
+        *self._terms, self._fold, self._folded, self._mask = torch.tensor(
+            numbers, dtype=self.word
+        ).unbind()
+
+    def mix(self, values: Tensor) -> Tensor:
+        """Overwrites and returns ``values``.
+
+        Products overflow, and torch wraps them on every device: bits above the domain are rubbish
+        that never reaches the bits below, so they are cleared once, at the end.
+        """
+        upper = torch.empty_like(values)
+        for factor, term in zip(self._factors, self._terms, strict=True):
+            torch.add(term, values, alpha=factor, out=values)
+            torch.bitwise_right_shift(values, self._fold, out=upper)
+            values.bitwise_xor_(upper.bitwise_and_(self._folded))
+        return values.bitwise_and_(self._mask)
+
+
+def _rounds(bits: int) -> int:
+    """Few bits mix little per round, and small data sets can afford the more.
+
+    Measured: all permutations of 4 and of 8 samples come equally often from 10 rounds on (over
+    100 000 random keys); from 16 bits on, 6 rounds leave no trace in pairs, differences or serial
+    correlation, 4 hardly any, 3 a clear one. A round costs about half a nanosecond per sample.
+    """
+    return _MOST_ROUNDS if bits < 16 else 6
+
+
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """A hash of the text, not arithmetic: seed 1 in epoch 0 must not resemble seed 0 in epoch 1."""
+    digest = shake_128(f"{seed}/{epoch}".encode()).digest(16 * _MOST_ROUNDS)
+    return struct.unpack(f"<{2 * _MOST_ROUNDS}Q", digest)
+
+
+def _walk_inside(values: Tensor, size: int, mixer: _Mixer) -> None:
+    """Mixes values outside ``range(size)`` again until they are inside, which keeps one to one.
+
+    At worst, for a size just above a power of two, half are outside after each walk: n values take
+    about log2(n) ever smaller walks, and a sample eight times as long as where none is outside.
+    """
+    outside = (values >= size).nonzero().squeeze(1)
+    while outside.numel():
+        # Not values[outside]: general indexing takes three times as long on a processor.
+        walked = mixer.mix(values.index_select(0, outside))
+        values.scatter_(0, outside, walked)
+        outside = outside.masked_select(walked >= size)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The positions ``[start, stop)`` of the epoch that one rank takes of one global batch."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def share(batch: int, batch_size: int, size: int, rank: int, world_size: int) -> Share:
+    """Contiguous, so that the ranks in turn give the global batch in order at any world size.
+
+    Shares differ by at most one sample and can be empty, in the last batch above all: gradients
+    must be weighted by samples, not by ranks.
+    """
+    start = min(batch * batch_size, size)
+    length = min(batch_size, size - start)
+    return Share(start + length * rank // world_size, start + length * (rank + 1) // world_size)
+
+
+def batches_per_epoch(size: int, batch_size: int) -> int:
+    """Counts the last, partial batch: no sample is dropped or seen twice to fill it."""
+    return -(-size // batch_size)
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The indices of one rank through one epoch, in blocks of many batches.
+
+    A block keeps the cost of calling torch from being paid per batch; it holds about 32k indices,
+    or one batch where that is more.
+    """
+
+    size: int
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    epoch: int
+    shuffle: bool = True
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"no rank takes a share of such batches: {self}")
+
+    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        """Indices of a run of global batches, joined, and how many of them belong to each batch.
+
+        Runs begin and end at the same batches on every rank, also where a rank's share is empty.
+        Starting at any batch costs the same; where runs end depends on it, the order does not.
+        """
+        samples = _FIRST_BLOCK
+        last = batches_per_epoch(self.size, self.batch_size)
+        while first_batch < last:
+            stop = self._run_stop(first_batch, samples)
+            yield self._draw(first_batch, stop)
+            first_batch, samples = stop, min(4 * samples, _BLOCK)
+
+    def _run_stop(self, first: int, samples: int) -> int:
+        """The partial batch is a run of its own, so that all batches of a run are alike."""
+        full = self.size // self.batch_size
+        if first >= full:
+            return first + 1
+        largest_share = -(-self.batch_size // self.world_size)
+        return min(full, first + max(1, samples // largest_share))
+
+    def _draw(self, first: int, stop: int) -> tuple[Tensor, list[int]]:
+        mine = share(first, self.batch_size, self.size, self.rank, self.world_size)
+        within = torch.arange(mine.start, mine.stop, device=self.device)
+        offsets = torch.arange(stop - first, device=self.device) * self.batch_size
+        positions = (offsets.unsqueeze(1) + within).flatten()
+        counts = [len(mine)] * (stop - first)
+        if not self.shuffle:
+            return positions, counts
+        return permute(positions, self.size, self.seed, self.epoch), counts

@@ -1,0 +1,14 @@
+"""Made-up data: random inputs, a linear truth, noise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear_data(samples: int, features: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.randn(features, 1, generator=generator)
+    x = torch.randn(samples, features, generator=generator)
+    return x, x @ truth + noise * torch.randn(samples, 1, generator=generator)

@@ -1,0 +1,62 @@
+"""What a person reads when something is wrong, and the exit codes with names.
+
+A :class:`Fault` is one sentence (what you set and what was found) and one thing to do. An
+:class:`EchelonError` carries every fault that was found, so a person fixes them in one go.
+Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Every exit code of every verb."""
+
+    OK = 0
+    FAILED = 1
+    """The training, or the program it ran, failed."""
+    USAGE = 2
+    """What was typed or configured cannot be done; nothing was started."""
+    NOT_FOUND = 3
+    """What was asked for (a run, a GPU, a snapshot) does not exist here."""
+    RENDEZVOUS = 4
+    """The processes of a world did not find each other."""
+    PREEMPTED = 75
+    """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
+    INTERRUPTED = 130
+    """Stopped at once by a second Ctrl-C; the last snapshot stands."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong."""
+
+    what: str
+    """One sentence: what was set and what was found."""
+    do: str
+    """What to do about it, as concretely as can be said."""
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  hint: {self.do}"
+
+
+class EchelonError(Exception):
+    """One or more faults, shown without a traceback."""
+
+    def __init__(self, *faults: Fault, exit: Exit = Exit.USAGE) -> None:
+        super().__init__("\n".join(map(str, faults)))
+        self.faults = faults
+        self.exit = exit
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint that lists the known names, the nearest first."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    rest = [n for n in names if n not in close]
+    listed = ", ".join((close + rest)[:12]) + (", …" if len(names) > 12 else "")
+    return f"did you mean {close[0]!r}? known: {listed}" if close else f"known: {listed}"

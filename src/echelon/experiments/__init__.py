@@ -1,0 +1,1 @@
+"""The bundled experiments: `echelon train experiment=NAME`."""

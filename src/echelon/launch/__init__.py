@@ -1,0 +1,1 @@
+"""Launchers: where a run happens. Each makes a plan first and then carries it out."""

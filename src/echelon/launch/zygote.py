@@ -1,0 +1,205 @@
+"""A process that has imported torch once and forks workers from then on.
+
+torch takes seconds to import and most of a worker's memory. Forked workers share both, and a
+restart costs milliseconds. The zygote has one thread, never touches a device and runs no user
+code, so that its children start clean. It speaks JSON over a socket; when the agent goes, it goes,
+and the workers with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_MAX_MESSAGE = 1 << 17
+
+
+@dataclass(frozen=True)
+class Order:
+    """One worker to start."""
+
+    local_rank: int
+    variables: dict[str, str]
+    entry: str
+    """MODULE:FUNCTION, called with the arguments; it ends the process and never returns."""
+    arguments: list[str]
+    log: str | None
+    """Where its output goes; None: to the screen."""
+
+
+class Zygote:
+    """The agent's handle."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        if _can_fork():
+            self.pid = os.fork()
+            if self.pid == 0:
+                ours.close()
+                _serve(theirs, preload)
+        else:
+            self.pid = _spawn_fresh(theirs, preload)
+        theirs.close()
+        ours.setblocking(False)
+
+    def start(self, order: Order) -> None:
+        self._socket.setblocking(True)
+        self._socket.send(json.dumps(asdict(order)).encode())
+        self._socket.setblocking(False)
+
+    def news(self) -> Iterator[dict[str, Any]]:
+        """What happened since the last call: {"started": pid, …}, {"exited": pid, "code": n}."""
+        while True:
+            try:
+                message = self._socket.recv(_MAX_MESSAGE)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                message = b""
+            if not message:
+                yield {"gone": self.pid}
+                return
+            yield json.loads(message)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is news."""
+        select.select([self._socket], [], [], timeout_s)
+
+    def close(self) -> None:
+        self._socket.close()
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            return
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process would be clean: no threads but the idle ones of the linear
+    algebra library, which know how to be forked, and no device opened."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return False
+    idle = min(64, len(os.sched_getaffinity(0)))
+    return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) <= idle
+
+
+def _spawn_fresh(theirs: socket.socket, preload: Sequence[str]) -> int:
+    code = "from echelon.launch.zygote import main; main()"
+    command = [sys.executable, "-c", code, str(theirs.fileno()), *preload]
+    return subprocess.Popen(command, pass_fds=[theirs.fileno()]).pid
+
+
+def main() -> None:
+    number, *preload = sys.argv[1:]
+    _serve(socket.socket(fileno=int(number)), preload)
+
+
+# --- inside the zygote ---
+
+
+def die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before we asked
+        os._exit(1)
+
+
+def _serve(channel: socket.socket, preload: Sequence[str]) -> None:
+    """Never returns."""
+    try:
+        die_with_parent(os.getppid())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # the agent decides
+        for name in preload:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a collection in a child would copy the pages they share
+        _answer(channel)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _answer(channel: socket.socket) -> None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        watched: list[Any] = [channel, wake_read]
+        ready, _, _ = select.select(watched, [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            for pid, code in _reaped():
+                channel.send(json.dumps({"exited": pid, "code": code}).encode())
+        if channel in ready:
+            message = channel.recv(_MAX_MESSAGE)
+            if not message:
+                return
+            order = Order(**json.loads(message))
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                os.close(wake_read)
+                os.close(wake_write)
+                _become_worker(order)
+            started = {"started": pid, "local_rank": order.local_rank}
+            channel.send(json.dumps(started).encode())
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+# --- inside a worker ---
+
+
+def _become_worker(order: Order) -> None:
+    """Never returns."""
+    try:
+        die_with_parent(os.getppid())
+        os.setpgid(0, 0)  # its own children end with it, by the agent's hand
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        _set_up(order.variables, order.log)
+        module, _, function = order.entry.partition(":")
+        getattr(importlib.import_module(module), function)(*order.arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _set_up(variables: Mapping[str, str], log: str | None) -> None:
+    os.environ.update(variables)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in variables:
+        sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"]))

@@ -1,0 +1,181 @@
+"""A run and its folder: every path of it, atomic writes, its status. Nothing else knows a path."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.config.check import NAME_CHARACTERS
+from echelon.config.schema import Config, build
+from echelon.errors import EchelonError, Exit, Fault, nearest
+
+
+@dataclass(frozen=True)
+class Run:
+    """All paths of one run."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.json"
+
+    @property
+    def status_file(self) -> Path:
+        return self.folder / "status.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.folder / "snapshots"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def pulse_file(self) -> Path:
+        return self.folder / ".pulse"
+
+    def log_file(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def stack_file(self, rank: int) -> Path:
+        """Where a rank that hangs is asked to write its stack."""
+        return self.logs / f"rank-{rank}.stack"
+
+    def config(self) -> Config:
+        try:
+            return build(json.loads(self.config_file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise EchelonError(
+                Fault(
+                    f"{self.config_file} cannot be read: {error}",
+                    "restore the file, or start a run of another name",
+                ),
+                exit=Exit.NOT_FOUND,
+            ) from error
+
+    def status(self) -> dict[str, Any]:
+        try:
+            loaded: dict[str, Any] = json.loads(self.status_file.read_text())
+            return loaded
+        except (OSError, ValueError):
+            return {}
+
+    def update_status(self, **fields: Any) -> None:
+        """Merge fields into status.json. A full disk must not end a training over its status."""
+        with contextlib.suppress(OSError):
+            write_json(self.status_file, self.status() | fields | {"updated": time.time()})
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write beside and rename: a reader sees the old text or the new, never a half."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(data, indent=2) + "\n")
+    beside.replace(path)
+
+
+def create(config: Config) -> Run:
+    """The folder of a new run, or of the named one when it exists; holds the resolved config."""
+    root = Path(config.run.dir).absolute()
+    run = Run(root / (config.run.name or _new_name(config)))
+    if run.config_file.exists() and config.trainer.resume == "never":
+        _set_aside(run)
+    elif run.config_file.exists():
+        _require_same_experiment(run, config)
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+        write_json(run.config_file, config.to_dict())
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
+                f"{(error.strerror or str(error)).lower()}",
+                "free some space, or give another place with run.dir=PATH",
+            )
+        ) from error
+    _point_latest(root, run)
+    return run
+
+
+def launch_id(env: Mapping[str, str]) -> str | None:
+    """What stays the same when torchrun or Slurm starts the same thing again."""
+    return env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID")
+
+
+def restarted(config: Config, env: Mapping[str, str]) -> Run | None:
+    """The run that this restart of torchrun's or Slurm's belongs to, when it has no name."""
+    count = env.get("TORCHELASTIC_RESTART_COUNT") or env.get("SLURM_RESTART_COUNT") or "0"
+    if count == "0" or config.run.name:
+        return None
+    folders = Path(config.run.dir).absolute().glob("*/status.json")
+    for status in sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True):
+        run = Run(status.parent)
+        if run.status().get("launch_id") == launch_id(env) and not run.folder.is_symlink():
+            return run
+    return None
+
+
+def open_run(where: str, root: str = "runs") -> Run:
+    """A run by path, by name, or `latest`."""
+    for folder in (Path(where), Path(root) / where):
+        if (folder / "config.json").exists():
+            return Run(folder.resolve())
+    known = {p.parent.name for p in Path(root).glob("*/config.json")}
+    raise EchelonError(
+        Fault(
+            f"no run {where!r} here or in {Path(root).absolute()}",
+            nearest(where, known) if known else "start one with `echelon train`",
+        ),
+        exit=Exit.NOT_FOUND,
+    )
+
+
+def _new_name(config: Config) -> str:
+    entry = str(config.experiment.get("entry", "run"))
+    stem = Path(entry.rpartition(":")[0]).stem if ".py" in entry else entry.split(":")[0]
+    short = "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
+    return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _require_same_experiment(run: Run, config: Config) -> None:
+    before, now = run.config().experiment.get("entry"), config.experiment.get("entry")
+    if before != now:
+        raise EchelonError(
+            Fault(
+                f"run.name={run.name}: {run.folder} is a run of the experiment {before!r}, "
+                f"not of {now!r}",
+                "choose another run.name, or trainer.resume=never to set the old run aside",
+            )
+        )
+
+
+def _set_aside(run: Run) -> None:
+    for number in range(1, 10_000):
+        aside = run.folder.with_name(f"{run.name}.{number}")
+        if not aside.exists():
+            run.folder.rename(aside)
+            return
+
+
+def _point_latest(root: Path, run: Run) -> None:
+    """`latest` is a convenience; a file system without links does without it."""
+    with contextlib.suppress(OSError):
+        beside = root / f".latest.{os.getpid()}"
+        beside.symlink_to(run.name)
+        beside.replace(root / "latest")

@@ -1,0 +1,45 @@
+"""metrics.jsonl: one JSON object per line, always written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+
+class JsonLines:
+    """Appends lines. A run that goes on from step s forgets the lines after s: they come again."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        _keep_until(path, resumed_step)
+        self._file: IO[str] = path.open("a", buffering=1)
+
+    def log(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError:  # a full disk must not end a training; the snapshot's error says it
+            return
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines; a process killed while writing leaves half a line."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def _keep_until(path: Path, step: int) -> None:
+    kept = [line for line in read(path) if line.get("step", 0) <= step]
+    if not path.exists():
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    beside.replace(path)

@@ -1,0 +1,95 @@
+"""What a person sees of a running training: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+_LINE_EVERY_S = 2.0
+_DRAW_EVERY_S = 0.1
+
+
+def screen(kind: str, total_steps: int, step: int) -> Screen:
+    if kind == "auto":
+        kind = "bar" if sys.stderr.isatty() else "lines"
+    made: dict[str, type[Screen]] = {"bar": Bar, "lines": Lines, "none": Screen}
+    return made[kind](total_steps, step)
+
+
+class Screen:
+    """Shows nothing; what the others are made from."""
+
+    draw_every_s = float("inf")
+    show: Callable[[str], None] | None = None
+    """Puts a line above what is drawn, where something is."""
+
+    def __init__(self, total_steps: int = 0, step: int = 0) -> None:
+        self.total = total_steps
+        self.next_draw = 0.0
+
+    def progress(self, line: dict[str, Any]) -> None:
+        """A line of training metrics, drawn at most so often."""
+        now = time.monotonic()
+        if now >= self.next_draw:
+            self.next_draw = now + self.draw_every_s
+            self.draw(line)
+
+    def draw(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lines(Screen):
+    draw_every_s = _LINE_EVERY_S
+
+    def draw(self, line: dict[str, Any]) -> None:
+        print(
+            f"step {line['step']}/{self.total}  epoch {line['epoch']}  loss {line['loss']:.5g}  "
+            f"{line['samples_per_s']:,.0f} samples/s",
+            file=sys.stderr,
+        )
+
+
+class Bar(Screen):
+    draw_every_s = _DRAW_EVERY_S
+
+    def __init__(self, total_steps: int, step: int) -> None:
+        super().__init__(total_steps, step)
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("[bold]epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("[cyan]loss {task.fields[loss]}"),
+            TextColumn("[dim]{task.fields[speed]} samples/s"),
+            TimeRemainingColumn(compact=True),
+            console=Console(file=sys.__stderr__),
+            redirect_stdout=False,  # train.output brings what is printed to `show`
+            redirect_stderr=False,
+            auto_refresh=False,  # drawn by us: a thread would wake up beside every training step
+        )
+        self._task = self._bar.add_task(
+            "", total=total_steps, completed=step, epoch="…", loss="…", speed="…"
+        )
+        self._bar.start()
+        self.show = self._show
+
+    def draw(self, line: dict[str, Any]) -> None:
+        self._bar.update(
+            self._task,
+            completed=line["step"],
+            epoch=line["epoch"],
+            loss=f"{line['loss']:.5g}",
+            speed=f"{line['samples_per_s']:,.0f}",
+        )
+        self._bar.refresh()
+
+    def _show(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()

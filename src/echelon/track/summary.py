@@ -1,0 +1,65 @@
+"""The last words of a run: how it went, where things are, what to type next."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import Exit
+from echelon.runs import Run
+from echelon.track.jsonl import read
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reason: str) -> str:
+    if outcome is Exit.PREEMPTED:
+        first = f"stopped by {reason} after step {step} of {total}; everything is saved"
+    elif step == total and seconds < 0:
+        first = f"nothing left to do: all {total} steps were already made"
+    else:
+        first = f"finished {total} steps in {seconds:.1f} s"
+    rows = {
+        "loss": _losses(read(run.metrics_file)),
+        "run": _short(run.folder),
+        "snapshot": _newest(run),
+        "metrics": _short(run.metrics_file),
+        "go on": f"echelon resume {_spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
+    }
+    lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]
+    return "\n".join([first, *lines])
+
+
+def sparkline(values: list[float], width: int = 32) -> str:
+    """A curve in one line, on a logarithmic scale when it falls far."""
+    if not values:
+        return ""
+    step = max(1.0, len(values) / width)
+    picked = [values[int(i * step)] for i in range(min(width, len(values)))]
+    if min(picked) > 0 and max(picked) / min(picked) > 20:
+        picked = [math.log(v) for v in picked]
+    low, high = min(picked), max(picked)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((v - low) * scale)] for v in picked)
+
+
+def _losses(lines: list[dict[str, Any]]) -> str:
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return f"{losses[0]:.4g} {sparkline(losses)} {losses[-1]:.4g}" if losses else ""
+
+
+def _newest(run: Run) -> str:
+    folders = sorted(run.snapshots.glob("step-*"))
+    return _short(folders[-1]) if folders else ""
+
+
+def _short(path: Path) -> str:
+    """Relative where that is shorter to read and to type."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)
+
+
+def _spoken(run: Run) -> str:
+    return run.name if run.folder.parent == Path("runs").absolute() else _short(run.folder)

@@ -1,0 +1,1 @@
+"""The training of one run: loop, replicas, precision, snapshots."""

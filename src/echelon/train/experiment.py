@@ -1,0 +1,160 @@
+"""What a user gives us: the parts to train. And how a name becomes those parts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import EchelonError, Exit, Fault, nearest
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    Metrics = Metric | Mapping[str, Metric]
+
+_loading = False
+
+Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
+
+
+@dataclass
+class Experiment:
+    """The parts to train, the same on every rank and at any scale."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], Tensor]
+    """(output, target) → the mean loss over the samples of the batch."""
+    train_data: Any
+    """A tuple of tensors with one row per sample, or a Dataset with a length."""
+    eval_data: Any = None
+    metrics: Metrics | Callable[[], Metrics] | None = None
+    """torchmetrics objects, updated with (output, target); a function is called when the first
+    evaluation needs them, so that a start does not wait for their import."""
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    """A learning-rate schedule of your own, stepped once per optimizer step."""
+    predict: Predict | None = None
+    """(model, batch) → (output, target); default: batch is (*inputs, target)."""
+
+
+def predict_default(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    *inputs, target = batch
+    return model(*inputs), target
+
+
+def load_function(entry: str) -> Callable[..., Any]:
+    """The experiment function of MODULE:FUNCTION or FILE.py:FUNCTION."""
+    where, _, name = entry.rpartition(":")
+    if not where or not name:
+        raise _fault(f"experiment={entry} names no function", "write FILE.py:FUNCTION")
+    module = _from_file(Path(where), entry) if where.endswith(".py") else _module(where, entry)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        hint = nearest(name, functions) if functions else f"define it: def {name}(cfg): …"
+        raise _fault(f"experiment={entry}: {where} has no function {name!r}", hint)
+    found: Callable[..., Any] = function
+    return found
+
+
+def _module(name: str, entry: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and not name.startswith(error.name):
+            raise  # the module is there, something it imports is not: its traceback says which
+        raise _fault(
+            f"experiment={entry}: there is no module {name!r}",
+            "give a file with its path: experiment=path/to/file.py:function",
+        ) from None
+
+
+def _from_file(path: Path, entry: str) -> types.ModuleType:
+    if not path.is_file():
+        raise _fault(f"experiment={entry}: there is no file {path.absolute()}", "check the path")
+    already = sys.modules.get("__main__")
+    if already is not None and _is_file(already, path):
+        return already
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # As `python path/to/file.py` would have it: neighbours can be imported, pickles find the name.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    global _loading
+    _loading = True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _loading = False
+    return module
+
+
+def loading() -> bool:
+    """Whether a user's file is being imported right now."""
+    return _loading
+
+
+def _is_file(module: types.ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path.resolve()
+
+
+def declared_settings(function: Callable[..., Any]) -> type | None:
+    """The dataclass an experiment annotates its argument with, if it does."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        return None
+    hint = get_type_hints(function).get(parameters[0].name)
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def build_experiment(entry: str, settings: Mapping[str, Any]) -> Experiment:
+    """Call the experiment function with its settings and check what it returns."""
+    function = load_function(entry)
+    declared = declared_settings(function)
+    cfg = declared(**settings) if declared else types.SimpleNamespace(**settings)
+    made = function(cfg) if inspect.signature(function).parameters else function()
+    _check(made, entry)
+    experiment: Experiment = made
+    return experiment
+
+
+def _check(made: Any, entry: str) -> None:
+    if not isinstance(made, Experiment):
+        raise _fault(
+            f"experiment={entry} returned {type(made).__name__}, not an echelon.Experiment",
+            "return echelon.Experiment(model=…, optimizer=…, loss=…, train_data=…)",
+        )
+    faults = []
+    expected = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
+    for part, kind in expected.items():
+        value = getattr(made, part)
+        if not isinstance(value, kind):
+            faults.append(
+                Fault(
+                    f"the experiment's {part} is of type {type(value).__name__}",
+                    f"give a {kind.__module__}.{kind.__qualname__}",
+                )
+            )
+    if not callable(made.loss):
+        faults.append(
+            Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")
+        )
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _fault(what: str, do: str) -> EchelonError:
+    return EchelonError(Fault(what, do), exit=Exit.USAGE)

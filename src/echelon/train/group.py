@@ -1,0 +1,327 @@
+"""The processes of a world find each other, agree, and open torch's process group.
+
+Everything that crosses goes through torch's key-value store as JSON, or as tensors through the
+process group: no pickle. The agent hosts the store where there is one, else rank 0 does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.config.schema import Config, differences, flatten
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.failure import Failure
+from echelon.world import World
+
+_POLL_S = 0.02
+_LINGER_S = 1.5
+"""How long a store's host stays after a failure, so that the others can read what it was."""
+
+
+_TELL_TIMEOUT_S = 60.0
+_FOREVER_S = 365 * 86400.0
+
+
+class PeerFailed(Exception):
+    """Another rank failed first; what it said is what this rank says."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.summary)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Group:
+    """The world's processes, once they have met."""
+
+    world: World
+    store: dist.Store | None
+    hosts_store: bool
+    timeout_s: float
+
+    # --- at the start: through the store ---
+
+    def tell(self, key: str, value: str) -> None:
+        assert self.store is not None
+        self.store.set(key, value)
+
+    def ask(self, key: str) -> str:
+        assert self.store is not None
+        return str(self.store.get(key).decode())
+
+    def expect(self, key: str) -> None:
+        """Wait for rank 0 to tell something, or for the failure that keeps it from doing so."""
+        assert self.store is not None
+        if _wait(self.store, [key], _TELL_TIMEOUT_S):
+            raise EchelonError(
+                Fault(f"rank 0 did not tell its {key}", "look at the end of rank 0's output"),
+                exit=Exit.RENDEZVOUS,
+            )
+
+    def all_ready(self, what: str, timeout_s: float) -> None:
+        """Wait until every rank has come here; a failure of one is the failure of all."""
+        if self.store is None:
+            return
+        self.store.set(f"{what}/{self.world.rank}", "1")
+        missing = self._wait_for(what, timeout_s)
+        if missing:
+            raise EchelonError(
+                Fault(
+                    f"after {timeout_s:g} s rank {_listed(missing)} was not {what}",
+                    "look at the end of that rank's log",
+                ),
+                exit=Exit.RENDEZVOUS,
+            )
+
+    def _wait_for(self, key: str, timeout_s: float) -> list[int]:
+        """The ranks that have not set the key in time."""
+        assert self.store is not None
+        return _wait(self.store, [f"{key}/{r}" for r in range(self.world.size)], timeout_s)
+
+    # --- failures ---
+
+    def publish(self, failure: Failure) -> None:
+        """The first failure wins."""
+        if self.store is None:
+            return
+        try:
+            self.store.compare_set("failure", "", failure.to_json())
+            if self.hosts_store and self.world.size > 1:
+                time.sleep(_LINGER_S)
+        except Exception:  # the store went with its host; then that is what the others report
+            return
+
+    def first_failure(self, wait_s: float) -> Failure | None:
+        if self.store is None:
+            return None
+        deadline = time.monotonic() + wait_s
+        try:
+            while time.monotonic() < deadline:
+                if failure := _failure_in(self.store):
+                    return failure
+                time.sleep(_POLL_S)
+        except Exception:
+            return None
+        return None
+
+    # --- during training: through the process group ---
+
+    def open(self, backend: str) -> None:
+        if self.store is None:
+            return
+        timeout = timedelta(seconds=self.timeout_s)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", self.store),
+            rank=self.world.rank,
+            world_size=self.world.size,
+            timeout=timeout,
+        )
+
+    def part(self) -> None:
+        """Nobody leaves while another may still be in a collective.
+
+        The process group is not destroyed: its destructor can wait for a thread that waits for
+        Python's lock. The process is about to end.
+        """
+        if dist.is_initialized():
+            dist.barrier()
+
+    def gather(self, row: Tensor) -> list[Tensor]:
+        """A CPU tensor of every rank, of any length, on rank 0; elsewhere nothing."""
+        if self.store is None:
+            return [row]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        dist.all_gather(lengths, torch.tensor([row.numel()]))
+        sizes = [int(n) for n in lengths]
+        padded = torch.zeros(max(sizes), dtype=row.dtype)
+        padded[: row.numel()] = row
+        rows = [torch.empty_like(padded) for _ in sizes] if self.world.rank == 0 else None
+        dist.gather(padded, rows)
+        return [r[:n] for r, n in zip(rows, sizes, strict=True)] if rows else []
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, in place."""
+        if self.store is not None:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def broadcast_json(self, data: Any) -> Any:
+        """Rank 0's data on every rank."""
+        if self.store is None:
+            return data
+        text = json.dumps(data).encode() if self.world.rank == 0 else b""
+        length = self.broadcast(torch.tensor([len(text)]))
+        raw = torch.zeros(int(length), dtype=torch.uint8)
+        if self.world.rank == 0:
+            raw = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.broadcast(raw)
+        return json.loads(raw.numpy().tobytes())
+
+
+def meet(world: World, config: Config, env: Mapping[str, str]) -> Group:
+    """Connect to the store, wait for everybody, make sure that all want the same."""
+    # With an agent, the agent watches and names the guilty; this limit is the second net.
+    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hang_s = (config.launch.hang_s or _FOREVER_S) * (10 if agent_hosts else 1)
+    if world.size == 1:
+        return Group(world, None, False, hang_s)
+    timeout_s = config.launch.join_timeout_s
+    deadline = time.monotonic() + timeout_s
+    hosts_store = world.rank == 0 and not agent_hosts
+    store = _connect(world, hosts_store, timeout_s)
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"echelon/{attempt}", store)
+    _take_rank(store, world)
+    if world.rank == 0:
+        store.set("config", json.dumps(config.to_dict()))
+    store.set(f"host/{world.rank}", socket.gethostname())
+    left_s = max(1.0, deadline - time.monotonic())
+    missing = _wait(store, [f"host/{r}" for r in range(world.size)], left_s)
+    if missing:
+        _report_missing(store, world, missing, timeout_s, hosts_store)
+    _require_equal(config, json.loads(store.get("config")))
+    hosts = [store.get(f"host/{r}").decode() for r in range(world.size)]
+    placed = world if world.settled else world.placed(hosts)
+    return Group(placed, store, hosts_store, hang_s)
+
+
+def _connect(world: World, hosts_store: bool, timeout_s: float) -> dist.Store:
+    assert world.master is not None
+    host, _, port = world.master.rpartition(":")
+    host = host.strip("[]")
+    if host in ("localhost", "127.0.0.1", "::1"):
+        # gloo would look for the interface of this machine's name, which need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        return dist.TCPStore(
+            host,
+            int(port),
+            is_master=hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except Exception as error:
+        text = str(error)
+        if hosts_store and "address already in use" in text.lower():
+            raise EchelonError(
+                Fault(
+                    f"rank 0 cannot listen on {world.master}: the port is taken, maybe by "
+                    "another run's rank 0",
+                    f"end that run, or give all ranks another port: master={host}:{int(port) + 1}",
+                ),
+                exit=Exit.RENDEZVOUS,
+            ) from None
+        if hosts_store:
+            found = text.splitlines()[0]
+            raise EchelonError(
+                Fault(
+                    f"rank 0 cannot listen on {world.master}: {found}",
+                    "give an address of this machine: master=HOST:PORT",
+                ),
+                exit=Exit.RENDEZVOUS,
+            ) from None
+        raise EchelonError(
+            Fault(
+                f"rank {world.rank} found no rank 0 at {world.master} within {timeout_s:g} s",
+                "start rank 0 there, check the address, or wait longer: launch.join_timeout_s=…",
+            ),
+            exit=Exit.RENDEZVOUS,
+        ) from None
+
+
+def _take_rank(store: dist.Store, world: World) -> None:
+    if store.add(f"taken/{world.rank}", 1) > 1:
+        raise EchelonError(
+            Fault(
+                f"rank={world.rank} is taken: another process of this world of {world.size} has it",
+                "give every process a rank of its own",
+            ),
+            exit=Exit.RENDEZVOUS,
+        )
+
+
+def _report_missing(
+    store: dist.Store, world: World, missing: list[int], timeout_s: float, hosts_store: bool
+) -> None:
+    here = world.size - len(missing)
+    if hosts_store:
+        time.sleep(_LINGER_S)  # the others come to the same conclusion and want to ask
+    raise EchelonError(
+        Fault(
+            f"world_size={world.size}, but after {timeout_s:g} s only {here} of {world.size} "
+            f"processes are here; missing: rank {_listed(missing)}",
+            "start the missing ranks, or wait longer with launch.join_timeout_s=SECONDS",
+        ),
+        exit=Exit.RENDEZVOUS,
+    )
+
+
+def _require_equal(config: Config, of_rank_0: dict[str, Any]) -> None:
+    """Ranks started by hand may have been typed differently; `rank` itself must differ."""
+    mine, theirs = flatten(config.to_dict()), flatten(of_rank_0)
+    different = {k: v for k, v in differences(mine, theirs).items() if k != "rank"}
+    if different:
+        raise EchelonError(
+            *(
+                Fault(f"{key}={a} here, but {key}={b} on rank 0", "type the same on every rank")
+                for key, (a, b) in different.items()
+            ),
+            exit=Exit.RENDEZVOUS,
+        )
+
+
+def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
+    """Positions of the keys that are not there when time is up; a failure ends the wait."""
+    deadline = time.monotonic() + timeout_s
+    patience = _patience()
+    while True:
+        try:
+            all_here, failure = store.check(keys), _failure_in(store)
+            if not all_here and time.monotonic() > deadline:
+                return [i for i, key in enumerate(keys) if not store.check([key])]
+        except Exception as error:
+            raise EchelonError(
+                Fault(
+                    f"the process that hosts this world's meeting point went away: {error}",
+                    "look at the end of rank 0's output, and start again",
+                ),
+                exit=Exit.RENDEZVOUS,
+            ) from None
+        if failure:
+            raise PeerFailed(failure)
+        if all_here:
+            return []
+        time.sleep(patience())
+
+
+def _patience() -> Callable[[], float]:
+    """1 ms at first, for worlds that start together; up to 50 ms, to be quiet in long waits."""
+    pause = 0.001
+
+    def next_pause() -> float:
+        nonlocal pause
+        pause = min(0.05, pause * 1.3)
+        return pause
+
+    return next_pause
+
+
+def _failure_in(store: dist.Store) -> Failure | None:
+    return Failure.from_json(store.get("failure")) if store.check(["failure"]) else None
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

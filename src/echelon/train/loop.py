@@ -1,0 +1,282 @@
+"""The training loop, and what it calls between two steps."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from echelon.config.schema import Config, Every
+from echelon.data.batches import Batch, Source
+from echelon.data.order import EpochOrder, batches_per_epoch
+from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.pulse import Pulse
+from echelon.runs import Run
+from echelon.track.jsonl import JsonLines
+from echelon.track.screen import Screen
+from echelon.train.evaluate import Evaluator
+from echelon.train.experiment import Experiment
+from echelon.train.group import Group
+from echelon.train.replica import Replica, Wishes
+from echelon.train.schedule import Schedule
+from echelon.train.state import collect
+from echelon.train.stop import Stop
+from echelon.train.writer import Saved, Writer
+
+
+def train(t: Training) -> Exit:
+    """Step, log, evaluate, save, stop check: in this order."""
+    while t.step < t.total_steps:
+        for batch, total in t.rest_of_epoch():
+            t.schedule.apply(t.step)
+            t.replica.step(batch, total, t.wishes())
+            t.advance(total)
+            if not t.time_to_look():
+                continue
+            wishes = t.look()
+            if t.due_log():
+                t.log()
+            if t.due(t.config.trainer.evaluate) or wishes.evaluate:
+                t.evaluate()
+            if t.due(t.config.trainer.save) or wishes.save or wishes.stop or t.best_is_new:
+                t.save()
+            if wishes.stop:
+                return Exit.PREEMPTED
+            if t.step == t.total_steps:
+                break
+    t.evaluate()
+    t.save()
+    return Exit.OK
+
+
+@dataclass
+class Training:
+    """A run in progress on one rank. Only rank 0 has a tracker, a screen that shows, a writer."""
+
+    config: Config
+    run: Run
+    group: Group
+    experiment: Experiment
+    source: Source
+    evaluator: Evaluator | None
+    stop: Stop
+    pulse: Pulse
+    device: torch.device
+    schedule: Schedule = field(init=False)
+    replica: Replica = field(init=False)
+    tracker: JsonLines | None = None
+    screen: Screen = field(default_factory=Screen)
+    writer: Writer | None = None
+
+    step: int = 0
+    samples: int = 0
+    """Global samples consumed since the beginning: the one number that says where a run is."""
+    best: float | None = None
+    best_is_new: bool = False
+    last_saved: str | None = None
+    saved_step: int | None = None
+
+    _losses: list[float] = field(default_factory=list)
+    _evaluated_step: int | None = None
+    _results: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        trainer = self.config.trainer
+        self.size = len(self.source)
+        self.steps_per_epoch = batches_per_epoch(self.size, trainer.batch_size)
+        epochs = trainer.epochs or 0
+        self.total_steps = (
+            trainer.steps if trainer.steps is not None else epochs * self.steps_per_epoch
+        )
+        self._since = (time.monotonic(), self.samples)
+        self._minutes = dict.fromkeys(("save", "evaluate"), time.monotonic())
+
+    # --- moving on ---
+
+    def rest_of_epoch(self) -> Iterator[tuple[Batch, int]]:
+        """This rank's shares from where the run is to the end of the epoch, with global sizes."""
+        epoch, offset = divmod(self.samples, self.size)
+        size, world = self.config.trainer.batch_size, self.group.world
+        order = EpochOrder(self.size, size, world.rank, world.size, self.config.seed, epoch)
+        first = offset // size
+        left = self.size - offset
+        for batch in self.source.batches(order, first, self.device):
+            total = min(size, left)
+            left -= total
+            yield batch, total
+
+    def advance(self, total: int) -> None:
+        self.step += 1
+        self.samples += total
+        self.pulse.step = self.step
+        self.pulse.beat()
+
+    def wishes(self) -> Wishes:
+        """Clocks differ between ranks, so rank 0's counts; a signal may reach any rank."""
+        stop = self.stop.requested
+        if self._no_minutes or self.group.world.rank != 0:
+            return _STOP if stop else _NOTHING
+        trainer = self.config.trainer
+        return Wishes(
+            stop, self._late("save", trainer.save), self._late("evaluate", trainer.evaluate)
+        )
+
+    @property
+    def _no_minutes(self) -> bool:
+        return (
+            self.config.trainer.save.minutes is None
+            and self.config.trainer.evaluate.minutes is None
+        )
+
+    def _late(self, what: str, every: Every) -> bool:
+        if every.minutes is None or time.monotonic() < self._minutes[what] + 60 * every.minutes:
+            return False
+        self._minutes[what] = time.monotonic()
+        return True
+
+    # --- looking ---
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the last step belongs to, from 1."""
+        return -(-self.samples // self.size)
+
+    def time_to_look(self) -> bool:
+        """Every step on a CPU; rarely on a GPU, and whenever something is due by its step."""
+        every = self.replica.read_every
+        return every == 1 or self.step % every == 0 or self._something_due()
+
+    def _something_due(self) -> bool:
+        trainer = self.config.trainer
+        due = self.due_log() or self.due(trainer.evaluate) or self.due(trainer.save)
+        return due or self.step == self.total_steps
+
+    def due(self, every: Every) -> bool:
+        if every.steps is not None and self.step % every.steps == 0:
+            return True
+        return every.epochs is not None and self.step % (every.epochs * self.steps_per_epoch) == 0
+
+    def due_log(self) -> bool:
+        return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps
+
+    def look(self) -> Wishes:
+        """Read what all ranks know of the steps since the last look."""
+        told = self.replica.told()
+        for back, (_, loss) in enumerate(reversed(told)):
+            if not math.isfinite(loss):
+                raise self._not_finite(loss, self.step - back)
+            self._losses.append(loss)
+        return told[-1].wishes if len(told) == 1 else _any(told)
+
+    def _not_finite(self, loss: float, step: int) -> EchelonError:
+        stands = (
+            f"the last good snapshot is {self.last_saved}" if self.last_saved else "none was saved"
+        )
+        return EchelonError(
+            Fault(
+                f"the loss is {loss} at step {step}; {stands}",
+                "lower the learning rate, or clip gradients with trainer.clip=1.0",
+            ),
+            exit=Exit.FAILED,
+        )
+
+    # --- between steps ---
+
+    def log(self) -> None:
+        now, (then, samples) = time.monotonic(), self._since
+        self._since = (now, self.samples)
+        losses, self._losses = self._losses, []
+        if self.tracker is None:
+            return
+        line = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "loss": sum(losses) / len(losses),
+            "lr": self.schedule.groups[0]["lr"],
+            "samples_per_s": round((self.samples - samples) / max(1e-9, now - then), 1),
+            "time": round(time.time(), 3),
+        }
+        self.tracker.log(line)
+        self.screen.progress(line)
+        self._report_saved(self.writer.finished() if self.writer else [])
+
+    def evaluate(self) -> None:
+        if self.evaluator is None or self._evaluated_step == self.step:
+            return
+        self._evaluated_step = self.step
+        self.pulse.rest()
+        results = self.evaluator()
+        self._results = results
+        self._compare(results)
+        if self.tracker is not None:
+            numbers = {f"eval_{k}": v for k, v in results.items()}
+            self.tracker.log({"step": self.step, "epoch": self.epoch, **numbers})
+            shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
+            print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
+        self.pulse.beat()
+        self._since = (time.monotonic(), self.samples)
+
+    def _compare(self, results: dict[str, float]) -> None:
+        name = self.config.trainer.best
+        if name not in results:
+            raise EchelonError(
+                Fault(
+                    f"trainer.best={name}, but no such number is evaluated", nearest(name, results)
+                )
+            )
+        sign = 1 if self.config.trainer.best_is == "min" else -1
+        if self.best is None or sign * results[name] < sign * self.best:
+            self.best, self.best_is_new = results[name], True
+
+    def save(self) -> None:
+        if self.step in (0, self.saved_step):
+            return
+        self.saved_step = self.step
+        self.pulse.rest()  # an earlier save may still be on its way to a slow disk
+        parts = collect(self.experiment, self.group, self.device)
+        if self.writer is not None:
+            self.writer.save(self.step, parts, self._info(), best=self.best_is_new)
+        self.best_is_new = False
+        self.pulse.beat()
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "best": self.best,
+            "results": self._results,
+            "config": self.config.numbers(),
+            "fingerprint": self.config.fingerprint(),
+            "world_size": self.group.world.size,
+            "wandb_run_id": None,
+        }
+
+    def _report_saved(self, results: list[Saved]) -> None:
+        for saved in results:
+            if saved.error is None:
+                self.last_saved = str(saved.folder)
+                self.run.update_status(step=self.step, snapshot=str(saved.folder))
+            else:
+                print(f"warning: not saved: {saved.error}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Wait for the last snapshot to be on disk."""
+        self.pulse.rest()
+        if self.writer is not None:
+            self._report_saved(self.writer.close())
+        if self.tracker is not None:
+            self.tracker.close()
+        self.screen.close()
+
+
+_NOTHING, _STOP = Wishes(), Wishes(stop=True)
+
+
+def _any(told: list[Any]) -> Wishes:
+    return Wishes(*(any(column) for column in zip(*(t.wishes for t in told), strict=True)))

@@ -1,0 +1,99 @@
+"""Build the experiment on this rank, restore its snapshot, put the parts of the loop together."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from echelon.config.schema import Config
+from echelon.data.batches import source_of
+from echelon.pulse import Pulse
+from echelon.runs import Run
+from echelon.track.jsonl import JsonLines
+from echelon.track.screen import screen
+from echelon.train.evaluate import Evaluator
+from echelon.train.experiment import Experiment, build_experiment
+from echelon.train.group import Group
+from echelon.train.loop import Training
+from echelon.train.output import Output
+from echelon.train.replica import Replica
+from echelon.train.resume import choose
+from echelon.train.schedule import Schedule
+from echelon.train.state import restore, seed_all
+from echelon.train.stop import Stop
+from echelon.train.writer import Writer
+
+_BUILD_TIMEOUT_S = 3600.0
+"""Ranks may need very different times to prepare data; a failure is told at once all the same."""
+
+
+def prepare(
+    config: Config, run: Run, group: Group, stop: Stop, pulse: Pulse, output: Output
+) -> Training:
+    trainer, world = config.trainer, group.world
+    device = torch.device(world.devices[0])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    seed_all(config.seed)  # the same weights on every rank
+    experiment = build_experiment(str(config.experiment.get("entry")), config.settings)
+    experiment.model.to(device)
+    source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
+    evaluator = _evaluator(experiment, config, group, device, pulse)
+    group.all_ready("built", _BUILD_TIMEOUT_S)
+    group.open("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
+    training = Training(
+        config=config,
+        run=run,
+        group=group,
+        experiment=experiment,
+        source=source,
+        evaluator=evaluator,
+        stop=stop,
+        pulse=pulse,
+        device=device,
+    )
+    # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
+    training.schedule = Schedule(trainer, training.total_steps, experiment.optimizer)
+    _go_on(training)
+    training.replica = Replica(experiment, world, device, trainer, pulse)
+    experiment.model.train()
+    if world.rank == 0:
+        training.tracker = JsonLines(run.metrics_file, training.step)
+        training.writer = Writer(run.snapshots, trainer.keep_last)
+        training.screen = screen(config.track.progress, training.total_steps, training.step)
+        output.above(training.screen.show)
+    return training
+
+
+def _evaluator(
+    experiment: Experiment, config: Config, group: Group, device: torch.device, pulse: Pulse
+) -> Evaluator | None:
+    if experiment.eval_data is None:
+        return None
+    source = source_of(experiment.eval_data, "eval_data", config.trainer.loader_workers, device)
+    size = config.trainer.eval_batch_size or config.trainer.batch_size
+    return Evaluator(experiment, source, size, group, device, pulse.beat)
+
+
+def _go_on(training: Training) -> None:
+    """Take state and position from the snapshot this run goes on from, if there is one."""
+    group, run = training.group, training.run
+    snapshot = choose(training.config, run, _say) if group.world.rank == 0 else None
+    info: dict[str, Any] | None = None
+    if snapshot is not None:
+        info = {**snapshot.info, "folder": str(snapshot.folder)}
+    info = group.broadcast_json(info)
+    if info is None:
+        return
+    parts = {p: snapshot.load(p) for p in ("model", "optimizer", "rng")} if snapshot else {}
+    restore(training.experiment, parts, group, training.device)
+    training.step, training.samples = info["step"], info["samples"]
+    training.best, training.last_saved = info["best"], info["folder"]
+    training.saved_step = training.step
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

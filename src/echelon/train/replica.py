@@ -1,0 +1,187 @@
+"""One copy of the model and its step: forward, backward, all-reduce, clip, optimizer.
+
+With several processes, torch's DDP averages the gradients. Two things ride along with them for
+free, as the gradient of a parameter nobody trains: what a rank wishes (stop, save) and its loss.
+So all ranks know the same wishes and the same global loss after the same step, without a
+collective of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from echelon.config.schema import Trainer
+from echelon.data.batches import Batch
+from echelon.pulse import Pulse
+from echelon.train.experiment import Experiment, Predict, predict_default
+from echelon.world import World
+
+_READ_EVERY_CUDA = 16
+"""Reading a number back makes the host wait for the device; ranks must read at the same steps."""
+
+
+class Wishes(NamedTuple):
+    """What a rank would like to happen after this step, by its own signals and clock."""
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+
+
+class Told(NamedTuple):
+    """What all ranks know about one step."""
+
+    wishes: Wishes
+    loss: float
+    """Mean over the global batch."""
+
+
+class Replica:
+    def __init__(
+        self,
+        experiment: Experiment,
+        world: World,
+        device: torch.device,
+        trainer: Trainer,
+        pulse: Pulse,
+    ) -> None:
+        self.experiment = experiment
+        self.device = device
+        self.pulse = pulse
+        self.clip = trainer.clip
+        self.accumulate = trainer.accumulate
+        self.world_size = world.size
+        self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
+        self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
+        self._pending: list[Tensor] = []
+        self._wishes = Wishes()
+        self._objective = _Objective(experiment, device)
+        self._ddp: nn.Module = self._objective
+        if world.size > 1:
+            self._ddp = _wrap(self._objective, trainer.unused_parameters)
+
+    def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
+        """One optimizer step over this rank's share of a global batch of `total` samples."""
+        self._backward(batch, total, wishes)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.experiment.optimizer.step()
+        if self.experiment.schedule is not None:
+            self.experiment.schedule.step()
+        for p in self.parameters:
+            p.grad = None
+
+    def told(self) -> list[Told]:
+        """What was agreed in the steps since the last call."""
+        if self.world_size == 1:
+            told = [Told(self._wishes, loss) for loss in _read(self._pending)]
+        else:
+            told = [
+                Told(Wishes(*(number > 0 for number in wishes)), loss)
+                for *wishes, loss in _read(self._pending)
+            ]
+        self._pending.clear()
+        return told
+
+    def _backward(self, batch: Batch, total: int, wishes: Wishes) -> None:
+        if self.world_size == 1 and self.accumulate == 1:
+            loss = self._objective.loss_of(batch.data)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._wishes = wishes
+            self._pending.append(loss.detach())
+            return
+        self._backward_in_pieces(batch, total, wishes)
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        ddp = self._ddp
+        return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
+
+    def _backward_in_pieces(self, batch: Batch, total: int, wishes: Wishes) -> None:
+        pieces = _pieces(batch, self.accumulate)
+        self._objective.wish(wishes)
+        self._wishes = wishes
+        for i, (data, mine) in enumerate(pieces):
+            # DDP divides the sum by the number of ranks; the weight makes it the mean over samples.
+            weight = mine * self.world_size / total
+            last = i + 1 == len(pieces)
+            with nullcontext() if last else self._no_sync():
+                loss = self._ddp(data, weight)
+                self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+                loss.backward()
+        told = self._objective.control.grad
+        assert told is not None
+        self._pending.append(told[-1].clone() if self.world_size == 1 else told.clone())
+        self._objective.control.grad = None
+
+
+class _Objective(nn.Module):
+    """The weighted loss of one share, as a module, so that DDP sees one scalar and every rank has
+    a backward pass, also one with no sample."""
+
+    def __init__(self, experiment: Experiment, device: torch.device) -> None:
+        super().__init__()
+        # First, so that its gradient lands in the last bucket, with the model's first layers.
+        self.control = nn.Parameter(torch.zeros(len(Wishes()) + 1, device=device))
+        self._signal = torch.zeros(len(Wishes()) + 1, device=device)
+        self._wished = Wishes()
+        self.model = experiment.model
+        self.predict: Predict = experiment.predict or predict_default
+        self.loss = experiment.loss
+
+    def wish(self, wishes: Wishes) -> None:
+        if wishes != self._wished:  # seldom, so writing to the device costs nothing
+            self._signal[:-1] = torch.tensor([float(w) for w in wishes])
+            self._wished = wishes
+
+    def loss_of(self, data: Any) -> Tensor:
+        output, target = self.predict(self.model, data)
+        return self.loss(output, target)
+
+    def forward(self, data: Any, weight: float) -> Tensor:
+        weighted = self._nothing() if data is None else self.loss_of(data) * weight
+        self._signal[-1] = weighted.detach()
+        return weighted + self.control.dot(self._signal)
+
+    def _nothing(self) -> Tensor:
+        """Zero gradients for every parameter, from no sample."""
+        zeros = [p.flatten()[:1].sum() * 0.0 for p in self.model.parameters() if p.requires_grad]
+        return torch.stack(zeros).sum()
+
+
+def _wrap(objective: _Objective, unused_parameters: bool) -> nn.Module:
+    ddp = DistributedDataParallel(
+        objective, gradient_as_bucket_view=True, find_unused_parameters=unused_parameters
+    )
+    # DDP orders its buckets by the first backward pass it sees, and the order decides how sums
+    # round. This pass over nothing makes it the same for a fresh run and a resumed one.
+    ddp(None, 0.0).backward()
+    for p in objective.parameters():
+        p.grad = None
+    return ddp
+
+
+def _pieces(batch: Batch, count: int) -> list[tuple[Any, int]]:
+    """The share in `count` pieces, some of nothing, as ranks must agree on the number."""
+    if count == 1 or batch.data is None:
+        return [(batch.data, batch.mine)] + [(None, 0)] * (count - 1)
+    leaves, structure = tree_flatten(batch.data)
+    split = [leaf.tensor_split(count) for leaf in leaves]
+    pieces = []
+    for i in range(count):
+        mine = len(split[0][i])
+        data = tree_unflatten([column[i] for column in split], structure) if mine else None
+        pieces.append((data, mine))
+    return pieces
+
+
+def _read(pending: list[Tensor]) -> list[Any]:
+    """One transfer for all of them."""
+    if len(pending) == 1:
+        return [pending[0].tolist()]
+    return torch.stack(pending).tolist() if pending else []

@@ -1,0 +1,154 @@
+"""The whole state of a run at a step boundary: collected for a snapshot, restored from one.
+
+Rank 0 reads; the others receive plain data and tensors, so no file system need be shared.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.errors import EchelonError, Fault, nearest
+from echelon.train.experiment import Experiment
+from echelon.train.group import Group
+
+# --- random numbers of one rank, as one row of bytes of fixed length ---
+
+
+def rng_row(device: torch.device) -> Tensor:
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    parts = [
+        torch.get_rng_state().numpy().tobytes(),
+        struct.pack("<625I?d", *words, gauss is not None, gauss or 0.0),
+        struct.pack("<624Iq?d", *keys, int(position), bool(has_gauss), float(cached)),
+    ]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def restore_rng(row: Tensor, device: torch.device) -> None:
+    raw = row.numpy().tobytes()
+    size = torch.get_rng_state().numel()
+    python, numpy_ = struct.Struct("<625I?d"), struct.Struct("<624Iq?d")
+    torch.set_rng_state(_bytes(raw[:size]))
+    *words, has, gauss = python.unpack_from(raw, size)
+    random.setstate((3, tuple(words), gauss if has else None))
+    *keys, position, has, cached = numpy_.unpack_from(raw, size + python.size)
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, int(has), cached))
+    rest = raw[size + python.size + numpy_.size :]
+    if device.type == "cuda" and rest:
+        torch.cuda.set_rng_state(_bytes(rest), device)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _bytes(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+# --- the parts of a snapshot ---
+
+
+def collect(experiment: Experiment, group: Group, device: torch.device) -> dict[str, Any]:
+    """What a snapshot holds, on rank 0; every rank takes part, for its random numbers."""
+    rows = group.gather(rng_row(device))
+    if group.world.rank != 0:
+        return {}
+    optimizer = {"optimizer": experiment.optimizer.state_dict()}
+    if experiment.schedule is not None:
+        optimizer["schedule"] = experiment.schedule.state_dict()
+    return {
+        "model": experiment.model.state_dict(),
+        "optimizer": optimizer,
+        "rng": {"ranks": torch.stack(rows)},
+    }
+
+
+def restore(
+    experiment: Experiment, parts: Mapping[str, Any], group: Group, device: torch.device
+) -> None:
+    """Load what rank 0 read into every rank. DDP spreads the weights itself when it is made."""
+    if group.world.rank == 0:
+        load_model(experiment, parts["model"])
+    optimizer = _spread(parts.get("optimizer"), group)
+    experiment.optimizer.load_state_dict(optimizer["optimizer"])
+    if experiment.schedule is not None and "schedule" in optimizer:
+        experiment.schedule.load_state_dict(optimizer["schedule"])
+    rng = _spread(parts.get("rng"), group)["ranks"]
+    if len(rng) == group.world.size:  # another number of ranks draws anew
+        restore_rng(rng[group.world.rank], device)
+
+
+def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:
+    mine = experiment.model.state_dict()
+    faults = [
+        Fault(f"the snapshot has {key!r}, the model does not", nearest(key, mine))
+        for key in weights.keys() - mine.keys()
+    ]
+    faults += [
+        Fault(f"the model has {key!r}, the snapshot does not", nearest(key, weights))
+        for key in mine.keys() - weights.keys()
+    ]
+    faults += [
+        Fault(
+            f"{key!r} is {tuple(weights[key].shape)} in the snapshot and "
+            f"{tuple(mine[key].shape)} in the model",
+            "build the model as it was, or start a run of another name",
+        )
+        for key in mine.keys() & weights.keys()
+        if mine[key].shape != weights[key].shape
+    ]
+    if faults:
+        raise EchelonError(*sorted(faults, key=lambda f: f.what))
+    experiment.model.load_state_dict(weights)
+
+
+# --- a tree of plain data and tensors from rank 0 to all ---
+
+
+def _spread(tree: Any, group: Group) -> Any:
+    if group.world.size == 1:
+        return tree
+    tensors: list[Tensor] = []
+    skeleton = group.broadcast_json(_skeleton(tree, tensors) if group.world.rank == 0 else None)
+    return _rebuild(skeleton, iter(tensors), group)
+
+
+def _skeleton(tree: Any, tensors: list[Tensor]) -> Any:
+    """JSON for the tree, with what a receiver must allocate in the place of tensors."""
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return {"tensor": [list(tree.shape), str(tree.dtype).removeprefix("torch.")]}
+    if isinstance(tree, Mapping):
+        return {"map": [[_skeleton(k, tensors), _skeleton(v, tensors)] for k, v in tree.items()]}
+    if isinstance(tree, list | tuple):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [_skeleton(v, tensors) for v in tree]}
+    return tree
+
+
+def _rebuild(node: Any, tensors: Any, group: Group) -> Any:
+    if not isinstance(node, dict):
+        return node
+    [(kind, value)] = node.items()
+    if kind == "tensor":
+        shape, dtype = value
+        mine = next(tensors, None)
+        empty = torch.empty(shape, dtype=getattr(torch, dtype)) if mine is None else mine
+        return group.broadcast(empty.contiguous())
+    if kind == "map":
+        return {_rebuild(k, tensors, group): _rebuild(v, tensors, group) for k, v in value}
+    made = [_rebuild(v, tensors, group) for v in value]
+    return made if kind == "list" else tuple(made)

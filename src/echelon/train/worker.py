@@ -1,0 +1,178 @@
+"""One rank, from start to exit: meet the others, build, restore, train, and say what went wrong."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from echelon import failure as failures
+from echelon import runs
+from echelon.config.check import batch_fault
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, Exit
+from echelon.failure import Failure
+from echelon.gpus import visible_count
+from echelon.pulse import Pulse
+from echelon.runs import Run, launch_id
+from echelon.track.summary import summary
+from echelon.train.group import Group, PeerFailed, meet
+from echelon.train.loop import Training, train
+from echelon.train.output import Output
+from echelon.train.prepare import prepare
+from echelon.train.stop import Stop
+from echelon.world import World, detect
+
+_WAIT_FOR_CAUSE_S = 5.0
+"""A broken connection is rarely the cause: the rank that failed first is given time to say so."""
+
+
+def work(folder: str) -> NoReturn:
+    """A rank that an agent started: it is given the run folder and nothing else."""
+    run = Run(Path(folder))
+    leave(Rank(run.config(), has_agent=True).live(lambda group: run))
+
+
+def train_here(config: Config) -> int:
+    """This process as one rank: alone, or of a world that torchrun, srun or a person made."""
+    rank = Rank(config)
+    code = rank.live(lambda group: _agreed_run(config, group))
+    if rank.group is not None and rank.group.store is not None:
+        leave(code)
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without destroying its process group (see Group.part)."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Rank:
+    """What this process knows while it lives, for the report if it dies."""
+
+    def __init__(self, config: Config, has_agent: bool = False) -> None:
+        self.config = config
+        self.has_agent = has_agent
+        self.stop = Stop()
+        self.output = Output()
+        self.pulse = Pulse()
+        self.number = 0
+        self.group: Group | None = None
+        self.folder: Run | None = None
+        self.training: Training | None = None
+
+    def live(self, find_run: Callable[[Group], Run]) -> int:
+        self.stop.listen()
+        try:
+            world = _world(self.config)
+            self.number = world.rank
+            self.group = meet(world, self.config, os.environ)
+            self.folder = find_run(self.group)
+            if self.has_agent:
+                self._show_life(self.folder, world)
+            if world.rank == 0:
+                self._open(self.folder)
+            self.training = prepare(
+                self.config, self.folder, self.group, self.stop, self.pulse, self.output
+            )
+            begun = (self.training.step, time.monotonic())
+            outcome = train(self.training)
+            self.group.part()
+            self.training.close()
+            if world.rank == 0:
+                self._report(outcome, *begun)
+            return outcome
+        except BaseException as error:
+            return self._fail(error)
+        finally:
+            self.output.close()
+
+    def _show_life(self, run: Run, world: World) -> None:
+        """Let the agent see progress, and ask for a stack where there is none."""
+        self.pulse = Pulse(run.pulse_file, world.local_rank)
+        file = run.stack_file(world.rank).open("w")
+        faulthandler.register(signal.SIGQUIT, file, all_threads=True)
+        self._stack_file = file
+
+    def _open(self, run: Run) -> None:
+        self.output.log_to(run.log_file(0))
+        run.update_status(
+            state="running", pid=os.getpid(), failure=None, launch_id=launch_id(os.environ)
+        )
+
+    def _report(self, outcome: Exit, first_step: int, begun: float) -> None:
+        t = self.training
+        assert t is not None
+        state = "preempted" if outcome is Exit.PREEMPTED else "finished"
+        t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best)
+        seconds = time.monotonic() - begun if t.step > first_step else -1.0
+        text = summary(t.run, outcome, t.step, t.total_steps, seconds, self.stop.reason)
+        print(text, file=sys.stderr)
+
+    def _fail(self, error: BaseException) -> int:
+        if self.training is not None:
+            self.training.screen.close()
+        failure = self._cause(error)
+        if self.group is not None and failure.rank == self.number:
+            self.group.publish(failure)
+        if self.folder is not None and self.number == 0 and not self.has_agent:
+            self.folder.update_status(state="failed", failure=failure.__dict__)
+        if not (self.has_agent and self.number == 0):  # there the agent says it, once
+            print(failure, file=sys.stderr, flush=True)
+        return failure.exit
+
+    def _cause(self, error: BaseException) -> Failure:
+        """The first failure of the world, which need not be this rank's."""
+        if isinstance(error, PeerFailed):
+            return error.failure
+        if self.group is not None and _lost_a_peer(error):
+            told = self.group.first_failure(_WAIT_FOR_CAUSE_S)
+            if told is not None:
+                return told
+        step = self.pulse.step if self.training is not None else None
+        return failures.from_exception(error, self.number, step)
+
+
+def _world(config: Config) -> World:
+    world = detect(
+        os.environ,
+        rank=config.rank,
+        world_size=config.world_size,
+        master=config.master,
+        visible=visible_count(os.environ),
+        share_devices=config.launch.share_devices,
+    ).world
+    if fault := batch_fault(config.trainer.batch_size, world.size):
+        raise EchelonError(fault)
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    return world
+
+
+def _agreed_run(config: Config, group: Group) -> Run:
+    """Rank 0 makes the folder; the others, perhaps on another machine, hear of it."""
+    if group.world.rank == 0:
+        run = runs.restarted(config, os.environ) or runs.create(config)
+        if group.store is not None:
+            group.tell("run", str(run.folder))
+        return run
+    group.expect("run")
+    return Run(Path(group.ask("run")))
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """What a rank sees when another one dies: never the cause."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in text or "connection " in text

@@ -1,0 +1,127 @@
+"""The launchers, each one table from a field of the world to the variables that say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from echelon.world import slurm
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One launcher: which variable says which field (the first one that is set is read)."""
+
+    name: str
+    variables: Mapping[str, tuple[str, ...]]
+    refuses: Callable[[Env], str | None] = lambda env: None
+    """Why these variables, though set, say nothing about this process."""
+
+    def known_as(self, env: Env, field: str) -> str | None:
+        """The variable that says a field here."""
+        return next((name for name in self.variables.get(field, ()) if name in env), None)
+
+    def missing(self, env: Env) -> list[str]:
+        """The variables without which there is no rank or no size."""
+        return [self.variables[f][0] for f in ("rank", "size") if not self.known_as(env, f)]
+
+    def begun(self, env: Env) -> bool:
+        """Whether somebody meant this source, complete or not."""
+        return any(self.known_as(env, f) for f in ("rank", "size", "local_rank"))
+
+
+def _pmi_refuses(env: Env) -> str | None:
+    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, and no local rank: the step says more. An
+    # mpiexec inside a step (it starts its own daemons by srun) is recognised by its local rank.
+    if slurm.not_a_step(env) or PMI.known_as(env, "local_rank"):
+        return None
+    return "srun sets it as well; its step says more"
+
+
+def _torchrun_refuses(env: Env) -> str | None:
+    # WORLD_SIZE alone is the general-purpose cluster's, or exported by a Slurm script.
+    return None if "RANK" in env or "LOCAL_RANK" in env else "says nothing without RANK"
+
+
+def _cluster_refuses(env: Env) -> str | None:
+    ranks = [name for name in ("RANK", "LOCAL_RANK") if name in env]
+    return f"{ranks[0]} is set: these are not one process per node" if ranks else None
+
+
+TORCHRUN = Source(
+    "torchrun",
+    {
+        "rank": ("RANK",),
+        "size": ("WORLD_SIZE",),
+        "local_rank": ("LOCAL_RANK",),
+        "local_size": ("LOCAL_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK",),
+        "nodes": ("GROUP_WORLD_SIZE",),
+        "agent": ("TORCHELASTIC_RUN_ID",),
+    },
+    refuses=_torchrun_refuses,
+)
+OPEN_MPI = Source(
+    "open mpi",
+    {
+        "rank": ("OMPI_COMM_WORLD_RANK",),
+        "size": ("OMPI_COMM_WORLD_SIZE",),
+        "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    },
+)
+PMI = Source(  # MPICH, Intel MPI (Hydra); MVAPICH2; Cray PALS
+    "pmi",
+    {
+        "rank": ("PMI_RANK", "MV2_COMM_WORLD_RANK"),
+        "size": ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+        "local_rank": ("MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK"),
+        "local_size": ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    },
+    refuses=_pmi_refuses,
+)
+SLURM_STEP = Source(
+    "slurm step",
+    {
+        "rank": ("SLURM_PROCID",),
+        "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "local_rank": ("SLURM_LOCALID",),
+        "tasks_per_node": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        "node_rank": ("SLURM_NODEID",),
+        "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        "hosts": ("SLURM_STEP_NODELIST",),
+        "step": ("SLURM_STEP_ID", "SLURM_STEPID"),
+    },
+    refuses=slurm.not_a_step,
+)
+CLUSTER = Source(
+    "cluster variables",
+    {"rank": ("NODE_RANK",), "size": ("WORLD_SIZE",)},
+    refuses=_cluster_refuses,
+)
+
+# MPI's variables win over a step's: inside an allocation mpirun starts its daemons by srun, and
+# every process inherits the daemon's step.
+SOURCES = (TORCHRUN, OPEN_MPI, PMI, SLURM_STEP, CLUSTER)
+NEVER_READ = {
+    "PMIX_RANK": "PMIx sets no world size beside it",
+    "OMPI_COMM_WORLD_NODE_RANK": "counts the processes of a node, not nodes",
+}
+
+
+def choose(env: Env) -> Source | None:
+    """The first source that has its rank and size, else the first that has a part of them."""
+    usable = [source for source in SOURCES if not source.refuses(env)]
+    complete = [source for source in usable if not source.missing(env)]
+    if complete[:1] == [TORCHRUN] and "LOCAL_RANK" not in env:
+        # Scripts export RANK and WORLD_SIZE from the launcher's own variables. Where they say the
+        # same, the launcher is the better witness: it knows who shares a machine.
+        return next((s for s in complete[1:] if _same_place(s, env)), TORCHRUN)
+    return next(iter(complete + [source for source in usable if source.begun(env)]), None)
+
+
+def _same_place(source: Source, env: Env) -> bool:
+    names = source.known_as(env, "rank"), source.known_as(env, "size")
+    return [env[name] for name in names if name] == [env["RANK"], env["WORLD_SIZE"]]
