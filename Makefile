@@ -21,13 +21,13 @@ check: $(READY) ## lint, types, unit tests: under a minute
 	$(PY) -m pytest tests -m "not slow and not gpu"
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
-	PYTHONPATH=src:carried:$$PYTHONPATH python3 -m pytest tests -m gpu
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests -m gpu
 
 bench: $(BENCH) ## measure beside the peers; results go to benchmarks/
 	$(PY) benchmarks/run.py
 
 bench-gpu:      ## the same on an NVIDIA GPU, with this machine's own Python and torch
-	PYTHONPATH=src:carried:$$PYTHONPATH python3 benchmarks/run.py --gpu
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 benchmarks/run.py --gpu
 
 campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 restarts, 200 starts
 	$(PY) tests/campaigns/snapshot_kills.py --kills 1000 --flips 1000 --json benchmarks/results/snapshot_kills.json

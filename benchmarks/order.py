@@ -37,7 +37,7 @@ REPEATS = 7
 SLOW_REPEATS = 3
 """For the sampler from ten million samples on, where one start takes seconds."""
 
-Timings = dict[str, float]
+Timings = dict[str, Any]
 
 
 # --- the contestants ----------------------------------------------------------------------------
@@ -116,7 +116,8 @@ DRAWS: dict[str, Callable[[int, int, int, int], int]] = {
 
 
 def summary(values: list[float]) -> Timings:
-    return {"median": median(values), "least": min(values), "most": max(values), "n": len(values)}
+    least, most = min(values), max(values)
+    return {"median": median(values), "least": least, "most": most, "values": values}
 
 
 def measure_starts() -> list[dict[str, Any]]:

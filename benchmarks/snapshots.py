@@ -47,8 +47,8 @@ def measure(rounds: int = 7, megabytes: int = 600, folder: Path | None = None) -
         shutil.rmtree(root)
 
 
-def writing(root: Path, rounds: int, megabytes: int) -> dict[str, Any]:
-    state = adam_state(megabytes)
+def writing(root: Path, rounds: int, megabytes: int, device: str = "cpu") -> dict[str, Any]:
+    state = adam_state(megabytes, device)
     writer = Writer(root / "ours", keep_last=1)
     first = timed(lambda: writer.save(1, state, {}))
     writer.wait()
@@ -113,13 +113,13 @@ def touch(tree: Any) -> float:
     return sum(touch(value) for value in tree.values()) if isinstance(tree, dict) else 0.0
 
 
-def adam_state(megabytes: int) -> State:
+def adam_state(megabytes: int, device: str = "cpu") -> State:
     """Twenty equal parameters and the two moments of each."""
     size = megabytes * 1_000_000 // (4 * 3 * 20)
-    model = {f"layer{i}.weight": torch.randn(size) for i in range(20)}
+    randn, rand = (partial(make, size, device=device) for make in (torch.randn, torch.rand))
+    model = {f"layer{i}.weight": randn() for i in range(20)}
     moments = {
-        i: {"step": torch.ones(()), "exp_avg": torch.randn(size), "exp_avg_sq": torch.rand(size)}
-        for i in range(20)
+        i: {"step": torch.ones(()), "exp_avg": randn(), "exp_avg_sq": rand()} for i in range(20)
     }
     return {"model": model, "optimizer": {"state": moments}}
 
@@ -140,6 +140,8 @@ def while_watching(work: Callable[[], list[Saved]]) -> tuple[list[Saved], float]
 
 def timed(work: Callable[[], Any]) -> float:
     os.sync()  # the other side's writes must not be paid for here
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -161,16 +163,17 @@ def in_child(work: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def ratio(ours: Any, theirs: Any) -> dict[str, float]:
+def ratio(ours: Any, theirs: Any) -> dict[str, Any]:
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def spread(values: Any) -> dict[str, float]:
+def spread(values: Any) -> dict[str, Any]:
     low, high = min(values), max(values)
     return {
         "median": round(statistics.median(values), 4),
         "min": round(low, 4),
         "max": round(high, 4),
+        "values": [round(value, 4) for value in values],
     }
 
 

@@ -37,6 +37,11 @@ def guarded(verb: Callable[[], int]) -> int:
     except BrokenPipeError:  # `echelon … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
+    except Exception as error:  # a user's file that cannot be imported, or a fault of ours
+        from echelon.failure import users_traceback
+
+        print(users_traceback(error), end="", file=sys.stderr)
+        return Exit.FAILED
 
 
 def dispatch(words: list[str]) -> int:
@@ -103,7 +108,10 @@ def _resume(words: list[str]) -> int:
     from echelon.runs import open_run
 
     run = open_run(given.run)
-    return start(recompose(run.config(), given.overrides, name=run.name, folder=run.folder.parent))
+    config = run.config()
+    if config.trainer.resume == "never" or any(run.snapshots.glob("step-*")):
+        given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
+    return start(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))
 
 
 def _explain(words: list[str]) -> int:

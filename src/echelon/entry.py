@@ -24,7 +24,10 @@ def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None)
     the file, with a config.yaml in it, is composed the Hydra way.
     """
     from echelon.cli import guarded, train_words
+    from echelon.train.experiment import loading
 
+    if loading():
+        own_experiment(experiment)  # raises, and who is importing the file reports it
     words = list(sys.argv[1:] if overrides is None else overrides)
     sys.exit(guarded(lambda: train_words(words, own_experiment(experiment))))
 
@@ -73,7 +76,7 @@ def own_experiment(function: Callable[..., Any]) -> OwnExperiment:
     if loading():
         raise EchelonError(
             Fault(
-                f"{file.name} calls echelon.main while it is being imported by a worker",
+                f"{file.name} calls echelon.main while it is being imported",
                 'put the call under `if __name__ == "__main__":`',
             )
         )

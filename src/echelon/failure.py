@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sysconfig
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from echelon.errors import EchelonError, Exit
 
@@ -31,9 +33,10 @@ class Failure:
 
     def __str__(self) -> str:
         at = "before the first step" if self.step is None else f"after step {self.step}"
-        return (
-            f"{self.detail.rstrip()}\n\nrank {self.rank} on {self.host} failed {at}: {self.summary}"
-        )
+        who = f"rank {self.rank} on {self.host}"
+        if self.detail.startswith("error: "):
+            return f"{self.detail}\n  {who}, {at}"
+        return f"{self.detail.rstrip()}\n\n{who} failed {at}: {self.summary}".lstrip()
 
 
 def from_exception(error: BaseException, rank: int, step: int | None) -> Failure:
@@ -42,8 +45,24 @@ def from_exception(error: BaseException, rank: int, step: int | None) -> Failure
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
         return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)
     summary = traceback.format_exception_only(error)[-1].strip()
-    detail = "".join(traceback.format_exception(error))
+    detail = users_traceback(error)
     return Failure(rank, socket.gethostname(), step, summary, detail)
+
+
+def users_traceback(error: BaseException) -> str:
+    """From the user's first line on; whole where no line is theirs, as the fault may be ours."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    theirs = [i for i, file in enumerate(files) if not file.startswith(_NOT_THEIRS)]
+    first = theirs[0] if theirs else len(files) if isinstance(error, SyntaxError) else 0
+    shown = error.__traceback__
+    for _ in range(first):
+        shown = shown.tb_next if shown is not None else None
+    return "".join(traceback.format_exception(type(error), error, shown))
+
+
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
+_NOT_THEIRS = (str(Path(__file__).parent), "<frozen ", *_INSTALLED)
 
 
 def from_exit_code(code: int, rank: int, step: int | None) -> Failure:

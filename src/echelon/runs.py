@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.check import NAME_CHARACTERS
-from echelon.config.schema import Config, build
+from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, nearest
 
 
@@ -98,6 +98,10 @@ def create(config: Config) -> Run:
         _set_aside(run)
     elif run.config_file.exists():
         _require_same_experiment(run, config)
+        last = max(run.snapshots.glob("step-*"), default=None)
+        if last is not None and config.trainer.resume == "auto":
+            # Here already: the refused configuration must not take the place of the run's own.
+            require_same_numbers(run, run.config().numbers(), config, last)
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
         write_json(run.config_file, config.to_dict())
@@ -161,6 +165,22 @@ def _require_same_experiment(run: Run, config: Config) -> None:
                 f"run.name={run.name}: {run.folder} is a run of the experiment {before!r}, "
                 f"not of {now!r}",
                 "choose another run.name, or trainer.resume=never to set the old run aside",
+            )
+        )
+
+
+def require_same_numbers(run: Run, then: dict[str, Any], config: Config, snapshot: Path) -> None:
+    """A run goes on only with the numbers it had; a snapshot given by its path, with any."""
+    different = differences(then, config.numbers())
+    if different:
+        raise EchelonError(
+            *(
+                Fault(
+                    f"{key}={now}, but run {run.name} was trained with {key}={before}",
+                    "set it back, choose another run.name, or take the snapshot on purpose with "
+                    f"trainer.resume={snapshot}",
+                )
+                for key, (before, now) in different.items()
             )
         )
 

@@ -108,7 +108,7 @@ def test_shape_dtype_and_input_are_kept() -> None:
     assert permute(torch.arange(0), 7, 0, 0).shape == (0,)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [1000, 2**20 + 1, 2**31, 10**12])
 def test_the_order_is_the_same_on_a_gpu(size: int) -> None:
     positions = torch.arange(min(size, 5000))

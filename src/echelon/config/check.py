@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
-from echelon.config.schema import PROGRESS, SCHEDULES, Config, Every
+from echelon.config.schema import LAUNCHERS, PROGRESS, SCHEDULES, Config, Every
 from echelon.errors import Fault, nearest
 
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
@@ -68,6 +68,7 @@ def _cadence(key: str, every: Every) -> Iterator[Fault]:
 
 def _choices(config: Config) -> Iterator[Fault]:
     choices = {
+        "launch.kind": (config.launch.kind, LAUNCHERS),
         "trainer.schedule": (config.trainer.schedule, SCHEDULES),
         "trainer.best_is": (config.trainer.best_is, ("min", "max")),
         "track.progress": (config.track.progress, PROGRESS),
@@ -81,6 +82,8 @@ def _choices(config: Config) -> Iterator[Fault]:
 
 def name_fault(name: str) -> Fault | None:
     """Names become folders, job names and log prefixes, so they are held to a plain pattern."""
+    if name == "latest":  # the link to the newest run
+        return Fault("run.name='latest' always means the newest run", "choose another name")
     if name and set(name) <= NAME_CHARACTERS and name[0] not in ".-" and len(name) <= 100:
         return None
     return Fault(

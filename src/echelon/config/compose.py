@@ -68,8 +68,18 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     ours["run"] = {"name": name, "dir": str(folder)}
     ours["world_size"] = ours["master"] = None
     base.merge_with(ours)
-    for override in _parse(overrides, faults):
-        _apply(base, override, free=False, faults=faults)
+    parsed = list(_parse(overrides, faults))
+    groups = _split_groups(parsed, [OUR_FILES], faults)
+    if groups.pop("experiment", None):
+        faults.append(Fault("a run keeps its experiment", "start a new run: echelon train"))
+    tree = _compose_groups(list(groups.values()), None, faults)
+    for group in groups:
+        base[group] = _open_config({})[group]
+        for key, value in flatten({group: OmegaConf.to_container(tree[group])}).items():
+            _set(base, key, value, f"{key} of {groups[group]}", faults, free=False)
+    for override in parsed:
+        if override.key_or_group not in GROUPS:
+            _apply(base, override, free=False, faults=faults)
     return _checked(base, faults)
 
 
@@ -94,9 +104,15 @@ def _parse(overrides: Sequence[str], faults: list[Fault]) -> Iterator[Override]:
                 )
             )
             continue
-        if override.is_sweep_override():
+        if not override.key_or_group:
+            faults.append(Fault(f"{text!r} is no override: it names no key", "write KEY=VALUE"))
+        elif override.is_sweep_override():
             faults.append(
                 Fault(f"{text!r} names several values, and one run has one", "give a single value")
+            )
+        elif "${" in text:  # it would be resolved into files that others read: a secret, say
+            faults.append(
+                Fault(f"{text!r} is an interpolation, and values are plain data", "write the value")
             )
         else:
             yield override
@@ -173,8 +189,9 @@ def _typed(tree: DictConfig, own: OwnExperiment | None, faults: list[Fault]) -> 
     base = _open_config(settings)
     if own is not None:
         base.experiment.entry = own.entry
+    free = own is not None and own.declared is None
     for key, value in _leaves(tree).items():
-        _set(base, key, value, f"{key} in the configuration files", faults, free=own is not None)
+        _set(base, key, value, f"{key} in the configuration files", faults, free)
     return base
 
 
@@ -231,7 +248,7 @@ def _apply(base: DictConfig, override: Override, free: bool, faults: list[Fault]
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return "null" if value is None else str(value).lower() if value in (True, False) else str(value)
 
 
 def _set(
@@ -246,6 +263,10 @@ def _set(
         names = {k.removeprefix("experiment.") for k in known}
         hint = nearest(key.removeprefix("experiment."), names)
         faults.append(Fault(f"{shown}: there is no such setting", hint))
+        return
+    flag = isinstance(OmegaConf.select(base, key), bool)
+    if flag and isinstance(value, (int, float)) and value not in (0, 1):  # OmegaConf: any is true
+        faults.append(Fault(f"{shown}: not true or false", f"write {key}=true or {key}=false"))
         return
     try:
         OmegaConf.update(base, key, value, merge=True, force_add=inside_experiment)

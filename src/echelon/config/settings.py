@@ -7,33 +7,41 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-_SECTIONS = {"RunChoice": "run", "Trainer": "trainer", "Launch": "launch", "Track": "track"}
+_SECTIONS = {
+    "Trainer": "trainer.",
+    "Launch": "launch.",
+    "Track": "track.",
+    "RunChoice": "run.",
+    "Config": "",
+}
 
 
 def described() -> str:
     tree = ast.parse(Path(__file__).with_name("schema.py").read_text())
-    lines: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name in _SECTIONS:
-            lines += _section(_SECTIONS[node.name], node)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    lines = [line for name, prefix in _SECTIONS.items() for line in _section(prefix, classes[name])]
     return "\n".join(lines)
 
 
 def _section(prefix: str, node: ast.ClassDef) -> Iterator[str]:
     for field, following in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            default = ast.unparse(field.value) if field.value else ""
-            yield f"  {prefix}.{field.target.id}={_short(default)}"
-            doc = _docstring(following)
-            if doc:
-                yield textwrap.fill(doc, 88, initial_indent="      ", subsequent_indent="      ")
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        default = ast.unparse(field.value) if field.value else ""
+        if "default_factory" in default and "Every(" not in default:
+            continue  # a section of its own
+        name = f"{prefix}{field.target.id}".removesuffix(".kind")  # launch=local chooses the file
+        yield f"  {name}{_shown(default)}"
+        doc = _docstring(following)
+        if doc:
+            yield textwrap.fill(doc, 88, initial_indent="      ", subsequent_indent="      ")
 
 
-def _short(default: str) -> str:
-    """`field(default_factory=lambda: Every(epochs=1))` reads `(epochs=1)`."""
+def _shown(default: str) -> str:
+    """`field(default_factory=lambda: Every(epochs=1))` reads `.epochs=1`."""
     if "Every(" in default:
-        return default[default.index("Every(") + 5 : -1]
-    return "null" if default == "None" else default.strip("'")
+        return "." + default[default.index("Every(") + 6 :].rstrip(")") + "  (or .steps, .minutes)"
+    return "=" + {"None": "null", "False": "false", "True": "true"}.get(default, default.strip("'"))
 
 
 def _docstring(node: ast.stmt) -> str:

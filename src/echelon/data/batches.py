@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def source_of(data: Any, name: str, workers: int, device: torch.device) -> Sourc
         if len(set(sizes)) > 1:
             raise _fault(f"the tensors of {name} have {sizes} rows", "give each one row per sample")
         source: Source = TensorSource(tuple(data), device)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    elif _by_index(data):
         source = DatasetSource(data, workers)
     else:
         raise _fault(
@@ -83,6 +84,14 @@ def source_of(data: Any, name: str, workers: int, device: torch.device) -> Sourc
     if len(source) == 0:
         raise _fault(f"{name} has no samples", "give at least one")
     return source
+
+
+def _by_index(data: Any) -> bool:
+    """torch's IterableDataset inherits a __getitem__ that only raises."""
+    from torch.utils.data import IterableDataset
+
+    streams = isinstance(data, IterableDataset)
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams
 
 
 class TensorSource:
@@ -108,7 +117,13 @@ class TensorSource:
                 gathered = [t.index_select(0, rows).to(device) for t in self.tensors]
                 pieces = zip(*(torch.split(t, sizes) for t in gathered), strict=True)
                 for data, mine in zip(pieces, sizes, strict=True):
-                    yield Batch(data if mine else None, mine)
+                    yield Batch(tuple(map(_aligned, data)) if mine else None, mine)
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    """Matrix products may round differently by where their rows lie in memory, and a resumed run
+    gathers other blocks: a batch lies as if it had been gathered alone."""
+    return piece if piece.storage_offset() * piece.element_size() % 64 == 0 else piece.clone()
 
 
 def _bounded(
@@ -162,6 +177,9 @@ class DatasetSource:
                 batch_sampler=_NonEmpty(shares),  # torch's loader cannot fetch an empty share
                 num_workers=self.workers,
                 pin_memory=device.type == "cuda",
+                # The loader draws its workers' seed when it starts, and a resumed run starts it
+                # at another moment: the model's random numbers must not notice.
+                generator=torch.Generator().manual_seed(crc32(repr(shares).encode())),
             )
         )
         for rows in shares:

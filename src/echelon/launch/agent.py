@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -30,13 +32,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from echelon import failure as failures
 from echelon.errors import Exit
 from echelon.failure import Failure
-from echelon.launch.zygote import Order, Zygote
+from echelon.launch.zygote import Order, Zygote, ZygoteGone
 from echelon.pulse import Sign, Watch
 from echelon.runs import Run
 
 _MONITOR_S = 0.05
 _STARTING_BEATS = 6
 """While a rank has made fewer it is starting or at rest, and the others may wait for it."""
+_STARTING_PATIENCE = 8
+"""So many times longer, but less than their collectives wait (train.group.meet)."""
 _STACK_WAIT_S = 0.5
 _KILL_WAIT_S = 5.0
 
@@ -69,6 +73,10 @@ class Agent(SimpleElasticAgent):
         self._codes: dict[int, int] = {}
         """Local rank → exit code, of those that ended."""
         self._interrupts = 0
+        self._asked: signal.Signals | None = None
+        """The signal that asked for a stop."""
+        self._untold: list[int] = []
+        """Local ranks that would not know of it yet."""
         self._hung: Failure | None = None
         self._watch = Watch(run.pulse_file, spec.local_world_size)
         self.failure: Failure | None = None
@@ -78,8 +86,10 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
-        self._pids, self._codes, self._hung = {}, {}, None
+        self._pids, self._codes, self._untold, self._hung = {}, {}, [], None
         self._watch = Watch(self._run.pulse_file, worker_group.spec.local_world_size)
+        if self._zygote.gone:
+            self._zygote = self._zygote.again()
         for worker in worker_group.workers:
             self._zygote.start(self._order(worker, worker_group))
         while len(self._pids) + len(self._codes) < len(worker_group.workers):
@@ -88,7 +98,8 @@ class Agent(SimpleElasticAgent):
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._hear()
+        with contextlib.suppress(ZygoteGone):  # the codes say what became of the workers
+            self._hear()
         ranks = {w.local_rank: w.global_rank for w in worker_group.workers}
         failed = {r: c for r, c in self._codes.items() if c not in (Exit.OK, Exit.PREEMPTED)}
         if not failed:
@@ -148,6 +159,8 @@ class Agent(SimpleElasticAgent):
             if "started" in news:
                 self._pids[news["local_rank"]] = news["started"]
                 by_pid[news["started"]] = news["local_rank"]
+                self._untold.append(news["local_rank"])
+                self._pass_on()
             elif "exited" in news:
                 self._codes[by_pid[news["exited"]]] = news["code"]
             else:  # the zygote is gone, and by its death so are the workers
@@ -175,22 +188,29 @@ class Agent(SimpleElasticAgent):
         signs = self._watch.signs()
         silent = min(failed, key=lambda r: (failed[r] >= 0, r))
         sign = signs[silent]
-        return failures.from_exit_code(
+        cause = failures.from_exit_code(
             failed[silent], ranks[silent], sign.step if sign.beats else None
         )
+        if self._zygote.gone:
+            together = "killed with all others, as the process was that had started them"
+            return replace(cause, summary=together)
+        return cause
 
     def _look_for_hang(self, ranks: dict[int, int]) -> None:
         if not self._hang_s:
             return
         signs = self._watch.signs()
         alive = [r for r in self._pids if r not in self._codes]
-        late = time.monotonic() - self._hang_s
-        stale = [r for r in alive if signs[r].time < late]
-        if stale and all(signs[r].beats > _STARTING_BEATS for r in alive):
-            guilty = min(stale, key=lambda r: (not _is_stopped(self._pids[r]), signs[r].beats))
-            self._hung = self._hang_report(guilty, ranks[guilty], signs[guilty])
+        limit_s = self._hang_s
+        if any(signs[r].beats <= _STARTING_BEATS for r in alive):
+            limit_s *= _STARTING_PATIENCE if len(alive) > 1 else math.inf
+        late = time.monotonic() - limit_s
+        begun = any(signs[r].time for r in alive)
+        if begun and all(signs[r].time < late for r in alive):  # else somebody is only slow
+            guilty = min(alive, key=lambda r: (not _is_stopped(self._pids[r]), signs[r].beats))
+            self._hung = self._hang_report(guilty, ranks[guilty], signs[guilty], limit_s)
 
-    def _hang_report(self, local_rank: int, rank: int, sign: Sign) -> Failure:
+    def _hang_report(self, local_rank: int, rank: int, sign: Sign, limit_s: float) -> Failure:
         pid = self._pids[local_rank]
         if _is_stopped(pid):
             detail = (
@@ -199,7 +219,8 @@ class Agent(SimpleElasticAgent):
         else:
             detail = self._stack_of(rank, pid)
         summary = (
-            f"no progress for {self._hang_s:g} s (launch.hang_s), and every other rank waits for it"
+            f"no progress for {limit_s:g} s (launch.hang_s={self._hang_s:g}), "
+            "and every other rank waits for it"
         )
         return Failure(rank, socket.gethostname(), sign.step, summary, detail)
 
@@ -219,8 +240,9 @@ class Agent(SimpleElasticAgent):
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h\x1b[K")  # the bar of a killed rank 0 had hidden the cursor
         for worker in self._worker_group.workers:
-            with self._run.log_file(worker.global_rank).open("a") as log:
-                log.write(f"\n{self.failure}\n")
+            log = self._run.log_file(worker.global_rank)
+            with contextlib.suppress(OSError), log.open("a") as file:  # the disk may be full
+                file.write(f"\n{self.failure}\n")
         if self._remaining_restarts:
             left = self._remaining_restarts
             print(f"{self.failure}\nstarting again, {left} restart(s) left", file=sys.stderr)
@@ -238,13 +260,16 @@ class Agent(SimpleElasticAgent):
             self._kill_all()
             print("\x1b[?25h\nstopped at once; the last snapshot stands", file=sys.stderr)
             os._exit(Exit.INTERRUPTED)
-        for local_rank, pid in self._pids.items():
-            if local_rank not in self._codes:
-                _signal(pid, signal.Signals(number))
+        self._asked = self._asked or signal.Signals(number)
+        self._pass_on()
 
-
-class ZygoteGone(Exception):
-    """The process that starts workers was killed."""
+    def _pass_on(self) -> None:
+        """Once to each worker, also to one that starts later; a handler may come in between."""
+        while self._asked and self._untold:
+            with contextlib.suppress(IndexError):
+                local_rank = self._untold.pop()
+                if local_rank not in self._codes:
+                    _signal(self._pids[local_rank], self._asked)
 
 
 def loopback_store() -> dist.TCPStore:

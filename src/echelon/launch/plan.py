@@ -81,9 +81,15 @@ def make_plan(config: Config, env: Mapping[str, str], host: str, visible: int) -
             "import torch once",
             f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
             "on a loopback port",
-            f"on a failure start them again, at most {config.launch.max_restarts} times",
+            _on_failure(config.launch.max_restarts),
         ),
     )
+
+
+def _on_failure(max_restarts: int) -> str:
+    if not max_restarts:
+        return "on a failure end them all and say which rank failed first"
+    return f"on a failure start them again from the newest snapshot, {max_restarts} times at most"
 
 
 def _inline_plan(config: Config, env: Mapping[str, str], host: str, visible: int) -> Plan:

@@ -26,6 +26,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 17
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,18 @@ class Order:
     """Where its output goes; None: to the screen."""
 
 
+class ZygoteGone(Exception):
+    """The process that starts workers was killed."""
+
+
 class Zygote:
     """The agent's handle."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
+        self._preload = preload
+        self.gone = False
         if _can_fork():
             self.pid = os.fork()
             if self.pid == 0:
@@ -59,7 +66,10 @@ class Zygote:
 
     def start(self, order: Order) -> None:
         self._socket.setblocking(True)
-        self._socket.send(json.dumps(asdict(order)).encode())
+        try:
+            self._socket.send(json.dumps(asdict(order)).encode())
+        except ConnectionError:
+            raise ZygoteGone from None
         self._socket.setblocking(False)
 
     def news(self) -> Iterator[dict[str, Any]]:
@@ -72,6 +82,7 @@ class Zygote:
             except ConnectionError:
                 message = b""
             if not message:
+                self.gone = True
                 yield {"gone": self.pid}
                 return
             yield json.loads(message)
@@ -79,6 +90,11 @@ class Zygote:
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is news."""
         select.select([self._socket], [], [], timeout_s)
+
+    def again(self) -> Zygote:
+        """Another one, after this one was killed."""
+        self.close()
+        return Zygote(self._preload)
 
     def close(self) -> None:
         self._socket.close()
@@ -122,8 +138,8 @@ def _serve(channel: socket.socket, preload: Sequence[str]) -> None:
     """Never returns."""
     try:
         die_with_parent(os.getppid())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # the agent decides
+        # The agent decides. A worker inherits this: what comes early waits until it listens.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         for name in preload:
             importlib.import_module(name)
         gc.collect()
@@ -182,7 +198,7 @@ def _become_worker(order: Order) -> None:
         die_with_parent(os.getppid())
         os.setpgid(0, 0)  # its own children end with it, by the agent's hand
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGCHLD):
+        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _set_up(order.variables, order.log)
         module, _, function = order.entry.partition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -22,7 +23,8 @@ class JsonLines:
             return
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
+            self._file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

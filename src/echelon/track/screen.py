@@ -28,9 +28,11 @@ class Screen:
     def __init__(self, total_steps: int = 0, step: int = 0) -> None:
         self.total = total_steps
         self.next_draw = 0.0
+        self.latest: dict[str, Any] | None = None
 
     def progress(self, line: dict[str, Any]) -> None:
         """A line of training metrics, drawn at most so often."""
+        self.latest = line
         now = time.monotonic()
         if now >= self.next_draw:
             self.next_draw = now + self.draw_every_s
@@ -92,4 +94,6 @@ class Bar(Screen):
         self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
+        if self.latest is not None:
+            self.draw(self.latest)
         self._bar.stop()

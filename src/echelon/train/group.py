@@ -6,9 +6,12 @@ process group: no pickle. The agent hosts the store where there is one, else ran
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ _LINGER_S = 1.5
 
 
 _TELL_TIMEOUT_S = 60.0
+_PATIENT_S = 2.0
+"""Who waits longer says what for."""
 _FOREVER_S = 365 * 86400.0
 
 
@@ -98,6 +103,7 @@ class Group:
         try:
             self.store.compare_set("failure", "", failure.to_json())
             if self.hosts_store and self.world.size > 1:
+                _hang_up(self.world)
                 time.sleep(_LINGER_S)
         except Exception:  # the store went with its host; then that is what the others report
             return
@@ -186,59 +192,98 @@ def meet(world: World, config: Config, env: Mapping[str, str]) -> Group:
     _take_rank(store, world)
     if world.rank == 0:
         store.set("config", json.dumps(config.to_dict()))
-    store.set(f"host/{world.rank}", socket.gethostname())
+    store.set(f"rank {world.rank}", socket.gethostname())
     left_s = max(1.0, deadline - time.monotonic())
-    missing = _wait(store, [f"host/{r}" for r in range(world.size)], left_s)
+    missing = _wait(store, [f"rank {r}" for r in range(world.size)], left_s)
     if missing:
         _report_missing(store, world, missing, timeout_s, hosts_store)
     _require_equal(config, json.loads(store.get("config")))
-    hosts = [store.get(f"host/{r}").decode() for r in range(world.size)]
+    hosts = [store.get(f"rank {r}").decode() for r in range(world.size)]
     placed = world if world.settled else world.placed(hosts)
     return Group(placed, store, hosts_store, hang_s)
 
 
 def _connect(world: World, hosts_store: bool, timeout_s: float) -> dist.Store:
     assert world.master is not None
-    host, _, port = world.master.rpartition(":")
-    host = host.strip("[]")
+    host, _, port_text = world.master.rpartition(":")
+    host, port = host.strip("[]"), int(port_text)
     if host in ("localhost", "127.0.0.1", "::1"):
         # gloo would look for the interface of this machine's name, which need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        return dist.TCPStore(
-            host,
-            int(port),
-            is_master=hosts_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except Exception as error:
-        text = str(error)
-        if hosts_store and "address already in use" in text.lower():
+    if not hosts_store:
+        _wait_for_host(world, host, port, timeout_s)
+    made: list[dist.Store | Exception] = []
+
+    def make() -> None:
+        limit = timedelta(seconds=timeout_s)
+        try:
+            made.append(dist.TCPStore(host, port, None, hosts_store, limit, False))
+        except Exception as error:
+            made.append(error)
+
+    # In a thread, because torch waits for ever when something else answers at that port.
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    store = made[0] if made else TimeoutError("what answers there is no rank 0 of a world")
+    if isinstance(store, Exception):
+        raise _cannot_meet(world, f"{host}:{port + 1}", str(store))
+    return store
+
+
+def _wait_for_host(world: World, host: str, port: int, timeout_s: float) -> None:
+    """torch's own client waits too, but fills the screen with its stack while it does."""
+    begun, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - begun
+            found = error
+        if waited > timeout_s:
             raise EchelonError(
                 Fault(
-                    f"rank 0 cannot listen on {world.master}: the port is taken, maybe by "
-                    "another run's rank 0",
-                    f"end that run, or give all ranks another port: master={host}:{int(port) + 1}",
+                    f"rank {world.rank} found no rank 0 at {world.master} within {timeout_s:g} s "
+                    f"({(found.strerror or str(found)).lower()})",
+                    "start rank 0 there, give its address with master=HOST:PORT, or wait longer "
+                    "with launch.join_timeout_s=SECONDS",
                 ),
                 exit=Exit.RENDEZVOUS,
-            ) from None
-        if hosts_store:
-            found = text.splitlines()[0]
-            raise EchelonError(
-                Fault(
-                    f"rank 0 cannot listen on {world.master}: {found}",
-                    "give an address of this machine: master=HOST:PORT",
-                ),
-                exit=Exit.RENDEZVOUS,
-            ) from None
-        raise EchelonError(
-            Fault(
-                f"rank {world.rank} found no rank 0 at {world.master} within {timeout_s:g} s",
-                "start rank 0 there, check the address, or wait longer: launch.join_timeout_s=…",
-            ),
-            exit=Exit.RENDEZVOUS,
-        ) from None
+            )
+        if waited > _PATIENT_S and not told:
+            told = _say_waiting(f"rank {world.rank} waits for rank 0 at {world.master}", timeout_s)
+        time.sleep(_POLL_S)
+
+
+def _say_waiting(text: str, timeout_s: float) -> bool:
+    print(f"{text}, at most {timeout_s:g} s", file=sys.stderr, flush=True)
+    return True
+
+
+def _cannot_meet(world: World, other: str, found: str) -> EchelonError:
+    taken = "address already in use" in found.lower()
+    what = "the port is taken, perhaps by another run's rank 0" if taken else found.splitlines()[0]
+    return EchelonError(
+        Fault(
+            f"rank {world.rank} cannot use {world.master} as the meeting point: {what}",
+            f"end that run, or give all ranks another port: master={other}"
+            if taken
+            else "give an address of rank 0's machine: master=HOST:PORT",
+        ),
+        exit=Exit.RENDEZVOUS,
+    )
+
+
+def _hang_up(world: World) -> None:
+    """Close our side of every connection but the store's: the others stop waiting in a collective
+    and ask what happened, while there is a store to ask. gloo has no call for it."""
+    port = int((world.master or "").rpartition(":")[2])
+    for number in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            ports = [end[1] for end in (connection.getsockname(), connection.getpeername())]
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and port not in ports:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _take_rank(store: dist.Store, world: World) -> None:
@@ -284,12 +329,13 @@ def _require_equal(config: Config, of_rank_0: dict[str, Any]) -> None:
 
 def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
     """Positions of the keys that are not there when time is up; a failure ends the wait."""
-    deadline = time.monotonic() + timeout_s
+    begun, told = time.monotonic(), False
     patience = _patience()
     while True:
+        waited = time.monotonic() - begun
         try:
             all_here, failure = store.check(keys), _failure_in(store)
-            if not all_here and time.monotonic() > deadline:
+            if not all_here and waited > timeout_s:
                 return [i for i, key in enumerate(keys) if not store.check([key])]
         except Exception as error:
             raise EchelonError(
@@ -303,6 +349,9 @@ def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
             raise PeerFailed(failure)
         if all_here:
             return []
+        if waited > _PATIENT_S and not told:
+            left = [key for key in keys if not store.check([key])]
+            told = _say_waiting(f"waiting for {', '.join(left[:8])}", round(timeout_s))
         time.sleep(patience())
 
 

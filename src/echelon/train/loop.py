@@ -21,12 +21,14 @@ from echelon.track.jsonl import JsonLines
 from echelon.track.screen import Screen
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
-from echelon.train.group import Group
+from echelon.train.group import Group, PeerFailed
 from echelon.train.replica import Replica, Wishes
 from echelon.train.schedule import Schedule
 from echelon.train.state import collect
 from echelon.train.stop import Stop
 from echelon.train.writer import Saved, Writer
+
+_WAIT_FOR_WORD_S = 30.0
 
 
 def train(t: Training) -> Exit:
@@ -95,6 +97,22 @@ class Training:
         )
         self._since = (time.monotonic(), self.samples)
         self._minutes = dict.fromkeys(("save", "evaluate"), time.monotonic())
+
+    def take_up(self, info: dict[str, Any]) -> None:
+        """Be where the snapshot was that holds this `info`."""
+        self.step = self.saved_step = info["step"]
+        self.samples, self.best, self.last_saved = info["samples"], info["best"], info["folder"]
+        self._losses, self._evaluated_step = info["losses"], info["evaluated_step"]
+        self._since = (time.monotonic(), self.samples)
+        batch_size = self.config.trainer.batch_size
+        if self.samples % self.size % batch_size:
+            raise EchelonError(
+                Fault(
+                    f"trainer.batch_size={batch_size}, but {self.last_saved} stands after "
+                    f"{self.samples % self.size} of {self.size} samples of an epoch",
+                    "keep the batch size, or take a snapshot of the end of an epoch",
+                )
+            )
 
     # --- moving on ---
 
@@ -173,7 +191,11 @@ class Training:
             self._losses.append(loss)
         return told[-1].wishes if len(told) == 1 else _any(told)
 
-    def _not_finite(self, loss: float, step: int) -> EchelonError:
+    def _not_finite(self, loss: float, step: int) -> Exception:
+        """Rank 0 knows what was saved, so it speaks for all."""
+        if self.group.world.rank != 0 and (told := self.group.first_failure(_WAIT_FOR_WORD_S)):
+            return PeerFailed(told)
+        self._report_saved(self.writer.wait() if self.writer else [])
         stands = (
             f"the last good snapshot is {self.last_saved}" if self.last_saved else "none was saved"
         )
@@ -251,6 +273,8 @@ class Training:
             "samples": self.samples,
             "best": self.best,
             "results": self._results,
+            "evaluated_step": self._evaluated_step,
+            "losses": self._losses,  # since the last line of metrics
             "config": self.config.numbers(),
             "fingerprint": self.config.fingerprint(),
             "world_size": self.group.world.size,

@@ -32,7 +32,8 @@ class Output:
     def close(self) -> None:
         sys.stdout, sys.stderr = self._kept
         if self._log is not None:
-            self._log.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
+                self._log.close()
             self._log = None
 
 

@@ -21,7 +21,7 @@ from echelon.train.output import Output
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
-from echelon.train.state import restore, seed_all
+from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
 from echelon.train.writer import Writer
 
@@ -42,7 +42,7 @@ def prepare(
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
     evaluator = _evaluator(experiment, config, group, device, pulse)
     group.all_ready("built", _BUILD_TIMEOUT_S)
-    group.open("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
     training = Training(
         config=config,
@@ -56,16 +56,23 @@ def prepare(
         device=device,
     )
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
-    training.schedule = Schedule(trainer, training.total_steps, experiment.optimizer)
+    training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
     training.replica = Replica(experiment, world, device, trainer, pulse)
     experiment.model.train()
     if world.rank == 0:
+        _say(_opening(training))
         training.tracker = JsonLines(run.metrics_file, training.step)
         training.writer = Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
     return training
+
+
+def _backend(device: torch.device, share_devices: bool) -> str:
+    """NCCL for GPUs, except that it refuses two ranks on one; gloo for what lies on the CPU."""
+    on_gpu = device.type == "cuda" and not share_devices
+    return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
 
 
 def _evaluator(
@@ -85,14 +92,24 @@ def _go_on(training: Training) -> None:
     info: dict[str, Any] | None = None
     if snapshot is not None:
         info = {**snapshot.info, "folder": str(snapshot.folder)}
+        load_model(training.experiment, snapshot.load("model"))  # DDP spreads the weights
+    # What is wrong with a snapshot only rank 0 sees; the others must not be in a collective then.
+    group.all_ready("restored", _BUILD_TIMEOUT_S)
     info = group.broadcast_json(info)
     if info is None:
         return
-    parts = {p: snapshot.load(p) for p in ("model", "optimizer", "rng")} if snapshot else {}
+    parts = {p: snapshot.load(p) for p in ("optimizer", "rng")} if snapshot else {}
     restore(training.experiment, parts, group, training.device)
-    training.step, training.samples = info["step"], info["samples"]
-    training.best, training.last_saved = info["best"], info["folder"]
-    training.saved_step = training.step
+    training.take_up(info)
+
+
+def _opening(t: Training) -> str:
+    """What is about to happen, in one line."""
+    size, kind = t.group.world.size, t.device.type
+    where = f"{size} processes ({kind})" if size > 1 else f"one process ({t.device})"
+    batch = t.config.trainer.batch_size
+    what = f"{t.size:,} samples in batches of {batch}"
+    return f"run {t.run.name}: {t.total_steps:,} steps over {what} on {where}"
 
 
 def _say(text: str) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from echelon.config.schema import Config, differences
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.runs import Run
+from echelon.runs import Run, require_same_numbers
 from echelon.train.snapshots import Snapshot, SnapshotDamaged, newest, verify
 
 
@@ -24,7 +23,8 @@ def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | N
         instead = f"going on from {snapshot.folder.name}" if snapshot else "starting anew"
         say(f"warning: {bad.folder} is damaged ({bad.reason}); {instead}")
     if snapshot is not None:
-        _require_same_numbers(snapshot, config, run)
+        then = snapshot.info.get("config", {})
+        require_same_numbers(run, then, config, snapshot.folder)
         say(f"going on with run {run.name} after step {snapshot.step}")
     return snapshot
 
@@ -41,25 +41,7 @@ def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
             ),
             exit=Exit.NOT_FOUND,
         ) from None
-    for key, (then, now) in _different(snapshot, config).items():
+    different = differences(snapshot.info.get("config", {}), config.numbers())
+    for key, (then, now) in different.items():
         say(f"note: {key}={now}, in the snapshot it was {then}")
     return snapshot
-
-
-def _require_same_numbers(snapshot: Snapshot, config: Config, run: Run) -> None:
-    different = _different(snapshot, config)
-    if different:
-        raise EchelonError(
-            *(
-                Fault(
-                    f"{key}={now}, but run {run.name} was trained with {key}={then}",
-                    "set it back, choose another run.name, or take the snapshot on purpose with "
-                    f"trainer.resume={snapshot.folder}",
-                )
-                for key, (then, now) in different.items()
-            )
-        )
-
-
-def _different(snapshot: Snapshot, config: Config) -> dict[str, tuple[Any, Any]]:
-    return differences(snapshot.info.get("config", {}), config.numbers())

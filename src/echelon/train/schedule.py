@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import math
-
-import torch
+from typing import Any
 
 from echelon.config.schema import Trainer
+from echelon.errors import EchelonError, Fault
+from echelon.train.experiment import Experiment
 
 
 class Schedule:
-    """Scales the rates the experiment gave to its optimizer."""
+    """Scales the rates the experiment gave to its optimizer, or leaves them to its own schedule."""
 
-    def __init__(
-        self, trainer: Trainer, total_steps: int, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, trainer: Trainer, total_steps: int, experiment: Experiment) -> None:
         self.kind = trainer.schedule
         self.warmup = trainer.warmup_steps
         self.total = total_steps
-        self.groups = optimizer.param_groups
+        self.optimizer = experiment.optimizer
+        self.own = experiment.schedule is not None
+        self._applied: float | None = None
         self.peaks = [float(group["lr"]) for group in self.groups]
-        self.active = self.kind != "constant" or self.warmup > 0
+        if self.own and (self.kind != "constant" or self.warmup > 0):
+            raise EchelonError(
+                Fault(
+                    f"trainer.schedule={self.kind} trainer.warmup_steps={self.warmup} are set, but "
+                    "the experiment has a schedule of its own",
+                    "leave one of the two out",
+                )
+            )
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Asked each time: an optimizer that loads its state makes new ones."""
+        return self.optimizer.param_groups
 
     def factor(self, step: int) -> float:
         """For the update that makes `step` steps into `step + 1`."""
@@ -34,6 +47,11 @@ class Schedule:
         return 1.0
 
     def apply(self, step: int) -> None:
+        if self.own:
+            return
         factor = self.factor(step)
+        if factor == self._applied:
+            return
+        self._applied = factor
         for group, peak in zip(self.groups, self.peaks, strict=True):
             group["lr"] = peak * factor

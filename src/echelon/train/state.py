@@ -79,9 +79,7 @@ def collect(experiment: Experiment, group: Group, device: torch.device) -> dict[
 def restore(
     experiment: Experiment, parts: Mapping[str, Any], group: Group, device: torch.device
 ) -> None:
-    """Load what rank 0 read into every rank. DDP spreads the weights itself when it is made."""
-    if group.world.rank == 0:
-        load_model(experiment, parts["model"])
+    """Load what rank 0 read into every rank."""
     optimizer = _spread(parts.get("optimizer"), group)
     experiment.optimizer.load_state_dict(optimizer["optimizer"])
     if experiment.schedule is not None and "schedule" in optimizer:

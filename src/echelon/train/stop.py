@@ -25,6 +25,7 @@ class Stop:
             return  # Python lets the main thread alone handle signals
         for number in SIGNALS:
             signal.signal(number, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back by what started us
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

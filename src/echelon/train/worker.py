@@ -104,6 +104,7 @@ class Rank:
         self.pulse = Pulse(run.pulse_file, world.local_rank)
         file = run.stack_file(world.rank).open("w")
         faulthandler.register(signal.SIGQUIT, file, all_threads=True)
+        faulthandler.enable()  # a crash in compiled code leaves the Python stack in the log
         self._stack_file = file
 
     def _open(self, run: Run) -> None:

@@ -1,0 +1,79 @@
+"""One of two workers is killed with SIGKILL: how long until all have made a new step?
+
+    python benchmarks/restart.py [--rounds 7]
+
+Echelon with launch.max_restarts=1 and a snapshot every 50 steps, against `torchrun
+--max-restarts=1` with a script that saves every 50 steps with torch.save (to a file beside, then
+renamed) and loads that when it starts. Both are the toy of scripts/. Rank 1 is killed after 120
+steps; the clock stops when both ranks of the new attempt have made their first optimizer step.
+
+torchrun is given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restart can hang, as the ranks
+of the new attempt meet the keys that the old ones left in the agent's store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from functools import partial
+
+from common import SCRIPTS, Result, figure, in_turns, ratios, tool
+from startup import MANY_STEPS, Start, shortened
+
+ROUNDS = 7
+TARGET = 0.5
+SAVE_EVERY, KILL_AFTER = 50, 120
+OURS, TORCHRUN = "echelon train launch.max_restarts=1", "torchrun --max-restarts=1"
+COMMANDS = {
+    TORCHRUN: [
+        *[tool("torchrun"), "--standalone", "--nproc_per_node=2", "--max-restarts=1"],
+        *[str(SCRIPTS / "bare.py"), f"--steps={MANY_STEPS}", f"--save-every={SAVE_EVERY}"],
+    ],
+    OURS: [
+        *[tool("echelon"), "train", f"experiment={SCRIPTS / 'ours.py'}:experiment"],
+        *["launch=local", "launch.procs=2", "launch.max_restarts=1"],
+        *[f"trainer.steps={MANY_STEPS}", f"trainer.save.steps={SAVE_EVERY}"],
+    ],
+}
+
+
+def measure(rounds: int = ROUNDS) -> Result:
+    seconds = in_turns({n: partial(restart_s, n, c) for n, c in COMMANDS.items()}, rounds, 0)
+    return {
+        "config": {
+            "commands": {n: " ".join(map(shortened, c)) for n, c in COMMANDS.items()},
+            "rounds": rounds,
+            "kill_after_steps": KILL_AFTER,
+        },
+        "figures": [
+            figure(
+                "from kill -9 of a worker to a new step, × torchrun",
+                ratios(seconds[OURS], seconds[TORCHRUN]),
+                TARGET,
+            )
+        ],
+        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
+    }
+
+
+def restart_s(name: str, command: list[str]) -> float:
+    with Start(name, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as start:
+        start.wait(lambda: start.made(KILL_AFTER))
+        [victim] = [int(f.name.partition("-")[2]) for f in start.marks.glob("1-*")]
+        killed = time.time()
+        os.kill(victim, signal.SIGKILL)
+        return start.wait(lambda: start.made(1, after=killed)) - killed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time restarts after a killed worker")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    result = measure(parser.parse_args().rounds)
+    for row in [*result["figures"], *result["seconds"].values()]:
+        print(f"{row['what']:<60}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Measure beside the peers, and write down what came out.
+
+    python benchmarks/run.py [steps startup restart cli order snapshots]
+    python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
+    python benchmarks/run.py --pictures     draw again what is in results/
+
+Every benchmark runs in a process of its own, one after the other, and leaves results/NAME.json and
+results/NAME.png; README.md is written from all results that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import HERE, Figure, Result, figure, machine, ratios, reached, versions
+
+RESULTS = HERE / "results"
+TITLES = {
+    "steps": "What a training step costs",
+    "startup": "From the command to the first step, and memory",
+    "restart": "From a killed worker to the next step",
+    "cli": "What a command that needs no torch costs",
+    "order": "Starting and drawing an epoch",
+    "snapshots": "Saving and reading back 600 MB",
+    "gpu": "On one NVIDIA GPU",
+}
+ON_CPU = [name for name in TITLES if name != "gpu"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure beside the peers")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ON_CPU))
+    parser.add_argument("--gpu", action="store_true", help="only what needs a GPU")
+    parser.add_argument("--pictures", action="store_true", help="draw what was measured before")
+    given = parser.parse_args()
+    unknown = set(given.names) - TITLES.keys()
+    if unknown:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
+    RESULTS.mkdir(exist_ok=True)
+    names = [] if given.pictures else given.names or (["gpu"] if given.gpu else ON_CPU)
+    for name in names:
+        print(f"{name}: {TITLES[name].lower()} …", file=sys.stderr, flush=True)
+        result = measured(name)
+        write(name, result)
+        show(result["figures"])
+    for name in names or stored():
+        draw(name)
+    (HERE / "README.md").write_text(readme())
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def measured(name: str) -> Result:
+    """By a child: what one benchmark imports and allocates is not there for the next."""
+    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
+        answer = Path(folder) / "answer.json"
+        code = (
+            f"import json, {name}; open({str(answer)!r}, 'w').write(json.dumps({name}.measure()))"
+        )
+        subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True)
+        result: Result = json.loads(answer.read_text())
+    return FIGURES_OF[name](result) if name in FIGURES_OF else result
+
+
+def write(name: str, result: Result) -> None:
+    flag = "--gpu" if name == "gpu" else name
+    told = {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": f"python benchmarks/run.py {flag}",
+        "machine": machine(),
+        "versions": versions(),
+        **result,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+
+def order_figures(result: Result) -> Result:
+    [start] = [r for r in result["start"] if r["name"] == "echelon" and r["size"] == 10**9]
+    milliseconds = [1e3 * s for s in start["seconds"]["values"]]
+    rows = [figure("starting an epoch over 10⁹ samples at 8 ranks", milliseconds, 1.0, "ms")]
+    if start["megabytes"] is not None:
+        rows.append(figure("memory for that", [max(0.0, start["megabytes"])], 1.0, "MB"))
+    torch_starts = [r for r in result["start"] if r["name"] == "DistributedSampler"]
+    largest = max(torch_starts, key=lambda r: r["size"])
+    taken = [1e3 * s for s in largest["seconds"]["values"]]
+    rows.append(figure(f"DistributedSampler over {largest['size']:,} samples", taken, unit="ms"))
+    rows += [draw_figure(result["draw"], kind) for kind in ("ints", "lists")]
+    return {"config": {"world": 8}, "figures": rows, **result}
+
+
+def draw_figure(draws: list[dict[str, Any]], kind: str) -> Figure:
+    """Of all sizes, worlds and batch sizes the one that is worst for us."""
+    per_setting: dict[tuple[int, int, int], dict[str, list[float]]] = {}
+    for row in draws:
+        setting = per_setting.setdefault((row["size"], row["world"], row["batch"]), {})
+        setting[row["name"]] = row["ns"]["values"]
+    rows = [
+        figure(
+            f"drawing {kind}, × DistributedSampler, the worst of {len(per_setting)} settings",
+            ratios(values[f"echelon, {kind}"], values[f"DistributedSampler, {kind}"]),
+            1.0,
+        )
+        for values in per_setting.values()
+    ]
+    return max(rows, key=lambda row: float(row["median"]))
+
+
+def snapshot_figures(result: Result) -> Result:
+    named = {
+        "loop blocked by a 600 MB save, × torch.save": ("save_blocks / torch.save", 0.1),
+        "reading it back, verified, × torch.load": ("verify_and_load / torch.load", 0.3),
+        "until it is flushed to disk, × torch.save, which flushes nothing": (
+            "until_on_disk / torch.save (which flushes nothing)",
+            None,
+        ),
+        "reading it back in a process that did before, × torch.load": (
+            "warm verify_and_load / torch.load",
+            None,
+        ),
+    }
+    rows = [figure(n, result[key]["values"], at_most) for n, (key, at_most) in named.items()]
+    return {"figures": rows, **result}
+
+
+FIGURES_OF = {"order": order_figures, "snapshots": snapshot_figures}
+
+
+# --- telling ------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[Figure]) -> None:
+    for row in rows:
+        print(f"  {row['what']:<76}{told(row):<26}{verdict(row)}", file=sys.stderr)
+
+
+def told(row: Figure) -> str:
+    unit = "" if row["unit"] == "×" else f" {row['unit']}"
+    return f"{row['median']:.3g}{unit} [{row['min']:.3g}–{row['max']:.3g}]"
+
+
+def verdict(row: Figure) -> str:
+    return {True: "yes", False: "**no**", None: ""}[reached(row)]
+
+
+def stored() -> list[str]:
+    return [name for name in TITLES if (RESULTS / f"{name}.json").exists()]
+
+
+def load(name: str) -> Result:
+    result: Result = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def readme() -> str:
+    results = {name: load(name) for name in stored()}
+    parts = [
+        "# Benchmarks",
+        "Written by `python benchmarks/run.py` (`make bench`, `make bench-gpu`) from `results/`, "
+        "where every single value is kept. Figures are ratios within one round of runs that take "
+        "turns on the same machine: the median over the rounds, and the least and the most. How "
+        "each contestant is set up is said at the top of the file of the same name.",
+        "## What was to be reached",
+        goals(results),
+    ]
+    for name, result in results.items():
+        parts += section(name, result)
+    return "\n\n".join(parts) + "\n"
+
+
+def goals(results: dict[str, Result]) -> str:
+    lines = ["| what | at most | measured, median [min–max] | reached |", "|---|---|---|---|"]
+    for result in results.values():
+        for row in result["figures"]:
+            if row["at_most"] is not None:
+                unit = "" if row["unit"] == "×" else f" {row['unit']}"
+                cells = (row["what"], f"{row['at_most']:g}{unit}", told(row), verdict(row))
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def section(name: str, result: Result) -> list[str]:
+    where = result["machine"]
+    device = result["config"].get("device") if name == "gpu" else None
+    on = f"{device}, {where['cpu']}" if device else where["cpu"]
+    software = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    lines = ["| what | measured, median [min–max] |", "|---|---|"]
+    lines += [f"| {row['what']} | {told(row)} |" for row in result["figures"]]
+    return [
+        f"## {TITLES[name]}",
+        f"{result['date']} · `{result['command']}` · {on}, {where['cores']} cores, "
+        f"{where['memory_gb']:g} GB · {software}",
+        "\n".join(lines),
+        *([f"![{TITLES[name]}](results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []),
+    ]
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+OUR_COLOUR, PEER_COLOUR, GOAL_COLOUR = "#1f6f8b", "#b8b8b8", "#c0392b"
+
+
+def draw(name: str) -> None:
+    """A machine without matplotlib leaves this to another, by --pictures."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("no matplotlib here: draw elsewhere with --pictures", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    result = load(name)
+    plot = growth(result) if name == "order" else bars(TITLES[name], result["figures"])
+    plot.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
+
+
+def bars(title: str, rows: Sequence[Figure]) -> Any:
+    """One panel for each thing that is compared with, as its ratios share a scale."""
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Figure]] = {}
+    for row in rows:
+        panels.setdefault(panel_of(row), []).append(row)
+    heights = [len(panel) + 0.8 for panel in panels.values()]
+    plot, axes = pyplot.subplots(
+        len(panels),
+        1,
+        figsize=(9, 0.42 * sum(heights) + 0.8 * len(panels)),
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights, "hspace": 0.55},
+    )
+    for axis, (name, panel) in zip(axes.flat, panels.items(), strict=True):
+        bar_panel(axis, name, panel)
+    plot.suptitle(title, fontsize=13, fontweight="bold", y=0.995 if len(panels) > 2 else 1.02)
+    return plot
+
+
+def panel_of(row: Figure) -> str:
+    subject, colon, _ = row["what"].partition(": ")
+    compared = row["what"].rpartition(", × ")[2] if ", × " in row["what"] else row["unit"]
+    return f"{subject}: × {compared}" if colon else f"× {compared}"
+
+
+def bar_label(what: str) -> str:
+    text = what.partition(": ")[2] or what
+    return text.rpartition(", × ")[0] or text
+
+
+def bar_panel(axis: Any, name: str, rows: Sequence[Figure]) -> None:
+    ours = ("Echelon", "echelon", "loop blocked", "reading", "until", "from kill", "drawing")
+    for at, row in enumerate(reversed(rows)):
+        label = bar_label(row["what"])
+        mine = row["at_most"] is not None or any(word in label for word in ours)
+        below, above = row["median"] - row["min"], row["max"] - row["median"]
+        axis.barh(at, row["median"], 0.62, color=OUR_COLOUR if mine else PEER_COLOUR)
+        axis.errorbar(row["median"], at, xerr=[[below], [above]], color="#333333", capsize=3)
+        axis.annotate(
+            f"{row['median']:.3g}",
+            (row["max"], at),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+        if row["at_most"] is not None:
+            axis.plot([row["at_most"]] * 2, [at - 0.42, at + 0.42], color=GOAL_COLOUR, lw=2)
+    axis.set_yticks(range(len(rows)), [bar_label(r["what"]) for r in reversed(rows)], fontsize=9)
+    axis.set_title(f"{name}   (line: spread, red: to reach)", fontsize=10, loc="left")
+    axis.set_xlim(0, 1.12 * max(max(r["max"], r["at_most"] or 0) for r in rows))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def growth(result: Result) -> Any:
+    from matplotlib import pyplot
+
+    plot, (time_axis, memory_axis) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for name, colour in (("echelon", OUR_COLOUR), ("DistributedSampler", "#777777")):
+        rows = sorted((r for r in result["start"] if r["name"] == name), key=lambda r: r["size"])
+        sizes = [row["size"] for row in rows]
+        middle = [1e3 * row["seconds"]["median"] for row in rows]
+        below = [m - 1e3 * r["seconds"]["least"] for m, r in zip(middle, rows, strict=True)]
+        above = [1e3 * r["seconds"]["most"] - m for m, r in zip(middle, rows, strict=True)]
+        time_axis.errorbar(
+            sizes, middle, yerr=[below, above], marker="o", capsize=3, color=colour, label=name
+        )
+        memory = [max(0.01, row["megabytes"] or 0.0) for row in rows]
+        memory_axis.plot(sizes, memory, marker="o", color=colour, label=name)
+    for axis, what in ((time_axis, "milliseconds"), (memory_axis, "megabytes")):
+        axis.axhline(1.0, color=GOAL_COLOUR, lw=1, label="to stay under at 10⁹")
+        axis.set(xscale="log", yscale="log", xlabel="samples in the data set", ylabel=what)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9)
+    time_axis.set_title("until the first batch is there", fontsize=10)
+    memory_axis.set_title("memory it takes (0.01: none seen)", fontsize=10)
+    plot.suptitle("Starting an epoch, rank 0 of 8", fontsize=13, fontweight="bold")
+    return plot
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Every name, address and path of one cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+
+from shell import CannotBeMade
+
+TEMPLATES = Path(__file__).parent / "templates"
+NODES = 3
+GPUS = 4
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("ECHELON_CLUSTER", "/tmp/echelon-cluster"))
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Host 0 runs the controller, hosts 1 to 3 are the nodes; each is a network namespace."""
+
+    folder: Path
+    prefix: str = "n"
+    net: str = "10.213.37"
+    accounting: bool = False
+    boot: str = ""
+
+    @property
+    def controller(self) -> str:
+        return f"{self.prefix}0"
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"{self.prefix}{i}" for i in range(1, NODES + 1)]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [self.controller, *self.nodes]
+
+    @property
+    def bridge(self) -> str:
+        return f"ech-{self.prefix}"
+
+    def port(self, host: str) -> str:
+        """The bridge's end of a host's cable."""
+        return f"ech-{host}"
+
+    def address(self, host: str) -> str:
+        return f"{self.net}.{10 + self.hosts.index(host)}"
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.folder / "ssh" / "config"
+
+    def log(self, daemon: str) -> Path:
+        return self.folder / "log" / f"{daemon}.log"
+
+    def pid_file(self, daemon: str) -> Path:
+        return self.folder / "run" / f"{daemon}.pid"
+
+    @property
+    def slurm_env(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.slurm_conf)}
+
+    def render(self, template: str, **more: str) -> str:
+        """A configuration file's text."""
+        last = self.address(self.nodes[-1]).rpartition(".")[2]
+        return Template((TEMPLATES / template).read_text()).substitute(
+            cluster=f"echelon_{self.prefix}",
+            folder=self.folder,
+            controller=self.controller,
+            controller_address=self.address(self.controller),
+            nodes=f"{self.prefix}[1-{NODES}]",
+            node_addresses=f"{self.net}.[11-{last}]",
+            gpus=GPUS,
+            last_gpu=GPUS - 1,
+            accounting_type="accounting_storage/" + ("slurmdbd" if self.accounting else "none"),
+            accounting_host=f"AccountingStorageHost={self.controller}" if self.accounting else "",
+            **more,
+        )
+
+    def check(self) -> None:
+        if not re.fullmatch(r"[a-z]{1,8}", self.prefix):
+            raise CannotBeMade(f"--prefix has to be 1 to 8 lower-case letters, not {self.prefix!r}")
+        if not re.fullmatch(r"(\d{1,3}\.){2}\d{1,3}", self.net):
+            raise CannotBeMade(f"--net has to be three numbers like 10.213.37, not {self.net!r}")
+        if re.search(r"[\s\[\]$#%\"\\]", str(self.folder)):
+            raise CannotBeMade(f"slurm.conf cannot name the folder {str(self.folder)!r}")
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o755)  # munged runs as its own user and has to get in
+        (self.folder / "layout.json").write_text(json.dumps(asdict(self), default=str))
+
+
+def load(folder: Path) -> Layout | None:
+    """The layout `up` left in the folder, if it did."""
+    try:
+        saved = json.loads((folder / "layout.json").read_text())
+        return Layout(**{**saved, "folder": folder})
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,171 @@
+"""One bridge, one namespace and one cable per host, and their names in /etc/hosts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from layout import Layout
+from shell import Broken, CannotBeMade, run, wait_until, works
+
+HOSTS = Path("/etc/hosts")
+
+
+@contextmanager
+def machine_lock() -> Iterator[None]:
+    """One `up` or `down` at a time. A lock on a file that exists anyway leaves no trace."""
+    with HOSTS.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make(layout: Layout) -> None:
+    """Make what is missing and heal what a test cut."""
+    _make_bridge(layout)
+    for host in layout.hosts:
+        _make_host(layout, host)
+    _write_names(layout)
+
+
+def remove(layout: Layout) -> None:
+    if exists(layout):  # otherwise namespaces of these names are somebody else's
+        for host in layout.hosts:
+            kill_all(host)
+            works(["ip", "netns", "del", host])
+            works(["ip", "link", "del", layout.port(host)])
+        run(["ip", "link", "del", layout.bridge])
+    _forget_names(layout)
+
+
+def exists(layout: Layout) -> bool:
+    return Path("/sys/class/net", layout.bridge).exists()
+
+
+def _make_bridge(layout: Layout) -> None:
+    if not exists(layout):
+        _check_free(layout)
+        try:
+            run(["ip", "link", "add", layout.bridge, "type", "bridge"])
+        except Broken as error:
+            raise CannotBeMade(f"this machine's kernel makes no bridge ({error})") from error
+    run(["ip", "addr", "replace", f"{layout.net}.1/24", "dev", layout.bridge])
+    run(["ip", "link", "set", layout.bridge, "up"])
+
+
+def _check_free(layout: Layout) -> None:
+    taken = [host for host in layout.hosts if _namespace(host).exists() and _is_namespace(host)]
+    if taken:
+        raise CannotBeMade(
+            f"namespace {taken[0]} exists and was not made by this script: choose another --prefix"
+        )
+    if run(["ip", "-4", "route", "show", "root", f"{layout.net}.0/24"]).strip():
+        raise CannotBeMade(f"{layout.net}.0/24 is in use on this machine: choose another --net")
+
+
+def _make_host(layout: Layout, host: str) -> None:
+    if not _is_namespace(host):
+        works(["ip", "netns", "del", host])  # a name without a namespace, left by a crash
+        run(["ip", "netns", "add", host])
+    port = layout.port(host)
+    if not Path("/sys/class/net", port).exists():
+        run(["ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host])
+    run(["ip", "link", "set", port, "master", layout.bridge, "up"])
+    run(["ip", "-n", host, "addr", "replace", f"{layout.address(host)}/24", "dev", "eth0"])
+    run(["ip", "-n", host, "link", "set", "lo", "up"])
+    run(["ip", "-n", host, "link", "set", "eth0", "up"])
+    shape(layout, host, "")
+
+
+def _namespace(host: str) -> Path:
+    return Path("/run/netns", host)
+
+
+def _is_namespace(host: str) -> bool:
+    return works(["nsenter", f"--net={_namespace(host)}", "true"])
+
+
+def on_host(host: str, *command: str) -> list[str]:
+    """The command as typed on a host.
+
+    Not `ip netns exec`: it remounts /sys, where slurmd then finds no cgroups and dies. All parts
+    exec, so the process keeps its id.
+    """
+    named = 'hostname "$0" && exec "$@"'
+    return [
+        "nsenter",
+        f"--net={_namespace(host)}",
+        "unshare",
+        "-u",
+        "sh",
+        "-c",
+        named,
+        host,
+        *command,
+    ]
+
+
+def pids(host: str) -> list[int]:
+    return [int(pid) for pid in run(["ip", "netns", "pids", host]).split()]
+
+
+def kill_all(host: str) -> None:
+    """Everything in a host's namespace: daemons, job steps, logins."""
+
+    def gone() -> bool:
+        for pid in pids(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids(host)
+
+    if _is_namespace(host) and not wait_until(gone, limit_s=20):
+        raise Broken(f"processes {pids(host)} on {host} survive SIGKILL")
+
+
+def link(layout: Layout, host: str, state: str) -> None:
+    run(["ip", "link", "set", layout.port(host), state])
+
+
+def shape(layout: Layout, host: str, netem: str) -> None:
+    """Loss, delay … both ways, in tc-netem's words; none of them restores the cable."""
+    for where in (["-n", host], []):
+        device = "eth0" if where else layout.port(host)
+        works(["tc", *where, "qdisc", "del", "dev", device, "root"])
+        if netem:
+            run(["tc", *where, "qdisc", "add", "dev", device, "root", "netem", *netem.split()])
+
+
+def _marks(layout: Layout) -> tuple[str, str]:
+    name = f"echelon cluster {layout.prefix}"
+    return f"# begin {name}\n", f"# end {name}\n"
+
+
+def _write_names(layout: Layout) -> None:
+    _forget_names(layout)
+    begin, end = _marks(layout)
+    lines = "".join(f"{layout.address(host)} {host}\n" for host in layout.hosts)
+    text = HOSTS.read_text()
+    newline = "" if text.endswith("\n") or not text else "\n"
+    HOSTS.write_text(text + newline + begin + lines + end)  # in place: often a bind mount
+    for host in layout.hosts:
+        found = socket.gethostbyname(host)
+        if found != layout.address(host):
+            raise CannotBeMade(f"{host} already means {found} here: choose another --prefix")
+
+
+def _forget_names(layout: Layout) -> None:
+    begin, end = map(re.escape, _marks(layout))
+    text = HOSTS.read_text()
+    without = re.sub(f"{begin}.*?{end}", "", text, flags=re.DOTALL)
+    if without != text:
+        HOSTS.write_text(without)
+
+
+def can_talk(layout: Layout, here: str, there: str, port: int) -> bool:
+    probe = f"exec 3<>/dev/tcp/{layout.address(there)}/{port}"
+    return works(on_host(here, "timeout", "5", "bash", "-c", probe))

@@ -1,0 +1,176 @@
+"""munge, the Slurm controller, one slurmd per node and, if wanted, accounting."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import daemons
+import network
+from layout import GPUS, Layout
+from packages import find
+from shell import Broken, run, wait_until, works
+
+USABLE = {"idle", "mixed", "allocated", "completing"}
+
+
+def start_all(layout: Layout) -> None:
+    changed = _write_configuration(layout)
+    _start_munge(layout)
+    if changed:
+        stop(layout)
+    if layout.accounting:
+        _start_accounting(layout)
+    start_controller(layout)
+    for node in layout.nodes:
+        start_node(layout, node)
+    wait_for_nodes(layout, layout.nodes)
+
+
+def stop(layout: Layout) -> None:
+    """Before a new configuration: the state of the old one would not fit."""
+    for node in layout.nodes:
+        daemons.stop(layout, f"slurmd-{node}")
+    for name in ("slurmctld", "slurmdbd", "mariadbd"):
+        daemons.stop(layout, name)
+    for name in ("slurmctld", "spool", "mariadb"):
+        shutil.rmtree(layout.folder / name, ignore_errors=True)
+
+
+def _write_configuration(layout: Layout) -> bool:
+    """Whether the running daemons, if any, were started with another one."""
+    texts = {
+        layout.folder / name: layout.render(name)
+        for name in ("slurm.conf", "gres.conf", "slurmdbd.conf")
+    }
+    changed = any(not path.exists() or path.read_text() != text for path, text in texts.items())
+    for path, text in texts.items():
+        path.write_text(text)
+        path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
+    devices = layout.folder / "gpu"
+    devices.mkdir(exist_ok=True)
+    for index in range(GPUS):
+        (devices / str(index)).touch()
+    return changed
+
+
+def _start_munge(layout: Layout) -> None:
+    folder = layout.folder / "munge"
+    folder.mkdir(exist_ok=True)
+    key, socket = folder / "key", str(folder / "socket")
+    if not key.exists() or key.stat().st_size != 1024:
+        key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    for path in (folder, *folder.iterdir()):
+        shutil.chown(path, "munge", "munge")
+    folder.chmod(0o755)
+    as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--init-groups"]
+    files = [f"--{what}-file={folder / what}" for what in ("key", "log", "pid", "seed")]
+    name, program = "munged", find("munged") or "munged"
+    daemons.start(
+        layout,
+        name,
+        layout.controller,
+        *as_munge,
+        program,
+        "-F",
+        "-f",
+        f"--socket={socket}",
+        *files,
+    )
+    daemons.ready(layout, name, lambda: works(["munge", "-n", "-S", socket]), limit_s=20)
+
+
+def _start_accounting(layout: Layout) -> None:
+    """A private database on a socket in the state folder; whoever can open that may use it."""
+    data = layout.folder / "mariadb"
+    socket = str(data / "socket")
+    options = ["--no-defaults", "--user=root", f"--datadir={data}"]
+    if not daemons.alive(layout, "mariadbd") and not (data / "made").exists():
+        shutil.rmtree(data, ignore_errors=True)
+        data.mkdir(mode=0o700)
+        run(["mariadb-install-db", *options, "--skip-test-db"])
+        (data / "made").touch()
+    daemons.start(
+        layout,
+        "mariadbd",
+        layout.controller,
+        find("mariadbd") or "mariadbd",
+        *options,
+        f"--socket={socket}",
+        "--skip-networking",
+        "--skip-grant-tables",
+        "--innodb-flush-log-at-trx-commit=0",
+    )
+    ping = ["mariadb-admin", "--no-defaults", f"--socket={socket}", "ping"]
+    daemons.ready(layout, "mariadbd", lambda: works(ping), limit_s=60)
+    daemons.start(
+        layout,
+        "slurmdbd",
+        layout.controller,
+        find("slurmdbd") or "slurmdbd",
+        "-D",
+        MYSQL_UNIX_PORT=socket,
+        SLURM_CONF=str(layout.slurm_conf),
+    )
+    answers = ["sacctmgr", "-n", "show", "cluster"]
+    daemons.ready(layout, "slurmdbd", lambda: works(answers, layout.slurm_env), limit_s=60)
+
+
+def start_controller(layout: Layout) -> None:
+    (layout.folder / "slurmctld").mkdir(exist_ok=True)
+    (layout.folder / "spool").mkdir(exist_ok=True)
+    program = find("slurmctld") or "slurmctld"
+    daemons.start(
+        layout, "slurmctld", layout.controller, program, "-D", "-f", str(layout.slurm_conf)
+    )
+    ping = ["scontrol", "ping"]
+    daemons.ready(layout, "slurmctld", lambda: works(ping, layout.slurm_env), limit_s=30)
+
+
+def start_node(layout: Layout, node: str) -> None:
+    (layout.folder / "spool" / node).mkdir(parents=True, exist_ok=True)
+    program = find("slurmd") or "slurmd"
+    daemons.start(
+        layout, f"slurmd-{node}", node, program, "-D", "-N", node, "-f", str(layout.slurm_conf)
+    )
+
+
+def restart_controller(layout: Layout) -> None:
+    """As a real one restarts: jobs go on, its state comes back from disk."""
+    daemons.stop(layout, "slurmctld")
+    start_controller(layout)
+
+
+def node_states(layout: Layout) -> dict[str, str]:
+    """Slurm's word for each node; empty where the controller does not answer."""
+    done = subprocess.run(
+        ["sinfo", "-h", "-N", "-o", "%N %T"], capture_output=True, text=True, env=layout.slurm_env
+    )
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def wait_for_nodes(layout: Layout, nodes: list[str], limit_s: float = 60) -> None:
+    """Until Slurm would run a job on each of them; nodes that a fault drained are resumed."""
+
+    def usable() -> bool:
+        states = node_states(layout)
+        for node in nodes:
+            if states.get(node, "").startswith(("drain", "fail")):
+                update = ["scontrol", "update", f"nodename={node}", "state=resume"]
+                works(update, layout.slurm_env)
+        return all(states.get(node) in USABLE and _answers(layout, node) for node in nodes)
+
+    if not wait_until(usable, limit_s):
+        states = node_states(layout)
+        stuck = next((n for n in nodes if states.get(n) not in USABLE), nodes[0])
+        raise Broken(
+            f"{stuck} was {states.get(stuck, 'unknown')} after {limit_s:g} s\n"
+            f"{daemons.tail(layout, f'slurmd-{stuck}')}\n{daemons.tail(layout, 'slurmctld')}"
+        )
+
+
+def _answers(layout: Layout, node: str) -> bool:
+    """Slurm calls a node idle for a while after its death."""
+    return network.can_talk(layout, layout.controller, node, 6818)

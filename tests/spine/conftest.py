@@ -1,0 +1,22 @@
+"""Fixtures of the spine's tests; the helpers are in helpers.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Forked ranks must not inherit a pool of threads that were never forked with them."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """An empty folder for what ranks write down (SPINE_TRACE)."""
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    return folder

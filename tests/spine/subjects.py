@@ -1,0 +1,150 @@
+"""What the tests of the spine train, and the faults they suffer, given as data.
+
+`SPINE_FAULT="RANK:STEP:WHAT"`: after this rank's STEP-th optimizer step of this life, WHAT happens
+to it: a signal (KILL, TERM, USR2, INT) or `wait` (until it is ended from outside).
+`SPINE_AFTER=PATH`: it does not happen before this is there.
+`SPINE_TRACE=FOLDER`: every rank writes down what it did: samples asked for, batches, steps.
+
+Faults are variables and not settings, because a run goes on only with the settings it had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import echelon
+
+
+@dataclass
+class Settings:
+    samples: int = 17
+    eval_samples: int = 0
+    hidden: int = 8
+    dropout: float = 0.0
+    optimizer: str = "momentum"
+    lr: float = 0.02
+    dataset: bool = False
+    schedule: str = ""
+    metrics: bool = False
+
+
+FEATURES = 5
+
+
+def regression(cfg: Settings) -> echelon.Experiment:
+    model = nn.Sequential(
+        nn.Linear(FEATURES, cfg.hidden),
+        nn.Tanh(),
+        nn.Dropout(cfg.dropout),
+        nn.Linear(cfg.hidden, 1),
+    )
+    optimizer = _optimizer(cfg, model)
+    life = Life(optimizer)
+    train = _data(cfg.samples, seed=1)
+    return echelon.Experiment(
+        model=model,
+        optimizer=optimizer,
+        loss=nn.functional.mse_loss,
+        train_data=Samples(train) if cfg.dataset else train,
+        eval_data=_data(cfg.eval_samples, seed=2) if cfg.eval_samples else None,
+        metrics=_metrics if cfg.metrics else None,
+        schedule=_schedule(cfg, optimizer),
+        predict=life.predict,
+    )
+
+
+def another(cfg: Settings) -> echelon.Experiment:
+    """The same under another name."""
+    return regression(cfg)
+
+
+def _optimizer(cfg: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    if cfg.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    return torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=0.9)
+
+
+def _schedule(cfg: Settings, optimizer: torch.optim.Optimizer) -> Any:
+    if cfg.schedule == "step":
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    return None
+
+
+def _data(size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, inputs, target of every sample. The noise keeps the loss away from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, FEATURES, generator=generator)
+    y = x.sum(1) + torch.randn(size, generator=generator)
+    return torch.arange(size), x, y
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """The same data, sample by sample; writes down which was asked for."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        trace(asked=index)
+        return tuple(t[index] for t in self.tensors)
+
+
+class Life:
+    """Counts this rank's steps and lets happen what is to happen after them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps = 0
+        rank, step, what = os.environ.get("SPINE_FAULT", "-1:0:").split(":")
+        self.fault_step = int(step) if int(rank) == own_rank() else -1
+        self.fault = what
+        optimizer.register_step_post_hook(self._stepped)
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        numbers, x, y = batch
+        if model.training:
+            trace(batch=self.steps + 1, samples=numbers.tolist())
+        return model(x).squeeze(-1), y
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.steps += 1
+        trace(step=self.steps, clock=time.monotonic(), lr=optimizer.param_groups[0]["lr"])
+        if pause := os.environ.get("SPINE_PAUSE_S"):
+            time.sleep(float(pause))  # a step that takes a while
+        if self.steps != self.fault_step:
+            return
+        while (after := os.environ.get("SPINE_AFTER")) and not Path(after).exists():
+            time.sleep(0.001)
+        if self.fault == "wait":
+            trace(waiting=True)
+            while True:
+                time.sleep(0.01)
+        os.kill(os.getpid(), getattr(signal, f"SIG{self.fault}"))
+
+
+def own_rank() -> int:
+    return int(os.environ.get("SPINE_RANK", os.environ.get("RANK", "0")))
+
+
+def trace(**what: Any) -> None:
+    if folder := os.environ.get("SPINE_TRACE"):
+        line = json.dumps({"rank": own_rank(), **what}) + "\n"
+        with Path(folder, f"{own_rank()}-{os.getpid()}.jsonl").open("a") as file:
+            file.write(line)
+
+
+def _metrics() -> dict[str, Any]:
+    from metric_set import metric_set
+
+    return metric_set()

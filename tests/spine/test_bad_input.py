@@ -1,0 +1,385 @@
+"""What a person can get wrong: one sentence, one hint, an exit code, and no traceback of ours."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import launching
+import pytest
+from launching import ECHELON, QUICK, TWO, is_a_sentence_and_a_hint
+
+from echelon.cli import dispatch, guarded
+from echelon.errors import Exit
+
+Told = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Told:
+    """Type words in an empty folder; the exit code and what is on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def type_words(*words: str) -> tuple[int, str]:
+        code = guarded(partial(dispatch, list(words)))
+        return code, capsys.readouterr().err
+
+    return type_words
+
+
+# --- settings ---
+
+REFUSED = {
+    # what is typed: what must be read
+    "trainer.epoch=3": ("trainer.epoch=3", "trainer.epochs"),
+    "lrr=0.1": ("lrr=0.1", "'lr'"),
+    "trainr.epochs=3": ("trainr.epochs=3", "trainer.epochs"),
+    "launch=lokal": ("launch=lokal", "'local'"),
+    "experiment=toi": ("experiment=toi", "'toy'"),
+    "track=wandbb": ("track=wandbb", "jsonl"),
+    "launch.kind=banana": ("launch.kind=banana", "inline, local"),
+    "trainer.epochs=three": ("trainer.epochs=three", "3"),
+    "trainer.batch_size=1.5": ("trainer.batch_size=1.5", "32"),
+    "lr=fast": ("lr=fast", "0.05"),
+    "launch.share_devices=perhaps": ("launch.share_devices=perhaps", "false"),
+    "trainer=fast": ("trainer=fast", "default"),
+    "trainer.batch_size=0": ("trainer.batch_size=0", "1 or more"),
+    "trainer.epochs=-1": ("trainer.epochs=-1", "0 or more"),
+    "trainer.schedule=cosin": ("trainer.schedule=cosin", "'cosine'"),
+    "trainer.best_is=most": ("trainer.best_is=most", "min"),
+    "trainer.clip=0": ("trainer.clip=0", "positive"),
+    "trainer.save.steps=0": ("trainer.save.steps=0", "null"),
+    "trainer.epochs=null": ("trainer.epochs", "set one"),
+    "trainer.epochs=1,2": ("trainer.epochs=1,2", "single value"),
+    "seed=-1": ("seed=-1", "0 or more"),
+    "~trainer.clip": ("~trainer.clip", "null"),
+    "just words": ("just words", "KEY=VALUE"),
+    "rank=4 world_size=4": ("rank=4", "0 to 3"),
+    "rank=-1 world_size=4": ("rank=-1", "0 to 3"),
+    "rank=0": ("rank=0", "world_size"),
+    "world_size=2": ("world_size=2", "rank=0"),
+    "rank=0 world_size=2 master=a:b:c": ("master=a:b:c", "HOST:PORT"),
+    "rank=0 world_size=2 master=here:99999": ("99999", "port"),
+    "master=here:1": ("master=here:1", "rank="),
+    "rank=0 world_size=2 launch=local": ("rank=0", "launch=local"),
+    "launch.procs=2": ("launch.procs=2", "launch=local"),
+    "launch=local launch.procs=0": ("launch.procs=0", "1 or more"),
+    "launch=local launch.procs=40": ("trainer.batch_size=32", "40"),
+    "rank=0 world_size=64": ("trainer.batch_size=32", "64"),
+    "run.name=a/b": ("run.name='a/b'", "letters"),
+    "run.name=..": ("run.name='..'", "letters"),
+    "run.name=.hidden": ("run.name='.hidden'", "letters"),
+    "run.name=-rf": ("run.name='-rf'", "letters"),
+    "run.name=latest": ("run.name='latest'", "name"),
+    "experiment=nowhere.py:experiment": ("nowhere.py", "path"),
+    "experiment=nowhere.py": ("nowhere.py", "FILE.py:FUNCTION"),
+    "experiment=no.such.module:f": ("no.such.module", "path/to/file.py"),
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_a_refused_setting(typed: str, told: Told, tmp_path: Path) -> None:
+    words = [typed] if typed == "just words" else typed.split()
+    code, text = told("train", *words)
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    for part in REFUSED[typed]:
+        assert part in text, text
+    assert list(tmp_path.iterdir()) == []  # nothing was started
+
+
+@pytest.mark.parametrize("name", ["two words", "new\nline", "ünïcode", "", "a" * 101, "a;b", "a$b"])
+def test_a_refused_run_name(name: str, told: Told, tmp_path: Path) -> None:
+    code, text = told("train", f'run.name="{name}"')
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert f"run.name={name!r} is no name for a run" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_faults_are_told_together(told: Told) -> None:
+    words = ["trainer.epoch=3", "lr=fast", "launch=lokal", "run.name=a/b", "rank=5", "world_size=2"]
+    code, text = told("train", *words)
+    assert code == Exit.USAGE
+    assert text.count("error: ") == 5
+    for word in ("trainer.epoch=3", "lr=fast", "launch=lokal", "run.name='a/b'", "rank=5"):
+        assert word in text
+
+
+def test_an_unknown_verb(told: Told) -> None:
+    code, text = told("trian")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text)
+    assert "'train'" in text
+
+
+@pytest.mark.parametrize(
+    "words", [["rank=x", "world_size=2"], ["lr=3"], ["rank=3", "world_size=2"]]
+)
+def test_explain_refuses_too(words: list[str], told: Told) -> None:
+    code, text = told("explain", *words)
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert words[0] in text
+
+
+def test_half_a_world_in_the_variables(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    code, text = told("train")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "RANK=1" in text
+    assert "WORLD_SIZE" in text
+
+
+# --- runs ---
+
+
+def test_an_unknown_run(told: Told) -> None:
+    code, text = told("resume", "nothing")
+    assert code == Exit.NOT_FOUND
+    assert is_a_sentence_and_a_hint(text), text
+    assert told("train", *QUICK, "run.name=first")[0] == 0
+    code, text = told("resume", "frist")
+    assert code == Exit.NOT_FOUND
+    assert "'first'" in text
+
+
+def test_a_run_of_another_experiment(told: Told, tmp_path: Path) -> None:
+    _write(tmp_path, GOOD)
+    assert told("train", *QUICK, "run.name=a")[0] == 0
+    code, text = told("train", "experiment=own.py:experiment", "run.name=a")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "echelon.experiments.toy" in text
+    assert "own.py:experiment" in text
+    assert "trainer.resume=never" in text
+    # Nothing is lost: the old run still goes on.
+    assert told("train", *QUICK, "run.name=a")[0] == 0
+
+
+def test_a_resume_with_other_numbers_names_the_field(told: Told) -> None:
+    assert told("train", *QUICK, "run.name=a")[0] == 0
+    code, text = told("train", *QUICK, "run.name=a", "lr=0.3")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "lr=0.3" in text
+    assert "lr=0.05" in text
+
+
+def test_a_snapshot_that_is_none(told: Told) -> None:
+    code, text = told("train", *QUICK, "trainer.resume=nowhere/step-1")
+    assert code == Exit.NOT_FOUND
+    assert is_a_sentence_and_a_hint(text), text
+    assert "trainer.resume=nowhere/step-1" in text
+
+
+def test_a_damaged_config_of_a_run(told: Told, tmp_path: Path) -> None:
+    assert told("train", *QUICK, "run.name=a")[0] == 0
+    (tmp_path / "runs" / "a" / "config.json").write_text("{")
+    code, text = told("resume", "a")
+    assert code == Exit.NOT_FOUND
+    assert is_a_sentence_and_a_hint(text), text
+    assert "config.json" in text
+
+
+def test_best_by_a_number_that_nobody_evaluates(told: Told) -> None:
+    code, text = told("train", *QUICK, "trainer.best=maee")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "trainer.best=maee" in text
+    assert "'mae'" in text
+
+
+@pytest.mark.parametrize("folder", ["with space", "ünï/cødé", "a'quote", "per%cent+plus"])
+def test_paths_of_any_name(folder: str, told: Told, tmp_path: Path) -> None:
+    place = tmp_path / folder
+    place.mkdir(parents=True)
+    _write(place, GOOD)
+    quoted = str(place / "out").replace("'", "\\'")
+    words = [f"experiment={place}/own.py:experiment", f"run.dir='{quoted}'", "run.name=a"]
+    code, text = told("train", *words)
+    assert code == 0, text
+    assert (place / "out" / "a" / "status.json").exists()
+    assert told("resume", str(place / "out" / "a"), "trainer.epochs=4")[0] == 0
+
+
+# --- the user's file ---
+
+GOOD = """
+import torch, echelon
+
+def experiment(cfg):
+    model = torch.nn.Linear(4, 1)
+    x = torch.ones(8, 4)
+    return echelon.Experiment(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        train_data=(x, x.sum(1, keepdim=True)),
+    )
+"""
+SHORT = "train_data=(x, x.sum(1, keepdim=True))"
+NONSENSE = {
+    # what the good file's line becomes: what must be read
+    "nothing": ("    return echelon", "    echelon", ("NoneType", "echelon.Experiment")),
+    "a dict": ("return echelon.Experiment(", "return dict(", ("dict", "echelon.Experiment")),
+    "no model": ("model=model,", "model=3,", ("model", "int", "Module")),
+    "no optimizer": ("torch.optim.SGD(model.parameters(), lr=0.01)", "'sgd'", ("optimizer", "str")),
+    "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
+    "no data": (SHORT, "train_data=None", ("train_data", "NoneType")),
+    "empty": (SHORT, "train_data=(x[:0], x[:0])", ("train_data", "no samples")),
+    "unequal": (SHORT, "train_data=(x, x[:3])", ("train_data", "[8, 3]")),
+    "a stream": (SHORT, "train_data=Stream()", ("train_data", "Stream", "__getitem__")),
+    "a stream with a length": (SHORT, "train_data=Counted()", ("train_data", "Counted")),
+}
+STREAMS = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+class Counted(Stream):
+    def __len__(self):
+        return 8
+"""
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_an_experiment_that_returns_nonsense(what: str, told: Told, tmp_path: Path) -> None:
+    old, new, parts = NONSENSE[what]
+    _write(tmp_path, STREAMS.join(GOOD.replace(old, new).split("\n\n", 1)))
+    code, text = told("train", "experiment=own.py:experiment")
+    assert code == Exit.USAGE, text
+    assert is_a_sentence_and_a_hint(text), text
+    for part in parts:
+        assert part in text, text
+
+
+def test_no_such_function_names_the_nearest(told: Told, tmp_path: Path) -> None:
+    _write(tmp_path, GOOD)
+    code, text = told("train", "experiment=own.py:experimnt")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "'experiment'" in text
+
+
+def test_an_undeclared_setting_of_a_users_dataclass(told: Told, tmp_path: Path) -> None:
+    declared = "from dataclasses import dataclass\n@dataclass\nclass S:\n    width: int = 4\n"
+    _write(tmp_path, declared + GOOD.replace("(cfg)", "(cfg: S)"))
+    code, text = told("train", "experiment=own.py:experiment", "widht=3", "trainer.epochs=x")
+    assert code == Exit.USAGE
+    assert text.count("error: ") == 2
+    assert "'width'" in text
+
+
+BROKEN = {
+    "a syntax error": ("def experiment(cfg)\n", "SyntaxError", 1),
+    "an import error": ("import torch\nimport no_such_thing\n", "ModuleNotFoundError", 2),
+    "an error at import": ("a = 1\nb = a / 0\n", "ZeroDivisionError", 2),
+    "an error in the function": (
+        "def experiment(cfg):\n    return 1 / 0\n",
+        "ZeroDivisionError",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_shows_the_users_lines_only(what: str, told: Told, tmp_path: Path) -> None:
+    code_text, error, line = BROKEN[what]
+    _write(tmp_path, code_text)
+    code, text = told("train", "experiment=own.py:experiment")
+    assert code == Exit.FAILED
+    assert error in text
+    assert f'own.py", line {line}' in text
+    assert "src/echelon" not in text, text
+    assert "importlib" not in text, text
+
+
+def _write(folder: Path, text: str) -> None:
+    (folder / "own.py").write_text(text)
+
+
+# --- worlds that do not come about ---
+
+
+def _ranks(folder: Path, *words: list[str], timeout_s: float = 60.0) -> list[launching.Done]:
+    commands = [[*ECHELON, "train", *QUICK, *w] for w in words]
+    return launching.together(commands, folder, timeout_s)
+
+
+def _sentence(done: launching.Done, code: Exit = Exit.RENDEZVOUS) -> str:
+    assert done.code == code, done.err
+    assert done.left == []
+    assert is_a_sentence_and_a_hint(done.err), done.err
+    return done.err
+
+
+@pytest.mark.slow
+def test_a_world_that_never_fills_names_the_missing_everywhere(tmp_path: Path) -> None:
+    master = f"master=127.0.0.1:{launching.free_port()}"
+    words = ["world_size=4", master, "launch.join_timeout_s=3"]
+    for done in _ranks(tmp_path, ["rank=0", *words], ["rank=2", *words]):
+        text = _sentence(done)
+        assert "world_size=4" in text
+        assert "2 of 4" in text
+        assert "missing: rank 1, 3" in text
+        assert done.seconds < 15
+
+
+@pytest.mark.slow
+def test_rank_0_missing(tmp_path: Path) -> None:
+    master = f"127.0.0.1:{launching.free_port()}"
+    words = ["rank=1", "world_size=2", f"master={master}", "launch.join_timeout_s=2"]
+    (done,) = _ranks(tmp_path, words)
+    text = _sentence(done)
+    assert f"found no rank 0 at {master}" in text
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_rank(tmp_path: Path) -> None:
+    words = ["world_size=3", f"master=127.0.0.1:{launching.free_port()}", "launch.join_timeout_s=4"]
+    first, *twins = _ranks(tmp_path, ["rank=0", *words], ["rank=1", *words], ["rank=1", *words])
+    texts = [_sentence(done) for done in twins]
+    assert sum("rank=1 is taken" in text for text in texts) == 1
+    assert "missing: rank 2" in _sentence(first)
+
+
+@pytest.mark.slow
+def test_the_port_is_taken(tmp_path: Path) -> None:
+    """By something that is no rank 0 and says nothing: every rank says so in time."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = ["world_size=2", f"master={master}", "launch.join_timeout_s=3"]
+        first, second = _ranks(tmp_path, ["rank=0", *words], ["rank=1", *words])
+    text = _sentence(first)
+    assert master in text
+    assert "taken" in text
+    assert master in _sentence(second)
+    assert second.seconds < 15
+
+
+@pytest.mark.slow
+def test_different_words_on_two_ranks_name_the_field(tmp_path: Path) -> None:
+    words = ["world_size=2", f"master=127.0.0.1:{launching.free_port()}"]
+    ranks = _ranks(tmp_path, ["rank=0", "lr=0.1", *words], ["rank=1", "lr=0.2", *words])
+    for done in ranks:  # rank 0 must not wait for the other for ever
+        text = _sentence(done)
+        assert "lr=0.2" in text
+        assert "lr=0.1" in text
+
+
+@pytest.mark.slow
+def test_nonsense_in_a_worker_is_a_sentence_too(tmp_path: Path) -> None:
+    _write(tmp_path, GOOD.replace(SHORT, "train_data=(x, x[:3])"))
+    words = ["experiment=own.py:experiment", "trainer.batch_size=4"]
+    done = launching.run([*ECHELON, "train", *TWO, *words], tmp_path)
+    text = _sentence(done, Exit.USAGE)
+    assert "[8, 3]" in text
+    assert text.count("error: ") == 1
