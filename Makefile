@@ -3,7 +3,7 @@ PY      := .venv/bin/python
 READY   := .venv/.ready
 BENCH   := .venv/.ready-bench
 
-.PHONY: demo test check bench bench-gpu test-gpu campaigns clean help
+.PHONY: demo test check bench bench-gpu test-gpu campaigns cluster cluster-down clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -32,6 +32,12 @@ bench-gpu:      ## the same on an NVIDIA GPU, with this machine's own Python and
 campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 restarts, 200 starts
 	$(PY) tests/campaigns/snapshot_kills.py --kills 1000 --flips 1000 --json benchmarks/results/snapshot_kills.json
 	$(PY) tests/campaigns/restarts.py --restarts 200 --starts 200 --json benchmarks/results/restarts.json
+
+cluster:        ## start the test cluster, three hosts on this machine (root, Debian)
+	python3 cluster/cluster.py up
+
+cluster-down:   ## remove every trace of it
+	python3 cluster/cluster.py down
 
 clean:          ## remove the virtual environment and what tests and demos left
 	rm -rf .venv runs build .mypy_cache .ruff_cache .hypothesis

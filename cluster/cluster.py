@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import daemons
@@ -30,10 +29,14 @@ def up(wanted: Layout) -> None:
     packages.check_machine()
     packages.install_missing(wanted.accounting)
     found = load(wanted.folder)
-    if found and not _continues(found, wanted):
-        down(found)
+    if found and not (found == wanted and slurm.is_configured(wanted)):
+        down(found)  # a reboot, another network, another configuration
     wanted.save()
-    network.make(wanted)
+    try:
+        network.make(wanted)
+    except CannotBeMade:
+        down(wanted)
+        raise
     ssh.start_all(wanted)
     slurm.start_all(wanted)
     first, second = wanted.nodes[:2]
@@ -41,15 +44,17 @@ def up(wanted: Layout) -> None:
         raise Broken(f"{first} cannot reach {second}: does a firewall filter bridges here?")
 
 
-def _continues(found: Layout, wanted: Layout) -> bool:
-    """What a reboot or another network left behind is removed, not repaired."""
-    return replace(found, accounting=wanted.accounting) == wanted
-
-
 def down(layout: Layout) -> None:
     network.remove(layout)
+    ssh.remove_run_folder()
     packages.remove_policy()
-    shutil.rmtree(layout.folder, ignore_errors=True)
+    if load(layout.folder):  # any other folder is not ours
+        shutil.rmtree(layout.folder)
+
+
+def _without_folder(folder: Path) -> list[Layout]:
+    """What still runs, or stands in /etc/hosts, after somebody removed the state folder."""
+    return [Layout(folder, prefix) for prefix in network.prefixes_of(folder) or [Layout.prefix]]
 
 
 def status(layout: Layout) -> dict[str, object]:
@@ -100,12 +105,13 @@ def parser() -> argparse.ArgumentParser:
     link = commands.add_parser("link", help="cut a host off, or heal it")
     link.add_argument("host")
     link.add_argument("state", choices=["up", "down"])
-    netem = commands.add_parser("netem", help="shape a host's cable, e.g. 'loss 20%%'; '' ends it")
+    netem = commands.add_parser("netem", help="'loss 20%%', 'rate 1mbit' …; '' ends it")
     netem.add_argument("host")
     netem.add_argument("shape")
     for name, what in (("kill-node", "SIGKILL all on a node"), ("start-node", "bring it back")):
         commands.add_parser(name, help=what).add_argument("host")
     commands.add_parser("restart-controller", help="jobs go on meanwhile")
+    commands.add_parser("processes", help="what runs on a host but daemons").add_argument("host")
     on = commands.add_parser("exec", help="run a command on a host")
     on.add_argument("host")
     on.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
@@ -123,7 +129,8 @@ def act(args: argparse.Namespace) -> int:
         return 0
     if args.command == "down":
         with network.machine_lock():
-            down(found or Layout(folder))
+            for left in [found] if found else _without_folder(folder):
+                down(left)
         return 0
     if found is None:
         print(f"no cluster in {folder}: `cluster.py up` makes one", file=sys.stderr)
@@ -158,8 +165,12 @@ def act_on_host(layout: Layout, args: argparse.Namespace) -> int:
         network.kill_all(args.host)
     elif args.command == "start-node":
         start_node(layout, args.host)
+    elif args.command == "processes":
+        for pid, words in network.processes(args.host).items():
+            print(pid, json.dumps(words))
     elif args.command == "exec":
-        os.execvpe("nsenter", network.on_host(args.host, *args.words), layout.slurm_env)
+        words = args.words[1:] if args.words[:1] == ["--"] else args.words
+        os.execvpe("nsenter", network.on_host(args.host, *words), layout.slurm_env)
     return 0
 
 

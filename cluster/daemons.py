@@ -34,7 +34,7 @@ def start(layout: Layout, name: str, host: str, *command: str, **env: str) -> No
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd="/",
-            env={**os.environ, **env},
+            env={"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "LANG": "C.UTF-8", **env},
         )
     if not wait_until(file.exists, limit_s=10):
         raise Broken(f"{name} did not start\n{tail(layout, name)}")

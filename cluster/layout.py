@@ -13,6 +13,7 @@ from shell import CannotBeMade
 
 TEMPLATES = Path(__file__).parent / "templates"
 NODES = 3
+CPUS = 4
 GPUS = 4
 
 
@@ -85,12 +86,18 @@ class Layout:
             controller_address=self.address(self.controller),
             nodes=f"{self.prefix}[1-{NODES}]",
             node_addresses=f"{self.net}.[11-{last}]",
+            cpus=CPUS,
             gpus=GPUS,
             last_gpu=GPUS - 1,
             accounting_type="accounting_storage/" + ("slurmdbd" if self.accounting else "none"),
-            accounting_host=f"AccountingStorageHost={self.controller}" if self.accounting else "",
+            accounting_host=self._accounting_host() if self.accounting else "",
             **more,
         )
+
+    def _accounting_host(self) -> str:
+        """Its password is, for munge, where munge's socket is."""
+        socket = f"{self.folder}/munge/socket"
+        return f"AccountingStorageHost={self.controller}\nAccountingStoragePass={socket}"
 
     def check(self) -> None:
         if not re.fullmatch(r"[a-z]{1,8}", self.prefix):
@@ -99,11 +106,16 @@ class Layout:
             raise CannotBeMade(f"--net has to be three numbers like 10.213.37, not {self.net!r}")
         if re.search(r"[\s\[\]$#%\"\\]", str(self.folder)):
             raise CannotBeMade(f"slurm.conf cannot name the folder {str(self.folder)!r}")
+        if len(str(self.folder)) > 60:
+            raise CannotBeMade(f"{self.folder} is too long: sockets in it need a shorter path")
+        if not load(self.folder) and self.folder.exists() and any(self.folder.iterdir()):
+            raise CannotBeMade(f"{self.folder} holds something else, which `down` would remove")
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o755)  # munged runs as its own user and has to get in
-        (self.folder / "layout.json").write_text(json.dumps(asdict(self), default=str))
+        new = self.folder / "layout.new"
+        new.write_text(json.dumps(asdict(self), default=str))
+        new.replace(self.folder / "layout.json")
 
 
 def load(folder: Path) -> Layout | None:

@@ -15,6 +15,7 @@ from layout import Layout
 from shell import Broken, CannotBeMade, run, wait_until, works
 
 HOSTS = Path("/etc/hosts")
+DAEMONS = {"slurmd", "slurmstepd", "sshd"}
 
 
 @contextmanager
@@ -34,35 +35,52 @@ def make(layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> None:
-    if exists(layout):  # otherwise namespaces of these names are somebody else's
+    if _is_ours(layout):  # otherwise namespaces of these names are somebody else's
         for host in layout.hosts:
             kill_all(host)
             works(["ip", "netns", "del", host])
             works(["ip", "link", "del", layout.port(host)])
         run(["ip", "link", "del", layout.bridge])
-    _forget_names(layout)
+    if not _exists(layout.bridge):
+        _forget_names(layout)
 
 
-def exists(layout: Layout) -> bool:
-    return Path("/sys/class/net", layout.bridge).exists()
+def is_any_left() -> bool:
+    return any(Path("/sys/class/net").glob("ech-*"))
+
+
+def _exists(device: str) -> bool:
+    return Path("/sys/class/net", device).exists()
+
+
+def _is_ours(layout: Layout) -> bool:
+    return layout.prefix in prefixes_of(layout.folder)
+
+
+def prefixes_of(folder: Path) -> list[str]:
+    """A bridge carries its cluster's folder as its alias, and tells whose it is without it."""
+    aliases = Path("/sys/class/net").glob("ech-*/ifalias")
+    bridges = [alias.parent.name for alias in aliases if alias.read_text().strip() == str(folder)]
+    return [bridge.removeprefix("ech-") for bridge in bridges]
 
 
 def _make_bridge(layout: Layout) -> None:
-    if not exists(layout):
+    if not _is_ours(layout):
         _check_free(layout)
         try:
             run(["ip", "link", "add", layout.bridge, "type", "bridge"])
         except Broken as error:
             raise CannotBeMade(f"this machine's kernel makes no bridge ({error})") from error
+        run(["ip", "link", "set", layout.bridge, "alias", str(layout.folder)])
     run(["ip", "addr", "replace", f"{layout.net}.1/24", "dev", layout.bridge])
     run(["ip", "link", "set", layout.bridge, "up"])
 
 
 def _check_free(layout: Layout) -> None:
-    taken = [host for host in layout.hosts if _namespace(host).exists() and _is_namespace(host)]
-    if taken:
+    taken = [host for host in layout.hosts if _is_namespace(host)]
+    if taken or _exists(layout.bridge):
         raise CannotBeMade(
-            f"namespace {taken[0]} exists and was not made by this script: choose another --prefix"
+            f"{(taken or [layout.bridge])[0]} belongs to somebody else: choose another --prefix"
         )
     if run(["ip", "-4", "route", "show", "root", f"{layout.net}.0/24"]).strip():
         raise CannotBeMade(f"{layout.net}.0/24 is in use on this machine: choose another --net")
@@ -73,7 +91,7 @@ def _make_host(layout: Layout, host: str) -> None:
         works(["ip", "netns", "del", host])  # a name without a namespace, left by a crash
         run(["ip", "netns", "add", host])
     port = layout.port(host)
-    if not Path("/sys/class/net", port).exists():
+    if not _exists(port):
         run(["ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host])
     run(["ip", "link", "set", port, "master", layout.bridge, "up"])
     run(["ip", "-n", host, "addr", "replace", f"{layout.address(host)}/24", "dev", "eth0"])
@@ -114,6 +132,18 @@ def pids(host: str) -> list[int]:
     return [int(pid) for pid in run(["ip", "netns", "pids", host]).split()]
 
 
+def processes(host: str) -> dict[int, list[str]]:
+    """Command lines of what users run on a host: logins, jobs and what they left behind."""
+    found = {}
+    for pid in pids(host):
+        with suppress(OSError):  # it ended meanwhile
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            if words and name not in DAEMONS:  # a zombie has none
+                found[pid] = words.rstrip("\0").split("\0")
+    return found
+
+
 def kill_all(host: str) -> None:
     """Everything in a host's namespace: daemons, job steps, logins."""
 
@@ -131,13 +161,25 @@ def link(layout: Layout, host: str, state: str) -> None:
     run(["ip", "link", "set", layout.port(host), state])
 
 
-def shape(layout: Layout, host: str, netem: str) -> None:
+def shape(layout: Layout, host: str, words: str) -> None:
     """Loss, delay … both ways, in tc-netem's words; none of them restores the cable."""
     for where in (["-n", host], []):
         device = "eth0" if where else layout.port(host)
         works(["tc", *where, "qdisc", "del", "dev", device, "root"])
-        if netem:
-            run(["tc", *where, "qdisc", "add", "dev", device, "root", "netem", *netem.split()])
+        if words:
+            _add_qdisc(["tc", *where, "qdisc", "add", "dev", device, "root"], words.split())
+
+
+def _add_qdisc(add: list[str], words: list[str]) -> None:
+    if words[0] == "rate" and len(words) == 2:  # kernels without netem still have tbf
+        run([*add, "tbf", *words, "burst", "16kb", "latency", "1s"])
+        return
+    try:
+        run([*add, "netem", *words])
+    except Broken as error:
+        if "kind is unknown" in str(error):
+            raise CannotBeMade("this machine's kernel has no netem: only `rate` works") from error
+        raise
 
 
 def _marks(layout: Layout) -> tuple[str, str]:

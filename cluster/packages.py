@@ -24,6 +24,7 @@ PACKAGE_OF = {
 ACCOUNTING_PACKAGE_OF = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 # Debian asks this file whether a package may start its services; 101 is no.
 POLICY = Path("/usr/sbin/policy-rc.d")
+MACHINES_POLICY = POLICY.with_name("policy-rc.d.before-echelon")
 OUR_POLICY = "#!/bin/sh\n# echelon cluster: install, start nothing\nexit 101\n"
 
 
@@ -35,8 +36,8 @@ def check_machine() -> None:
     """Raise one sentence where a cluster cannot be made."""
     if os.geteuid() != 0:
         raise CannotBeMade("the test cluster needs root to make network namespaces")
-    if not find("unshare") or not find("nsenter") or not find("setpriv"):
-        raise CannotBeMade("the test cluster needs unshare, nsenter and setpriv (util-linux)")
+    if not find("unshare") or not find("nsenter"):
+        raise CannotBeMade("the test cluster needs unshare and nsenter (util-linux)")
     if not works(["unshare", "--net", "--uts", "true"]):
         raise CannotBeMade("this machine does not let root make network namespaces")
 
@@ -66,9 +67,11 @@ def _apt(*words: str) -> int:
 @contextmanager
 def _services_stay_off() -> Iterator[None]:
     """A machine's own sshd, slurmd or database must not come up because tests need the programs."""
-    if not POLICY.exists():
-        POLICY.write_text(OUR_POLICY)
-        POLICY.chmod(0o755)
+    remove_policy()
+    if POLICY.exists():
+        POLICY.rename(MACHINES_POLICY)
+    POLICY.write_text(OUR_POLICY)
+    POLICY.chmod(0o755)
     try:
         yield
     finally:
@@ -78,3 +81,5 @@ def _services_stay_off() -> Iterator[None]:
 def remove_policy() -> None:
     if POLICY.exists() and POLICY.read_text() == OUR_POLICY:
         POLICY.unlink()
+    if MACHINES_POLICY.exists():
+        MACHINES_POLICY.replace(POLICY)

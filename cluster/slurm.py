@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
+from pathlib import Path
 
 import daemons
 import network
@@ -16,10 +18,11 @@ USABLE = {"idle", "mixed", "allocated", "completing"}
 
 
 def start_all(layout: Layout) -> None:
-    changed = _write_configuration(layout)
+    _write_configuration(layout)
+    _make_devices(layout.folder / "gpu")
+    for name in ("slurmctld", *(f"spool/{node}" for node in layout.nodes)):
+        (layout.folder / name).mkdir(parents=True, exist_ok=True)
     _start_munge(layout)
-    if changed:
-        stop(layout)
     if layout.accounting:
         _start_accounting(layout)
     start_controller(layout)
@@ -28,58 +31,44 @@ def start_all(layout: Layout) -> None:
     wait_for_nodes(layout, layout.nodes)
 
 
-def stop(layout: Layout) -> None:
-    """Before a new configuration: the state of the old one would not fit."""
-    for node in layout.nodes:
-        daemons.stop(layout, f"slurmd-{node}")
-    for name in ("slurmctld", "slurmdbd", "mariadbd"):
-        daemons.stop(layout, name)
-    for name in ("slurmctld", "spool", "mariadb"):
-        shutil.rmtree(layout.folder / name, ignore_errors=True)
+def is_configured(layout: Layout) -> bool:
+    """Whether the files its daemons read say what the templates say now."""
+    texts = _configuration(layout)
+    return all(path.exists() and path.read_text() == text for path, text in texts.items())
 
 
-def _write_configuration(layout: Layout) -> bool:
-    """Whether the running daemons, if any, were started with another one."""
-    texts = {
-        layout.folder / name: layout.render(name)
-        for name in ("slurm.conf", "gres.conf", "slurmdbd.conf")
-    }
-    changed = any(not path.exists() or path.read_text() != text for path, text in texts.items())
-    for path, text in texts.items():
+def _configuration(layout: Layout) -> dict[Path, str]:
+    names = ("slurm.conf", "gres.conf", "slurmdbd.conf")
+    return {layout.folder / name: layout.render(name) for name in names}
+
+
+def _write_configuration(layout: Layout) -> None:
+    for path, text in _configuration(layout).items():
         path.write_text(text)
         path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
-    devices = layout.folder / "gpu"
-    devices.mkdir(exist_ok=True)
+
+
+def _make_devices(folder: Path) -> None:
+    """Copies of /dev/null: Slurm hands out a GPU only where there is a device file."""
+    folder.mkdir(exist_ok=True)
     for index in range(GPUS):
-        (devices / str(index)).touch()
-    return changed
+        device = folder / str(index)
+        if not device.exists():
+            os.mknod(device, stat.S_IFCHR | 0o666, os.stat("/dev/null").st_rdev)
 
 
 def _start_munge(layout: Layout) -> None:
+    """As root, who can enter any folder the state may lie in; -f as that may be one of /tmp."""
     folder = layout.folder / "munge"
     folder.mkdir(exist_ok=True)
     key, socket = folder / "key", str(folder / "socket")
     if not key.exists() or key.stat().st_size != 1024:
         key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    for path in (folder, *folder.iterdir()):
-        shutil.chown(path, "munge", "munge")
-    folder.chmod(0o755)
-    as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--init-groups"]
     files = [f"--{what}-file={folder / what}" for what in ("key", "log", "pid", "seed")]
-    name, program = "munged", find("munged") or "munged"
-    daemons.start(
-        layout,
-        name,
-        layout.controller,
-        *as_munge,
-        program,
-        "-F",
-        "-f",
-        f"--socket={socket}",
-        *files,
-    )
-    daemons.ready(layout, name, lambda: works(["munge", "-n", "-S", socket]), limit_s=20)
+    options = ["-F", "-f", f"--socket={socket}", *files]
+    daemons.start(layout, "munged", layout.controller, find("munged") or "munged", *options)
+    daemons.ready(layout, "munged", lambda: works(["munge", "-n", "-S", socket]), limit_s=20)
 
 
 def _start_accounting(layout: Layout) -> None:
@@ -119,8 +108,6 @@ def _start_accounting(layout: Layout) -> None:
 
 
 def start_controller(layout: Layout) -> None:
-    (layout.folder / "slurmctld").mkdir(exist_ok=True)
-    (layout.folder / "spool").mkdir(exist_ok=True)
     program = find("slurmctld") or "slurmctld"
     daemons.start(
         layout, "slurmctld", layout.controller, program, "-D", "-f", str(layout.slurm_conf)
@@ -130,7 +117,6 @@ def start_controller(layout: Layout) -> None:
 
 
 def start_node(layout: Layout, node: str) -> None:
-    (layout.folder / "spool" / node).mkdir(parents=True, exist_ok=True)
     program = find("slurmd") or "slurmd"
     daemons.start(
         layout, f"slurmd-{node}", node, program, "-D", "-N", node, "-f", str(layout.slurm_conf)

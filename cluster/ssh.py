@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import daemons
+import network
 from layout import Layout
 from packages import find
 from shell import run, works
+
+RUN = Path("/run/sshd")
+MADE_HERE = RUN / "made-by-echelon-cluster"
 
 
 def start_all(layout: Layout) -> None:
@@ -17,7 +22,7 @@ def start_all(layout: Layout) -> None:
 
 
 def start(layout: Layout, node: str) -> None:
-    Path("/run/sshd").mkdir(exist_ok=True)  # sshd will not start without it; a reboot removes it
+    _make_run_folder()
     config = layout.folder / "ssh" / f"sshd_{node}"
     config.write_text(
         layout.render(
@@ -29,6 +34,18 @@ def start(layout: Layout, node: str) -> None:
     daemons.start(layout, name, node, find("sshd") or "sshd", "-D", "-e", "-f", str(config))
     login = ["ssh", "-F", str(layout.ssh_config), node, "true"]
     daemons.ready(layout, name, lambda: works(login), limit_s=20)
+
+
+def _make_run_folder() -> None:
+    """No sshd starts without it; a machine whose own sshd is off has none."""
+    if not RUN.exists():
+        RUN.mkdir(mode=0o755)
+        MADE_HERE.touch()
+
+
+def remove_run_folder() -> None:
+    if MADE_HERE.exists() and not network.is_any_left():
+        shutil.rmtree(RUN)
 
 
 def _make_keys(layout: Layout) -> None:

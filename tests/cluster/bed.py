@@ -1,0 +1,165 @@
+"""The test cluster as tests see it: `cluster/cluster.py` behind typed methods."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "cluster" / "cluster.py"
+EXIT_CANNOT_BE_MADE = 3
+UP_S = 600.0
+"""The first `up` on a machine installs packages."""
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which cluster; several run side by side."""
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    """Of `cluster.py up`."""
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("ECHELON_CLUSTER", "/tmp/echelon-cluster"))
+
+
+PLAIN = Kind(default_folder())
+ACCOUNTED = Kind(
+    default_folder().with_name(default_folder().name + "-accounting"),
+    ("--accounting", "--prefix", "acct", "--net", "10.213.40"),
+)
+
+
+def manage(kind: Kind, *words: str, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), "--folder", str(kind.folder), *words]
+    return run(command, dict(os.environ), limit_s)
+
+
+def run(
+    command: Sequence[str], env: dict[str, str], limit_s: float, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+
+
+def is_up(kind: Kind) -> bool:
+    return manage(kind, "status").returncode == 0
+
+
+def start(kind: Kind) -> Cluster:
+    """The cluster, made or repaired; the test is skipped where none can be made."""
+    done = manage(kind, "up", *kind.options, limit_s=UP_S)
+    if done.returncode == EXIT_CANNOT_BE_MADE:
+        if os.environ.get("ECHELON_REQUIRE_CLUSTER") == "1":
+            pytest.fail(done.stderr.strip(), pytrace=False)
+        pytest.skip(done.stderr.strip())
+    require(done)
+    return Cluster(kind, json.loads(require(manage(kind, "status", "--json"))))
+
+
+def require(done: subprocess.CompletedProcess[str]) -> str:
+    """The standard output of a command that worked."""
+    if done.returncode != 0:
+        pytest.fail(f"{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {limit_s:g} s")
+        time.sleep(0.1)
+
+
+class Cluster:
+    """A running cluster. Methods that break something leave it to the fixture `healthy`."""
+
+    def __init__(self, kind: Kind, status: dict[str, object]) -> None:
+        hosts, addresses = status["hosts"], status["addresses"]
+        assert isinstance(hosts, list)
+        assert isinstance(addresses, dict)
+        self.kind = kind
+        self.nodes: list[str] = hosts
+        self.addresses: dict[str, str] = addresses
+        self.ssh_config = Path(str(status["ssh_config"]))
+        self.slurm_conf = Path(str(status["slurm_conf"]))
+        self.broken = False
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For Slurm's commands, run on this machine."""
+        return {**os.environ, "SLURM_CONF": str(self.slurm_conf)}
+
+    def slurm(self, *words: str, cwd: Path | None = None, limit_s: float = LIMIT_S) -> str:
+        """A Slurm command that has to work: its standard output."""
+        return require(run(words, self.env, limit_s, cwd))
+
+    def job_state(self, job: str) -> str:
+        """Slurm's word, such as RUNNING; known until a minute after the job's end."""
+        return self.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
+
+    def on(
+        self, node: str, *words: str, limit_s: float = LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
+        """A command on a host, whether the network reaches it or not."""
+        return manage(self.kind, "exec", node, "--", *words, limit_s=limit_s)
+
+    def ssh(
+        self, node: str, *words: str, limit_s: float = LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
+        return run(["ssh", "-F", str(self.ssh_config), node, *words], self.env, limit_s)
+
+    def processes(self, node: str) -> dict[int, list[str]]:
+        """Command lines on a host by process id, without the daemons'."""
+        lines = require(manage(self.kind, "processes", node)).splitlines()
+        pairs = (line.split(" ", 1) for line in lines)
+        return {int(pid): json.loads(words) for pid, words in pairs}
+
+    def link(self, node: str, state: str) -> None:
+        """Cut a host off with "down", heal it with "up"."""
+        self._break("link", node, state)
+
+    def netem(self, node: str, words: str) -> None:
+        """Shape a host's cable; the test is skipped where the kernel cannot."""
+        self.broken = True
+        done = manage(self.kind, "netem", node, words)
+        if done.returncode == EXIT_CANNOT_BE_MADE:
+            pytest.skip(done.stderr.strip())
+        require(done)
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL to all on a host: daemons, jobs, logins."""
+        self._break("kill-node", node)
+
+    def start_node(self, node: str) -> None:
+        require(manage(self.kind, "start-node", node, limit_s=2 * LIMIT_S))
+
+    def restart_controller(self) -> None:
+        require(manage(self.kind, "restart-controller"))
+
+    def heal(self) -> None:
+        """All cables and nodes as at the start."""
+        require(manage(self.kind, "up", *self.kind.options, limit_s=UP_S))
+        self.broken = False
+
+    def _break(self, *words: str) -> None:
+        self.broken = True
+        require(manage(self.kind, *words))

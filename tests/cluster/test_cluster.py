@@ -1,0 +1,211 @@
+"""The test cluster itself: what other tests build on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import bed
+import pytest
+from bed import Cluster, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+
+def test_slurm_sees_three_nodes_with_their_gpus(cluster: Cluster) -> None:
+    lines = cluster.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %c %G %t").splitlines()
+    facts = [line.rsplit(" ", 1) for line in lines]
+    assert [node for node, _ in facts] == [f"{node} 4 gpu:4" for node in cluster.nodes]
+    assert {state for _, state in facts} <= {"idle", "mix", "alloc", "comp"}
+
+
+def test_a_job_runs_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    wrap = ["--wait", "-N2", "-o", "out", "--wrap", "srun hostname"]
+    cluster.slurm("sbatch", *wrap, cwd=tmp_path)
+    names = (tmp_path / "out").read_text().split()
+    assert len(set(names)) == 2
+    assert set(names) <= set(cluster.nodes)
+
+
+def test_jobs_beside_each_other_get_different_gpus(cluster: Cluster, tmp_path: Path) -> None:
+    wrap = "echo $CUDA_VISIBLE_DEVICES; while ! test -e go; do sleep 0.1; done"
+    words = ["-w", cluster.nodes[0], "--gpus-per-node=2", "--wrap", wrap]
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    for output in outputs:
+        cluster.slurm("sbatch", "-o", str(output), *words, cwd=tmp_path)
+    wait_until(lambda: all(output.exists() and output.read_text() for output in outputs))
+    (tmp_path / "go").touch()
+    assert sorted(output.read_text() for output in outputs) == ["0,1\n", "2,3\n"]
+
+
+def test_ssh_needs_no_question_from_outside_or_between_hosts(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        assert cluster.ssh(node, "hostname").stdout.split() == [node]
+    first, second, _ = cluster.nodes
+    inner = cluster.ssh(first, "ssh", "-F", str(cluster.ssh_config), second, "hostname")
+    assert inner.stdout.split() == [second]
+
+
+def test_ssh_refuses_a_host_that_pretends(cluster: Cluster) -> None:
+    first, second, _ = cluster.nodes
+    done = cluster.ssh(first, "-o", f"HostKeyAlias={second}", "true")
+    assert "Host key verification failed" in done.stderr
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_cut_cable_cuts_one_host_off(cluster: Cluster) -> None:
+    first, second, third = cluster.nodes
+    assert _reaches(cluster, first, second)
+    cluster.link(second, "down")
+    assert not _reaches(cluster, first, second)
+    assert _reaches(cluster, first, third)
+    cluster.link(second, "up")
+    wait_until(lambda: _reaches(cluster, first, second))
+
+
+def _reaches(cluster: Cluster, here: str, there: str) -> bool:
+    probe = f"exec 3<>/dev/tcp/{cluster.addresses[there]}/22"
+    return cluster.on(here, "timeout", "2", "bash", "-c", probe).returncode == 0
+
+
+@pytest.mark.usefixtures("healthy")
+def test_healing_mends_cables_and_nodes(cluster: Cluster) -> None:
+    first, second, third = cluster.nodes
+    cluster.link(first, "down")
+    cluster.kill_node(second)
+    cluster.heal()
+    assert _reaches(cluster, third, first)
+    assert cluster.slurm("srun", "-w", second, "hostname").split() == [second]
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_slow_cable_still_carries(cluster: Cluster) -> None:
+    cluster.netem(cluster.nodes[0], "rate 1mbit")
+    shaped = cluster.on(cluster.nodes[0], "tc", "qdisc", "show", "dev", "eth0").stdout
+    assert "rate 1Mbit" in shaped
+    assert cluster.ssh(cluster.nodes[0], "hostname").stdout.split() == [cluster.nodes[0]]
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_killed_node_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    node = cluster.nodes[-1]
+    words = ["--parsable", "-w", node, "-o", "/dev/null", "--wrap", "exec sleep 7654"]
+    job = cluster.slurm("sbatch", "--no-requeue", *words, cwd=tmp_path).strip()
+    wait_until(lambda: ["sleep", "7654"] in cluster.processes(node).values())
+    cluster.kill_node(node)
+    assert cluster.processes(node) == {}
+    assert cluster.ssh(node, "true").returncode != 0
+    cluster.start_node(node)
+    assert cluster.ssh(node, "true").returncode == 0
+    assert cluster.slurm("srun", "-w", node, "hostname").split() == [node]
+    cluster.slurm("scancel", job)
+
+
+def test_a_job_outlives_the_controller(cluster: Cluster, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    wrap = f"while ! test -e {go}; do sleep 0.1; done; echo done"
+    job = cluster.slurm("sbatch", "--parsable", "-o", "out", "--wrap", wrap, cwd=tmp_path).strip()
+    wait_until(lambda: cluster.job_state(job) == "RUNNING")
+    cluster.restart_controller()
+    assert cluster.job_state(job) == "RUNNING"
+    go.touch()
+    wait_until(lambda: cluster.job_state(job) == "COMPLETED")
+    assert (tmp_path / "out").read_text() == "done\n"
+
+
+def test_a_spare_job_gives_way(cluster: Cluster, tmp_path: Path) -> None:
+    everything = ["-N3", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap"]
+    spare = cluster.slurm("sbatch", "-p", "spare", *everything, "srun sleep 1000", cwd=tmp_path)
+    wait_until(lambda: cluster.job_state(spare.strip()) == "RUNNING")
+    cluster.slurm("sbatch", "--wait", "-p", "high", *everything, "true", cwd=tmp_path)
+    assert cluster.job_state(spare.strip()) != "RUNNING"
+    cluster.slurm("scancel", spare.strip())
+
+
+def test_without_accounting_sacct_says_so(cluster: Cluster) -> None:
+    assert "accounting storage is disabled" in bed.run(["sacct"], cluster.env, 30).stderr
+
+
+def test_with_accounting_sacct_knows_a_job(accounted: Cluster, tmp_path: Path) -> None:
+    words = ["--parsable", "--wait", "-o", "/dev/null", "--wrap", "exit 3"]
+    submitted = bed.run(["sbatch", *words], accounted.env, 60, tmp_path)
+    query = ["sacct", "-X", "-n", "-P", "-j", submitted.stdout.strip(), "-o", "State,ExitCode"]
+    wait_until(lambda: accounted.slurm(*query).split() == ["FAILED|3:0"])
+
+
+def test_a_network_in_use_is_refused(cluster: Cluster, spare_folder: Path) -> None:
+    kind = bed.Kind(spare_folder, ("--prefix", "other", "--net", _net_of(cluster)))
+    done = bed.manage(kind, "up", *kind.options)
+    assert done.returncode == bed.EXIT_CANNOT_BE_MADE
+    assert "in use" in done.stderr
+    assert not spare_folder.exists()
+
+
+def _net_of(cluster: Cluster) -> str:
+    return cluster.addresses[cluster.nodes[0]].rpartition(".")[0]
+
+
+def test_a_cluster_that_cannot_be_made_skips_unless_required(
+    monkeypatch: pytest.MonkeyPatch, spare_folder: Path
+) -> None:
+    kind = bed.Kind(spare_folder, ("--prefix", "NOT A NAME"))
+    monkeypatch.delenv("ECHELON_REQUIRE_CLUSTER", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="--prefix has to be"):
+        bed.start(kind)
+    monkeypatch.setenv("ECHELON_REQUIRE_CLUSTER", "1")
+    with pytest.raises(pytest.fail.Exception, match="--prefix has to be"):
+        bed.start(kind)
+
+
+def test_down_spares_a_folder_that_holds_something_else(spare_folder: Path) -> None:
+    spare_folder.mkdir()
+    (spare_folder / "thesis").touch()
+    assert bed.manage(bed.Kind(spare_folder), "up").returncode == bed.EXIT_CANNOT_BE_MADE
+    bed.manage(bed.Kind(spare_folder), "down")
+    assert (spare_folder / "thesis").exists()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["", "folder_lost"])
+def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
+    kind = bed.Kind(spare_folder, ("--prefix", "gone", "--net", "10.213.39"))
+    before = _traces(spare_folder)
+    short = bed.start(kind)
+    assert _traces(spare_folder) != before
+    try:
+        stays = "sleep 1000 & setsid sleep 1000 & wait"
+        short.slurm("sbatch", "-o", "/dev/null", "--wrap", stays, cwd=Path("/"))
+        wait_until(lambda: len(short.processes(short.nodes[0])) >= 2)
+        if lost:
+            shutil.rmtree(spare_folder)
+    finally:
+        assert bed.manage(kind, "down").returncode == 0
+    assert not spare_folder.exists()
+    assert _traces(spare_folder) == before
+
+
+def _traces(folder: Path) -> dict[str, object]:
+    """What of a cluster is seen outside its folder."""
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    return {
+        "devices": _names_in("/sys/class/net"),
+        "namespaces": set(subprocess.check_output(["ip", "netns"], text=True).split()),
+        "hosts": Path("/etc/hosts").read_text(),
+        "run": _names_in("/run"),
+        "policies": {each for each in _names_in("/usr/sbin") if each.startswith("policy-rc")},
+        "processes": [line for line in processes.splitlines() if str(folder) in line],
+        "sleeps": processes.count("sleep 1000"),
+    }
+
+
+def _names_in(folder: str) -> set[str]:
+    return {each.name for each in Path(folder).iterdir()}
+
+
+@pytest.fixture
+def spare_folder() -> Iterator[Path]:
+    """Short, as sockets in it need."""
+    with tempfile.TemporaryDirectory(prefix="ech-") as folder:
+        yield Path(folder, "bed")
