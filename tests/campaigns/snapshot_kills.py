@@ -16,7 +16,6 @@ torch is imported once; children are forks of this process, which has one thread
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -30,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 
 from echelon.train.snapshots import best, listed, newest
@@ -299,22 +299,19 @@ def campaign(
 ) -> dict[str, dict[str, int]]:
     torch.set_num_threads(1)
     rng = random.Random(seed)
-    report = {
+    found = {
         "random": random_kills(folder, kills, rng),
         "operations": operation_kills(folder, most_calls),
         "flips": flips(folder, flip_count, rng),
     }
     if strace_works():
-        report["syscalls"] = syscall_kills(folder, most_calls)
-    return {part: dict(count) for part, count in report.items()}
+        found["syscalls"] = syscall_kills(folder, most_calls)
+    return {part: dict(count) for part, count in found.items()}
 
 
-def bad(report: dict[str, dict[str, int]]) -> int:
+def bad(found: dict[str, dict[str, int]]) -> int:
     return sum(
-        number
-        for count in report.values()
-        for name, number in count.items()
-        if name not in HARMLESS
+        number for count in found.values() for name, number in count.items() if name not in HARMLESS
     )
 
 
@@ -329,17 +326,17 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="echelon-kills-", dir=options.folder))
     try:
-        report = campaign(folder, options.kills, options.flips, options.most_calls, options.seed)
+        found = campaign(folder, options.kills, options.flips, options.most_calls, options.seed)
     finally:
         shutil.rmtree(folder)
-    for part, count in report.items():
+    for part, count in found.items():
         print(f"{part:12} " + ", ".join(f"{name} {n}" for name, n in count.items()))
-    print(f"{'bad':12} {bad(report)}")
+    print(f"{'bad':12} {bad(found)}")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    parts = {"operations", "syscalls"} & report.keys()
-    complete = all(report[part].get("complete") for part in parts)
-    return 0 if bad(report) == 0 and complete else 1
+        report.write(options.json, {"found": found})
+    parts = {"operations", "syscalls"} & found.keys()
+    complete = all(found[part].get("complete") for part in parts)
+    return 0 if bad(found) == 0 and complete else 1
 
 
 if __name__ == "__main__":

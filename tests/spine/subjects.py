@@ -35,6 +35,8 @@ class Settings:
     dataset: bool = False
     schedule: str = ""
     metrics: bool = False
+    scale: float = 0.0
+    """What a scaler of the loss begins with; 0: none."""
 
 
 FEATURES = 5
@@ -58,6 +60,7 @@ def regression(cfg: Settings) -> echelon.Experiment:
         eval_data=_data(cfg.eval_samples, seed=2) if cfg.eval_samples else None,
         metrics=_metrics if cfg.metrics else None,
         schedule=_schedule(cfg, optimizer),
+        scaler=torch.amp.GradScaler("cpu", cfg.scale, growth_interval=4) if cfg.scale else None,
         predict=life.predict,
     )
 

@@ -323,7 +323,7 @@ def _sentence(done: launching.Done, code: Exit = Exit.RENDEZVOUS) -> str:
 @pytest.mark.slow
 def test_a_world_that_never_fills_names_the_missing_everywhere(tmp_path: Path) -> None:
     master = f"master=127.0.0.1:{launching.free_port()}"
-    words = ["world_size=4", master, "launch.join_timeout_s=3"]
+    words = ["world_size=4", master, "launch.join_timeout_s=5"]
     for done in _ranks(tmp_path, ["rank=0", *words], ["rank=2", *words]):
         text = _sentence(done)
         assert "world_size=4" in text
@@ -344,7 +344,7 @@ def test_rank_0_missing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
-    words = ["world_size=3", f"master=127.0.0.1:{launching.free_port()}", "launch.join_timeout_s=4"]
+    words = ["world_size=3", f"master=127.0.0.1:{launching.free_port()}", "launch.join_timeout_s=6"]
     first, *twins = _ranks(tmp_path, ["rank=0", *words], ["rank=1", *words], ["rank=1", *words])
     texts = [_sentence(done) for done in twins]
     assert sum("rank=1 is taken" in text for text in texts) == 1
@@ -367,9 +367,10 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_different_words_on_two_ranks_name_the_field(tmp_path: Path) -> None:
-    words = ["world_size=2", f"master=127.0.0.1:{launching.free_port()}"]
-    ranks = _ranks(tmp_path, ["rank=0", "lr=0.1", *words], ["rank=1", "lr=0.2", *words])
-    for done in ranks:  # rank 0 must not wait for the other for ever
+    words = ["world_size=3", f"master=127.0.0.1:{launching.free_port()}"]
+    rates = ("lr=0.1", "lr=0.2", "lr=0.1")
+    typed = [[f"rank={rank}", rate, *words] for rank, rate in enumerate(rates)]
+    for done in _ranks(tmp_path, *typed):  # those who agree must not wait for the other for ever
         text = _sentence(done)
         assert "lr=0.2" in text
         assert "lr=0.1" in text

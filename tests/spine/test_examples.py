@@ -40,8 +40,9 @@ def test_train(examples: Path) -> None:
 
 
 def test_train_with_overrides(examples: Path) -> None:
-    words = [PYTHON, "train.py", "trainer.epochs=1", "lr=0.1"]
-    run = _trained(launching.run(words, examples), examples, steps=64)
+    """From the folder above, as the README has it."""
+    words = [PYTHON, "examples/train.py", "trainer.epochs=2", "lr=0.1"]
+    run = _trained(launching.run(words, examples.parent), examples.parent, steps=2 * 64)
     assert '"lr": 0.1' in (run / "metrics.jsonl").read_text()
 
 

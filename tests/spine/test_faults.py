@@ -49,7 +49,6 @@ ERROR, EXIT, KILLED = "ValueError: injected error", "SystemExit: 1", "killed by 
 CASES = (
     # fault, rank, phase, at step, steps before, what is said, launch.hang_s
     Case("error", 1, "build", 0, None, ERROR),
-    Case("error", 0, "step", 1, 0, ERROR),
     Case("error", 1, "step", 5, 4, ERROR),
     Case("error", 1, "evaluation", 10, 10, ERROR),
     Case("error", 0, "save", 10, 10, ERROR),
@@ -84,7 +83,7 @@ def test_the_guilty_rank_has_the_last_word_everywhere(case: Case, tmp_path: Path
     assert case.says in failure["summary"]
     if case.step != -1:
         assert failure["step"] == case.step
-    last_words = f"{failure['detail'].rstrip()}\n\nrank {guilty} on {HOST} failed "
+    last_words = f"{failure['detail'].rstrip()}\n\nrank {guilty} on {HOST} failed ".lstrip()
     last_words += "before" if failure["step"] is None else f"after step {failure['step']}: "
     for text in (done.err, *_logs(folder)):
         _, found, after = text.rpartition(last_words)
@@ -95,24 +94,10 @@ def test_the_guilty_rank_has_the_last_word_everywhere(case: Case, tmp_path: Path
     if case.says in (ERROR, EXIT):
         assert "Traceback (most recent call last)" in failure["detail"]
         assert str(FAULTY) in failure["detail"]
-
-
-@pytest.mark.slow
-def test_a_crash_in_compiled_code_leaves_the_python_stack(tmp_path: Path) -> None:
-    words = Case("segv", 1, "step", 1, 0, "").words
-    launching.run([*TRAIN, *words], tmp_path)
-    log = _logs(only_run(tmp_path))[1]
-    assert "Fatal Python error: Segmentation fault" in log
-    assert f'File "{FAULTY}"' in log
-
-
-@pytest.mark.slow
-def test_a_killed_agent_takes_everything_with_it(tmp_path: Path) -> None:
-    done = launching.run([*TRAIN, *Case("kill agent", 1, "step", 5, 4, "").words], tmp_path)
-    assert done.code == -signal.SIGKILL
-    assert done.left == []
-    # Nobody was left to say it, and the next start with the same name goes on.
-    assert status(only_run(tmp_path))["state"] == "running"
+    if case.fault == "segv":  # a crash in compiled code leaves the Python stack
+        log = _logs(folder)[case.on]
+        assert "Fatal Python error: Segmentation fault" in log
+        assert f'File "{FAULTY}"' in log
 
 
 @pytest.mark.slow
@@ -165,6 +150,22 @@ def test_a_restart_goes_on_with_the_same_curve(
 
 
 @pytest.mark.slow
+def test_a_killed_agent_takes_everything_with_it_and_the_same_command_goes_on(
+    clean_curve: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    words = [*TRAIN, *Case("kill agent", 1, "step", 15, 14, "").words]
+    words += ["run.name=a", f"once={tmp_path}/once"]
+    done = launching.run(words, tmp_path)
+    assert done.code == -signal.SIGKILL
+    assert done.left == []
+    assert status(only_run(tmp_path))["state"] == "running"  # nobody was left to say it
+    again = launching.run(words, tmp_path)
+    assert again.code == 0, again.err
+    assert "going on with run a after step 10" in again.err
+    assert curve(only_run(tmp_path)) == clean_curve
+
+
+@pytest.mark.slow
 def test_when_the_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) -> None:
     words = Case("error", 1, "step", 5, 4, ERROR).words
     done = launching.run([*TRAIN, *words, "launch.max_restarts=1"], tmp_path)
@@ -178,9 +179,9 @@ def test_when_the_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) 
 # --- without our agent ---
 
 
-def _by_hand(case: Case, folder: Path, *more: str) -> list[Done]:
-    words = (*case.words, "world_size=2", f"master=127.0.0.1:{launching.free_port()}", *more)
-    commands = [[*ECHELON[:1], str(FAULTY), f"rank={r}", *words] for r in range(2)]
+def _by_hand(case: Case, folder: Path, *more: str, size: int = 2) -> list[Done]:
+    words = (*case.words, f"world_size={size}", f"master=127.0.0.1:{launching.free_port()}", *more)
+    commands = [[*ECHELON[:1], str(FAULTY), f"rank={r}", *words] for r in range(size)]
     return launching.together(commands, folder)
 
 
@@ -189,8 +190,9 @@ def _by_hand(case: Case, folder: Path, *more: str) -> list[Done]:
 def test_ranks_started_by_hand_all_print_the_guilty_one(
     rank: int, phase: str, tmp_path: Path
 ) -> None:
+    """Three, so that one has neither failed nor hosts the store that tells of it."""
     case = Case("error", rank, phase, 3, 0, ERROR)
-    for done in _by_hand(case, tmp_path):
+    for done in _by_hand(case, tmp_path, size=3):
         assert done.code == 1
         assert done.left == []
         assert "Traceback (most recent call last)" in done.err

@@ -57,7 +57,8 @@ POOL = (
 
 @pytest.mark.slow
 def test_two_processes_leave_a_whole_run(tmp_path: Path) -> None:
-    done = launching.run([*TRAIN, *TWO, *QUICK, "trainer.log_steps=1"], tmp_path)
+    words = [*TRAIN, *TWO, *QUICK, "trainer.log_steps=1"]
+    done = launching.run(words, tmp_path, WANDB_API_KEY="canary-5e0b")
     assert done.code == 0, done.err
     assert done.left == []
     folder = only_run(tmp_path)
@@ -76,6 +77,14 @@ def test_two_processes_leave_a_whole_run(tmp_path: Path) -> None:
     assert saved == ["best", "step-000000008", "step-000000016"]
     assert (tmp_path / "runs" / "latest").resolve() == folder
     assert curve(folder)[-1][1] < curve(folder)[0][1]
+    # Where things are and what to type next.
+    for told_where in (f"runs/{folder.name}/snapshots/step-000000016", "metrics.jsonl"):
+        assert told_where in done.err
+    assert f"echelon resume {folder.name}" in done.err
+    # A secret of the environment is nowhere.
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert all(b"canary-5e0b" not in path.read_bytes() for path in files)
+    assert "canary-5e0b" not in done.out + done.err
 
 
 @pytest.mark.slow
@@ -200,6 +209,28 @@ def test_torchrun_starts_a_killed_worker_again_in_the_same_run(tmp_path: Path) -
     assert "after step 10" in done.err  # where it had saved
     assert [step for step, _ in curve(folder)] == list(range(1, 21))
     assert status(folder)["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_torchrun_asked_to_stop_lets_the_ranks_save(tmp_path: Path) -> None:
+    options = ["--standalone", "--nproc_per_node=2", "-m", "echelon", "train"]
+    words = [*TORCHRUN, *options, "run.name=a", "trainer.steps=1000000"]
+    folder = tmp_path / "runs" / "a"
+    with launching.started(words, tmp_path) as running:
+        launching.until(lambda: folder.exists() and len(_lines(folder)) > 2, 60, "training")
+        os.kill(running.process.pid, signal.SIGTERM)
+        done = running.wait()
+    assert done.code != 0
+    assert done.left == []
+    told = status(folder)
+    assert told["state"] == "preempted"
+    assert (folder / "snapshots" / f"step-{told['step']:09d}" / "manifest.json").exists()
+    assert f"stopped by SIGTERM after step {told['step']}" in done.err
+
+
+def _lines(folder: Path) -> list[str]:
+    file = folder / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 from collections import Counter
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -392,6 +392,38 @@ def test_a_schedule_of_the_users_is_followed_and_restored(tmp_path: Path, traced
     again = train_world(tmp_path, 1, *words)
     assert again.codes == [0], again.said
     require_same(again.run, whole.run)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_scaler_is_used_and_restored(tmp_path: Path, world_size: int) -> None:
+    """A power of two rounds nothing, so the curve is that without; it grows every four steps."""
+    words = ("trainer.batch_size=5", "trainer.save.steps=1", "trainer.clip=0.5", "dropout=0.3")
+    plain = train_world(tmp_path, world_size, *words, name="plain")
+    words = (*words, "scale=1024")
+    whole = train_world(tmp_path, world_size, *words, name="whole")
+    assert whole.codes == [0] * world_size, whole.said
+    assert losses(whole.run) == losses(plain.run)
+    assert state_at(whole.run, STEPS)["optimizer"]["scaler"]["scale"] == 1024 * 2**3
+    stopped = train_world(tmp_path, world_size, *words, env=stop(0, 6))
+    assert stopped.codes == [75] * world_size, stopped.said
+    assert state_at(stopped.run, 6)["optimizer"]["scaler"]["_growth_tracker"] == 2
+    again = train_world(tmp_path, world_size, *words)
+    assert again.codes == [0] * world_size, again.said
+    require_same(again.run, whole.run)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_overflows_is_skipped_on_every_rank(tmp_path: Path, world_size: int) -> None:
+    words = ("trainer.batch_size=5", "trainer.save.steps=1", "trainer.keep_last=99", "scale=3e38")
+    trained = train_world(tmp_path, world_size, *words)
+    assert trained.codes == [0] * world_size, trained.said
+    scales = [state_at(trained.run, s)["optimizer"]["scaler"]["scale"] for s in range(1, STEPS + 1)]
+    skipped = [s for s, (a, b) in enumerate(pairwise([3e38, *scales]), 1) if b < a]
+    assert 1 in skipped
+    assert len(skipped) < STEPS
+    weights = [state_at(trained.run, step)["model"] for step in range(1, STEPS + 1)]
+    still = [s for s, (a, b) in enumerate(pairwise(weights), 2) if not differing(a, b)]
+    assert still == skipped[1:]
 
 
 def test_two_schedules_are_one_too_many(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Imports under `if TYPE_CHECKING:` cost nothing and may look up; those inside a f
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import subprocess
@@ -147,6 +148,17 @@ def test_hydra_is_known_to_the_configuration_alone() -> None:
     assert wrong == []
 
 
+def test_the_loop_fits_one_screen() -> None:
+    from echelon.train.loop import train
+
+    lines = inspect.getsource(train).splitlines()
+    assert len(lines) <= 40
+    calls = [f"t.{name}(" for name in ("replica.step", "log", "evaluate", "save")]
+    found = [next(i for i, line in enumerate(lines) if call in line) for call in calls]
+    stop_check = next(i for i, line in enumerate(lines) if "if wishes.stop" in line)
+    assert [*found, stop_check] == sorted([*found, stop_check]), "in this order"
+
+
 # --- what is really imported --------------------------------------------------------------------
 
 _TELL = """
@@ -196,6 +208,7 @@ def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: lis
         assert not loaded & {"hydra", "omegaconf"}
 
 
+@pytest.mark.slow
 def test_a_worker_imports_what_it_uses(tmp_path: Path) -> None:
     toy = ["train", "samples=64", "trainer.epochs=1", f"run.dir={tmp_path}"]
     loaded = _loaded_by([*toy, "eval_samples=0"], tmp_path)

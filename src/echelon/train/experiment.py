@@ -43,6 +43,8 @@ class Experiment:
     evaluation needs them, so that a start does not wait for their import."""
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
     """A learning-rate schedule of your own, stepped once per optimizer step."""
+    scaler: torch.amp.GradScaler | None = None
+    """For half precision: it scales the loss, and skips a step whose gradients overflow."""
     predict: Predict | None = None
     """(model, batch) → (output, target); default: batch is (*inputs, target)."""
 

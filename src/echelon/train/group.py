@@ -94,10 +94,25 @@ class Group:
         assert self.store is not None
         return _wait(self.store, [f"{key}/{r}" for r in range(self.world.size)], timeout_s)
 
+    def require_equal(self, config: Config) -> None:
+        """Ranks started by hand may have been typed differently; `rank` itself must differ."""
+        if self.store is None:
+            return
+        mine, theirs = flatten(config.to_dict()), flatten(json.loads(self.ask("config")))
+        different = {k: v for k, v in differences(mine, theirs).items() if k != "rank"}
+        if different:
+            raise EchelonError(
+                *(
+                    Fault(f"{key}={a} here, but {key}={b} on rank 0", "type the same on every rank")
+                    for key, (a, b) in different.items()
+                ),
+                exit=Exit.RENDEZVOUS,
+            )
+
     # --- failures ---
 
     def publish(self, failure: Failure) -> None:
-        """The first failure wins."""
+        """The first failure wins. The store's host stays until the others have read it."""
         if self.store is None:
             return
         try:
@@ -197,7 +212,6 @@ def meet(world: World, config: Config, env: Mapping[str, str]) -> Group:
     missing = _wait(store, [f"rank {r}" for r in range(world.size)], left_s)
     if missing:
         _report_missing(store, world, missing, timeout_s, hosts_store)
-    _require_equal(config, json.loads(store.get("config")))
     hosts = [store.get(f"rank {r}").decode() for r in range(world.size)]
     placed = world if world.settled else world.placed(hosts)
     return Group(placed, store, hosts_store, hang_s)
@@ -311,20 +325,6 @@ def _report_missing(
         ),
         exit=Exit.RENDEZVOUS,
     )
-
-
-def _require_equal(config: Config, of_rank_0: dict[str, Any]) -> None:
-    """Ranks started by hand may have been typed differently; `rank` itself must differ."""
-    mine, theirs = flatten(config.to_dict()), flatten(of_rank_0)
-    different = {k: v for k, v in differences(mine, theirs).items() if k != "rank"}
-    if different:
-        raise EchelonError(
-            *(
-                Fault(f"{key}={a} here, but {key}={b} on rank 0", "type the same on every rank")
-                for key, (a, b) in different.items()
-            ),
-            exit=Exit.RENDEZVOUS,
-        )
 
 
 def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:

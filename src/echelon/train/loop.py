@@ -185,9 +185,9 @@ class Training:
     def look(self) -> Wishes:
         """Read what all ranks know of the steps since the last look."""
         told = self.replica.told()
-        for back, (_, loss) in enumerate(reversed(told)):
+        for step, (_, loss) in enumerate(told, self.step - len(told) + 1):
             if not math.isfinite(loss):
-                raise self._not_finite(loss, self.step - back)
+                raise self._not_finite(loss, step)
             self._losses.append(loss)
         return told[-1].wishes if len(told) == 1 else _any(told)
 

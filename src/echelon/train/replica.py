@@ -69,9 +69,16 @@ class Replica:
     def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._backward(batch, total, wishes)
+        optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.experiment.optimizer.step()
+        if scaler is not None:
+            scaler.step(optimizer)  # all ranks have the same gradients, so all skip or none
+            scaler.update()
+        else:
+            optimizer.step()
         if self.experiment.schedule is not None:
             self.experiment.schedule.step()
         for p in self.parameters:
@@ -92,7 +99,7 @@ class Replica:
     def _backward(self, batch: Batch, total: int, wishes: Wishes) -> None:
         if self.world_size == 1 and self.accumulate == 1:
             loss = self._objective.loss_of(batch.data)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._objective.scaled(loss).backward()  # type: ignore[no-untyped-call]
             self._wishes = wishes
             self._pending.append(loss.detach())
             return
@@ -133,6 +140,7 @@ class _Objective(nn.Module):
         self.model = experiment.model
         self.predict: Predict = experiment.predict or predict_default
         self.loss = experiment.loss
+        self.scaler = experiment.scaler
 
     def wish(self, wishes: Wishes) -> None:
         if wishes != self._wished:  # seldom, so writing to the device costs nothing
@@ -146,7 +154,10 @@ class _Objective(nn.Module):
     def forward(self, data: Any, weight: float) -> Tensor:
         weighted = self._nothing() if data is None else self.loss_of(data) * weight
         self._signal[-1] = weighted.detach()
-        return weighted + self.control.dot(self._signal)
+        return self.scaled(weighted) + self.control.dot(self._signal)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _nothing(self) -> Tensor:
         """Zero gradients for every parameter, from no sample."""

@@ -69,6 +69,8 @@ def collect(experiment: Experiment, group: Group, device: torch.device) -> dict[
     optimizer = {"optimizer": experiment.optimizer.state_dict()}
     if experiment.schedule is not None:
         optimizer["schedule"] = experiment.schedule.state_dict()
+    if experiment.scaler is not None:
+        optimizer["scaler"] = experiment.scaler.state_dict()
     return {
         "model": experiment.model.state_dict(),
         "optimizer": optimizer,
@@ -84,6 +86,8 @@ def restore(
     experiment.optimizer.load_state_dict(optimizer["optimizer"])
     if experiment.schedule is not None and "schedule" in optimizer:
         experiment.schedule.load_state_dict(optimizer["schedule"])
+    if experiment.scaler is not None and "scaler" in optimizer:
+        experiment.scaler.load_state_dict(optimizer["scaler"])
     rng = _spread(parts.get("rng"), group)["ranks"]
     if len(rng) == group.world.size:  # another number of ranks draws anew
         restore_rng(rng[group.world.rank], device)

@@ -79,6 +79,7 @@ class Rank:
             world = _world(self.config)
             self.number = world.rank
             self.group = meet(world, self.config, os.environ)
+            self.group.require_equal(self.config)
             self.folder = find_run(self.group)
             if self.has_agent:
                 self._show_life(self.folder, world)
@@ -126,7 +127,7 @@ class Rank:
         if self.training is not None:
             self.training.screen.close()
         failure = self._cause(error)
-        if self.group is not None and failure.rank == self.number:
+        if self.group is not None:
             self.group.publish(failure)
         if self.folder is not None and self.number == 0 and not self.has_agent:
             self.folder.update_status(state="failed", failure=failure.__dict__)

@@ -1,0 +1,26 @@
+"""A sample of the campaign of restarts and starts; `make campaigns` does hundreds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "restarts.py"
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_restart_campaign(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    command = [sys.executable, str(CAMPAIGN), "--restarts", "8", "--starts", "2"]
+    done = subprocess.run(
+        [*command, "--json", str(out)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["restarts"]["count"]["kills"] == 8
+    assert found["restarts"]["seconds"]["number"] == 8 - found["restarts"]["count"]["early"]
+    assert found["starts"]["seconds_to_first_step"]["number"] == 2

@@ -1,0 +1,94 @@
+"""A bar on a terminal, plain lines elsewhere; the log has every line and never a bar."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.config.schema import Launch, Track, Trainer
+from echelon.config.settings import described
+from echelon.track.screen import Bar, Lines, Screen, screen
+from echelon.track.summary import sparkline
+
+LINE = {"step": 3, "epoch": 1, "loss": 0.25, "samples_per_s": 1234.5}
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = screen("auto", 10, 0)
+    assert type(shown) is Lines
+    for step in range(1, 9):
+        shown.progress({**LINE, "step": step})
+    assert capsys.readouterr().err == "step 1/10  epoch 1  loss 0.25  1,234 samples/s\n"
+
+
+def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = screen("none", 10, 0)
+    assert type(shown) is Screen
+    shown.progress(LINE)
+    shown.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = screen("auto", 10, 0)
+    shown.close()
+    assert type(shown) is Bar
+
+
+def test_a_curve_in_one_line() -> None:
+    assert sparkline([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == "█▇▆▅▄▃▂▁"
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(1000)])) == 32
+
+
+def test_the_help_knows_every_setting() -> None:
+    text = described()
+    for section, kind in (("trainer", Trainer), ("launch", Launch), ("track", Track)):
+        for name in set(kind.__dataclass_fields__) - {"kind"}:
+            assert f"  {section}.{name}" in text
+
+
+@pytest.mark.slow
+def test_a_training_on_a_terminal_and_what_its_log_keeps(tmp_path: Path) -> None:
+    words = ["train", "launch=local", "launch.procs=2", "trainer.epochs=2", "trainer.log_steps=1"]
+    text = _on_a_terminal([sys.executable, "-m", "echelon", *words], tmp_path)
+    assert "\x1b[?25l" in text, "the cursor hides while a bar is drawn"
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "and comes back"
+    plain = ANSI.sub("", text)
+    assert "128/128" in plain
+    assert "━" in plain
+    assert plain.count("evaluated after step 64") == 1, "what is printed stands above the bar"
+    assert plain.index("evaluated after step 64") < plain.index("finished 128 steps")
+    (log,) = tmp_path.glob("runs/toy-*/logs/rank-0.log")
+    assert "evaluated after step 64" in log.read_text()
+    assert "━" not in log.read_text()
+    assert "\x1b" not in log.read_text()
+
+
+def _on_a_terminal(command: list[str], folder: Path) -> str:
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    process = subprocess.Popen(command, cwd=folder, env=env, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    read = bytearray()
+    while chunk := _read(ours):
+        read += chunk
+    os.close(ours)
+    assert process.wait(60) == 0, read.decode()
+    return read.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # how a terminal says that nobody writes any more
+        return b""
