@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon import __version__
@@ -71,6 +73,7 @@ echelon takes a PyTorch training from a laptop to a cluster.
 Try:
   echelon train                                        a toy, in this process
   echelon train launch=local launch.procs=2            the same, on two
+  echelon train launch=slurm launch.nodes=2            the same, as a batch job
   echelon train experiment=my_file.py:experiment lr=0.1
   python my_file.py lr=0.1                             a file that calls echelon.main(experiment)
 
@@ -92,10 +95,72 @@ def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
+    )
     given = parser.parse_intermixed_args(words)
-    from echelon.entry import train
+    from echelon.entry import train, train_all
 
-    return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json)
+    if given.multirun:
+        return train_all(given.overrides, own, given.dry_run)
+    return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)
+
+
+def _run(words: list[str]) -> int:
+    parser = _parser(
+        "run",
+        "Run any program on one process, many, or many machines: echelon run launch=slurm "
+        "launch.nodes=2 -- python train.py",
+        "modes:\n"
+        "  mode=torchrun    an agent per node and torchrun's variables: plain torch, Accelerate,\n"
+        "                   Lightning (the default)\n"
+        "  mode=srun        one Slurm task per process\n"
+        "  mode=lightning   the same as Lightning expects it; launch.nodes_flag=--num_nodes and\n"
+        "                   launch.gpus_flag=--gpus append the world to the program's arguments\n"
+        "  mode=plain       once per node, left alone\n\n"
+        "`echelon train --help` lists the settings of launch.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
+    parser.add_argument("program", nargs="*", metavar="-- PROGRAM ARGS")
+    options, program = _split(words)
+    given = parser.parse_intermixed_args(options)
+    from echelon.entry import run_program
+
+    return run_program(given.overrides, program, given.dry_run, given.json, given.wait)
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _node(words: list[str]) -> int:
+    parser = _parser(
+        "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--nodes", type=int, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--master", metavar="HOST:PORT", help="where node 0 listens")
+    where.add_argument("--tether", action="store_true", help="be told, and live on standard input")
+    parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
+    parser.add_argument("--procs", type=int, help="processes here; default: as configured")
+    given = parser.parse_args(words)
+    if given.tether:
+        from echelon.launch.ssh.tether import hold
+
+        return hold(given.run, given.nodes, given.node_rank, given.procs)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
+    from echelon.launch.join import join
+
+    return join(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
 
 
 def _resume(words: list[str]) -> int:
@@ -114,6 +179,96 @@ def _resume(words: list[str]) -> int:
     return start(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))
 
 
+def _jobs(words: list[str]) -> int:
+    parser = _parser(
+        "jobs",
+        "Show runs, the newest first: those that are active and the last ten.",
+        "states:\n"
+        "  queued, requeued       waits for its machines, for the first time or to go on\n"
+        "  starting, running      at work\n"
+        "  finished               all steps were made\n"
+        "  preempted, cancelled   stopped on request, everything saved; `echelon resume` goes on\n"
+        "  failed                 the line below says why\n"
+        "  lost                   what should be there is gone without a word\n\n"
+        "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
+    )
+    parser.add_argument("--all", action="store_true", help="every run")
+    parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.board import show
+
+    return show(Path(given.dir), given.all, given.json, given.watch)
+
+
+def _logs(words: list[str]) -> int:
+    parser = _parser(
+        "logs",
+        "Show what the ranks of a run said, and its agents and batch script, in order of time.",
+        "One rank alone is shown as it was written; several, line by line after who said it.",
+    )
+    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        action="append",
+        default=[],
+        metavar="R",
+        help="only this; may be repeated",
+    )
+    parser.add_argument(
+        "--node", type=int, action="append", default=[], metavar="N", help="only this"
+    )
+    parser.add_argument(
+        "--lines", type=_count, metavar="N", help="only the last N; default: all, with -f 20"
+    )
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.logs import logs
+    from echelon.runs import open_run
+
+    run = open_run(given.run, given.dir)
+    return logs(run, given.rank, given.node, given.lines, given.follow)
+
+
+def _attach(words: list[str]) -> int:
+    parser = _parser(
+        "attach",
+        "Follow a run as if it had been started here: what rank 0 says, to the end. The exit code "
+        "is the training's. Ctrl-C detaches; the run goes on.",
+    )
+    parser.add_argument("run", help="a name, a folder, or `latest`")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.attach import attach
+    from echelon.runs import open_run
+
+    return attach(open_run(given.run, given.dir))
+
+
+def _cancel(words: list[str]) -> int:
+    parser = _parser(
+        "cancel",
+        "Ask runs to save and end, and not to be queued again. `echelon resume RUN` goes on later.",
+    )
+    parser.add_argument("run", nargs="+", help="a name, a folder, or `latest`")
+    parser.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.cancel import cancel
+    from echelon.runs import open_run
+
+    return cancel([open_run(name, given.dir) for name in given.run], given.now)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    return int(text)
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -127,10 +282,20 @@ def _explain(words: list[str]) -> int:
 
 
 VERBS = {
-    "train": Verb("train an experiment, here or on many processes", lambda w: train_words(w)),
+    "train": Verb("train an experiment, here or on many machines", lambda w: train_words(w)),
     "resume": Verb("go on with an old run", _resume),
+    "run": Verb("run any program in the same places", _run),
+    "jobs": Verb("how runs stand, wherever they run", _jobs),
+    "logs": Verb("what the ranks of a run said, in order of time", _logs),
+    "attach": Verb("follow a run as if it had been started here", _attach),
+    "cancel": Verb("ask runs to save and end", _cancel),
+    "node": Verb("be one node of a run; scripts call this", _node),
     "explain": Verb("what this process thinks its world is, and why", _explain),
 }
+
+
+def _add_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", default="runs", help="the folder of all runs (default: runs)")
 
 
 def _parser(verb: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import socket
@@ -10,11 +11,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
+
+
+LAUNCHERS = {
+    "inline": "inline",
+    "local": "local",
+    "env": "env",
+    "ssh": "ssh.launcher",
+    "slurm": "slurm.launcher",
+}
+"""Where in `launch` each has its `plan` and `carry_out`."""
 
 
 def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None) -> NoReturn:
@@ -37,6 +49,7 @@ def train(
     own: OwnExperiment | None = None,
     dry_run: bool = False,
     as_json: bool = False,
+    wait: bool = False,
 ) -> int:
     """Compose, plan, and carry it out; a dry run stops before anything happens."""
     from echelon.config.compose import compose
@@ -44,28 +57,78 @@ def train(
     rest, named = _experiment_by_path(overrides)
     own = named or own
     config = compose(rest, own, _conf_beside(own) if own else None)
-    return start(config, dry_run, as_json)
+    return start(config, dry_run, as_json, wait)
 
 
-def start(config: Config, dry_run: bool = False, as_json: bool = False) -> int:
+def train_all(
+    overrides: Sequence[str], own: OwnExperiment | None = None, dry_run: bool = False
+) -> int:
+    """One run for every combination of the values that are listed."""
+    from echelon.config.compose import compose
+    from echelon.config.several import expand
+
+    rest, named = _experiment_by_path(overrides)
+    own = named or own
+    conf_dir = _conf_beside(own) if own else None
+    configs = runs.numbered([compose(words, own, conf_dir) for words in expand(rest)])
+    if configs[0].launch.kind == "slurm":
+        from echelon.launch.slurm.array import submit_all
+
+        return submit_all(configs, dry_run)
+    codes = [start(config, dry_run) for config in configs]
+    return max(codes)
+
+
+def run_program(
+    overrides: Sequence[str],
+    program: Sequence[str],
+    dry_run: bool = False,
+    as_json: bool = False,
+    wait: bool = False,
+) -> int:
+    """Somebody else's program where an experiment would be."""
+    from echelon.config.compose import compose
+
+    if not program:
+        raise EchelonError(
+            Fault("no program is given", "echelon run launch=local launch.procs=2 -- python FILE")
+        )
+    return start(compose(overrides, program=program), dry_run, as_json, wait)
+
+
+def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bool = False) -> int:
+    """Plan it, and carry out the plan."""
     from echelon.config.check import batch_fault
     from echelon.gpus import visible_count
-    from echelon.launch.plan import make_plan
+    from echelon.launch.plan import Here
 
-    plan = make_plan(config, os.environ, socket.gethostname(), visible_count(os.environ))
-    if fault := batch_fault(config.trainer.batch_size, len(plan.places)):
+    kind = "local" if config.program and config.launch.kind == "inline" else config.launch.kind
+    launcher = importlib.import_module(f"echelon.launch.{LAUNCHERS[kind]}")
+    if kind in ("ssh", "slurm"):
+        config = runs.named(config)
+    plan = launcher.plan(config, Here(os.environ, socket.gethostname(), visible_count(os.environ)))
+    if not config.program and (fault := batch_fault(config.trainer.batch_size, len(plan.places))):
         raise EchelonError(fault)
     if dry_run:
         plan.show(as_json)
         return Exit.OK
-    if config.launch.kind == "inline":
+    if kind == "inline":
         from echelon.train.worker import train_here
 
         return train_here(config)
-    from echelon import runs
-    from echelon.launch.local import launch
+    code: int = launcher.carry_out(config, plan)
+    return follow(config, wait) if kind == "slurm" else code
 
-    return launch(runs.create(config), config.launch, plan)
+
+def follow(config: Config, wait: bool) -> int:
+    """A job that is queued: say how to look at it, or look at it to its end."""
+    run = runs.open_run(str(config.run.name), config.run.dir)
+    if wait:
+        from echelon.jobs.attach import attach
+
+        return attach(run, begin_with=0)
+    print(f"  follow it  echelon logs {run.name} -f\n  all runs   echelon jobs")
+    return Exit.OK
 
 
 def own_experiment(function: Callable[..., Any]) -> OwnExperiment:

@@ -25,6 +25,8 @@ class Exit(IntEnum):
     """What was asked for (a run, a GPU, a snapshot) does not exist here."""
     RENDEZVOUS = 4
     """The processes of a world did not find each other."""
+    NODE_LOST = 5
+    """A machine of the world went down or was cut off."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

@@ -23,6 +23,8 @@ class Failure:
     detail: str
     """The traceback, or what to do about it."""
     exit: int = int(Exit.FAILED)
+    of_program: bool = False
+    """Of somebody else's program, whose steps are not ours to know."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -35,8 +37,9 @@ class Failure:
         at = "before the first step" if self.step is None else f"after step {self.step}"
         who = f"rank {self.rank} on {self.host}"
         if self.detail.startswith("error: "):
-            return f"{self.detail}\n  {who}, {at}"
-        return f"{self.detail.rstrip()}\n\n{who} failed {at}: {self.summary}".lstrip()
+            return f"{self.detail}\n  {who}" + ("" if self.of_program else f", {at}")
+        failed = "failed" if self.of_program else f"failed {at}"
+        return f"{self.detail.rstrip()}\n\n{who} {failed}: {self.summary}".lstrip()
 
 
 def from_exception(error: BaseException, rank: int, step: int | None) -> Failure:

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,56 @@ class Run:
     def logs(self) -> Path:
         return self.folder / "logs"
 
+    def pulse_file(self, node: int) -> Path:
+        return self.folder / f".pulse-{node}"
+
+    def stamps_file(self, node: int) -> Path:
+        """When the logs of a node's ranks grew to which size."""
+        return self.logs / f"node-{node}.stamps"
+
+    def code(self, node: int) -> Path:
+        """A copy of the experiment's folder, on a node that does not share the original."""
+        return self.folder / f"code-{node}"
+
+    def entry(self, config: Config, node: int) -> str:
+        """The experiment's, on that node."""
+        entry = str(config.experiment.get("entry"))
+        file, _, function = entry.rpartition(":")
+        copy = self.code(node) / Path(file).name
+        return f"{copy}:{function}" if file.endswith(".py") and copy.exists() else entry
+
     @property
-    def pulse_file(self) -> Path:
-        return self.folder / ".pulse"
+    def script_file(self) -> Path:
+        return self.folder / "job.sh"
+
+    @property
+    def exit_file(self) -> Path:
+        """The exit code of a batch job, once its script is at its end."""
+        return self.folder / "exit"
+
+    @property
+    def code_file(self) -> Path:
+        """The exit code of node 0's agent, for the batch script."""
+        return self.folder / ".code"
+
+    @property
+    def cancel_file(self) -> Path:
+        """Made by who does not want the run to go on; its status is the run's own to write."""
+        return self.folder / "cancelled"
+
+    @property
+    def job_log(self) -> Path:
+        """What the batch script itself said."""
+        return self.logs / "job.log"
+
+    def newest_step(self) -> int:
+        """Of its snapshots; 0 without one."""
+        names = (path.name.partition("-")[2] for path in self.snapshots.glob("step-*"))
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
+    def node_log(self, node: int) -> Path:
+        """What the agent of a node said."""
+        return self.logs / f"node-{node}.log"
 
     def log_file(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -72,10 +119,10 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         try:
-            loaded: dict[str, Any] = json.loads(self.status_file.read_text())
-            return loaded
+            loaded = json.loads(self.status_file.read_text())
         except (OSError, ValueError):
             return {}
+        return loaded if isinstance(loaded, dict) else {}
 
     def update_status(self, **fields: Any) -> None:
         """Merge fields into status.json. A full disk must not end a training over its status."""
@@ -90,6 +137,22 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
+def named(config: Config) -> Config:
+    """With a name, so that a plan can say where things will be."""
+    if config.run.name:
+        return config
+    return replace(config, run=replace(config.run, name=_new_name(config)))
+
+
+def numbered(configs: list[Config]) -> list[Config]:
+    """Each with a name of its own: that of the first, and a number."""
+    name = named(configs[0]).run.name
+    return [
+        replace(config, run=replace(config.run, name=f"{name}-{number}"))
+        for number, config in enumerate(configs)
+    ]
+
+
 def create(config: Config) -> Run:
     """The folder of a new run, or of the named one when it exists; holds the resolved config."""
     root = Path(config.run.dir).absolute()
@@ -102,6 +165,14 @@ def create(config: Config) -> Run:
         if last is not None and config.trainer.resume == "auto":
             # Here already: the refused configuration must not take the place of the run's own.
             require_same_numbers(run, run.config().numbers(), config, last)
+    _make_folder(run, config)
+    for ended in (run.exit_file, run.cancel_file):
+        ended.unlink(missing_ok=True)
+    _point_latest(root, run)
+    return run
+
+
+def _make_folder(run: Run, config: Config) -> None:
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
         write_json(run.config_file, config.to_dict())
@@ -113,7 +184,13 @@ def create(config: Config) -> Run:
                 "free some space, or give another place with run.dir=PATH",
             )
         ) from error
-    _point_latest(root, run)
+
+
+def adopt(folder: Path, config: Config) -> Run:
+    """The folder of a run that node 0 made, here: the same one, or a machine's own at that path."""
+    run = Run(folder)
+    if not run.config_file.exists():
+        _make_folder(run, config)
     return run
 
 
@@ -151,10 +228,16 @@ def open_run(where: str, root: str = "runs") -> Run:
 
 
 def _new_name(config: Config) -> str:
-    entry = str(config.experiment.get("entry", "run"))
+    entry = str(config.experiment.get("entry") or _script_of(config.program))
     stem = Path(entry.rpartition(":")[0]).stem if ".py" in entry else entry.split(":")[0]
     short = "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
     return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _script_of(program: list[str]) -> str:
+    """The word of a program that names it best: its first file, or what is run."""
+    files = [word for word in program if word.endswith((".py", ".sh"))]
+    return f"{files[0]}:" if files else Path(program[0]).name if program else "run"
 
 
 def _require_same_experiment(run: Run, config: Config) -> None:

@@ -31,6 +31,8 @@ class Settings:
     """A file that remembers that the fault has happened, so that a restart goes on."""
     rows: int = 1
     """Size of the model, to make snapshots of a size."""
+    pause_s: float = 0.0
+    """So long does a step take at least, for those who want to see it run."""
 
 
 def _error() -> NoReturn:
@@ -103,6 +105,7 @@ class Model(nn.Linear):
         if self.training:
             self.trap.steps += 1
             self.trap.reach("step")
+            time.sleep(self.trap.cfg.pause_s)
         else:
             self.trap.reach("evaluation")
             self.trap.delay()

@@ -33,12 +33,18 @@ LEVELS = {
     "track": 2,
     "launch": 2,
     "train": 3,
+    "jobs": 3,
     "experiments": 4,
     "entry": 5,
     "explain": 5,
     "cli": 5,
 }
-BESIDE = {("runs", "config"), ("cli", "entry"), ("cli", "explain"), ("entry", "cli")}
+BESIDE = {
+    ("runs", "config"),
+    ("cli", "entry"),
+    ("cli", "explain"),
+    ("entry", "cli"),
+}
 """Rooms of one level that may import each other."""
 OUTSIDE = {"echelon", "__main__"}
 """The package's own front door names what it offers, and opens it when asked."""
@@ -46,7 +52,7 @@ LIKE_OUTSIDE = {"conf"}
 """Holds yaml files."""
 
 TORCH_ROOMS = {"data", "train", "experiments"}
-TORCH_FILES = {"launch/agent.py"}
+TORCH_FILES = {"launch/agent.py", "launch/meeting.py"}
 
 
 class Import(NamedTuple):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterator
 
-from echelon.config.schema import LAUNCHERS, PROGRESS, SCHEDULES, Config, Every
+from echelon.config.schema import (
+    GPU_REQUESTS,
+    LAUNCHERS,
+    MODES,
+    PROGRESS,
+    SCHEDULES,
+    Config,
+    Every,
+    Launch,
+)
 from echelon.errors import Fault, nearest
 
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
@@ -42,6 +52,11 @@ def _numbers(config: Config) -> Iterator[Fault]:
         "launch.threads": (launch.threads, 1),
         "launch.max_restarts": (launch.max_restarts, 0),
         "launch.hang_s": (launch.hang_s, 0),
+        "launch.nodes": (launch.nodes, 1),
+        "launch.gpus_per_node": (launch.gpus_per_node, 1),
+        "launch.cpus_per_node": (launch.cpus_per_node, 1),
+        "launch.signal_lead_s": (launch.signal_lead_s, 1),
+        "launch.max_requeues": (launch.max_requeues, 0),
         "seed": (config.seed, 0),
     }
     for key, (value, least) in at_least.items():
@@ -69,6 +84,8 @@ def _cadence(key: str, every: Every) -> Iterator[Fault]:
 def _choices(config: Config) -> Iterator[Fault]:
     choices = {
         "launch.kind": (config.launch.kind, LAUNCHERS),
+        "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
+        "mode": (config.mode, MODES),
         "trainer.schedule": (config.trainer.schedule, SCHEDULES),
         "trainer.best_is": (config.trainer.best_is, ("min", "max")),
         "track.progress": (config.track.progress, PROGRESS),
@@ -94,7 +111,7 @@ def name_fault(name: str) -> Fault | None:
 
 def _launch(config: Config) -> Iterator[Fault]:
     launch = config.launch
-    if launch.kind == "inline":
+    if launch.kind == "inline" and not config.program:
         for key, value in {"procs": launch.procs, "max_restarts": launch.max_restarts}.items():
             if value not in (None, 0):
                 yield Fault(
@@ -107,8 +124,104 @@ def _launch(config: Config) -> Iterator[Fault]:
             "its own",
             "leave one of the two out",
         )
-    if launch.procs and (fault := batch_fault(config.trainer.batch_size, launch.procs)):
+    yield from _only_for(launch)
+    if launch.kind == "ssh":
+        yield from _hosts(launch)
+    if launch.kind == "slurm":
+        yield from _batch(launch)
+    if config.program:
+        if config.mode == "srun" and launch.kind != "slurm":
+            yield Fault(
+                f"mode=srun, but launch={launch.kind} has no srun",
+                "add launch=slurm, or leave the mode out: an agent starts the processes then",
+            )
+    elif launch.procs and (fault := batch_fault(config.trainer.batch_size, launch.procs)):
         yield fault
+
+
+_OF_ONE_LAUNCHER = {
+    "ssh": ("hosts", "hostfile", "carry"),
+    "slurm": (
+        *("nodes", "gpus_per_node", "cpus_per_node", "partition", "account", "time"),
+        *("sbatch", "setup"),
+    ),
+}
+
+
+def _only_for(launch: Launch) -> Iterator[Fault]:
+    """What another launcher would read is a slip: it would be ignored."""
+    default = Launch()
+    for kind, keys in _OF_ONE_LAUNCHER.items():
+        for key in keys:
+            value = getattr(launch, key)
+            if kind != launch.kind and value != getattr(default, key):
+                yield Fault(
+                    f"launch.{key}={value} is set, but launch={launch.kind} does not use it",
+                    f"add launch={kind}, or leave launch.{key} out",
+                )
+
+
+def _hosts(launch: Launch) -> Iterator[Fault]:
+    if not launch.hosts and not launch.hostfile:
+        yield Fault("launch=ssh without a host", "say which: 'launch.hosts=[a,b]'")
+    for host in launch.hosts:
+        if not host_is_plain(host):
+            yield Fault(
+                f"launch.hosts: {host!r} is no name of a host",
+                "give names or addresses as ssh knows them, USER@HOST where needed",
+            )
+    for host in {h for h in launch.hosts if launch.hosts.count(h) > 1}:
+        yield Fault(
+            f"launch.hosts names {host} more than once",
+            "name each host once; launch.procs says how many processes it gets",
+        )
+
+
+def host_is_plain(host: str) -> bool:
+    """A name that starts with a dash would be an option of ssh's, and options run commands."""
+    return bool(re.fullmatch(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9\[:][A-Za-z0-9._:\]-]*", host))
+
+
+def _batch(launch: Launch) -> Iterator[Fault]:
+    plain = re.compile(r"[A-Za-z0-9_.,:@+-]+")
+    for key in ("partition", "account", "time"):
+        value = getattr(launch, key)
+        if value is not None and not plain.fullmatch(value):
+            yield Fault(
+                f"launch.{key}={value!r} would not stand as one word in a batch script",
+                "use letters, digits and _ . , : @ + - only",
+            )
+    limit_s = _seconds(launch.time or "")
+    early_s = launch.signal_lead_s + _SIGNAL_EARLY_S
+    if limit_s is not None and limit_s <= early_s:
+        yield Fault(
+            f"launch.time={launch.time}, but the signal to save may come {early_s} s before its "
+            f"end (launch.signal_lead_s={launch.signal_lead_s}; Slurm may send it "
+            f"{_SIGNAL_EARLY_S} s early)",
+            "ask for more time, or set launch.signal_lead_s lower",
+        )
+    for line in launch.sbatch:
+        if not line.startswith("-") or "\n" in line:
+            yield Fault(f"launch.sbatch: {line!r} is no option of sbatch", "write ['--mem=64G', …]")
+    for line in launch.setup:
+        if "\n" in line:
+            yield Fault(
+                f"launch.setup: {line!r} is more than one line", "give each line its own item"
+            )
+
+
+_SIGNAL_EARLY_S = 60
+"""sbatch(1), of --signal."""
+
+
+def _seconds(time: str) -> int | None:
+    """As sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
+    days, dash, rest = time.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
+        return None
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86_400 + sum(int(p) * u for p, u in zip(parts, units, strict=False))
 
 
 def _ranks(config: Config) -> Iterator[Fault]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ def compose(
     overrides: Sequence[str],
     own: OwnExperiment | None = None,
     conf_dir: Path | None = None,
+    program: Sequence[str] = (),
 ) -> Config:
     """The frozen configuration, or one EchelonError with every fault."""
     faults: list[Fault] = []
@@ -57,7 +59,7 @@ def compose(
     for override in parsed:
         if override.key_or_group not in groups:
             _apply(base, override, free=own is not None and own.declared is None, faults=faults)
-    return _checked(base, faults)
+    return _checked(base, faults, program)
 
 
 def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path) -> Config:
@@ -72,7 +74,7 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     groups = _split_groups(parsed, [OUR_FILES], faults)
     if groups.pop("experiment", None):
         faults.append(Fault("a run keeps its experiment", "start a new run: echelon train"))
-    tree = _compose_groups(list(groups.values()), None, faults)
+    tree = _compose_groups(list(groups.values()), None, faults) if groups else {}
     for group in groups:
         base[group] = _open_config({})[group]
         for key, value in flatten({group: OmegaConf.to_container(tree[group])}).items():
@@ -83,8 +85,10 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     return _checked(base, faults)
 
 
-def _checked(base: DictConfig, faults: list[Fault]) -> Config:
+def _checked(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:
     config = _freeze(base, faults)
+    if program:  # its words are its own: nothing in them is ours to resolve
+        config = dataclasses.replace(config, program=list(program), experiment={})
     faults.extend(faults_of(config))
     if faults:
         raise EchelonError(*dict.fromkeys(faults))
@@ -152,12 +156,8 @@ def _fallback(group: str) -> str:
 
 
 def _compose_groups(overrides: list[str], conf_dir: Path | None, faults: list[Fault]) -> DictConfig:
-    primary = "config" if conf_dir and (conf_dir / "config.yaml").exists() else "echelon"
-    if conf_dir:
-        overrides = ["hydra.searchpath=[pkg://echelon.conf]", *overrides]
     try:
-        with _hydra(conf_dir or OUR_FILES):
-            composed = hydra_compose(primary, overrides)
+        composed = _composed(tuple(overrides), conf_dir).copy()
     except (HydraException, OmegaConfBaseException) as error:
         where = (conf_dir / "config.yaml") if conf_dir else OUR_FILES
         raise EchelonError(
@@ -166,6 +166,14 @@ def _compose_groups(overrides: list[str], conf_dir: Path | None, faults: list[Fa
         ) from error
     OmegaConf.set_struct(composed, False)
     return composed
+
+
+@functools.cache  # a thousand runs of one command differ in single values only
+def _composed(overrides: tuple[str, ...], conf_dir: Path | None) -> DictConfig:
+    primary = "config" if conf_dir and (conf_dir / "config.yaml").exists() else "echelon"
+    search = ("hydra.searchpath=[pkg://echelon.conf]",) if conf_dir else ()
+    with _hydra(conf_dir or OUR_FILES):
+        return hydra_compose(primary, [*search, *overrides])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,9 @@ from typing import Any
 
 SCHEDULES = ("constant", "linear", "cosine")
 PROGRESS = ("auto", "bar", "lines", "none")
-LAUNCHERS = ("inline", "local")
+LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
+MODES = ("torchrun", "srun", "lightning", "plain")
+GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,11 @@ class RunChoice:
 @dataclass(frozen=True)
 class Launch:
     kind: str = "inline"
-    """Where the run happens: `inline` (this process) or `local` (processes of this machine)."""
+    """Where the run happens: `inline` (this process), `local` (processes of this machine), `ssh`
+    (plain hosts), `slurm`, or `env` (this is one node of a cluster that sets MASTER_ADDR,
+    MASTER_PORT, WORLD_SIZE, the number of nodes, and NODE_RANK)."""
     procs: int | None = None
-    """Processes to start; default: one per visible device, 1 where there is none."""
+    """Processes to start on each machine; default: one per visible device, else 1."""
     max_restarts: int = 0
     """How often a failed world is started again from its newest snapshot."""
     threads: int | None = None
@@ -42,6 +46,42 @@ class Launch:
     """How long processes wait for each other at the start."""
     hang_s: float = 60.0
     """A rank that makes no progress for so long is reported and the world stopped; 0: never."""
+    interface: str | None = None
+    """Network interface for NCCL and gloo; default: that of the route to the first node."""
+    hosts: list[str] = field(default_factory=list)
+    """ssh: the machines, as `ssh` knows them; the first hosts the meeting point."""
+    hostfile: str | None = None
+    """ssh: a file with a line per machine, `HOST` or `HOST slots=PROCESSES`."""
+    ssh: str = "ssh"
+    """ssh: the command, with options of your own: `ssh -F my_config`."""
+    carry: list[str] = field(default_factory=list)
+    """ssh: more variables to carry over, beside PATH, PYTHONPATH and those of torch, NCCL, CUDA."""
+    nodes: int = 1
+    """slurm: how many."""
+    gpus_per_node: int | None = None
+    """slurm: GPUs to ask for on each node; as many processes unless launch.procs says otherwise."""
+    gpu_request: str = "gpus-per-node"
+    """slurm: how this cluster wants them asked for: gpus-per-node, gpus-per-task or gres."""
+    cpus_per_node: int | None = None
+    """slurm: CPUs to ask for on each node."""
+    partition: str | None = None
+    """slurm: where to queue; default: the cluster's own."""
+    account: str | None = None
+    """slurm: who pays."""
+    time: str | None = None
+    """slurm: time limit of one job, e.g. '4:00:00'; a run goes on over as many as it needs."""
+    signal_lead_s: int = 120
+    """slurm: how long before the end of its time a job is told to save and queue again."""
+    max_requeues: int = 100
+    """slurm: how often a run that ran out of time or was preempted queues again."""
+    sbatch: list[str] = field(default_factory=list)
+    """slurm: more options of sbatch, e.g. ['--mem=64G','--constraint=a100']."""
+    setup: list[str] = field(default_factory=list)
+    """slurm: lines of the batch script before the training: modules, conda, venv."""
+    nodes_flag: str | None = None
+    """run: append this flag with the number of nodes to the program, e.g. --num_nodes."""
+    gpus_flag: str | None = None
+    """run: append this flag with the GPUs per node to the program, e.g. --gpus."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +154,11 @@ class Config:
     """The number of processes, when ranks are started by hand."""
     master: str | None = None
     """HOST:PORT where rank 0 listens, when ranks are started by hand; default: this machine."""
+    program: list[str] = field(default_factory=list)
+    """`echelon run`: somebody else's program and its arguments."""
+    mode: str = "torchrun"
+    """`echelon run`: how it is started: `torchrun` (an agent and its variables), `srun` (one task
+    per process), `lightning` (srun, as Lightning expects it), `plain` (once per node)."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

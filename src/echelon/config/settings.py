@@ -28,7 +28,7 @@ def _section(prefix: str, node: ast.ClassDef) -> Iterator[str]:
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
         default = ast.unparse(field.value) if field.value else ""
-        if "default_factory" in default and "Every(" not in default:
+        if "default_factory" in default and not any(w in default for w in ("Every(", "=list")):
             continue  # a section of its own
         name = f"{prefix}{field.target.id}".removesuffix(".kind")  # launch=local chooses the file
         yield f"  {name}{_shown(default)}"
@@ -41,6 +41,8 @@ def _shown(default: str) -> str:
     """`field(default_factory=lambda: Every(epochs=1))` reads `.epochs=1`."""
     if "Every(" in default:
         return "." + default[default.index("Every(") + 6 :].rstrip(")") + "  (or .steps, .minutes)"
+    if "=list" in default:
+        return "=[]"
     return "=" + {"None": "null", "False": "false", "True": "true"}.get(default, default.strip("'"))
 
 

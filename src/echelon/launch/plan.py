@@ -1,22 +1,44 @@
-"""What a launch will do, before it does: who runs where, and what is started. Pure."""
+"""What a launch will do, before it does: who runs where, and what is started. Pure: the same
+configuration gives the same text, and no GPU, Slurm or network is asked."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
-from echelon.world import detect
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+_RANK_BY_RANK = 64
+"""A larger world is shown node by node."""
+
+
+class Here(NamedTuple):
+    """What a plan knows of the machine it is made on."""
+
+    env: Mapping[str, str]
+    host: str
+    visible: int
 
 
 @dataclass(frozen=True)
-class Place:
+class Node:
+    """One machine of the world."""
+
+    rank: int = 0
+    count: int = 1
+    procs: int = 1
+    host: str = "127.0.0.1"
+    """Where node 0 is."""
+    port: int = 0
+    """0: one that the system chooses."""
+
+
+class Place(NamedTuple):
     """Where one rank will be."""
 
     rank: int
@@ -33,82 +55,77 @@ class Plan:
     """Set for every rank, beside its RANK, LOCAL_RANK and WORLD_SIZE."""
     steps: tuple[str, ...] = ()
     """What happens, in order."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """What is executed, word by word."""
+    script: str = ""
+    """The batch script."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"places": [place._asdict() for place in self.places]}
 
     def show(self, as_json: bool) -> None:
-        if as_json:
-            print(json.dumps(self.to_dict(), indent=2))
+        print(json.dumps(self.to_dict(), indent=2) if as_json else "\n".join(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        yield f"launch={self.launcher}"
+        yield from _columns([("rank", "host", "local rank", "devices"), *self._rows()])
+        if self.variables:
+            yield from ("", "variables:")
+            yield from (f"  {key}={value}" for key, value in self.variables.items())
+        yield ""
+        yield from (f"{i}. {step}" for i, step in enumerate(self.steps, 1))
+        if self.script:
+            yield from ("", "script:", *(f"  {line}" for line in self.script.splitlines()))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        if len(self.places) <= _RANK_BY_RANK:
+            for place in self.places:
+                row = (str(place.rank), place.host, str(place.local_rank), " ".join(place.devices))
+                yield row
             return
-        from rich.console import Console
-
-        Console().print(self.render())
-
-    def render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.table import Table
-
-        table = Table(
-            title=f"launch={self.launcher}", title_justify="left", box=None, padding=(0, 2, 0, 0)
-        )
-        for column in ("rank", "host", "local rank", "devices"):
-            table.add_column(column, justify="left")
-        for place in self.places:
-            row = (str(place.rank), place.host, str(place.local_rank), " ".join(place.devices))
-            table.add_row(*row)
-        settings = [f"  {key}={value}" for key, value in self.variables.items()]
-        numbered = [f"{i}. {step}" for i, step in enumerate(self.steps, 1)]
-        return Group(table, "", *(["variables:", *settings, ""] if settings else []), *numbered)
+        for host, group in groupby(self.places, key=lambda place: place.host):
+            places = list(group)
+            devices = [device for place in places for device in place.devices]
+            yield (
+                _span(places[0].rank, places[-1].rank),
+                host,
+                _span(places[0].local_rank, places[-1].local_rank),
+                devices[0] if devices[0] == devices[-1] else f"{devices[0]} … {devices[-1]}",
+            )
 
 
-def make_plan(config: Config, env: Mapping[str, str], host: str, visible: int) -> Plan:
-    """inline is this one process of whatever world it is in; local is one process per device
-    unless told otherwise."""
-    if config.launch.kind == "inline":
-        return _inline_plan(config, env, host, visible)
-    procs = process_count(config, visible)
-    devices = [(f"cuda:{r % visible}",) if visible else ("cpu",) for r in range(procs)]
-    threads = config.launch.threads or (1 if procs > 1 else None)
-    variables = (
-        {"OMP_NUM_THREADS": str(threads)} if threads and "OMP_NUM_THREADS" not in env else {}
-    )
-    return Plan(
-        "local",
-        tuple(Place(r, host, r, d) for r, d in enumerate(devices)),
-        variables,
-        (
-            "import torch once",
-            f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
-            "on a loopback port",
-            _on_failure(config.launch.max_restarts),
-        ),
-    )
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"
 
 
-def _on_failure(max_restarts: int) -> str:
-    if not max_restarts:
+def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+
+
+def places(hosts: Sequence[str], procs: Sequence[int], gpus: int) -> tuple[Place, ...]:
+    """Ranks fill node by node; with no GPU, a rank is on its node's CPU."""
+    found: list[Place] = []
+    for host, count in zip(hosts, procs, strict=True):
+        for local_rank in range(count):
+            device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
+            found.append(Place(len(found), host, local_rank, (device,)))
+    return tuple(found)
+
+
+def on_failure(config: Config) -> str:
+    if not config.launch.max_restarts:
         return "on a failure end them all and say which rank failed first"
-    return f"on a failure start them again from the newest snapshot, {max_restarts} times at most"
+    times = config.launch.max_restarts
+    what = "anew" if config.program else "from the newest snapshot"
+    return f"on a failure start them again {what}, {times} times at most"
 
 
-def _inline_plan(config: Config, env: Mapping[str, str], host: str, visible: int) -> Plan:
-    world = detect(
-        env,
-        rank=config.rank,
-        world_size=config.world_size,
-        master=config.master,
-        visible=visible,
-        share_devices=config.launch.share_devices,
-    ).world
-    here = Place(world.rank, host, world.local_rank, world.devices)
-    if world.size == 1:
-        return Plan("inline", (here,), steps=("train in this process",))
-    steps = (
-        f"meet the other {world.size - 1} processes at {world.master}",
-        f"train in this process as rank {world.rank} of {world.size}",
+def what_runs(config: Config) -> str:
+    return (
+        shlex.join(config.program) if config.program else f"experiment {config.experiment['entry']}"
     )
-    return Plan("inline", (here,), steps=steps)
 
 
 def process_count(config: Config, visible: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 17
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _serve(channel: socket.socket, preload: Sequence[str]) -> None:
     try:
         die_with_parent(os.getppid())
         # The agent decides. A worker inherits this: what comes early waits until it listens.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         for name in preload:
             importlib.import_module(name)
         gc.collect()
@@ -198,7 +198,7 @@ def _become_worker(order: Order) -> None:
         die_with_parent(os.getppid())
         os.setpgid(0, 0)  # its own children end with it, by the agent's hand
         signal.set_wakeup_fd(-1)
-        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _set_up(order.variables, order.log)
         module, _, function = order.entry.partition(":")

@@ -26,7 +26,7 @@ def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reas
         "run": _short(run.folder),
         "snapshot": _newest(run),
         "metrics": _short(run.metrics_file),
-        "go on": f"echelon resume {_spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
+        "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
     }
     lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]
     return "\n".join([first, *lines])
@@ -61,5 +61,5 @@ def _short(path: Path) -> str:
     return relative if not relative.startswith("..") else str(path)
 
 
-def _spoken(run: Run) -> str:
+def spoken(run: Run) -> str:
     return run.name if run.folder.parent == Path("runs").absolute() else _short(run.folder)

@@ -37,7 +37,7 @@ def prepare(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seed_all(config.seed)  # the same weights on every rank
-    experiment = build_experiment(str(config.experiment.get("entry")), config.settings)
+    experiment = build_experiment(run.entry(config, world.node_rank), config.settings)
     experiment.model.to(device)
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
     evaluator = _evaluator(experiment, config, group, device, pulse)

@@ -22,6 +22,7 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
 from echelon.failure import Failure
 from echelon.gpus import visible_count
+from echelon.launch.process import launched
 from echelon.pulse import Pulse
 from echelon.runs import Run, launch_id
 from echelon.track.summary import summary
@@ -84,11 +85,15 @@ class Rank:
             if self.has_agent:
                 self._show_life(self.folder, world)
             if world.rank == 0:
-                self._open(self.folder)
+                self._open(self.folder, world)
             self.training = prepare(
                 self.config, self.folder, self.group, self.stop, self.pulse, self.output
             )
             begun = (self.training.step, time.monotonic())
+            if world.rank == 0:
+                self.folder.update_status(
+                    step=self.training.step, total_steps=self.training.total_steps
+                )
             outcome = train(self.training)
             self.group.part()
             self.training.close()
@@ -102,17 +107,17 @@ class Rank:
 
     def _show_life(self, run: Run, world: World) -> None:
         """Let the agent see progress, and ask for a stack where there is none."""
-        self.pulse = Pulse(run.pulse_file, world.local_rank)
+        self.pulse = Pulse(run.pulse_file(world.node_rank), world.local_rank)
         file = run.stack_file(world.rank).open("w")
         faulthandler.register(signal.SIGQUIT, file, all_threads=True)
         faulthandler.enable()  # a crash in compiled code leaves the Python stack in the log
         self._stack_file = file
 
-    def _open(self, run: Run) -> None:
+    def _open(self, run: Run, world: World) -> None:
         self.output.log_to(run.log_file(0))
-        run.update_status(
-            state="running", pid=os.getpid(), failure=None, launch_id=launch_id(os.environ)
-        )
+        mine = {} if self.has_agent else launched("inline", world.nodes, world.size)
+        now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
+        run.update_status(**mine | now, launch_id=launch_id(os.environ))
 
     def _report(self, outcome: Exit, first_step: int, begun: float) -> None:
         t = self.training
@@ -130,7 +135,7 @@ class Rank:
         if self.group is not None:
             self.group.publish(failure)
         if self.folder is not None and self.number == 0 and not self.has_agent:
-            self.folder.update_status(state="failed", failure=failure.__dict__)
+            self.folder.update_status(state="failed", step=failure.step, failure=failure.__dict__)
         if not (self.has_agent and self.number == 0):  # there the agent says it, once
             print(failure, file=sys.stderr, flush=True)
         return failure.exit

@@ -1,0 +1,25 @@
+"""Somebody else's program as a worker: it takes the place of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from echelon.launch.zygote import STOP_SIGNALS
+
+
+def execute(*words: str) -> NoReturn:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by what started us
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        host = os.uname().nodename
+        print(
+            f"error: {words[0]} cannot be run on {host}: {(error.strerror or '').lower()}\n"
+            "  hint: give its full path, or a command that is on the PATH of every node",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(127)

@@ -1,0 +1,1 @@
+"""launch=slurm: a readable batch script that queues itself again until the run is done."""

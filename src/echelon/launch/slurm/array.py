@@ -1,0 +1,77 @@
+"""Many runs at once as Slurm job arrays: one question to the controller per array."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from echelon import runs
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.slurm import script
+from echelon.launch.slurm.launcher import note_queued, submit
+
+_USUAL_SIZE = 1001
+"""Slurm's default of MaxArraySize; indices stay below it."""
+
+
+def submit_all(configs: Sequence[Config], dry_run: bool) -> int:
+    """All as one array, or as few as the cluster takes."""
+    _require_one_shape(configs)
+    for part in _chunks(configs, max_array_size(os.environ) - 1):
+        listing = _listing(part)
+        text = script.render_array(part[0], listing, len(part))
+        if dry_run:
+            print(text)
+        else:
+            _submit(part, listing, text)
+    return Exit.OK
+
+
+def _submit(configs: Sequence[Config], listing: Path, text: str) -> None:
+    made = [runs.create(config) for config in configs]
+    listing.write_text("".join(f"{run.folder}\n" for run in made))
+    file = listing.with_suffix(".sh")
+    file.write_text(text)
+    for run, config in zip(made, configs, strict=True):
+        note_queued(run, config)
+    job = submit(made[0].name, ("sbatch", "--parsable", str(file)), made)
+    for index, run in enumerate(made):
+        run.update_status(job=f"{job}_{index}")
+    print(f"job {job}: {len(made)} runs, {made[0].name} … {made[-1].name}")
+
+
+def _listing(configs: Sequence[Config]) -> Path:
+    """The file that says which folder each task of the array works in."""
+    first = configs[0].run
+    return Path(first.dir).absolute() / f".{first.name}.array"
+
+
+def _chunks(configs: Sequence[Config], size: int) -> Iterator[Sequence[Config]]:
+    for start in range(0, len(configs), size):
+        yield configs[start : start + size]
+
+
+def _require_one_shape(configs: Sequence[Config]) -> None:
+    """The tasks of an array are alike in all that Slurm must know."""
+    if any(config.launch != configs[0].launch for config in configs):
+        raise EchelonError(
+            Fault(
+                "the runs differ in settings of launch, and the jobs of one array are alike",
+                "type one command for each choice of launch",
+            )
+        )
+
+
+def max_array_size(env: Mapping[str, str]) -> int:
+    """From the cluster's own file where it can be read, without asking the controller."""
+    for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
+        try:
+            text = Path(file).read_text() if file else ""
+        except OSError:
+            continue
+        if found := re.search(r"^\s*MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE):
+            return int(found[1])
+    return _USUAL_SIZE

@@ -1,0 +1,85 @@
+"""Asking Slurm about jobs: its queue, and its accounts where they are kept."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_COMMAND_S = 120.0
+
+ACTIVE = {
+    *("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED"),
+    *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STAGE_OUT", "SIGNALING", "STOPPED"),
+}
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
+
+
+class Word(NamedTuple):
+    """Slurm's word for a job."""
+
+    state: str
+    reason: str = ""
+    """Why it waits."""
+
+    @property
+    def active(self) -> bool:
+        return self.state in ACTIVE
+
+
+class Answer(NamedTuple):
+    words: dict[str, Word]
+    silence: str = ""
+    """Why there is no answer. A job that is not in `words` is gone only when this is empty."""
+
+
+def slurm(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, input=input, timeout=_COMMAND_S
+        )
+    except subprocess.TimeoutExpired:
+        said = f"{words[0]} did not answer within {_COMMAND_S:g} s"
+        return subprocess.CompletedProcess(words, 1, "", said)
+    except OSError as error:
+        said = f"{words[0]} cannot be run here: {(error.strerror or str(error)).lower()}"
+        return subprocess.CompletedProcess(words, 127, "", said)
+
+
+def queued(jobs: Sequence[str]) -> Answer:
+    """Jobs in the queue, and those that ended so lately that Slurm still knows them."""
+    if not jobs:
+        return Answer({})
+    done = slurm("squeue", "-h", "-r", "-t", "all", "-j", _listed(jobs), "-o", "%i|%T|%r")
+    lines = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2]
+    words = {job: Word(state, "" if why == "None" else why) for job, state, why in lines}
+    # Of one job that is long gone squeue says that its number is invalid; of several, nothing.
+    silent = done.returncode != 0 and "Invalid job id" not in done.stderr
+    return Answer(words, said(done) if silent else "")
+
+
+def accounted(jobs: Sequence[str]) -> dict[str, Word]:
+    """How jobs ended; empty on a cluster that keeps no accounts."""
+    if not jobs:
+        return {}
+    done = slurm("sacct", "-n", "-X", "-P", "-j", _listed(jobs), "-o", "JobID,State")
+    lines = [line.split("|", 1) for line in done.stdout.splitlines() if "|" in line]
+    return {job: Word(state.split()[0]) for job, state in lines if state}  # CANCELLED by 1000
+
+
+def _listed(jobs: Sequence[str]) -> str:
+    """An array is asked for once, not task by task."""
+    return ",".join(sorted({job.partition("_")[0] for job in jobs}))
+
+
+def this_job(env: Mapping[str, str]) -> str | None:
+    """The name by which Slurm's commands know the job that this process is part of."""
+    if array := env.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{env.get('SLURM_ARRAY_TASK_ID')}"
+    return env.get("SLURM_JOB_ID")
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """The last of Slurm's words about why not."""
+    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"{done.args[0]} ended with {done.returncode}"

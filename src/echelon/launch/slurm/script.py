@@ -1,0 +1,170 @@
+"""The batch script of a run: readable, complete, runnable by hand with `sbatch`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.config.schema import Config, Launch
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.interface import VARIABLES
+from echelon.launch.slurm.requeue import REQUEUE
+from echelon.runs import Run
+
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Below the range from which Linux hands out ports by itself."""
+_LAST_S = 10
+"""Agents leave together; srun would wait for that of a dead node until Slurm has given it up."""
+
+
+def render(config: Config, run: Run) -> str:
+    """Of one run."""
+    _require_plain(run.folder)
+    where = [f"--job-name={run.name}", f'--output="{run.job_log}"']
+    return _render(config, where, [f"run={shlex.quote(str(run.folder))}"])
+
+
+def render_array(config: Config, listing: Path, count: int) -> str:
+    """Of many runs that are alike; each task finds its folder in the listing."""
+    _require_plain(listing.parent)
+    where = [
+        f"--job-name={config.run.name}",
+        f"--array=0-{count - 1}",
+        "--output=/dev/null",
+    ]
+    listed = shlex.quote(str(listing))
+    begin = [
+        f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {listed})',
+        'exec >> "$run/logs/job.log" 2>&1',
+    ]
+    return _render(config, where, begin)
+
+
+def _require_plain(folder: Path) -> None:
+    """What Slurm would read as something else in the name of a log."""
+    if any(character in str(folder) for character in '"%\\\n'):
+        raise EchelonError(
+            Fault(
+                f"Slurm cannot write its logs to {str(folder)!r}",
+                'give a run.dir=PATH without ", %, \\ and line breaks',
+            )
+        )
+
+
+def processes(launch: Launch) -> int:
+    """On each node."""
+    return launch.procs or launch.gpus_per_node or 1
+
+
+def _render(config: Config, where: list[str], begin: list[str]) -> str:
+    procs = processes(config.launch)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in [*where, *_options(config, procs)]),
+            "",
+            *begin,
+            'rm -f "$run/exit" "$run/.code"',
+            *_set_up(config.launch),
+            "",
+            "# The nodes meet at the first one, at a port of this job's own.",
+            'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
+            "",
+            "# TERM: preempted or cancelled. Whether the run goes on is then for Slurm to say.",
+            "trap 'stopped=1' TERM",
+            "",
+            *(_tasks(config, procs) if by_srun(config) else _agents(config)),
+            "code=$?",
+            "# srun gives the code of the worst node, perhaps of a dead one; node 0 knows better.",
+            'if [ -s "$run/.code" ]; then code=$(cat "$run/.code"); fi',
+            "",
+            'if [ ! -e "$run/cancelled" ]; then',
+            '  if [ -n "$stopped" ]; then exit "$code"; fi',
+            "  # Out of time with everything saved, or a node lost: go on in another job.",
+            f'  if [ "$code" -eq {int(Exit.PREEMPTED)} ] || [ -e "$run/{REQUEUE}" ]; then',
+            f'    rm -f "$run/{REQUEUE}"',
+            '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
+            "  fi",
+            "fi",
+            'echo "$code" > "$run/exit"',
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def by_srun(config: Config) -> bool:
+    """Whether Slurm itself starts the processes of a program, instead of an agent per node."""
+    return bool(config.program) and config.mode != "torchrun"
+
+
+def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
+    """The program, with the flags appended that it wants to be told the world by."""
+    launch = config.launch
+    words = list(config.program)
+    if launch.nodes_flag:
+        words += [launch.nodes_flag, str(nodes)]
+    if launch.gpus_flag:
+        words += [launch.gpus_flag, str(gpus)]
+    return words
+
+
+def tasks_per_node(config: Config, procs: int) -> int:
+    return procs if by_srun(config) and config.mode != "plain" else 1
+
+
+def _options(config: Config, procs: int) -> Iterator[str]:
+    launch = config.launch
+    tasks = tasks_per_node(config, procs)
+    yield f"--nodes={launch.nodes}"
+    yield f"--ntasks-per-node={tasks}"
+    if launch.cpus_per_node:
+        yield f"--cpus-per-task={max(1, launch.cpus_per_node // tasks)}"
+    if launch.gpus_per_node:
+        yield _gpu_option(launch, tasks)
+    for key in ("partition", "account", "time"):
+        if value := getattr(launch, key):
+            yield f"--{key}={value}"
+    yield f"--signal=USR2@{launch.signal_lead_s}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield from launch.sbatch
+
+
+def _gpu_option(launch: Launch, tasks: int) -> str:
+    count = launch.gpus_per_node or 0
+    if launch.gpu_request == "gres":
+        return f"--gres=gpu:{count}"
+    return f"--{launch.gpu_request}={count // tasks if 'task' in launch.gpu_request else count}"
+
+
+def _set_up(launch: Launch) -> list[str]:
+    return ["", "# launch.setup", *launch.setup] if launch.setup else []
+
+
+def _agents(config: Config) -> Iterator[str]:
+    yield "# One agent per node, which starts that node's processes and watches them."
+    yield f'{_srun(config.launch, 1)} --wait={_LAST_S} --output="$run/logs/node-%n.log" \\'
+    yield f"  {shlex.quote(sys.executable)} -m echelon node \\"
+    yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
+
+
+def _srun(launch: Launch, tasks: int) -> str:
+    # Since 22.05 a step does not inherit it.
+    cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if launch.cpus_per_node else ""
+    return f"srun --ntasks-per-node={tasks}{cpus} --open-mode=append"
+
+
+def _tasks(config: Config, procs: int) -> Iterator[str]:
+    per_node = tasks_per_node(config, procs)
+    gpus = config.launch.gpus_per_node or procs
+    yield "# One task per process; the program finds its place in Slurm's variables."
+    yield 'export MASTER_ADDR="$master" MASTER_PORT="$port"'
+    if chosen := config.launch.interface:
+        yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in VARIABLES)}"
+    srun = _srun(config.launch, per_node)
+    yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
+    yield f"  {shlex.join(program_words(config, config.launch.nodes, gpus))}"

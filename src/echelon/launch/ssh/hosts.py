@@ -1,0 +1,71 @@
+"""The machines of launch=ssh, as they were typed or as a file lists them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.config.check import host_is_plain
+from echelon.config.schema import Launch
+from echelon.errors import EchelonError, Fault
+
+
+class Host(NamedTuple):
+    name: str
+    """As ssh knows it."""
+    procs: int | None
+    """None: one per device that is visible there."""
+
+
+def listed(launch: Launch) -> list[Host]:
+    """Those of launch.hosts, then those of the file; node 0 is the first."""
+    hosts = [Host(name, launch.procs) for name in launch.hosts]
+    if launch.hostfile:
+        hosts += _of_file(Path(launch.hostfile), launch.procs)
+    counts = Counter(host.name for host in hosts)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise EchelonError(
+            Fault(
+                f"launch.hostfile={launch.hostfile}: {', '.join(twice)} is named more than once",
+                "name each host once, with `slots=PROCESSES` where it gets several",
+            )
+        )
+    return hosts
+
+
+def _of_file(path: Path, procs: int | None) -> list[Host]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EchelonError(
+            Fault(
+                f"launch.hostfile={path} cannot be read: {reason.lower()}",
+                "give a file with a line per machine: HOST or HOST slots=PROCESSES",
+            )
+        ) from None
+    read = list(_lines(text, path, procs))
+    faults = [found for found in read if isinstance(found, Fault)]
+    if not read:
+        faults = [Fault(f"launch.hostfile={path} lists no host", "write one per line")]
+    if faults:
+        raise EchelonError(*faults)
+    return [found for found in read if isinstance(found, Host)]
+
+
+def _lines(text: str, path: Path, procs: int | None) -> Iterator[Host | Fault]:
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
+        if not host_is_plain(words[0]) or (len(words) > 1 and slots is None):
+            yield Fault(
+                f"{path}, line {number}: {line.strip()!r} is no host",
+                "write HOST or HOST slots=PROCESSES, and `#` before a comment",
+            )
+        else:
+            yield Host(words[0], int(slots[1]) if slots else procs)

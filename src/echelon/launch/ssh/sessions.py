@@ -1,0 +1,242 @@
+"""The near end of launch=ssh: one ssh per host, all of their words on one screen, one outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import FrameType
+from typing import IO, Any, NamedTuple
+
+from echelon.errors import Exit
+from echelon.failure import Failure
+from echelon.launch.ssh.remote import last_words
+from echelon.launch.ssh.tether import MARK
+from echelon.launch.zygote import STOP_SIGNALS, die_with_parent
+
+_ALIVE_S = 2.0
+_TICK_S = 0.2
+_GRACE_S = 10.0
+"""For the others to say why and to end, once one host has failed; where that is known, less."""
+_KILL_S = 3.0
+_FINE = (Exit.OK, Exit.PREEMPTED)
+_OF_SSH = 255
+
+
+class Outcome(NamedTuple):
+    code: int
+    cause: str
+    """What the screen ends with; empty if all went well."""
+    failure: dict[str, Any] | None
+
+
+@dataclass(eq=False)
+class Session:
+    """One host's agent, at the end of an ssh."""
+
+    node: int
+    host: str
+    process: subprocess.Popen[bytes]
+    code: int | None = None
+    """Once it has ended and all it said was read."""
+
+    def __post_init__(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.streams: dict[IO[bytes], IO[str]] = {
+            self.process.stdout: sys.stdout,
+            self.process.stderr: sys.stderr,
+        }
+        self.unfinished = dict.fromkeys(self.streams, b"")
+        """The beginnings of lines."""
+        self.last: deque[str] = deque(maxlen=20)
+        """Of what it said on standard error."""
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Short enough to be written whole, whichever thread writes."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # who reads the other end notices that it is gone
+            os.write(self.process.stdin.fileno(), json.dumps(message).encode() + b"\n")
+
+    @property
+    def lost(self) -> bool:
+        """It ended as no agent ends by itself: ssh failed, or somebody killed."""
+        return self.code is None or self.code < 0 or self.code == _OF_SSH or self.code > 128
+
+
+def start(hosts: Sequence[str], commands: Sequence[Sequence[str]], first: bytes) -> list[Session]:
+    """All at once; `first` is what each one reads before anything else."""
+    sessions = [
+        Session(
+            node,
+            host,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # a Ctrl-C is ours to pass on
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            ),
+        )
+        for node, (host, command) in enumerate(zip(hosts, commands, strict=True))
+    ]
+    for session in sessions:
+        assert session.process.stdin is not None
+        with contextlib.suppress(OSError):
+            session.process.stdin.write(first)
+    return sessions
+
+
+class Watch:
+    """All sessions, until the last one has ended."""
+
+    def __init__(self, sessions: list[Session]) -> None:
+        self._sessions = sessions
+        self._width = max(len(s.host) for s in sessions)
+        self._selector = selectors.DefaultSelector()
+        self._failed: Session | None = None
+        """The first one that did."""
+        self._told: Failure | None = None
+        self._deadline = float("inf")
+        self._pressed = 0
+        self._interrupts = 0
+        self._asked = False
+
+    def keep(self) -> Outcome:
+        for session in self._sessions:
+            for stream in session.streams:
+                self._selector.register(stream, selectors.EVENT_READ, session)
+        # From a thread: a screen that is halted with Ctrl-S must not end the training.
+        threading.Thread(target=self._stay_alive, daemon=True, name="alive").start()
+        with self._signals():
+            while any(self._running()):
+                for key, _ in self._selector.select(_TICK_S):
+                    self._read(key.data, key.fileobj)  # type: ignore[arg-type]
+                for session in self._running():
+                    self._reap(session)
+                self._press()
+        return self._outcome()
+
+    def _running(self) -> Iterator[Session]:
+        return (s for s in self._sessions if s.code is None)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        for session in self._running():
+            session.say(message)
+
+    def _stay_alive(self) -> None:
+        while any(self._running()):
+            self._say({"alive": True})
+            time.sleep(_ALIVE_S)
+
+    # --- what they say ---
+
+    def _read(self, session: Session, stream: IO[bytes]) -> None:
+        data = os.read(stream.fileno(), 1 << 16)
+        *lines, rest = (session.unfinished[stream] + data).split(b"\n")
+        if not data:
+            self._selector.unregister(stream)
+            lines, rest = ([rest] if rest else []), b""
+        session.unfinished[stream] = rest
+        for line in lines:
+            self._show(session, stream, line.decode(errors="replace"))
+
+    def _show(self, session: Session, stream: IO[bytes], line: str) -> None:
+        text, _, message = line.partition(MARK)
+        if message:
+            self._take(session, json.loads(message))
+            if not text:
+                return
+        if stream is session.process.stderr:
+            session.last.append(text)
+        screen = session.streams[stream]
+        screen.write(f"{session.host:<{self._width}} │ {text}".rstrip() + "\n")
+        screen.flush()
+
+    def _take(self, session: Session, message: dict[str, Any]) -> None:
+        if "meet" in message:
+            for other in self._sessions[1:]:
+                other.say(message)
+        elif "failure" in message and (self._told is None or session.node == 0):
+            self._told = Failure(**message["failure"])
+
+    # --- how they end ---
+
+    def _reap(self, session: Session) -> None:
+        open_streams = {key.fileobj for key in self._selector.get_map().values()}
+        if open_streams & set(session.streams) or session.process.poll() is None:
+            return
+        session.code = session.process.returncode
+        if session.code not in _FINE and self._failed is None:
+            self._failed = session
+            self._deadline = time.monotonic() + (_KILL_S if self._told else _GRACE_S)
+
+    def _press(self) -> None:
+        """Who has not ended in time is ended, by its tether, then by a lack of one."""
+        if time.monotonic() < self._deadline:
+            return
+        self._deadline = time.monotonic() + _KILL_S
+        self._pressed += 1
+        for session in self._running():
+            session.say({"kill": True}) if self._pressed == 1 else session.process.kill()
+
+    def _outcome(self) -> Outcome:
+        if self._interrupts >= 2:
+            words = "stopped at once; the last snapshot stands"
+            failure = Failure(0, self._sessions[0].host, None, words, "", int(Exit.INTERRUPTED))
+            return Outcome(failure.exit, f"\n{words}", asdict(failure))
+        if self._told is not None:
+            return Outcome(self._told.exit, f"\n{self._told}", asdict(self._told))
+        if self._failed is not None:
+            failure = _without_a_word(self._failed)
+            return Outcome(failure.exit, f"\nerror: {failure.summary}", asdict(failure))
+        return Outcome(max(s.code or 0 for s in self._sessions), "", None)
+
+    # --- signals ---
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        # Halted with Ctrl-Z we could not say that we are alive.
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Once: the ranks agree, save and end. A second Ctrl-C does not wait for that."""
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts >= 2:
+            self._deadline = 0.0
+        elif not self._asked:
+            self._asked = True
+            self._say({"signal": number})
+
+
+def _without_a_word(session: Session) -> Failure:
+    """For an agent that did not live to tell what went wrong."""
+    who = f"node {session.node} ({session.host})"
+    said = [line for line in session.last if line.startswith("error: ")]
+    if session.code == _OF_SSH:
+        summary = f"the connection to {who} is lost: {last_words(chr(10).join(session.last))}"
+    elif session.lost:
+        summary = f"{who} was killed"
+    else:
+        why = said[-1].removeprefix("error: ") if said else f"exit code {session.code}"
+        summary = f"{who} failed: {why}"
+    code = Exit.NODE_LOST if session.lost else session.code
+    return Failure(0, session.host, None, summary, "", int(code or Exit.FAILED))

@@ -1,0 +1,146 @@
+"""For hosts that do not share the run folder: code and configuration go there, what the run made
+comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.config.schema import Config, Launch
+from echelon.errors import EchelonError, Fault
+from echelon.launch.ssh import remote
+from echelon.launch.ssh.survey import entry_file
+from echelon.runs import Run
+
+_LIMIT = 100_000_000
+_LEFT_OUT = {
+    *(".git", ".hg", ".venv", "venv", "node_modules", "runs", "wandb", ".tox"),
+    *("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints"),
+}
+_SNAPSHOTS = 2
+"""The newest, and one more should it be damaged."""
+_SET_ASIDE = 'mv "$0" "$0.$1" 2>/dev/null; true'
+_TAKE = """mkdir -p "$0/logs" && rm -rf "$0/code-$1" && tar -xof - -C "$0" --keep-newer-files &&
+mv -f "$0/.config-$1" "$0/config.json"
+"""
+"""Hosts may share the folder with each other, so each has its own names until the last, atomic
+move. What a run wrote there after its launcher was killed never came back, and is newer."""
+_GIVE = """tar -cf - -C "$0" --exclude './code-*' --exclude './.*' --exclude ./config.json "$1" """
+
+
+class There(NamedTuple):
+    """The run's folder on one such host."""
+
+    launch: Launch
+    host: str
+    node: int
+    run: Run
+    first: bytes
+    """What a command there reads before anything else: its variables."""
+
+    def argv(self, script: str, word: str) -> list[str]:
+        words = ["sh", "-c", script, str(self.run.folder), word]
+        return remote.argv(self.launch, self.host, ("/", "/"), words)
+
+
+def code_folder(config: Config) -> Path | None:
+    """What a host needs beside Echelon: the folder of the experiment's file, else this one."""
+    if file := entry_file(config):
+        return Path(file).parent
+    ours = str(config.experiment.get("entry", "")).startswith("echelon.")
+    return None if ours else Path.cwd()
+
+
+def code_files(config: Config, run: Run) -> dict[str, Path]:
+    """All in that folder that is somebody's work; an error says what is too much."""
+    folder = code_folder(config)
+    found: dict[str, Path] = {}
+    sizes = Counter[str]()
+    for path in _walk(folder, run.folder.parent) if folder else ():
+        name = path.relative_to(folder or "")
+        found[str(name)] = path
+        sizes[name.parts[0]] += path.lstat().st_size
+        if sizes.total() > 10 * _LIMIT:
+            break
+    if sizes.total() > _LIMIT:
+        big = ", ".join(f"{name} ({size / 1e6:,.0f} MB)" for name, size in sizes.most_common(3))
+        raise EchelonError(
+            Fault(
+                f"the code in {folder} would be sent to hosts that do not share it, and is more "
+                f"than {_LIMIT / 1e6:.0f} MB: {big}",
+                "keep data elsewhere, or use a run.dir that all hosts share",
+            )
+        )
+    return found
+
+
+def _walk(folder: Path, runs: Path) -> Iterator[Path]:
+    for where, folders, files in os.walk(folder):
+        here = Path(where)
+        folders[:] = [f for f in folders if here / f != runs and not _is_left_out(here / f)]
+        links = [f for f in folders if (here / f).is_symlink()]
+        yield from (here / name for name in (*files, *links) if not name.endswith(".pyc"))
+
+
+def _is_left_out(folder: Path) -> bool:
+    """A package is code, whatever it is called."""
+    return folder.name in _LEFT_OUT and not (folder / "__init__.py").exists()
+
+
+def set_aside(there: There, suffix: str) -> None:
+    """A folder of that name is of another run. Done on all hosts before anything is sent, so that
+    one does not set aside what another has just been sent."""
+    command = there.argv(_SET_ASIDE, suffix)
+    subprocess.run(command, input=there.first, capture_output=True)
+
+
+def send(there: There, code: Mapping[str, Path]) -> Fault | None:
+    """Code, configuration and, to the first node, what the run has so far."""
+    command = there.argv(_TAKE, str(there.node))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it says why
+        process.stdin.write(there.first)
+        with tarfile.open(fileobj=process.stdin, mode="w|") as tar:
+            tar.add(there.run.config_file, f".config-{there.node}")
+            for path in _history(there.run) if there.node == 0 else ():
+                tar.add(path, str(path.relative_to(there.run.folder)))
+            for name, path in code.items():
+                tar.add(path, f"code-{there.node}/{name}", recursive=False)
+    said = process.communicate()[1].decode(errors="replace")
+    if process.returncode == 0:
+        return None
+    return Fault(
+        f"the code could not be sent to {there.host}: {remote.last_words(said)}",
+        f"look whether {there.run.folder} can be written there",
+    )
+
+
+def _history(run: Run) -> Iterator[Path]:
+    yield from (p for p in (run.status_file, run.metrics_file, run.logs) if p.exists())
+    yield from sorted(run.snapshots.glob("step-*"))[-_SNAPSHOTS:]
+
+
+def fetch(there: There) -> str:
+    """What the run made there, to here; why not, if it cannot be had. The newer file wins: a host
+    may have old logs of what another one does now."""
+    command = there.argv(_GIVE, "./logs" if there.node else ".")
+    take = ["tar", "-xof", "-", "-C", str(there.run.folder), "--keep-newer-files"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as giver:
+        assert giver.stdin is not None
+        assert giver.stderr is not None
+        with contextlib.suppress(OSError):  # it says why
+            giver.stdin.write(there.first)
+            giver.stdin.close()
+        taker = subprocess.run(take, stdin=giver.stdout, capture_output=True)
+        said = giver.stderr.read()
+    if giver.returncode or taker.returncode:
+        return remote.last_words((said + taker.stderr).decode(errors="replace")) or "no answer"
+    return ""

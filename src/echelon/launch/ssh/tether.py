@@ -1,0 +1,162 @@
+"""The far end of launch=ssh: `echelon node --tether` lives as long as its launcher speaks to it.
+
+Two processes. This one reads the launcher's lines on standard input, imports nothing heavy and
+waits for nobody, so that whatever the agent is stuck in, a cut link or a dead launcher ends the
+node. The other, its child, is the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import psutil
+
+from echelon.errors import Exit
+from echelon.failure import Failure
+from echelon.launch import interface
+from echelon.launch.join import join
+from echelon.launch.zygote import STOP_SIGNALS, die_with_parent
+
+SILENCE_S = 15.0
+"""Without a word for so long the link is cut, though nobody closed it."""
+MARK = "\x1e"
+"""Before a line of JSON for the launcher, among all that programs print."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_END_S = 5.0
+
+
+def hold(folder: str, nodes: int, rank: int, procs: int | None) -> int:
+    """Be a node until it ends, is told to, or is cut off; the exit code is its agent's."""
+    # What the agent leaves behind becomes our child, and is ended with us.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    theirs, ours = os.pipe()
+    here = os.getpid()
+    agent = os.fork()
+    if agent == 0:
+        os.close(ours)
+        _become_agent(here)
+        find_master = partial(_find_master, nodes, rank, theirs)
+        on_port = partial(_tell_port, nodes) if rank == 0 else None
+        return join(folder, nodes, find_master, rank, procs, on_port, _tell_failure)
+    os.close(theirs)
+    try:
+        return _Watch(agent, ours).keep()
+    finally:
+        _end_all()
+
+
+class _Watch:
+    """The launcher's lines, and the agent's life."""
+
+    def __init__(self, agent: int, meeting: int) -> None:
+        self._agent = agent
+        self._meeting = meeting
+        self._heard = time.monotonic()
+        self._wake, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def keep(self) -> int:
+        text = b""
+        while (code := self._reap()) is None:
+            left_s = self._heard + SILENCE_S - time.monotonic()
+            ready, _, _ = select.select([0, self._wake], [], [], max(0.0, left_s))
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+            if 0 in ready:
+                data = os.read(0, 1 << 16)
+                *lines, text = (text + data).split(b"\n")
+                if not data or not all(self._take(json.loads(line)) for line in lines):
+                    return Exit.INTERRUPTED
+                self._heard = time.monotonic()
+            elif left_s <= 0:
+                return Exit.NODE_LOST
+        return code
+
+    def _reap(self) -> int | None:
+        """The agent's exit code, once it has one; orphans are ours to reap too."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._agent:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    return code if code >= 0 else 128 - code
+        return None
+
+    def _take(self, message: dict[str, Any]) -> bool:
+        """Whether to go on."""
+        if "meet" in message:
+            os.write(self._meeting, message["meet"].encode() + b"\n")
+        elif "signal" in message:
+            os.kill(self._agent, message["signal"])
+        return "kill" not in message
+
+
+def _end_all() -> None:
+    """Nothing of this node outlives it, not even what a program put into the background."""
+    deadline = time.monotonic() + _END_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.2)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+# --- in the agent ---
+
+
+def _become_agent(parent: int) -> None:
+    die_with_parent(parent)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # A wish to stop that comes early waits until the agent listens.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # rank 0 inherits it
+
+
+def _find_master(nodes: int, rank: int, meeting: int) -> str:
+    """Node 0 is where we are, at a port it will choose; the others are told."""
+    if rank == 0:
+        return f"{_own_address(nodes)}:0"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch  # noqa: F401  while node 0 does the same
+
+    return os.fdopen(meeting).readline().strip()
+
+
+def _own_address(nodes: int) -> str:
+    """The one we were reached at; from outside, if the launcher is on this very machine."""
+    if nodes == 1:
+        return "127.0.0.1"
+    reached = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2].partition("%")[0]
+    if not reached or ipaddress.ip_address(reached).is_loopback:
+        reached = interface.outward_address() or reached or "127.0.0.1"
+    return f"[{reached}]" if ":" in reached else reached
+
+
+def _tell_port(nodes: int, port: int) -> None:
+    _tell({"meet": f"{_own_address(nodes)}:{port}"})
+
+
+def _tell_failure(failure: Failure) -> None:
+    """The launcher shows it when all hosts have said what they had to say."""
+    _tell({"failure": asdict(failure)})
+
+
+def _tell(message: dict[str, Any]) -> None:
+    print(f"{MARK}{json.dumps(message)}", flush=True)
