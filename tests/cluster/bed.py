@@ -33,7 +33,7 @@ def default_folder() -> Path:
     return Path(os.environ.get("ECHELON_CLUSTER", "/tmp/echelon-cluster"))
 
 
-PLAIN = Kind(default_folder())
+PLAIN = Kind(default_folder(), tuple(os.environ.get("ECHELON_CLUSTER_OPTIONS", "").split()))
 ACCOUNTED = Kind(
     default_folder().with_name(default_folder().name + "-accounting"),
     ("--accounting", "--prefix", "acct", "--net", "10.213.40"),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import bed
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "spine"))  # its subjects, faults and helpers
+import desk as desks
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +35,13 @@ def healthy(used: list[bed.Cluster]) -> Iterator[None]:
     for each in used:
         if each.broken:
             each.heal()
+
+
+@pytest.fixture
+def desk(cluster: bed.Cluster, tmp_path: Path) -> Iterator[desks.Desk]:
+    """A place to type commands at."""
+    with desks.opened(cluster, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

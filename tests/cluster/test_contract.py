@@ -1,0 +1,191 @@
+"""One suite for every launcher: the same experiment gives the same curve, logs, failure report and
+exit codes, and a run that stopped under one goes on under another."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import desk as desks
+import pytest
+from bed import Cluster
+from desk import FAULTY, REGRESSION, Desk, curve, evaluations, logs, told
+from launching import Done, Started, free_port
+
+from echelon.errors import Exit
+from echelon.runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+STEPS = 80
+SETTINGS = (
+    "run.name=a",
+    "trainer.batch_size=6",
+    f"trainer.steps={STEPS}",
+    "trainer.save.epochs=null",
+    "trainer.evaluate.epochs=null",
+    "trainer.evaluate.steps=20",
+    "trainer.log_steps=1",
+    "eval_samples=9",
+    "launch.threads=1",
+)
+PAUSE = {"SPINE_PAUSE_S": "0.03"}
+ERROR = "ValueError: injected error"
+
+
+# --- the launchers ---
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How the same experiment is typed, and how a person asks it to stop."""
+
+    name: str
+    ranks: int
+    start: Callable[[Desk, tuple[str, ...]], list[Started]]
+    """The command or, for `env`, one per node; the first one shows rank 0."""
+    stop: Callable[[Desk, list[Started]], None]
+
+    def wait(self, started: list[Started]) -> list[Done]:
+        return [each.wait() for each in started]
+
+
+def _typed(*launch: str) -> Callable[[Desk, tuple[str, ...]], list[Started]]:
+    return lambda desk, words: [desk.start("train", *launch, *words)]
+
+
+def _by_ssh(desk: Desk, words: tuple[str, ...]) -> list[Started]:
+    hosts = ",".join(desk.cluster.nodes[:2])
+    launch = (f"launch.hosts=[{hosts}]", f"launch.ssh='ssh -F {desk.cluster.ssh_config}'")
+    carry = f"launch.carry=[{','.join(desk.variables)}]"
+    return [desk.start("train", "launch=ssh", *launch, carry, *words)]
+
+
+def _by_env(desk: Desk, words: tuple[str, ...]) -> list[Started]:
+    return desk.env_world("train", "launch=env", *words, port=free_port())
+
+
+def _terminate_first(desk: Desk, started: list[Started]) -> None:
+    started[0].process.send_signal(signal.SIGTERM)
+
+
+def _terminate_last(desk: Desk, started: list[Started]) -> None:
+    started[-1].process.send_signal(signal.SIGTERM)
+
+
+def _cancel(desk: Desk, started: list[Started]) -> None:
+    """A signal to one of its processes would only queue the job again."""
+    assert desk.type("cancel", "a").code == Exit.OK
+
+
+SLURM = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "--wait")
+LAUNCHERS = (
+    Launcher("inline", 1, _typed("launch=inline"), _terminate_first),
+    Launcher("local", 2, _typed("launch=local", "launch.procs=2"), _terminate_first),
+    Launcher("env", 2, _by_env, _terminate_last),
+    Launcher("slurm", 2, _typed(*SLURM), _cancel),
+    Launcher("ssh", 2, _by_ssh, _terminate_first),
+)
+ANY = pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda each: each.name)
+
+
+def _next(launcher: Launcher) -> Launcher:
+    return LAUNCHERS[(LAUNCHERS.index(launcher) + 1) % len(LAUNCHERS)]
+
+
+# --- the contract ---
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Never stopped, on two processes of one machine."""
+    with desks.opened(cluster, tmp_path_factory.mktemp("whole")) as desk:
+        done = desk.type("train", "launch=local", "launch.procs=2", REGRESSION, *SETTINGS)
+        assert done.code == Exit.OK, done.err
+        yield desk.run()
+
+
+@ANY
+def test_a_run_stopped_under_one_goes_on_under_another(
+    launcher: Launcher, whole: Run, desk: Desk
+) -> None:
+    desk.variables = PAUSE
+    started = launcher.start(desk, (REGRESSION, *SETTINGS))
+    desk.wait_for_step(5)
+    launcher.stop(desk, started)
+    for done in launcher.wait(started):
+        assert done.code == Exit.PREEMPTED, done.err
+        assert done.left == []
+    run, stopped = desk.run(), desk.step()
+    status = run.status()
+    assert (status["state"], status["step"], status["failure"]) == ("preempted", stopped, None)
+    assert run.newest_step() == stopped < STEPS
+    assert f"stopped by SIGTERM after step {stopped}" in run.log_file(0).read_text() or (
+        launcher.stop is _terminate_last  # rank 0 heard it from rank 1
+    )
+
+    desk.variables = {}
+    other = _next(launcher)
+    for done in other.wait(other.start(desk, (REGRESSION, *SETTINGS))):
+        assert done.code == Exit.OK, done.err
+        assert done.left == []
+    status = run.status()
+    assert (status["state"], status["step"], status["failure"]) == ("finished", STEPS, None)
+    _require_same_numbers(run, whole, exactly=launcher.ranks == other.ranks == 2)
+    _require_same_logs(run, whole, max(launcher.ranks, other.ranks))
+
+
+def _require_same_numbers(run: Run, whole: Run, exactly: bool) -> None:
+    """Bit for bit at the same world size, and to rounding at another."""
+    for numbers in (curve, evaluations):
+        mine, theirs = dict(numbers(run)), dict(numbers(whole))
+        assert list(mine) == list(theirs)
+        assert mine == (theirs if exactly else pytest.approx(theirs, rel=1e-5))
+
+
+def _require_same_logs(run: Run, whole: Run, ranks: int) -> None:
+    """Every rank has one, over both launches; rank 0's ends as that of the whole run does."""
+    mine, theirs = logs(run, ranks), logs(whole, 2)
+    assert not run.log_file(ranks).exists()
+    first, went_on = mine[0].split("going on with run a after step ")
+    last_words = told(theirs[0].partition(f"evaluated after step {STEPS}")[2])
+    assert told(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
+    assert "everything is saved" in first
+    assert all(told(log) == [] for log in mine[1:])
+
+
+@ANY
+def test_a_failure_is_reported_in_the_same_words(launcher: Launcher, desk: Desk) -> None:
+    guilty = launcher.ranks - 1
+    host = _host_of(launcher, guilty, desk)
+    fault = ("fault=error", f"on={guilty}", "at=5", "trainer.batch_size=8", "trainer.log_steps=1")
+    first, *others = launcher.wait(launcher.start(desk, (FAULTY, "run.name=a", *fault)))
+    assert first.code == Exit.FAILED, first.err
+    for done in others:
+        assert done.code == Exit.FAILED, done.err
+        assert f"rank {guilty} on {host} failed" in done.err
+    status = desk.run().status()
+    failure = status["failure"]
+    assert (status["state"], status["step"]) == ("failed", 4)
+    assert (failure["rank"], failure["host"], failure["step"]) == (guilty, host, 4)
+    assert failure["summary"] == ERROR
+    assert failure["detail"].startswith("Traceback (most recent call last):")
+    assert first.left == []
+    report = f"{failure['detail'].rstrip()}\n\nrank {guilty} on {host} failed after step 4: {ERROR}"
+    screen = re.sub(r"(?m)^(srun: error|job \d+): .*\n", "", first.out + first.err)
+    for text in (screen, *logs(desk.run(), launcher.ranks)):
+        assert text.rstrip().endswith(report), text
+
+
+def _host_of(launcher: Launcher, rank: int, desk: Desk) -> str:
+    away = launcher.name in ("env", "slurm", "ssh")
+    return desk.cluster.nodes[rank] if away else socket.gethostname()
+
+
+def test_the_suite_knows_every_launcher() -> None:
+    from echelon.config.schema import LAUNCHERS as KNOWN
+
+    assert {launcher.name for launcher in LAUNCHERS} == set(KNOWN)

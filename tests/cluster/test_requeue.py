@@ -1,0 +1,118 @@
+"""A run over several jobs: out of time, preempted, cancelled; and the run is as one of one job."""
+
+from __future__ import annotations
+
+import pytest
+from bed import wait_until
+from desk import REGRESSION, START_S, Desk, curve, evaluations
+from launching import until
+
+from echelon.errors import Exit
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+STEPS = 300
+NUMBERS = (
+    REGRESSION,
+    "trainer.batch_size=6",
+    f"trainer.steps={STEPS}",
+    "trainer.save.epochs=null",
+    "trainer.evaluate.epochs=null",
+    "trainer.evaluate.steps=100",
+    "trainer.log_steps=1",
+    "eval_samples=9",
+    "dropout=0.2",
+    "optimizer=adam",
+    "launch.threads=1",
+)
+SLURM = ("launch=slurm", "launch.nodes=2", "launch.procs=1")
+CONTAINER = "launch.setup=['srun() { command srun --export=ALL,PATH=/nowhere \"$@\"; }']"
+"""What the agents see has no Slurm in it, and nothing else."""
+QUEUES_S = 90.0
+"""Slurm starts a requeued job after ten seconds or more, on our cluster."""
+
+
+def test_one_run_over_three_jobs(desk: Desk) -> None:
+    desk.variables = {"SPINE_PAUSE_S": "0.05"}
+    words = (*SLURM, *NUMBERS, CONTAINER, "launch.partition=spare", "run.name=a", "--wait")
+    following = desk.start("train", *words)
+    desk.wait_for_step(5)
+    job, run = desk.job(), desk.run()
+
+    # USR2, as Slurm sends it before the end of the time: the script requeues.
+    desk.cluster.slurm("scancel", "--signal=USR2", job)
+    until(lambda: run.status()["state"] == "preempted", START_S, "saved")
+    saved = run.status()["step"]
+    assert run.newest_step() == saved
+    assert f"stopped by SIGUSR2 after step {saved}" in run.log_file(0).read_text()
+    wait_until(lambda: desk.cluster.job_state(job) == "PENDING")
+    _goes_on(desk, saved)
+    assert desk.job() == job
+
+    # Somebody more important: Slurm sends TERM and requeues.
+    other = ("-N3", "--exclusive", "-p", "high", "-o", "/dev/null", "--parsable", "--wrap", "true")
+    desk.cluster.slurm("sbatch", *other, cwd=desk.folder)
+    until(lambda: run.newest_step() > saved, START_S, "saved again")
+    saved = run.newest_step()
+    _goes_on(desk, saved)
+    assert [start["after"] for start in run.status()["starts"]] == ["", "preempted", "preempted"]
+    assert [start["step"] for start in run.status()["starts"]][-1] == saved
+
+    # Cancelled is cancelled: saved, and not queued again.
+    desk.cluster.slurm("scancel", job)
+    done = following.wait()
+    assert done.code != Exit.OK
+    wait_until(lambda: desk.cluster.job_state(job) == "CANCELLED")
+    assert run.status()["state"] == "preempted"
+    assert run.newest_step() == desk.step() > saved
+    assert run.log_file(0).read_text().count("going on with run a after step") == 2
+    desk.require_nothing_left()
+
+    # Here it goes on to the end, and nobody sees what happened to it.
+    desk.variables = {}
+    local = ("launch=local", "launch.procs=2", *NUMBERS)
+    for name in ("a", "whole"):
+        assert desk.type("train", *local, f"run.name={name}").code == Exit.OK
+    assert curve(run) == curve(desk.run("whole"))
+    assert evaluations(run) == evaluations(desk.run("whole"))
+
+
+def _goes_on(desk: Desk, saved: int) -> None:
+    """After that step, with the log of before."""
+    log = desk.run().log_file(0)
+    said = f"going on with run a after step {saved}"
+    until(lambda: said in log.read_text(), QUEUES_S, said)
+    assert log.read_text().startswith("run a: ")
+    desk.wait_for_step(saved + 3)
+
+
+def test_a_run_that_gets_no_further_is_not_queued_for_ever(desk: Desk) -> None:
+    """Three jobs in a row from one step; two of them only stand in its status."""
+    held = (*SLURM, *NUMBERS, "launch.sbatch=['--hold']", "run.name=a", "--wait")
+    following = desk.start("train", *held)
+    job, run = desk.job(), desk.run()
+    before = [{"after": why, "step": 0, "time": 0.0} for why in ("", "preempted")]
+    run.update_status(state="preempted", starts=before)
+    desk.cluster.slurm("scontrol", "release", job)
+    done = following.wait()
+    assert done.code == Exit.FAILED
+    assert "run a was started 3 times in a row from step 0 and got no further" in done.out
+    assert "hint: save more often (trainer.save.minutes=5)" in done.out
+    assert "Traceback" not in done.out
+    assert run.status()["state"] == "failed"
+    wait_until(lambda: desk.cluster.job_state(job) == "FAILED")
+    desk.require_nothing_left()
+
+
+@pytest.mark.campaign
+def test_the_time_limit_is_heeded(desk: Desk) -> None:
+    """Slurm counts in minutes, and sends the signal up to one of them early."""
+    desk.variables = {"SPINE_PAUSE_S": "0.5"}
+    limits = ("launch.time='0:02:00'", "launch.signal_lead_s=30", "run.name=a")
+    started = desk.start("train", *SLURM, *NUMBERS, *limits, "--wait")
+    done = started.wait(600)
+    assert done.code == Exit.OK, done.err
+    log = desk.run().log_file(0).read_text()
+    assert log.count("stopped by SIGUSR2") == log.count("going on with run a after step ") >= 1
+    assert len(desk.run().status()["starts"]) >= 2
+    assert [step for step, _ in curve(desk.run())] == list(range(1, STEPS + 1))

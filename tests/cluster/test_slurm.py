@@ -1,0 +1,181 @@
+"""launch=slurm: the script, what the job gets, what it leaves, and what Slurm refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import bed
+import pytest
+from bed import Cluster, wait_until
+from desk import START_S, Desk
+from launching import EXAMPLES, is_a_sentence_and_a_hint, until
+
+from echelon.cli import dispatch, guarded
+from echelon.errors import Exit
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+TELL = (
+    'echo "$RANK of $WORLD_SIZE on $(hostname)"; '
+    'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"; '
+    'echo "devices $CUDA_VISIBLE_DEVICES"; '
+    'echo "port $MASTER_PORT"; '
+    'echo "$FROM_SETUP"\n'
+)
+
+
+def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
+    """The first one on two nodes with two GPUs each, where rank 3 fails; the second on one node."""
+    words = (
+        *("run", "launch=slurm", "launch.nodes=2", "launch.gpus_per_node=2", "run.name=a"),
+        *("launch.sbatch=['--comment=hello','--exclusive=user']", "launch.cpus_per_node=2"),
+        """launch.setup=['export FROM_SETUP="a  b"','mkdir -p made']""",
+    )
+    fail = "if test $RANK = 3; then sleep 0.5; exit 7; fi"  # when the others are done
+    program = ("--", "bash", "-c", TELL + fail)
+    planned = json.loads(desk.type(*words, "--dry-run", "--json", *program).out)
+    assert not (desk.folder / "runs").exists()
+    following = desk.start(*words, "--wait", *program)
+    second = ("run", "launch=slurm", "run.name=b", "launch.interface=lo", "--", "bash", "-c", TELL)
+    submitted = desk.type(*second)
+    assert submitted.code == Exit.OK, submitted.err
+    job_b = desk.job("b")
+    assert submitted.out.startswith(f"job {job_b}: run b in {desk.run('b').folder}\n")
+
+    run, job = desk.run(), desk.job()
+    assert run.script_file.read_text() == planned["script"]
+    assert planned["commands"] == [["sbatch", "--parsable", str(run.script_file)]]
+    ranks = [place["rank"] for place in planned["places"]]
+    assert [place["devices"] for place in planned["places"]] == [["cuda:0"], ["cuda:1"]] * 2
+    done = following.wait()
+    assert done.left == []
+
+    # Its exit status is the program's, to us and to Slurm.
+    assert done.code == 7
+    told = desk.cluster.slurm("scontrol", "show", "job", job)
+    assert "ExitCode=7:0" in told
+    assert "JobState=FAILED" in told
+    assert "Comment=hello" in told
+    hosts = _hosts(desk, told)
+    assert f"rank 3 on {hosts[1]} failed: exited with code 7" in done.out
+
+    # A log of every rank and of every node, though there was no folder for them.
+    for rank in ranks:
+        text = run.log_file(rank).read_text()
+        port = 20_000 + int(job) % 10_000
+        mine = [f"{rank} of 4 on {hosts[rank // 2]}", "eth0 eth0", "devices 0,1", f"port {port}"]
+        assert text.splitlines()[:5] == [*mine, "a  b"]
+    assert [run.node_log(node).exists() for node in range(3)] == [True, True, False]
+    assert (desk.folder / "made").exists()  # the script runs where the command was typed
+
+    # The other one had a port of its own, and its script runs by hand.
+    wait_until(lambda: desk.cluster.job_state(job_b) == "COMPLETED")
+    desk.cluster.slurm("sbatch", "--wait", str(desk.run("b").script_file), cwd=desk.folder)
+    lines = desk.run("b").log_file(0).read_text().splitlines()
+    assert len(lines) == 10
+    assert lines[1] == lines[6] == "lo lo"
+    ports = {line for line in lines if line.startswith("port")} | {f"port {port}"}
+    assert len(ports) == 3
+
+
+def _hosts(desk: Desk, told: str) -> list[str]:
+    listed = told.partition(" NodeList=")[2].split()[0]
+    return desk.cluster.slurm("scontrol", "show", "hostnames", listed).split()
+
+
+def test_a_port_in_use_is_reported(desk: Desk) -> None:
+    first, second, _ = desk.cluster.nodes
+    where = f"launch.sbatch=['--hold','--nodelist={first},{second}']"
+    words = ("train", "launch=slurm", "launch.nodes=2", where, "run.name=a", "--wait")
+    following = desk.start(*words)
+    job = desk.job()
+    port = 20_000 + int(job) % 10_000
+    address = desk.cluster.addresses[first]
+    listen = f"import socket; s = socket.create_server(('{address}', {port})); print(1, flush=True)"
+    hold = "while s.accept(): pass"
+    taken = desk.program(sys.executable, "-c", f"{listen}\n{hold}", on=first)
+    until(lambda: taken.told() == "1\n", START_S, "the port is taken")
+    desk.cluster.slurm("scontrol", "release", job)
+    until(lambda: following.process.poll() is not None, START_S, "the job ends")
+    taken.end()
+    done = following.wait()
+    assert done.code == Exit.RENDEZVOUS
+    assert f"node 0 cannot listen at {first}:{port}: address already in use" in done.out
+    assert "Traceback" not in done.out
+    desk.require_nothing_left()
+
+
+def test_the_example_script_on_one_node_and_on_two(desk: Desk) -> None:
+    examples = desk.folder / "examples"
+    shutil.copytree(EXAMPLES, examples, ignore=shutil.ignore_patterns("logs", "runs"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    at = ("sbatch", "--wait", "--parsable", f"--chdir={examples}")
+    script = str(examples / "sbatch_run.sh")
+    jobs = [desk.program(*at, *n, script, PATH=path) for n in ([], ["-N", "2"])]
+    for how_many, started in zip(("one process", "2 processes"), jobs, strict=True):
+        done = started.wait()
+        log = examples / "logs" / f"{done.out.strip()}.log"  # nobody had made the folder
+        assert done.code == 0, log.read_text()
+        assert f"on {how_many} (cpu)" in log.read_text()
+        assert "finished" in log.read_text()
+        assert done.left == []
+
+
+# --- what Slurm refuses ---
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("launch.nodes=9", "Requested node configuration is not available"),
+        ("launch.partition=no-such", "invalid partition specified: no-such"),
+        ("launch.gpus_per_node=5", "Requested node configuration is not available"),
+        ("launch.sbatch=['--mem=1000T']", "Requested node configuration is not available"),
+        ("launch.sbatch=['--no-such-option']", "unrecognized option '--no-such-option'"),
+        ("launch.time=soon", "Invalid --time specification"),
+    ],
+)
+def test_what_slurm_refuses_leaves_nothing(
+    word: str,
+    says: str,
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_CONF", str(cluster.slurm_conf))
+    before = _jobs(cluster)
+    assert guarded(lambda: dispatch(["train", "launch=slurm", "run.name=a", word])) == Exit.USAGE
+    told = capsys.readouterr().err
+    assert is_a_sentence_and_a_hint(told), told
+    assert "Slurm does not take the job" in told
+    assert says in told
+    assert _jobs(cluster) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def _jobs(cluster: Cluster) -> list[str]:
+    return bed.run(["squeue", "-h", "-t", "all", "-o", "%i"], cluster.env, 30).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("asks", "gets"),
+    [
+        ("gpus-per-node", "TresPerNode=gres:gpu:2"),
+        ("gpus-per-task", "TresPerTask=gres:gpu:2"),
+        ("gres", "TresPerNode=gres:gpu:2"),
+    ],
+)
+def test_gpus_are_asked_for_as_the_cluster_wants(
+    asks: str, gets: str, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk.folder)
+    monkeypatch.setenv("SLURM_CONF", str(desk.cluster.slurm_conf))
+    words = ["launch=slurm", "launch.gpus_per_node=2", "launch.sbatch=['--hold']", "run.name=a"]
+    assert guarded(lambda: dispatch(["train", *words, f"launch.gpu_request={asks}"])) == Exit.OK
+    assert gets in desk.cluster.slurm("scontrol", "show", "job", desk.job())

@@ -1,0 +1,353 @@
+"""launch=ssh on real sshd: what is started, what is refused, what is left.
+
+Beside the cluster's hosts there are two that share less with this machine: `apart` has a file
+system of its own where the test is, `bare` has no Python. Both are sshds in mount namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import bed
+import pytest
+from bed import Cluster
+from desk import FAULTY, REGRESSION, Desk, curve
+from launching import children, is_a_sentence_and_a_hint, until
+
+from echelon.config.compose import compose
+from echelon.config.schema import Config, Launch
+from echelon.errors import EchelonError, Exit
+from echelon.launch.ssh.hosts import listed
+from echelon.launch.ssh.shipping import code_files
+from echelon.runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+WORDS = ("train", "launch=ssh", "run.name=a", "trainer.log_steps=1", "launch.threads=1")
+SHORT = (REGRESSION, "trainer.batch_size=6", "trainer.steps=12")
+LONG = (FAULTY, "trainer.batch_size=8", "trainer.steps=1000000")
+OURS = os.environ.get("PYTHONPATH", "")
+NASTY = """it's "a" $(touch oops) folder"""
+
+
+def ssh(desk: Desk) -> str:
+    return f"launch.ssh='ssh -F {desk.cluster.ssh_config}'"
+
+
+def two(desk: Desk) -> tuple[str, ...]:
+    return ssh(desk), f"launch.hosts=[{','.join(desk.cluster.nodes[:2])}]"
+
+
+@pytest.fixture
+def nasty(desk: Desk) -> Desk:
+    desk.folder = desk.folder / NASTY
+    desk.folder.mkdir()
+    return desk
+
+
+# --- as it should be ----------------------------------------------------------------------------
+
+
+def test_two_hosts_give_the_curve_of_one_machine(nasty: Desk) -> None:
+    desk, (first, second, _) = nasty, nasty.cluster.nodes
+    hostfile = desk.folder / "my hosts"
+    hostfile.write_text(f"# two each\n{first} slots=2\n\n{second} slots=2  # the other\n")
+    done = desk.type(*WORDS, *SHORT, ssh(desk), "launch.hostfile='my hosts'")
+    assert done.code == Exit.OK, done.err
+    assert done.left == []
+    assert all(line.startswith((f"{first} │", f"{second} │")) for line in done.err.splitlines())
+    assert f"{first} │ run a: 12 steps" in done.err
+    assert [path.name for path in desk.folder.iterdir() if path.name == "oops"] == []
+    status = desk.run().status()
+    assert (status["state"], status["launcher"], status["world"]) == ("finished", "ssh", 4)
+    assert status["hosts"] == [first, second]
+    there = curve(desk.run())
+    local = desk.type(*WORDS, *SHORT, "launch=local", "launch.procs=4", "run.name=b")
+    assert local.code == Exit.OK, local.err
+    assert there == curve(desk.run("b"))
+
+
+def test_secrets_arrive_and_are_nowhere_to_be_read(desk: Desk) -> None:
+    canary = secrets.token_hex(16)
+    script = "printenv CANARY | wc -c; sleep 2; sleep 1001 & setsid sleep 1002 & exit 3"
+    words = ("run", "launch=ssh", "run.name=a", *two(desk), "launch.carry=[CANARY]")
+    command = desk.start(*words, "--", "sh", "-c", script, CANARY=canary)
+    seen = 0
+    while command.process.poll() is None:
+        seen += canary in _all_command_lines()
+        time.sleep(0.1)
+    done = command.wait()
+    assert seen == 0
+    assert "│ 33" in done.out, done.err
+    assert done.code == 3, done.err
+    assert done.left == [], "not even what a program put into the background"
+    texts = [path.read_bytes() for path in desk.folder.rglob("*") if path.is_file()]
+    assert not [text for text in texts if canary.encode() in text]
+    assert canary not in done.out + done.err
+
+
+def _all_command_lines() -> str:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text(errors="replace"))
+        except OSError:
+            continue  # it has ended
+    return "\n".join(found)
+
+
+# --- hosts that cannot take part ----------------------------------------------------------------
+
+
+def test_names_that_are_options_reach_no_ssh(tmp_path: Path) -> None:
+    option = "-oProxyCommand=touch oops"
+    file = tmp_path / "hosts"
+    file.write_text(f"n1\n{option}\nn2 slots=many\n\nn3 slots=2 # fine\n")
+    with pytest.raises(EchelonError, match=option.split()[0]):
+        compose(["launch=ssh", f"launch.hosts=['{option}']"])
+    with pytest.raises(EchelonError) as caught:
+        listed(Launch(kind="ssh", hostfile=str(file)))
+    assert [fault.what.partition(": ")[0] for fault in caught.value.faults] == [
+        f"{file}, line 2",
+        f"{file}, line 3",
+    ]
+    with pytest.raises(EchelonError, match="cannot be read: no such file or directory"):
+        listed(Launch(kind="ssh", hostfile="nowhere"))
+
+
+def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -> None:
+    desk, first = nasty, nasty.cluster.nodes[0]
+    with extended(desk, tmp_path) as config:
+        torch, gpus = tmp_path / "torch", tmp_path / "gpus"
+        metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 9.9.9\\n"
+        nvml = "nvmlInit = nvmlShutdown = lambda: 0\\nnvmlDeviceGetCount = lambda: 4\\n"
+        nvml += "NVMLError = OSError\\n"
+        _write(config, torch / "torch-9.9.9.dist-info" / "METADATA", metadata)
+        _write(config, gpus / "pynvml.py", nvml)
+        words = (*WORDS, *SHORT, f"launch.ssh='ssh -F {config}'")
+        there = f"launch.hosts=[{first},gone,liar,bare,apart]"
+        done = desk.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")
+        unequal = desk.type(*words, f"launch.hosts=[{first},apart]", PYTHONPATH=f"{gpus}:{OURS}")
+    assert f"the hosts differ in their visible devices: {first} 0, apart 4" in unequal.err
+    assert done.code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(done.err), done.err
+    gone, liar, bare, apart = (x for x in done.err.splitlines() if x.startswith("error: "))
+    assert gone.startswith("error: gone cannot be reached: ssh: connect to host")
+    assert liar.startswith("error: liar is not the machine that ssh knows by this name:")
+    assert "Host key verification failed." in liar
+    assert bare.startswith(f"error: {sys.executable} is not there on bare:")
+    assert apart.startswith("error: torch is 9.9.9 on apart, but")
+    assert list((desk.folder / "runs").iterdir()) == [], "no run, and no token left"
+    assert done.left == []
+
+
+def _write(config: str, path: Path, text: str) -> None:
+    """On the host apart."""
+    command = f"mkdir -p {path.parent} && printf '{text}' > {path}"
+    subprocess.run(["ssh", "-F", config, "apart", command], check=True, timeout=30)
+
+
+# --- hosts that do not share the folder ---------------------------------------------------------
+
+NEIGHBOUR = "SAMPLES = 24\n"
+EXPERIMENT = """\
+import torch, echelon, neighbour
+
+def experiment(cfg):
+    x = torch.arange(float(neighbour.SAMPLES))[:, None] / neighbour.SAMPLES
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    print("built from", __file__)
+    return echelon.Experiment(model, optimizer, torch.nn.functional.mse_loss, (x, 2 * x))
+"""
+
+
+def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(nasty: Desk, tmp_path: Path) -> None:
+    desk = nasty
+    (desk.folder / "neighbour.py").write_text(NEIGHBOUR)
+    (desk.folder / "mine.py").write_text(EXPERIMENT)
+    (desk.folder / ".git").mkdir()
+    (desk.folder / ".git" / "big").write_bytes(bytes(1000))
+    words = (*WORDS, "experiment=mine.py:experiment", "trainer.batch_size=6")
+    with extended(desk, tmp_path) as config:
+        words = (*words, f"launch.ssh='ssh -F {config}'")
+        hosts = f"launch.hosts=[apart,twin,{desk.cluster.nodes[0]}]"
+        done = desk.type(*words, hosts, "trainer.steps=8")
+        assert done.code == Exit.OK, done.err
+        run = desk.run()
+        assert f"apart │ built from {run.code(0)}/mine.py" in done.out
+        assert not list(run.folder.glob("code-*")), "they are over there"
+        assert (run.status()["state"], run.status()["step"]) == ("finished", 8)
+        assert run.newest_step() == 8
+        assert [run.log_file(rank).exists() for rank in range(3)] == [True] * 3
+        again = desk.type(*words, "launch.hosts=[twin,apart]", "trainer.steps=12")
+        assert again.code == Exit.OK, again.err
+        assert "going on with run a after step 8" in again.err
+        assert [step for step, _ in curve(run)] == list(range(1, 13))
+        listed = subprocess.run(
+            ["ssh", "-F", config, "apart", f"find '{tmp_path}' -path '*/code-*'"],
+            **{"capture_output": True, "text": True, "timeout": 30},
+        ).stdout
+    assert "code-1/neighbour.py" in listed
+    assert ".git" not in listed
+
+
+def test_too_much_code_is_not_sent(tmp_path: Path) -> None:
+    for folder in ("data", "runs", "wandb"):
+        (tmp_path / folder).mkdir()
+        with (tmp_path / folder / "much").open("wb") as file:
+            file.truncate(200_000_000)
+    (tmp_path / "wandb" / "__init__.py").touch()
+    config = Config(experiment={"entry": f"{tmp_path / 'mine.py'}:experiment"})
+    with pytest.raises(EchelonError) as caught:
+        code_files(config, Run(tmp_path / "elsewhere" / "a"))
+    said = str(caught.value)
+    assert "more than 100 MB: " in said
+    assert "data (200 MB)" in said, "and what is big"
+    assert "wandb (200 MB)" in said, "a package"
+    assert "runs (" not in said
+    (tmp_path / "data" / "much").unlink()
+    (tmp_path / "wandb" / "much").unlink()
+    assert list(code_files(config, Run(tmp_path / "elsewhere" / "a"))) == ["wandb/__init__.py"]
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+def test_what_is_printed_is_run_and_nothing_is_left_when_it_is_killed(nasty: Desk) -> None:
+    desk, hosts = nasty, nasty.cluster.nodes[:2]
+    words = (*WORDS, *LONG, *two(desk), "launch.procs=2")
+    plan = json.loads(desk.type(*words, "--dry-run", "--json").out)
+    assert [place["host"] for place in plan["places"]] == [hosts[0]] * 2 + [hosts[1]] * 2
+    for host, command in zip(hosts, plan["commands"], strict=True):
+        assert command[command.index("--") + 1 : -1] == [host]
+    launcher = desk.start(*words).process
+    desk.wait_for_step(3)
+    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in sorted(children(launcher.pid))]
+    assert [line.rstrip("\0").split("\0") for line in lines] == plan["commands"]
+    launcher.kill()
+    desk.require_nothing_left()
+
+
+def test_a_silent_link_ends_the_host_and_the_run(desk: Desk) -> None:
+    """A halted ssh is one, and disturbs nobody else on these hosts."""
+    second = desk.cluster.nodes[1]
+    command = desk.start(*WORDS, *LONG, *two(desk))
+    desk.wait_for_step(3)
+    last = max(pid for pid in children(command.process.pid))
+    os.kill(last, signal.SIGSTOP)
+    desk.require_nothing_left(second, limit_s=20)
+    done = command.wait(20)
+    assert done.code == Exit.NODE_LOST, done.err
+    assert f"node 1 ({second}, rank 1) ended without a word" in done.last_lines
+    status = desk.run().status()
+    assert (status["state"], status["failure"]["exit"]) == ("failed", Exit.NODE_LOST)
+    assert done.left == []
+
+
+def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
+    carry = "launch.carry=[SPINE_PAUSE_S,SPINE_FAULT]"
+    endless = (REGRESSION, "trainer.batch_size=6", "trainer.steps=1000000")
+    words = (*WORDS, *endless, *two(desk), carry, "trainer.save.epochs=null")
+    command = desk.start(*words, SPINE_PAUSE_S="0.1")
+    desk.wait_for_step(3)
+    command.process.send_signal(signal.SIGINT)
+    done = command.wait(30)
+    assert done.code == Exit.PREEMPTED, done.err
+    saved = desk.run().newest_step()
+    assert saved == desk.run().status()["step"] >= 3
+    assert "stopped by SIGINT" in done.err
+    assert done.left == []
+
+    command = desk.start(*words, SPINE_FAULT="0:5:wait")
+    desk.wait_for_step(saved + 4)
+    command.process.send_signal(signal.SIGINT)
+    until(lambda: "Ctrl-C again stops at once" in command.told(), 10, "the first is heard")
+    command.process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    done = command.wait(10)
+    assert time.monotonic() - begun < 5
+    assert done.code == Exit.INTERRUPTED, done.err
+    assert done.last_lines.endswith("stopped at once; the last snapshot stands")
+    assert desk.run().newest_step() == saved
+    assert done.left == []
+
+
+# --- hosts of our own ---------------------------------------------------------------------------
+
+_HIDDEN = 'for d in "$0"; do mount -t tmpfs none "$d" || exit 1; done; exec "$@"'
+
+
+@contextmanager
+def extended(desk: Desk, hidden: Path) -> Iterator[str]:
+    """A configuration of ssh that knows `apart` and its `twin`, where `hidden` is another folder,
+    `bare`, which has no Python, `gone`, which is not there, and `liar` with another's key."""
+    host = desk.cluster.nodes[-1]
+    with (
+        _sshd(desk.cluster, host, [2222, 2224], hidden) as apart,
+        _sshd(desk.cluster, host, [2223], Path(sys.executable).parent) as bare,
+    ):
+        first = desk.cluster.addresses[desk.cluster.nodes[0]]
+        nobody = first.rpartition(".")[0] + ".99"
+        aliases = f"""
+Host apart
+  HostName {apart}
+  Port 2222
+  HostKeyAlias {host}
+Host twin
+  HostName {apart}
+  Port 2224
+  HostKeyAlias {host}
+Host bare
+  HostName {bare}
+  Port 2223
+  HostKeyAlias {host}
+Host gone
+  HostName {nobody}
+Host liar
+  HostName {first}
+  HostKeyAlias {host}
+Host *
+"""
+        common = desk.cluster.ssh_config.read_text()
+        options = [x for x in common.splitlines() if x.split()[0] not in _OF_A_HOST]
+        config = desk.cluster.kind.folder / "ssh" / f"config-{secrets.token_hex(4)}"
+        config.write_text(common + aliases + "\n".join(dict.fromkeys(options)) + "\n")
+        try:
+            yield str(config)
+        finally:
+            config.unlink()
+
+
+_OF_A_HOST = ("Host", "HostName", "HostKeyAlias")
+
+
+@contextmanager
+def _sshd(cluster: Cluster, host: str, ports: list[int], hidden: Path) -> Iterator[str]:
+    """One more sshd of a host, which sees an empty folder in place of another; its address."""
+    folder, address = cluster.kind.folder / "ssh", cluster.addresses[host]
+    config = folder / f"sshd-{secrets.token_hex(4)}"
+    listen = "".join(f"ListenAddress {address}:{port}\n" for port in ports)
+    text = (folder / f"sshd_{host}").read_text()
+    config.write_text(text.replace(f"ListenAddress {address}:22\n", listen))
+    daemon = ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
+    on = [sys.executable, str(bed.PROGRAM), "--folder", str(cluster.kind.folder), "exec", host]
+    private = ["unshare", "-m", "--propagation", "private", "sh", "-c", _HIDDEN, str(hidden)]
+    process = subprocess.Popen([*on, "--", *private, *daemon], stderr=subprocess.DEVNULL)
+    try:
+        probe = f"exec 3<>/dev/tcp/{address}/{ports[-1]}"
+        until(lambda: subprocess.run(["bash", "-c", probe]).returncode == 0, 20, "another sshd")
+        yield address
+    finally:
+        process.terminate()
+        process.wait(10)
+        config.unlink()
