@@ -12,7 +12,7 @@ demo: $(READY)  ## train a toy on two processes and look at it
 	@.venv/bin/echelon train launch=local launch.procs=2 hidden=64 samples=8192 trainer.epochs=6
 
 test: check     ## everything that runs on a CPU
-	$(PY) -m pytest tests -m "slow and not gpu"
+	$(PY) -m pytest tests -m "slow and not gpu and not campaign"
 
 check: $(READY) ## lint, types, unit tests: under a minute
 	.venv/bin/ruff check .
@@ -32,6 +32,7 @@ bench-gpu:      ## the same on an NVIDIA GPU, with this machine's own Python and
 campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 restarts, 200 starts
 	$(PY) tests/campaigns/snapshot_kills.py --kills 1000 --flips 1000 --json benchmarks/results/snapshot_kills.json
 	$(PY) tests/campaigns/restarts.py --restarts 200 --starts 200 --json benchmarks/results/restarts.json
+	$(PY) -m pytest tests -m campaign
 
 cluster:        ## start the test cluster, three hosts on this machine (root, Debian)
 	python3 cluster/cluster.py up

@@ -12,7 +12,6 @@ tiny epoch before, so that loading code is not counted. One thread, as in a data
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -195,10 +194,6 @@ def measure() -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         return {
-            "benchmark": "order",
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
             "start": measure_starts(),
             "draw": measure_draws(),
         }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,11 @@ TITLES = {
     "cli": "What a command that needs no torch costs",
     "order": "Starting and drawing an epoch",
     "snapshots": "Saving and reading back 600 MB",
+    "on_slurm": "On a Slurm cluster of several hosts",
     "gpu": "On one NVIDIA GPU",
 }
-ON_CPU = [name for name in TITLES if name != "gpu"]
+HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
+ON_CPU = [n for n in TITLES if n != "gpu" and (n != "on_slurm" or HAVE_CLUSTER)]
 
 
 def main() -> None:
