@@ -8,12 +8,15 @@ collective of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.config.schema import Trainer
@@ -59,6 +62,7 @@ class Replica:
         self.world_size = world.size
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
+        self._optimize = _Unlabelled(experiment.optimizer)
         self._pending: list[Tensor] = []
         self._wishes = Wishes()
         self._objective = _Objective(experiment, device)
@@ -78,7 +82,7 @@ class Replica:
             scaler.step(optimizer)  # all ranks have the same gradients, so all skip or none
             scaler.update()
         else:
-            optimizer.step()
+            self._optimize()
         if self.experiment.schedule is not None:
             self.experiment.schedule.step()
         for p in self.parameters:
@@ -125,6 +129,31 @@ class Replica:
         assert told is not None
         self._pending.append(told[-1].clone() if self.world_size == 1 else told.clone())
         self._objective.control.grad = None
+
+
+class _Unlabelled:
+    """An optimizer's step without the label that torch puts around it for its profiler, which takes
+    a tenth of a small step. Where somebody profiles, or has hooked into the step, it is torch's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        step = type(optimizer).step
+        ours = getattr(step, "hooked", False) and "step" not in vars(optimizer)
+        self._bare: Callable[[Optimizer], Any] | None = (
+            getattr(step, "__wrapped__", None) if ours else None
+        )
+
+    def __call__(self) -> None:
+        if self._bare is None or self._is_watched():
+            self._optimizer.step()
+        else:
+            self._bare(self._optimizer)
+
+    def _is_watched(self) -> bool:
+        own = self._optimizer
+        hooks = own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
+        for_all = optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks
+        return bool(hooks or for_all or torch.autograd._profiler_enabled())
 
 
 class _Objective(nn.Module):
