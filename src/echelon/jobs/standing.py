@@ -166,16 +166,18 @@ def _by_job(facts: _Facts, answer: Answer) -> tuple[str, str]:
         return ended
     word = answer.words.get(str(facts.job))
     if word is None and answer.silence:
-        return facts.said or "unknown", "Slurm does not answer"
+        return facts.said or "unknown", ""  # that Slurm is silent is told once, for all
     if word is not None and word.active:
         return _in_queue(facts, word)
     if facts.said == "finished":
         return "finished", ""
     if facts.cancelled or (word is not None and word.state == "CANCELLED"):
         return "cancelled", ""
-    ending = _ENDINGS.get(word.state) if word is not None else None
+    told, ending = _by_folder(facts), _ENDINGS.get(word.state) if word is not None else None
     gone = f"job {facts.job} left the queue before its script came to its end"
-    return ending or _by_folder(facts) or ("lost", gone)
+    if word is not None and word.state == "FAILED":
+        return told or _ENDINGS["FAILED"]  # a script that TERM ended says less than its ranks did
+    return ending or told or ("lost", gone)
 
 
 def _in_queue(facts: _Facts, word: Word) -> tuple[str, str]:
