@@ -105,6 +105,8 @@ def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
     given = parser.parse_intermixed_args(words)
     from echelon.entry import train, train_all
 
+    if given.multirun and (given.wait or given.json):
+        parser.error("--wait and --json are for one run")
     if given.multirun:
         return train_all(given.overrides, own, given.dry_run)
     return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)

@@ -75,7 +75,11 @@ def train_all(
         from echelon.launch.slurm.array import submit_all
 
         return submit_all(configs, dry_run)
-    codes = [start(config, dry_run) for config in configs]
+    codes: list[int] = []
+    for config in configs:
+        codes.append(start(config, dry_run))
+        if codes[-1] in (Exit.PREEMPTED, Exit.INTERRUPTED):  # who stops one means them all
+            break
     return max(codes)
 
 
@@ -112,12 +116,31 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     if dry_run:
         plan.show(as_json)
         return Exit.OK
+    if kind in ("local", "ssh", "slurm"):
+        _require_idle(config)
     if kind == "inline":
         from echelon.train.worker import train_here
 
         return train_here(config)
     code: int = launcher.carry_out(config, plan)
     return follow(config, wait) if kind == "slurm" else code
+
+
+def _require_idle(config: Config) -> None:
+    """Two at once would write over each other's snapshots."""
+    from echelon.launch.process import is_alive
+
+    run = runs.Run(Path(config.run.dir).absolute() / (config.run.name or ""))
+    status = run.status() if config.run.name else {}
+    at_work = status.get("state") in ("starting", "running")
+    if at_work and is_alive(status.get("process")):
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is running already, as process {status['process']['pid']}",
+                f"follow it with `echelon attach {run.name}`, or end it with "
+                f"`echelon cancel {run.name}`",
+            )
+        )
 
 
 def follow(config: Config, wait: bool) -> int:

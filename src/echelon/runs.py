@@ -85,6 +85,17 @@ class Run:
         return self.folder / "cancelled"
 
     @property
+    def job_file(self) -> Path:
+        """Slurm's number of the newest job. Not in the status, which is the job's own to write as
+        soon as it is queued."""
+        return self.folder / "job"
+
+    def job(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.job_file.read_text().strip()
+        return ""
+
+    @property
     def job_log(self) -> Path:
         """What the batch script itself said."""
         return self.logs / "job.log"
@@ -132,7 +143,7 @@ class Run:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write beside and rename: a reader sees the old text or the new, never a half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     beside.write_text(json.dumps(data, indent=2) + "\n")
     beside.replace(path)
 
@@ -166,7 +177,7 @@ def create(config: Config) -> Run:
             # Here already: the refused configuration must not take the place of the run's own.
             require_same_numbers(run, run.config().numbers(), config, last)
     _make_folder(run, config)
-    for ended in (run.exit_file, run.cancel_file):
+    for ended in (run.exit_file, run.cancel_file, run.job_file):
         ended.unlink(missing_ok=True)
     _point_latest(root, run)
     return run
@@ -189,7 +200,7 @@ def _make_folder(run: Run, config: Config) -> None:
 def adopt(folder: Path, config: Config) -> Run:
     """The folder of a run that node 0 made, here: the same one, or a machine's own at that path."""
     run = Run(folder)
-    if not run.config_file.exists():
+    if not run.config_file.exists() or run.config() != config:
         _make_folder(run, config)
     return run
 

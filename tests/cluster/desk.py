@@ -83,7 +83,7 @@ class Desk:
         self.wait_for_step(self.step(name) + 3, name, limit_s)
 
     def job(self, name: str = "a") -> str:
-        return str(until(lambda: self.run(name).status().get("job"), START_S, "a job's number"))
+        return str(until(lambda: self.run(name).job(), START_S, "a job's number"))
 
     def hosts(self, job: str) -> list[str]:
         """Where a job runs, in the order of its nodes."""

@@ -43,7 +43,9 @@ def refusal(run: Run, ends: Sequence[tuple[str, int]], launch: Launch = LAUNCH) 
 def test_running_out_of_time_has_its_own_limit(run: Run) -> None:
     ends = [("queued", 0), ("preempted", 5), ("preempted", 10), ("preempted", 15)]
     said = refusal(run, ends)
-    assert said.startswith(f"run {run.name} was preempted 3 times, and launch.max_requeues=2")
+    assert said.startswith(
+        f"run {run.name} was preempted or lost a node 3 times, and launch.max_requeues=2"
+    )
     assert f"raise launch.max_requeues, then `echelon resume {run.name}`" in said
 
 
@@ -52,9 +54,9 @@ def test_failures_have_their_own_limit(run: Run) -> None:
     assert said.startswith(f"run {run.name} has failed 2 times, and launch.max_restarts=1")
 
 
-def test_a_job_that_died_without_a_word_failed(run: Run) -> None:
-    said = refusal(run, [("queued", 0), ("running", 5), ("running", 10)])
-    assert "has failed 2 times" in said
+def test_a_job_that_died_without_a_word_went_with_its_node(run: Run) -> None:
+    ends = [("queued", 0), ("running", 5), ("running", 10), ("preempted", 15)]
+    assert "was preempted or lost a node 3 times" in refusal(run, ends)
 
 
 def test_what_is_left_is_counted_over_all_jobs(run: Run) -> None:
@@ -86,10 +88,17 @@ def test_a_finished_run_counts_anew(run: Run) -> None:
     [
         (LAUNCH, LOST, True),
         (LAUNCH, replace(LOST, exit=int(Exit.FAILED)), False),
-        (replace(LAUNCH, max_restarts=0), LOST, False),
+        (replace(LAUNCH, max_restarts=0), LOST, True),
+        (replace(LAUNCH, max_requeues=0), LOST, False),
         (replace(LAUNCH, kind="env"), LOST, False),
     ],
-    ids=["node lost", "code at fault", "no restarts wanted", "no script to do it"],
+    ids=[
+        "node lost",
+        "code at fault",
+        "no restarts needed",
+        "no requeues wanted",
+        "no script to do it",
+    ],
 )
 def test_only_a_lost_node_is_worth_another_job(
     run: Run, launch: Launch, failure: Failure, again: bool
@@ -99,8 +108,9 @@ def test_only_a_lost_node_is_worth_another_job(
 
 
 def test_the_wish_to_requeue_is_gone_once_it_is_granted(run: Run) -> None:
-    requeue.after(run, LAUNCH, LOST)
-    begin_again(run, "failed", 5)
+    once = replace(LAUNCH, max_requeues=1)
+    requeue.after(run, once, LOST)
+    begin_again(run, "preempted", 5, once)
     assert not (run.folder / requeue.REQUEUE).exists()
-    requeue.after(run, LAUNCH, LOST)  # the one failure that may be is used up
+    requeue.after(run, once, LOST)  # the one that may be is used up
     assert not (run.folder / requeue.REQUEUE).exists()

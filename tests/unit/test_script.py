@@ -82,7 +82,7 @@ def test_gpus_by_node_by_task_or_as_gres(mode: str, request_: str, option: str) 
     assert [o for o in options(plan) if "gpu" in o or "gres" in o] == [option]
     tasks = 4 if mode == "srun" else 1
     assert f"--ntasks-per-node={tasks}" in options(plan)
-    assert f"srun --ntasks-per-node={tasks} " in plan.script
+    assert f"srun --export=ALL --ntasks-per-node={tasks} " in plan.script
 
 
 def test_set_up_lines_stand_before_the_training() -> None:
@@ -359,3 +359,17 @@ def test_without_slurm_that_is_said(
     assert guarded(lambda: dispatch(["train", "launch=slurm"])) == Exit.USAGE
     assert "there is no sbatch on this machine's PATH" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_is_told_of_the_end_in_its_own_way_and_queues_again_so_often() -> None:
+    lightning = planned("mode=lightning", program=["python", "train.py"])
+    assert "--signal=USR1@120" in options(lightning), "Lightning's own"
+    tasks = planned("mode=srun", "launch.max_requeues=7", program=["python", "train.py"])
+    assert "--signal=USR2@120" in options(tasks)
+    assert '[ "$code" -eq 140 ]' in tasks.script, "ended by USR2"
+    assert '[ "${SLURM_RESTART_COUNT:-0}" -lt 7 ]' in tasks.script
+
+
+def test_a_process_gets_a_cpu_where_no_gpu_decides() -> None:
+    assert "--cpus-per-task=3" in options(planned("launch.procs=3"))
+    assert not [o for o in options(planned("launch.gpus_per_node=3")) if "cpus" in o]

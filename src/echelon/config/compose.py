@@ -66,7 +66,8 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     """The configuration of an old run with a few values changed, still in its folder."""
     faults: list[Fault] = []
     base = _open_config(dict(config.experiment))
-    ours = {k: v for k, v in config.to_dict().items() if k not in ("experiment", "rank")}
+    kept = ("experiment", "rank", "program")
+    ours = {k: v for k, v in config.to_dict().items() if k not in kept}
     ours["run"] = {"name": name, "dir": str(folder)}
     ours["world_size"] = ours["master"] = None
     base.merge_with(ours)
@@ -82,7 +83,7 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     for override in parsed:
         if override.key_or_group not in GROUPS:
             _apply(base, override, free=False, faults=faults)
-    return _checked(base, faults)
+    return _checked(base, faults, config.program)
 
 
 def _checked(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:

@@ -64,7 +64,7 @@ def follow(
                 printer.show(Line(time.time(), name, text))
         printer.pause()
     for name in names():
-        for text in logs[name].lines(rest=True):
+        for text in logs.setdefault(name, Log(run, name)).lines(rest=True):
             printer.show(Line(time.time(), name, text))
     printer.pause()
     assert standing is not None

@@ -110,7 +110,7 @@ class _Facts:
 
     @property
     def job(self) -> str | None:
-        job = str(self.status.get("job") or "")
+        job = str(self.status.get("job") or self.run.job())
         return job if self.launcher == "slurm" and _JOB.fullmatch(job) else None
 
     @property

@@ -112,11 +112,12 @@ class Agent(SimpleElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
         if self._zygote.gone:
             self._zygote = self._zygote.again()
-        for worker in worker_group.workers:
-            self._zygote.start(self._order(worker, worker_group))
-        while len(self._pids) + len(self._codes) < len(worker_group.workers):
-            self._zygote.wait(1.0)
-            self._hear()
+        with contextlib.suppress(ZygoteGone):  # the codes say so
+            for worker in worker_group.workers:
+                self._zygote.start(self._order(worker, worker_group))
+            while len(self._pids) < len(worker_group.workers):
+                self._zygote.wait(1.0)
+                self._hear()
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -193,6 +194,8 @@ class Agent(SimpleElasticAgent):
             variables = {}
         elif group.spec.local_world_size > 1:
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        if self._job.program:  # what it prints is read while it runs, and after it was killed
+            variables["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "1")
         log = None if rank == 0 and not self._job.program else str(self._run.log_file(rank))
         return Order(
             worker.local_rank,
@@ -210,10 +213,10 @@ class Agent(SimpleElasticAgent):
                 by_pid[news["started"]] = news["local_rank"]
                 self._untold.append(news["local_rank"])
                 self._pass_on()
-            elif "exited" in news:
+            elif news.get("exited") in by_pid:  # else one of an attempt before, slow to die
                 self._codes[by_pid[news["exited"]]] = self._meant(news["code"])
-            else:  # the zygote is gone, and by its death so are the workers
-                self._codes |= {r: -signal.SIGKILL for r in self._pids if r not in self._codes}
+            elif "gone" in news:  # and by the zygote's death so are the workers
+                self._codes |= {r: -signal.SIGKILL for r in self._ranks if r not in self._codes}
                 raise ZygoteGone
 
     def _meant(self, code: int) -> int:

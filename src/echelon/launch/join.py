@@ -15,6 +15,7 @@ from echelon.failure import Failure
 from echelon.gpus import visible_count
 from echelon.launch.node import network_variables, serve, show, variables
 from echelon.launch.plan import Node
+from echelon.launch.slurm.script import processes
 from echelon.runs import Run
 
 
@@ -64,7 +65,8 @@ def _noted(run: Run, serving: Callable[[], int]) -> int:
 
 def _procs(config: Config, rank: int, procs: int | None, env: Mapping[str, str]) -> int:
     launch, visible = config.launch, visible_count(env)
-    procs = procs or launch.procs or launch.gpus_per_node or max(1, visible)
+    planned = processes(launch) if launch.kind == "slurm" else launch.procs
+    procs = procs or planned or max(1, visible)
     procs = 1 if config.program and config.mode == "plain" else procs
     if visible and procs > visible and not launch.share_devices:
         raise EchelonError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
 import selectors
 import socket
@@ -27,6 +26,7 @@ SILENCE_S = 14.0
 _BEAT_S = 1.0
 _AGREE_S = 3.0
 _PART_S = 5.0
+_SENDING = threading.Lock()
 _FOR_GOOD = -1
 """In place of an attempt: there is nobody to start another one with."""
 
@@ -53,9 +53,6 @@ class Alone:
     def __init__(self) -> None:
         self._told: dict[int, Failure] = {}
         self._signs: Signs = []
-        self.on_lost: Callable[[Failure], None] = lambda failure: os._exit(failure.exit)
-        """Called when node 0 is gone, from a thread, because the agent may be waiting for an answer
-        that never comes."""
 
     def begin(self, attempt: int) -> None:
         pass
@@ -98,7 +95,8 @@ class Hub(Alone):
 
     def __init__(self, address: str, nodes: int) -> None:
         super().__init__()
-        self._listener = socket.create_server((address, 0), backlog=nodes)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=nodes)
         self.key = f"{self._listener.getsockname()[1]} {secrets.token_hex(16)}"
         """What the others need to come in."""
         self._nodes = nodes
@@ -114,7 +112,7 @@ class Hub(Alone):
 
     def begin(self, attempt: int) -> None:
         self._attempt = attempt
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.signs = None
 
     def agree(self, attempt: int, failure: Failure) -> Failure:
@@ -124,7 +122,7 @@ class Hub(Alone):
         return self.verdict(attempt) or failure
 
     def stuck(self, attempt: int, hang_s: float) -> Stuck | None:
-        reports = [self._signs, *(p.signs for p in self._peers.values())]
+        reports = [self._signs, *(p.signs for p in list(self._peers.values()))]
         if len(reports) < self._nodes or None in reports:
             return None
         stuck = _stuck([sign for report in reports for sign in report or ()], hang_s)
@@ -176,7 +174,7 @@ class Hub(Alone):
             self._peers[peer.node] = peer
         elif "signs" in message and message["attempt"] == self._attempt:
             peer.signs = message["signs"]
-            peer.ranks = _span([s["rank"] for s in message["signs"]]) or peer.ranks
+            peer.ranks = _span([s["rank"] for s in message["signs"] or ()]) or peer.ranks
         elif "failure" in message:
             self.agree(message["attempt"], Failure(**message["failure"]))
         elif "bye" in message:
@@ -204,14 +202,17 @@ class Hub(Alone):
 class Spoke(Alone):
     """Every other node's end."""
 
-    def __init__(self, host: str, key: str, node: int) -> None:
+    def __init__(self, host: str, key: str, node: int, on_lost: Callable[[Failure], None]) -> None:
         super().__init__()
         self._host = host
+        self._on_lost = on_lost
+        """Called from a thread, because the agent may be waiting for an answer that never comes."""
         port = int(key.split()[0])
         self._connection = socket.create_connection((host, port), timeout=SILENCE_S)
         self._connection.settimeout(_BEAT_S)
         self._attempt = 0
-        self._signs: Signs = []
+        self._reported: Signs | None = None
+        """In this attempt."""
         self._over = False
         self._stuck: dict[int, Stuck] = {}
         self._say({"key": key, "node": node, "host": socket.gethostname()})
@@ -220,10 +221,10 @@ class Spoke(Alone):
             threading.Thread(target=target, daemon=True, name="lifeline").start()
 
     def begin(self, attempt: int) -> None:
-        self._attempt, self._signs = attempt, []
+        self._attempt, self._reported = attempt, None
 
     def report(self, signs: Signs) -> None:
-        first, self._signs = signs and not self._signs, signs
+        first, self._reported = signs and not self._reported, signs
         if first:  # node 0 can name our ranks from now on
             self._say({"signs": signs, "attempt": self._attempt})
 
@@ -246,7 +247,7 @@ class Spoke(Alone):
 
     def _beat(self) -> None:
         while not self._over:
-            self._say({"signs": self._signs, "attempt": self._attempt})
+            self._say({"signs": self._reported, "attempt": self._attempt})
             if time.monotonic() - self._heard > SILENCE_S:
                 self._lost(f"has not been heard for {SILENCE_S:g} s")
             time.sleep(_BEAT_S)
@@ -277,7 +278,7 @@ class Spoke(Alone):
     def _lost(self, how: str) -> None:
         if not self._over:
             self._over = True
-            self.on_lost(lost(0, self._host, "0 …", how, self._signs, rank=0))
+            self._on_lost(lost(0, self._host, "0 …", how, self._reported or [], rank=0))
 
 
 def lost(
@@ -308,5 +309,11 @@ def _span(ranks: list[int]) -> str:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # whoever reads notices that it is gone
-        connection.sendall(json.dumps(message).encode() + b"\n")
+    """Whole lines, from any thread; where one does not go through, the connection is of no use."""
+    line = json.dumps(message).encode() + b"\n"
+    with _SENDING:
+        try:
+            connection.sendall(line)
+        except OSError:  # whoever reads from it notices
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

@@ -7,6 +7,7 @@ before each attempt.
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -46,7 +47,14 @@ class Meeting(RendezvousHandler):
         self._attempt += 1
         node = self._node
         gathering = dist.PrefixStore(f"nodes/{self._attempt}", self._store)
-        gathering.set(str(node.rank), "1")
+        if gathering.add(str(node.rank), 1) > 1:
+            raise EchelonError(
+                Fault(
+                    f"node {node.rank} is here twice: two machines have this number",
+                    f"give the nodes the numbers 0 to {node.count - 1} (NODE_RANK)",
+                ),
+                exit=Exit.RENDEZVOUS,
+            )
         if gathering.add("count", 1) == node.count:
             gathering.set("complete", "1")
         self._wait(gathering)
@@ -125,13 +133,23 @@ def host_store(node: Node) -> dist.TCPStore:
 
 
 def listening_address(node: Node) -> str:
-    """Node 0's own, unless its name leads back to itself alone, as Debian gives 127.0.1.1."""
+    """Node 0's own; all of them where its name leads back to itself alone, as Debian gives
+    127.0.1.1, or is that of a service or a router that leads here."""
     try:
-        address = socket.getaddrinfo(node.host, None, type=socket.SOCK_STREAM)[0][4][0]
+        family, _, _, _, where = socket.getaddrinfo(node.host, 0, type=socket.SOCK_STREAM)[0]
     except OSError:
         return node.host  # binding will say what is wrong
+    address = str(where[0])
     reached = node.count == 1 or node.host in ("localhost", address)
-    return "0.0.0.0" if str(address).startswith("127.") and not reached else str(address)
+    if address.startswith("127.") and not reached:
+        return "0.0.0.0"
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(where)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return address
 
 
 def _bound(node: Node) -> socket.socket:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from echelon import failure as failures
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit
+from echelon.errors import Exit
 from echelon.failure import Failure
 from echelon.gpus import visible_count
 from echelon.launch import interface
@@ -73,21 +73,21 @@ class _Service:
         from echelon.launch.meeting import Meeting
 
         self._config, self._node, self._tell, self._store = config, node, tell, store
-        self._line = _lifeline(store, node)
+        self._line = Alone()
         self._meeting = Meeting(store, config.run.name or "echelon", node, config.launch)
         self._meeting.give_up = self._raise_verdict
         self._run: Run | None = None
 
     def run(self, zygote: Zygote, find_run: FindRun) -> int:
         try:
+            self._line = _lifeline(self._store, self._node, self._without_node_0)
             run = self._run = find_run(self._store, self._meeting.ask)
-            self._line.on_lost = self._without_node_0
             _note_start(run, self._node, self._config)
             agent = self._agent(run, zygote)
             result = agent.run()
         except _Verdict as verdict:
             return self._failed(verdict.failure)
-        except EchelonError as error:
+        except Exception as error:  # a full disk, a store that went away: the others must hear it
             first_rank = self._node.rank * self._node.procs
             failure = failures.from_exception(error, first_rank, None)
             return self._failed(self._line.agree(0, failure))
@@ -202,7 +202,7 @@ class _Verdict(Exception):
         self.failure = failure
 
 
-def _lifeline(store: dist.TCPStore, node: Node) -> Alone:
+def _lifeline(store: dist.TCPStore, node: Node, on_lost: Callable[[Failure], None]) -> Alone:
     if node.count == 1:
         return Alone()
     from echelon.launch.meeting import listening_address
@@ -211,4 +211,4 @@ def _lifeline(store: dist.TCPStore, node: Node) -> Alone:
         hub = Hub(listening_address(node), node.count)
         store.set("lifeline", hub.key)
         return hub
-    return Spoke(node.host, store.get("lifeline").decode(), node.rank)
+    return Spoke(node.host, store.get("lifeline").decode(), node.rank, on_lost)

@@ -69,6 +69,7 @@ class Zygote:
         try:
             self._socket.send(json.dumps(asdict(order)).encode())
         except ConnectionError:
+            self.gone = True
             raise ZygoteGone from None
         self._socket.setblocking(False)
 
@@ -145,6 +146,8 @@ def _serve(channel: socket.socket, preload: Sequence[str]) -> None:
         gc.collect()
         gc.freeze()  # a collection in a child would copy the pages they share
         _answer(channel)
+    except ConnectionError:  # the agent has gone
+        pass
     except BaseException:
         traceback.print_exc()
     finally:

@@ -92,6 +92,7 @@ class Replica:
         """What was agreed in the steps since the last call."""
         if self.world_size == 1:
             told = [Told(self._wishes, loss) for loss in _read(self._pending)]
+            self._wishes = Wishes()
         else:
             told = [
                 Told(Wishes(*(number > 0 for number in wishes)), loss)
@@ -104,10 +105,15 @@ class Replica:
         if self.world_size == 1 and self.accumulate == 1:
             loss = self._objective.loss_of(batch.data)
             self._objective.scaled(loss).backward()  # type: ignore[no-untyped-call]
-            self._wishes = wishes
+            self._keep(wishes)
             self._pending.append(loss.detach())
             return
         self._backward_in_pieces(batch, total, wishes)
+
+    def _keep(self, wishes: Wishes) -> None:
+        """Until they are read: a clock's wish is made once, and a GPU is read every few steps."""
+        if wishes != self._wishes:
+            self._wishes = Wishes(*(a or b for a, b in zip(self._wishes, wishes, strict=True)))
 
     def _no_sync(self) -> AbstractContextManager[None]:
         ddp = self._ddp
@@ -116,7 +122,7 @@ class Replica:
     def _backward_in_pieces(self, batch: Batch, total: int, wishes: Wishes) -> None:
         pieces = _pieces(batch, self.accumulate)
         self._objective.wish(wishes)
-        self._wishes = wishes
+        self._keep(wishes)
         for i, (data, mine) in enumerate(pieces):
             # DDP divides the sum by the number of ranks; the weight makes it the mean over samples.
             weight = mine * self.world_size / total

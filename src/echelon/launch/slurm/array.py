@@ -39,7 +39,7 @@ def _submit(configs: Sequence[Config], listing: Path, text: str) -> None:
         note_queued(run, config)
     job = submit(made[0].name, ("sbatch", "--parsable", str(file)), made)
     for index, run in enumerate(made):
-        run.update_status(job=f"{job}_{index}")
+        run.job_file.write_text(f"{job}_{index}\n")
     print(f"job {job}: {len(made)} runs, {made[0].name} … {made[-1].name}")
 
 

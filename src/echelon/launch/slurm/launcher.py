@@ -74,7 +74,7 @@ def carry_out(config: Config, plan: Plan) -> int:
     run.script_file.chmod(0o755)
     note_queued(run, config)
     job = submit(run.name, plan.commands[0], [run])
-    run.update_status(job=job)
+    run.job_file.write_text(f"{job}\n")
     print(f"job {job}: run {run.name} in {run.folder}")
     return Exit.OK
 
@@ -107,7 +107,7 @@ def _refused(words: str) -> EchelonError:
 
 def _require_not_active(config: Config) -> None:
     run = Run(Path(config.run.dir).absolute() / str(config.run.name))
-    job = str(run.status().get("job") or "")
+    job = run.job()
     word = queued([job] if job else []).words.get(job)
     if word is not None and word.active:
         raise EchelonError(

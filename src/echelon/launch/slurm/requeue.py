@@ -29,11 +29,14 @@ def begin(run: Run, launch: Launch) -> int:
     now = {"after": _ending(status), "step": run.newest_step(), "time": time.time()}
     starts = [*starts, now] if now["after"] else [now]  # a finished or new run counts anew
     run.update_status(starts=starts)
-    counts: dict[str, int] = {
-        why: sum(s["after"] == why for s in starts) for why in ("preempted", "failed")
-    }
-    _stop_at("preempted", counts["preempted"], "launch.max_requeues", launch.max_requeues, run)
-    _stop_at("failed", counts["failed"], "launch.max_restarts", launch.max_restarts, run)
+    stopped, failed = _count(starts, "preempted", "lost"), _count(starts, "failed")
+    if stopped > launch.max_requeues:
+        how = f"was preempted or lost a node {stopped} times"
+        raise _no_more(run, how, "launch.max_requeues", launch.max_requeues)
+    if failed > launch.max_restarts:
+        raise _no_more(
+            run, f"has failed {failed} times", "launch.max_restarts", launch.max_restarts
+        )
     latest = [s["step"] for s in starts[-_NO_PROGRESS:]]
     if len(latest) == _NO_PROGRESS and len(set(latest)) == 1:
         raise EchelonError(
@@ -45,35 +48,38 @@ def begin(run: Run, launch: Launch) -> int:
             ),
             exit=Exit.FAILED,
         )
-    return launch.max_restarts - counts["failed"]
+    return launch.max_restarts - failed
 
 
 def _ending(status: dict[str, Any]) -> str:
-    """How the last job of this run ended: preempted, failed, or "" when all is well."""
+    """How the last job of this run ended: preempted, lost, failed, or "" when all is well."""
     state = status.get("state")
     if state == "running":
-        return "failed"  # killed without a word, with its node
-    return state if state in ("preempted", "failed") else ""
+        return "lost"  # killed without a word, with its node
+    if state == "failed":
+        lost = (status.get("failure") or {}).get("exit") == Exit.NODE_LOST
+        return "lost" if lost else "failed"
+    return "preempted" if state == "preempted" else ""
 
 
-def _stop_at(how: str, count: int, key: str, limit: int, run: Run) -> None:
-    if count > limit:
-        raise EchelonError(
-            Fault(
-                f"run {run.name} has {how} {count} times, and {key}={limit}"
-                if how == "failed"
-                else f"run {run.name} was {how} {count} times, and {key}={limit}",
-                f"raise {key}, then `echelon resume {run.name}`",
-            ),
-            exit=Exit.FAILED,
-        )
+def _count(starts: list[dict[str, Any]], *endings: str) -> int:
+    return sum(start["after"] in endings for start in starts)
+
+
+def _no_more(run: Run, how: str, key: str, limit: int) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"run {run.name} {how}, and {key}={limit}",
+            f"raise {key}, then `echelon resume {run.name}`",
+        ),
+        exit=Exit.FAILED,
+    )
 
 
 def after(run: Run, launch: Launch, failure: Failure) -> None:
     """A lost node may be replaced by another one; what the code did wrong, it would do again."""
     if launch.kind != "slurm" or failure.exit != Exit.NODE_LOST:
         return
-    used = sum(s["after"] == "failed" for s in run.status().get("starts", []))
-    if used < launch.max_restarts:
+    if _count(run.status().get("starts", []), "preempted", "lost") < launch.max_requeues:
         with contextlib.suppress(OSError):
             (run.folder / REQUEUE).write_text(failure.summary + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ def _render(config: Config, where: list[str], begin: list[str]) -> str:
             'if [ ! -e "$run/cancelled" ]; then',
             '  if [ -n "$stopped" ]; then exit "$code"; fi',
             "  # Out of time with everything saved, or a node lost: go on in another job.",
-            f'  if [ "$code" -eq {int(Exit.PREEMPTED)} ] || [ -e "$run/{REQUEUE}" ]; then',
+            f"  if {_may_go_on(config)}; then",
             f'    rm -f "$run/{REQUEUE}"',
             '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
             "  fi",
@@ -94,6 +95,17 @@ def _render(config: Config, where: list[str], begin: list[str]) -> str:
             "",
         ]
     )
+
+
+def _may_go_on(config: Config) -> str:
+    """Agents count how often. Of a program's tasks this script knows only how they ended: as ours
+    would, or by the signal that told them of the end."""
+    saved = f'[ "$code" -eq {int(Exit.PREEMPTED)} ]'
+    if not by_srun(config):
+        return f'{saved} || [ -e "$run/{REQUEUE}" ]'
+    told = f'[ "$code" -eq {128 + signal.SIGUSR2} ]'
+    often = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.max_requeues} ]'
+    return f"{{ {saved} || {told}; }} && {often}"
 
 
 def by_srun(config: Config) -> bool:
@@ -121,17 +133,24 @@ def _options(config: Config, procs: int) -> Iterator[str]:
     tasks = tasks_per_node(config, procs)
     yield f"--nodes={launch.nodes}"
     yield f"--ntasks-per-node={tasks}"
-    if launch.cpus_per_node:
-        yield f"--cpus-per-task={max(1, launch.cpus_per_node // tasks)}"
+    if cpus := _cpus(launch, procs):
+        yield f"--cpus-per-task={max(1, cpus // tasks)}"
     if launch.gpus_per_node:
         yield _gpu_option(launch, tasks)
     for key in ("partition", "account", "time"):
         if value := getattr(launch, key):
             yield f"--{key}={value}"
-    yield f"--signal=USR2@{launch.signal_lead_s}"
+    # Lightning listens to USR1, and queues itself again.
+    number = "USR1" if config.program and config.mode == "lightning" else "USR2"
+    yield f"--signal={number}@{launch.signal_lead_s}"
     yield "--requeue"
     yield "--open-mode=append"
     yield from launch.sbatch
+
+
+def _cpus(launch: Launch, procs: int) -> int:
+    """Of a node: one for each process, where not GPUs decide by the rules of the cluster."""
+    return launch.cpus_per_node or (0 if launch.gpus_per_node else procs)
 
 
 def _gpu_option(launch: Launch, tasks: int) -> str:
@@ -153,16 +172,17 @@ def _agents(config: Config) -> Iterator[str]:
 
 
 def _srun(launch: Launch, tasks: int) -> str:
-    # Since 22.05 a step does not inherit it.
-    cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if launch.cpus_per_node else ""
-    return f"srun --ntasks-per-node={tasks}{cpus} --open-mode=append"
+    # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
+    known = _cpus(launch, processes(launch))
+    cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if known else ""
+    return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
 
 
 def _tasks(config: Config, procs: int) -> Iterator[str]:
     per_node = tasks_per_node(config, procs)
     gpus = config.launch.gpus_per_node or procs
     yield "# One task per process; the program finds its place in Slurm's variables."
-    yield 'export MASTER_ADDR="$master" MASTER_PORT="$port"'
+    yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'
     if chosen := config.launch.interface:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in VARIABLES)}"
     srun = _srun(config.launch, per_node)

@@ -105,7 +105,7 @@ def send(there: There, code: Mapping[str, Path]) -> Fault | None:
     command = there.argv(_TAKE, str(there.node))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it says why
+    try:
         process.stdin.write(there.first)
         with tarfile.open(fileobj=process.stdin, mode="w|") as tar:
             tar.add(there.run.config_file, f".config-{there.node}")
@@ -113,6 +113,16 @@ def send(there: There, code: Mapping[str, Path]) -> Fault | None:
                 tar.add(path, str(path.relative_to(there.run.folder)))
             for name, path in code.items():
                 tar.add(path, f"code-{there.node}/{name}", recursive=False)
+    except BrokenPipeError:
+        pass  # it says why
+    except OSError as error:  # half of the code must not pass for all of it
+        process.kill()
+        process.communicate()
+        return Fault(
+            f"{error.filename} cannot be read, so it cannot be sent to {there.host}: "
+            f"{(error.strerror or str(error)).lower()}",
+            "make it readable, or move it out of the folder of the experiment",
+        )
     said = process.communicate()[1].decode(errors="replace")
     if process.returncode == 0:
         return None
