@@ -28,7 +28,7 @@ dist.barrier()
 os._exit(0)
 """
 ACCELERATE = """
-import torch
+import os, torch
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model, data = accelerator.prepare(
@@ -37,7 +37,8 @@ model, data = accelerator.prepare(
 for batch in data:
     accelerator.backward(model(batch).sum())
 print("rank", accelerator.process_index, "of", accelerator.num_processes, len(data), "batches")
-accelerator.end_training()
+accelerator.wait_for_everyone()
+os._exit(0)  # torch's gloo may abort a process while it is destroyed
 """
 
 
