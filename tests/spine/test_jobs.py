@@ -318,7 +318,7 @@ SPEAK = (
 
 @slow
 def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path) -> None:
-    make_run(tmp_path, state="starting", launcher="local", process=this_process())
+    make_run(tmp_path, state="queued", launcher="slurm")
     program = ("--", sys.executable, "-c", SPEAK)
     with started([*ECHELON, "logs", "a", "-f"], tmp_path) as follower:
         time.sleep(1.0)
@@ -330,6 +330,13 @@ def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path)
     assert sorted(told.out.splitlines()) == sorted(lines)
     found = only(tmp_path)
     assert (found["state"], found["launcher"], found["world"]) == ("finished", "local", 2)
+
+
+def test_a_run_that_is_at_work_is_not_started_again(tmp_path: Path) -> None:
+    make_run(tmp_path, state="running", launcher="local", process=this_process())
+    done = echelon(tmp_path, "train", "launch=local", "run.name=a")
+    assert done.code == Exit.USAGE
+    assert f"run a is running already, as process {os.getpid()}" in done.err
 
 
 @slow

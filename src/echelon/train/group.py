@@ -29,7 +29,9 @@ from echelon.world import World
 
 _POLL_S = 0.02
 _LINGER_S = 1.5
-"""How long a store's host stays after a failure, so that the others can read what it was."""
+"""How long a store's host stays when ranks are missing, so that those here can ask who."""
+_STAY_S = 6.0
+"""How long it stays after a failure for those that have not read it; some may be dead."""
 
 
 _TELL_TIMEOUT_S = 60.0
@@ -117,9 +119,13 @@ class Group:
             return
         try:
             self.store.compare_set("failure", "", failure.to_json())
+            left = self.store.add("left", 1)
             if self.hosts_store and self.world.size > 1:
                 _hang_up(self.world)
-                time.sleep(_LINGER_S)
+                deadline = time.monotonic() + _STAY_S
+                while left < self.world.size and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+                    left = self.store.add("left", 0)
         except Exception:  # the store went with its host; then that is what the others report
             return
 
@@ -345,10 +351,10 @@ def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
                 ),
                 exit=Exit.RENDEZVOUS,
             ) from None
+        if all_here:  # first: who hosts the store must not leave with it before all have met
+            return []
         if failure:
             raise PeerFailed(failure)
-        if all_here:
-            return []
         if waited > _PATIENT_S and not told:
             left = [key for key in keys if not store.check([key])]
             told = _say_waiting(f"waiting for {', '.join(left[:8])}", round(timeout_s))
