@@ -17,7 +17,8 @@ PROGRAM = Path(__file__).parents[2] / "cluster" / "cluster.py"
 EXIT_CANNOT_BE_MADE = 3
 UP_S = 600.0
 """The first `up` on a machine installs packages."""
-LIMIT_S = 60.0
+LIMIT_S = 120.0
+EMPTY_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,23 @@ class Cluster:
     def job_state(self, job: str) -> str:
         """Slurm's word, such as RUNNING; known until a minute after the job's end."""
         return self.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
+
+    def wait_for_job(self, job: str, state: str, limit_s: float = LIMIT_S) -> None:
+        """Until Slurm says so of the job; the failure shows how everything stands."""
+        self._wait(lambda: self.job_state(job) == state, f"job {job} {state}", limit_s)
+
+    def wait_until_empty(self) -> None:
+        """Until no job is left: Slurm asks a node that was killed only now and then whether the
+        job it had is gone, and till then nobody gets the whole node."""
+        self._wait(lambda: not self.slurm("squeue", "-h"), "all jobs over", EMPTY_S)
+
+    def _wait(self, condition: Callable[[], bool], what: str, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > deadline:
+                stands = self.slurm("squeue") + self.slurm("sinfo", "-N", "-l")
+                pytest.fail(f"not within {limit_s:g} s: {what}\n{stands}")
+            time.sleep(0.1)
 
     def on(
         self, node: str, *words: str, limit_s: float = LIMIT_S

@@ -23,7 +23,7 @@ from echelon.runs import Run
 ECHELON = (sys.executable, "-m", "echelon")
 FAULTY = f"experiment={launching.HERE / 'faulty.py'}:experiment"
 REGRESSION = f"experiment={launching.HERE / 'subjects.py'}:regression"
-START_S = 60.0
+START_S = 120.0
 """From typing to the first steps, on a machine with too few cores."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import bed
 import pytest
-from bed import Cluster, wait_until
+from bed import EMPTY_S, Cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -108,21 +108,24 @@ def test_a_job_outlives_the_controller(cluster: Cluster, tmp_path: Path) -> None
     go = tmp_path / "go"
     wrap = f"while ! test -e {go}; do sleep 0.1; done; echo done"
     job = cluster.slurm("sbatch", "--parsable", "-o", "out", "--wrap", wrap, cwd=tmp_path).strip()
-    wait_until(lambda: cluster.job_state(job) == "RUNNING")
+    cluster.wait_for_job(job, "RUNNING")
     cluster.restart_controller()
     assert cluster.job_state(job) == "RUNNING"
     go.touch()
-    wait_until(lambda: cluster.job_state(job) == "COMPLETED")
+    cluster.wait_for_job(job, "COMPLETED")
     assert (tmp_path / "out").read_text() == "done\n"
 
 
 def test_a_spare_job_gives_way(cluster: Cluster, tmp_path: Path) -> None:
     everything = ["-N3", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap"]
-    spare = cluster.slurm("sbatch", "-p", "spare", *everything, "srun sleep 1000", cwd=tmp_path)
-    wait_until(lambda: cluster.job_state(spare.strip()) == "RUNNING")
-    cluster.slurm("sbatch", "--wait", "-p", "high", *everything, "true", cwd=tmp_path)
-    assert cluster.job_state(spare.strip()) != "RUNNING"
-    cluster.slurm("scancel", spare.strip())
+    cluster.wait_until_empty()
+    low = ["-p", "spare", *everything, "srun sleep 1000"]
+    spare = cluster.slurm("sbatch", *low, cwd=tmp_path).strip()
+    cluster.wait_for_job(spare, "RUNNING")
+    high = ["--wait", "-p", "high", *everything, "true"]
+    cluster.slurm("sbatch", *high, cwd=tmp_path, limit_s=EMPTY_S)
+    assert cluster.job_state(spare) != "RUNNING"
+    cluster.slurm("scancel", spare)
 
 
 def test_without_accounting_sacct_says_so(cluster: Cluster) -> None:

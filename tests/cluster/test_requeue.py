@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from bed import wait_until
 from desk import REGRESSION, START_S, Desk, curve, evaluations
 from launching import until
 
@@ -28,7 +27,7 @@ NUMBERS = (
 SLURM = ("launch=slurm", "launch.nodes=2", "launch.procs=1")
 CONTAINER = "launch.setup=['srun() { command srun --export=ALL,PATH=/nowhere \"$@\"; }']"
 """What the agents see has no Slurm in it, and nothing else."""
-QUEUES_S = 90.0
+QUEUES_S = 180.0
 """Slurm starts a requeued job after ten seconds or more, on our cluster."""
 
 
@@ -44,8 +43,9 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
     until(lambda: run.status()["state"] == "preempted", START_S, "saved")
     saved = run.status()["step"]
     assert run.newest_step() == saved
-    assert f"stopped by SIGUSR2 after step {saved}" in run.log_file(0).read_text()
-    wait_until(lambda: desk.cluster.job_state(job) == "PENDING")
+    said = f"stopped by SIGUSR2 after step {saved}"  # after the status, so it may still come
+    until(lambda: said in run.log_file(0).read_text(), START_S, said)
+    desk.cluster.wait_for_job(job, "PENDING")
     _goes_on(desk, saved)
     assert desk.job() == job
 
@@ -62,7 +62,7 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
     desk.cluster.slurm("scancel", job)
     done = following.wait()
     assert done.code != Exit.OK
-    wait_until(lambda: desk.cluster.job_state(job) == "CANCELLED")
+    desk.cluster.wait_for_job(job, "CANCELLED")
     assert run.status()["state"] == "preempted"
     assert run.newest_step() == desk.step() > saved
     assert run.log_file(0).read_text().count("going on with run a after step") == 2
@@ -100,7 +100,7 @@ def test_a_run_that_gets_no_further_is_not_queued_for_ever(desk: Desk) -> None:
     assert "hint: save more often (trainer.save.minutes=5)" in done.out
     assert "Traceback" not in done.out
     assert run.status()["state"] == "failed"
-    wait_until(lambda: desk.cluster.job_state(job) == "FAILED")
+    desk.cluster.wait_for_job(job, "FAILED")
     desk.require_nothing_left()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import bed
 import pytest
-from bed import Cluster, wait_until
+from bed import Cluster
 from desk import START_S, Desk
 from launching import EXAMPLES, is_a_sentence_and_a_hint, until
 
@@ -73,7 +73,7 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
     assert (desk.folder / "made").exists()  # the script runs where the command was typed
 
     # The other one had a port of its own, and its script runs by hand.
-    wait_until(lambda: desk.cluster.job_state(job_b) == "COMPLETED")
+    desk.cluster.wait_for_job(job_b, "COMPLETED")
     desk.cluster.slurm("sbatch", "--wait", str(desk.run("b").script_file), cwd=desk.folder)
     lines = desk.run("b").log_file(0).read_text().splitlines()
     assert len(lines) == 10

@@ -13,7 +13,7 @@ from echelon.errors import Exit
 from echelon.failure import Failure
 from echelon.launch.lifeline import Hub, Spoke
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 def until(what: Callable[[], Any]) -> Any:
