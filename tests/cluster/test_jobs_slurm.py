@@ -40,10 +40,10 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(desk: Desk) -> None:
     assert found["step"] >= 3
 
     desk.cluster.slurm("scontrol", "requeue", desk.job())
-    assert until(lambda: standing(desk)["state"] == "requeued", 20, "requeued")
+    assert until(lambda: standing(desk)["state"] == "requeued", 120, "requeued")
     desk.wait_for_more()
     attached = desk.start("attach", "a")
-    until(lambda: "running" in attached.told(), 20, "attached")
+    until(lambda: "running" in attached.told(), 120, "attached")
     assert "was asked to save and end" in desk.type("cancel", "a").out
     assert attached.wait().code == waiting.wait().code == Exit.PREEMPTED
     assert standing(desk)["state"] == "cancelled"
@@ -80,5 +80,5 @@ def test_a_job_that_left_the_queue_stands_as_its_cluster_knows(either: Desk) -> 
     (forgetful / "squeue").chmod(0o755)
     path = {"PATH": f"{forgetful}:{os.environ['PATH']}"}
     known = "cancelled" if either.variables["KIND"] == "accounted" else "lost"
-    until(lambda: standing(either, "a", **path)["state"] == known, 10, known)
+    until(lambda: standing(either, "a", **path)["state"] == known, 120, known)
     assert standing(either, "b", **path)["state"] == "cancelled", "by the mark in its folder"

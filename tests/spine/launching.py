@@ -59,7 +59,7 @@ class Started:
     mark: str
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self, timeout_s: float = 90.0) -> Done:
+    def wait(self, timeout_s: float = 180.0) -> Done:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ def start(words: Sequence[str], cwd: Path, **variables: str) -> Started:
     return Started(process, out, err, mark)
 
 
-def run(words: Sequence[str], cwd: Path, timeout_s: float = 90.0, **variables: str) -> Done:
+def run(words: Sequence[str], cwd: Path, timeout_s: float = 180.0, **variables: str) -> Done:
     return start(words, cwd, **variables).wait(timeout_s)
 
 
@@ -109,7 +109,7 @@ def started(words: Sequence[str], cwd: Path, **variables: str) -> Iterator[Start
 
 
 def together(
-    commands: Sequence[Sequence[str]], cwd: Path, timeout_s: float = 90.0, **variables: str
+    commands: Sequence[Sequence[str]], cwd: Path, timeout_s: float = 180.0, **variables: str
 ) -> list[Done]:
     """Commands started in this order without waiting, as by several people at once."""
     running = [start(words, cwd, **variables) for words in commands]

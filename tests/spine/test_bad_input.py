@@ -329,7 +329,6 @@ def test_a_world_that_never_fills_names_the_missing_everywhere(tmp_path: Path) -
         assert "world_size=4" in text
         assert "2 of 4" in text
         assert "missing: rank 1, 3" in text
-        assert done.seconds < 15
 
 
 @pytest.mark.slow
@@ -362,7 +361,6 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
     assert master in text
     assert "taken" in text
     assert master in _sentence(second)
-    assert second.seconds < 15
 
 
 @pytest.mark.slow

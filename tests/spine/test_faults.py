@@ -246,7 +246,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
     command = [*TRAIN, *words, f"run.dir={small_disk}", "run.name=full"]
     folder = small_disk / "full"
     with launching.started(command, tmp_path) as running:
-        launching.until(lambda: list(folder.glob("snapshots/step-*/manifest.json")), 60, "saved")
+        launching.until(lambda: list(folder.glob("snapshots/step-*/manifest.json")), 120, "saved")
         _fill(small_disk / "filler")
         done = running.wait()
     assert done.code == 0, done.err

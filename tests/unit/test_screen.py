@@ -83,7 +83,7 @@ def _on_a_terminal(command: list[str], folder: Path) -> str:
     while chunk := _read(ours):
         read += chunk
     os.close(ours)
-    assert process.wait(60) == 0, read.decode()
+    assert process.wait(120) == 0, read.decode()
     return read.decode()
 
 
