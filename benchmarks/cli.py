@@ -8,14 +8,13 @@ train --dry-run` composes with Hydra and prints the plan of two processes.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
 
-from common import Result, environment, figure, in_turns, ratios, tool
+from common import Result, alone, environment, figure, in_turns, ratios, tool
 from startup import shortened
 
 ROUNDS = 9
@@ -56,13 +55,5 @@ def taken_s(command: list[str], folder: str) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="time commands that need no torch")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    result = measure(parser.parse_args().rounds)
-    for row in [*result["figures"], *result["seconds"].values()]:
-        print(f"{row['what']:<60}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
-
-
 if __name__ == "__main__":
-    main()
+    alone("time commands that need no torch", measure, ROUNDS)

@@ -5,6 +5,7 @@ Imports nothing heavy: a parent that holds torch would share its pages with what
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
@@ -155,3 +156,12 @@ def proportional_megabytes(root: int) -> float:
             text = _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
             total += int(text.split()[0]) if text else 0
     return total / 1e3
+
+
+def alone(description: str, measure: Callable[[int], Result], rounds: int) -> None:
+    """One benchmark by itself, for who works on what it measures; nothing is kept."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    result = measure(parser.parse_args().rounds)
+    for row in [*result["figures"], *result["seconds"].values()]:
+        print(f"{row['what']:<60}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")

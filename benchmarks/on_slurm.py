@@ -12,7 +12,6 @@ and started if need be.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,7 +22,18 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common import HERE, SCRIPTS, Result, environment, figure, in_turns, ratios, tool, wait_for
+from common import (
+    HERE,
+    SCRIPTS,
+    Result,
+    alone,
+    environment,
+    figure,
+    in_turns,
+    ratios,
+    tool,
+    wait_for,
+)
 
 ROUNDS, PLAN_ROUNDS = 7, 9
 MANY = 1000
@@ -156,13 +166,5 @@ def controller_calls(env: dict[str, str]) -> tuple[int, int]:
     return arrays, calls
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="measure on a Slurm cluster")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    result = measure(parser.parse_args().rounds)
-    for row in [*result["figures"], *result["seconds"].values()]:
-        print(f"{row['what']:<60}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
-
-
 if __name__ == "__main__":
-    main()
+    alone("measure on a Slurm cluster", measure, ROUNDS)

@@ -13,13 +13,12 @@ of the new attempt meet the keys that the old ones left in the agent's store.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
 from functools import partial
 
-from common import SCRIPTS, Result, figure, in_turns, ratios, tool
+from common import SCRIPTS, Result, alone, figure, in_turns, ratios, tool
 from startup import MANY_STEPS, Start, shortened
 
 ROUNDS = 7
@@ -67,13 +66,5 @@ def restart_s(name: str, command: list[str]) -> float:
         return start.wait(lambda: start.made(1, after=killed)) - killed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="time restarts after a killed worker")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    result = measure(parser.parse_args().rounds)
-    for row in [*result["figures"], *result["seconds"].values()]:
-        print(f"{row['what']:<60}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
-
-
 if __name__ == "__main__":
-    main()
+    alone("time restarts after a killed worker", measure, ROUNDS)

@@ -238,16 +238,20 @@ def open_run(where: str, root: str = "runs") -> Run:
     )
 
 
+_SCRIPTS = (".py", ".sh")
+
+
 def _new_name(config: Config) -> str:
     entry = str(config.experiment.get("entry") or _script_of(config.program))
-    stem = Path(entry.rpartition(":")[0]).stem if ".py" in entry else entry.split(":")[0]
+    where = entry.rpartition(":")[0] or entry
+    stem = Path(where).stem if where.endswith(_SCRIPTS) else where
     short = "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
     return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _script_of(program: list[str]) -> str:
     """The word of a program that names it best: its first file, or what is run."""
-    files = [word for word in program if word.endswith((".py", ".sh"))]
+    files = [word for word in program if word.endswith(_SCRIPTS)]
     return f"{files[0]}:" if files else Path(program[0]).name if program else "run"
 
 

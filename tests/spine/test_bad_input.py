@@ -102,6 +102,14 @@ def test_a_refused_run_name(name: str, told: Told, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_runs_of_no_value(told: Told, tmp_path: Path) -> None:
+    code, text = told("train", "-m", "lr=0.1,0.2", "seed=range(0,0)")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "seed=range(0,0) lists no value" in text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_all_faults_are_told_together(told: Told) -> None:
     words = ["trainer.epoch=3", "lr=fast", "launch=lokal", "run.name=a/b", "rank=5", "world_size=2"]
     code, text = told("train", *words)

@@ -8,10 +8,17 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from echelon.errors import EchelonError, Fault
+
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Every combination, the last one varying fastest; what cannot be read is left to compose."""
     choices = [_values(word) for word in overrides]
+    empty = [word for word, values in zip(overrides, choices, strict=True) if not values]
+    if empty:
+        raise EchelonError(
+            *(Fault(f"{word} lists no value, so there is no run", "list some") for word in empty)
+        )
     return [list(words) for words in itertools.product(*choices)]
 
 
