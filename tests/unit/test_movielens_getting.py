@@ -247,6 +247,7 @@ def test_what_is_not_there_is_not_asked_for_again(shelf: Shelf) -> None:
         dispatch(["data", "movielens"])
     assert len(shelf.asked) == 1
     assert caught.value.exit == Exit.NOT_FOUND
+    assert not Path("data").exists()
 
 
 def test_wrong_bytes_are_not_unpacked(shelf: Shelf, packed: bytes) -> None:

@@ -225,6 +225,16 @@ def test_a_folder_that_cannot_be_written_has_its_cache_elsewhere(
     assert what.count("Permission denied") == 2
 
 
+def test_what_somebody_prepared_is_used_where_nothing_can_be_written(shared: Path) -> None:
+    folder = a_set(shared / "a", HEADER + GOOD)
+    first = load(folder)
+    os.utime(folder / "ratings.csv", (1, 1))
+    (folder / ".echelon").chmod(0o555)
+    folder.chmod(0o555)
+    with nobody():
+        assert load(folder).prepared == first.prepared
+
+
 def test_a_file_that_may_not_be_read(shared: Path) -> None:
     folder = a_set(shared / "a", HEADER + GOOD)
     (folder / "ratings.csv").chmod(0o000)

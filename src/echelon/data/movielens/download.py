@@ -57,6 +57,9 @@ class Part:
             return told.get("version") if told.get("url") == url else None
         return None
 
+    def size(self) -> int:
+        return self.data.stat().st_size if self.data.exists() else 0
+
     def remove(self) -> None:
         self.data.unlink(missing_ok=True)
         self.about.unlink(missing_ok=True)
@@ -75,6 +78,9 @@ def download(url: str, part: Part, shown: Shown, waits_s: Sequence[float]) -> No
             _all_of(url, part, data, shown, waits_s)
     except OSError as error:
         raise _not_written(part, error) from error
+    finally:
+        if not part.size():
+            part.remove()
 
 
 def text_at(url: str) -> str | None:
@@ -220,7 +226,6 @@ def _unreachable(url: str, have: int, part: Part, reason: str) -> EchelonError:
         kept = f"{have:,} bytes are kept in {part.data}"
         again = f"type the same again to go on from there; or {elsewhere(url)}"
         return EchelonError(Fault(f"{url}: {reason}; {kept}", again), exit=Exit.FAILED)
-    part.remove()
     what = f"{url} cannot be reached: {reason}"
     return EchelonError(Fault(what, elsewhere(url)), exit=Exit.NOT_FOUND)
 
@@ -239,11 +244,9 @@ def _distrusted(url: str, error: ssl.SSLCertVerificationError) -> EchelonError:
 
 def _not_written(part: Part, error: OSError) -> EchelonError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        have = part.data.stat().st_size if part.data.exists() else 0
-        what = f"no space left for {part.data}; the {have:,} bytes that came are kept there"
+        what = f"no space left for {part.data}; the {part.size():,} bytes that came are kept there"
         do = "make room and type the same again: it goes on from there"
-        if not have:
-            part.remove()
+        if not part.size():
             what, do = (
                 f"no space left in {part.data.parent}",
                 "make room, or give another: --to DIR",

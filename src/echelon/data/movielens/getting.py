@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,10 +33,8 @@ def get(
     as_json: bool = False,
     waits_s: Sequence[float] = WAITS_S,
 ) -> int:
-    if given:
-        folder = _from(Path(given), size, to)
-    else:
-        folder = _fetched(size or DEFAULT_SIZE, to, waits_s)
+    set_size = size or DEFAULT_SIZE
+    folder = _from(Path(given), size, to) if given else _fetched(set_size, to, waits_s)
     ratings = load(folder)
     print(json.dumps(_told(folder, ratings)) if as_json else _summary(folder, ratings))
     return Exit.OK
@@ -66,6 +65,9 @@ def _fetched(size: str, to: Path, waits_s: Sequence[float]) -> Path:
     try:
         with _screen() as shown:
             download(url, part, shown, waits_s)
+    except KeyboardInterrupt:
+        print(f"stopped; {part.size():,} bytes are kept in {part.data}", file=sys.stderr)
+        raise
     except EchelonError:
         with contextlib.suppress(OSError):
             to.rmdir()  # where nothing came, nothing is left
@@ -93,7 +95,8 @@ def _present(folder: Path) -> bool:
     except EchelonError as error:
         what = f"{folder} is there already and cannot be used"
         raise EchelonError(
-            *error.faults, Fault(what, f"remove it and type this again: rm -r {folder}")
+            *error.faults,
+            Fault(what, f"remove it and type this again: rm -r {shlex.quote(str(folder))}"),
         ) from error
     print(f"{folder} is there already; to take it anew, remove it first", file=sys.stderr)
     return True
@@ -111,8 +114,8 @@ def _verify(part: Part, url: str, known: Known) -> None:
     md5 = _digest(part.data, "md5")
     if published and published[0].lower() == md5:
         print(
-            f"note: {url} is newer than the set known here (checksum {found}, known "
-            f"{known.digest}); it is as published beside it, but figures may differ",
+            f"note: {url} is not the set known here (checksum {found}, known {known.digest}) but "
+            "as published beside it: a newer one, whose figures differ",
             file=sys.stderr,
         )
         return
@@ -152,12 +155,13 @@ def _summary(folder: Path, ratings: Ratings) -> str:
     readme = next(iter(sorted(folder.glob("README*"))), None)
     where = f"in {readme}" if readme else "at https://grouplens.org/datasets/movielens"
     default = folder == Path("data") / folder_name(DEFAULT_SIZE)
+    setting = "" if default else f" data={shlex.quote(str(folder))}"
     return (
         f"{folder}: {len(ratings.users):,} ratings of {ratings.num_users:,} users for "
         f"{ratings.num_items:,} movies\n"
         f"licence: GroupLens' own, {where}: for research; ask them for commercial use\n"
         f"cite: {CITE}\n"
-        f"next: echelon train experiment=movielens{'' if default else f' data={folder}'}"
+        f"next: echelon train experiment=movielens{setting}"
     )
 
 
