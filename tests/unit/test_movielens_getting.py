@@ -299,9 +299,11 @@ def test_two_downloads_at_once(shelf: Shelf) -> None:
 
 
 def test_from_a_zip_or_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS, "README.txt": b"licence"}))
+    members = {"ratings.csv": RATINGS, "README.txt": b"licence", ".echelon/lock": b"hidden"}
+    Path("given.zip").write_bytes(zipped(members))
     assert dispatch(["data", "movielens", "--from", "given.zip"]) == 0
     assert Path(f"data/{SMALL}/ratings.csv").read_bytes() == RATINGS
+    assert Path(f"data/{SMALL}/.echelon/lock").read_bytes() == b"", "ours, not the zip's"
     assert dispatch(["data", "movielens", "--from", f"data/{SMALL}", "--to", "other"]) == 0
     assert Path(f"other/{SMALL}/README.txt").exists()
     said = capsys.readouterr().out

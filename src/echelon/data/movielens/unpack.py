@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from echelon.data.movielens.formats import FORMATS, Source
+from echelon.data.movielens.formats import FORMATS, Source, found_in
 from echelon.errors import EchelonError, Exit, Fault
 
 MOST_BYTES = 8 << 30
@@ -64,12 +64,21 @@ def beside(folder: Path, size: int) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
         temporary.chmod(0o755)
         yield temporary
-        temporary.rename(folder)  # in place of nothing, or of an empty folder
+        _put(temporary, folder)
     except OSError as error:
         raise _not_written(folder, size, error) from error
     finally:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put(temporary: Path, folder: Path) -> None:
+    """In place of nothing, or of an empty folder."""
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if found_in(folder) is None:  # else another process was quicker
+            raise
 
 
 @contextlib.contextmanager
@@ -115,7 +124,8 @@ def _unsafe(info: zipfile.ZipInfo) -> Iterator[str]:
 
 
 def _members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, list[Member]]:
-    """The name of the folder in which the ratings are, and its files; faults if any is unsafe."""
+    """The name of the folder in which the ratings are, and its files; faults if any is unsafe.
+    Hidden ones are left: one of them could pose as the prepared form."""
     _check(archive, infos)
     names = {format.ratings for format in FORMATS}
     files = [(info, PurePosixPath(info.filename)) for info in infos if not info.is_dir()]
@@ -126,8 +136,9 @@ def _members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, list[Mem
         what = f"{archive} holds no ratings: looked for {', '.join(sorted(names))}"
         raise EchelonError(Fault(what, "give a zip of MovieLens"))
     root = roots[0]
-    inside = [(info, path) for info, path in files if path.is_relative_to(root)]
-    return root.name, [(info, str(path.relative_to(root))) for info, path in inside]
+    inside = [(i, path.relative_to(root)) for i, path in files if path.is_relative_to(root)]
+    plain = [(i, path) for i, path in inside if not any(p.startswith(".") for p in path.parts)]
+    return root.name, [(info, str(path)) for info, path in plain]
 
 
 def _not_written(folder: Path, size: int, error: OSError) -> EchelonError:
