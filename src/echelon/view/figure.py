@@ -126,11 +126,11 @@ def _log(axes: Axes) -> None:
 
 def _mark_best(axes: Axes, panel: Panel) -> None:
     """Each run's best is a dot; the best of all is a number as well."""
-    for line in panel.lines:
+    best = panel.best_line
+    for line in sorted(panel.lines, key=lambda line: line is best):  # on top of others
         at = (line.xs[line.best], line.ys[line.best])
         style = {"color": _sample(line.run).get_color(), "markeredgecolor": "white"}
         axes.plot(*at, marker="o", markersize=6, zorder=5, **style)  # type: ignore[arg-type]
-    best = panel.best_line
     axes.annotate(
         f"{best.ys[best.best]:.4g}",
         (best.xs[best.best], best.ys[best.best]),

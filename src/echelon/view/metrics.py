@@ -11,11 +11,11 @@ import re
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.jobs.standing import last_metrics
+from echelon.jobs.standing import tail
 from echelon.runs import Run
 from echelon.track import jsonl
 from echelon.view.record import Record, is_number
@@ -75,11 +75,17 @@ def load(record: Record) -> Metrics:
                 curve.values.append(value)
             else:
                 not_finite += isinstance(value, float)
-    ordered = sorted(curves, key=lambda name: (name != "loss", not name.startswith("eval_"), name))
+    ordered = in_order(curves, record.best_name)
     lines = [line for line in found if _is_training(line)]
     paused = record.since is None or not lines or lines[0]["time"] < record.since
     worked = _worked_s(lines, _evaluated(found), paused)
     return Metrics({name: curves[name] for name in ordered}, not_finite, lines, worked)
+
+
+def in_order(names: Iterable[str], best: str) -> list[str]:
+    """The training loss, what says which snapshot is best, what else was evaluated, the rest."""
+    first = ("loss", f"eval_{best}")
+    return sorted(names, key=lambda n: (*(n != one for one in first), not n.startswith("eval_"), n))
 
 
 def _curve(name: str, record: Record) -> Curve:
@@ -90,7 +96,7 @@ def _curve(name: str, record: Record) -> Curve:
 
 
 def _is_training(line: dict[str, Any]) -> bool:
-    return all(is_number(line.get(key)) for key in ("samples", "samples_per_s", "time"))
+    return all(is_number(line.get(key)) for key in ("step", "samples", "samples_per_s", "time"))
 
 
 def _evaluated(lines: Sequence[dict[str, Any]]) -> list[bool]:
@@ -191,14 +197,13 @@ class Glance:
 
 def glance(record: Record) -> Glance:
     """By the ends of metrics.jsonl; the whole file only where its middle matters."""
-    last = [line for line in last_metrics(record.run) if _is_training(line)]
-    steps = [line["step"] for line in last[-1:] if isinstance(line["step"], int)]
-    step = max([*steps, record.count("step") or 0]) or None
+    last = _last_line(record.run)
+    step = max(last["step"] if last else 0, record.count("step") or 0) or None
     name, best = record.best_name, record.best
     if best is None and last:
         best = _scan_best(record)
-    if best is None and last and is_number(last[-1].get("loss")):
-        name, best = "train loss", last[-1]["loss"]
+    if best is None and last and is_number(last.get("loss")):
+        name, best = "train loss", last["loss"]
     return Glance(step, best, name, _worked_at_a_glance(record, last))
 
 
@@ -215,13 +220,13 @@ def _scan_best(record: Record) -> float | None:
     return max(finite) if record.best_is == "max" else min(finite)
 
 
-def _worked_at_a_glance(record: Record, last: Sequence[dict[str, Any]]) -> float | None:
+def _worked_at_a_glance(record: Record, last: dict[str, Any] | None) -> float | None:
     first = _first_line(record.run) if last else None
-    if first is None:
+    if first is None or last is None:
         return _lifetime_s(record)
     if record.since is not None and first["time"] >= record.since:
         begun = first["time"] - first["samples"] / max(1e-9, first["samples_per_s"])
-        return max(0.0, float(last[-1]["time"] - begun))
+        return max(0.0, float(last["time"] - begun))
     worked = load(record).worked_s
     return worked[-1] if worked else None
 
@@ -237,7 +242,19 @@ def _lifetime_s(record: Record) -> float | None:
 def _first_line(run: Run) -> dict[str, Any] | None:
     try:
         with run.metrics_file.open("rb") as file:
-            line = json.loads(file.readline(_HEAD_BYTES))
-    except (OSError, ValueError):
+            return _training_line(file.readline(_HEAD_BYTES))
+    except OSError:
+        return None
+
+
+def _last_line(run: Run) -> dict[str, Any] | None:
+    texts = reversed(tail(run.metrics_file).splitlines())
+    return next((line for text in texts if (line := _training_line(text))), None)
+
+
+def _training_line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
         return None
     return line if isinstance(line, dict) and _is_training(line) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.view.palette import COLOURS, DASHES, ON_DARK
 from echelon.view.sheet import Line, Panel, Sheet
-from echelon.view.smooth import thinned
+from echelon.view.smooth import FEW, thinned
 
 _POINTS = 60_000
 """Of all lines together; a page of about a megabyte at the most."""
@@ -32,6 +32,7 @@ def _data(sheet: Sheet) -> dict[str, Any]:
     return {
         "title": sheet.title,
         "x": sheet.x,
+        "few": FEW,
         "colours": {"light": COLOURS, "dark": ON_DARK},
         "dashes": DASHES,
         "runs": [{"name": run.name, "differs": run.differs} for run in sheet.runs],

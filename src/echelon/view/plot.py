@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def _require_suffix(output: Path) -> None:
 
 
 def _named(words: Sequence[str], root: str) -> list[Run]:
-    """Each once, in the order they were named; those of a pattern by name."""
+    """Each once, in the order they were named; those of a pattern by name, 9 before 10."""
     found: dict[Path, Run] = {}
     for word in words:
         for run in _matching(word, root) if glob.has_magic(word) else [find(word, root)]:
@@ -59,11 +60,17 @@ def _named(words: Sequence[str], root: str) -> list[Run]:
 
 def _matching(pattern: str, root: str) -> list[Run]:
     for folder in (Path(root), Path()):
-        paths = sorted(glob.glob(str(folder / pattern)))
+        paths = sorted(glob.glob(str(folder / pattern)), key=_by_number)
         runs = [Run(Path(p).absolute()) for p in paths if not Path(p).is_symlink()]
         if runs := [run for run in runs if run.metrics_file.exists() or run.config_file.exists()]:
             return runs
     raise unknown(pattern, root)
+
+
+def _by_number(path: str) -> list[tuple[int, str]]:
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)
+    ]
 
 
 def _with_numbers(runs: Sequence[Run]) -> list[tuple[Record, Metrics]]:

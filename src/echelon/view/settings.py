@@ -79,17 +79,16 @@ def text(value: Any) -> str:
 
 
 def _differing_in(group: Sequence[Record]) -> list[dict[str, str]]:
-    all_settings = [settings(r) for r in group if not r.broken]
-    keys = dict.fromkeys(key for mine in all_settings for key in mine if _matters(key))
-    values = {k: {text(mine[k]) if k in mine else None for mine in all_settings} for k in keys}
-    shown = _short([key for key in keys if len(values[key]) > 1])
+    texts = [{k: text(v) for k, v in settings(r).items() if _matters(k)} for r in group]
+    sound = [mine for r, mine in zip(group, texts, strict=True) if not r.broken]
+    keys = dict.fromkeys(key for mine in sound for key in mine)
+    shown = _short([key for key in keys if len({mine.get(key) for mine in sound}) > 1])
     common = set.intersection(*(set(r.program) for r in group))
     found = []
-    for record in group:
-        mine = {} if record.broken else settings(record)
-        words = {short: text(mine[key]) for key, short in shown.items() if key in mine}
-        program = [word for word in record.program if word not in common]
-        found.append(words | ({"": " ".join(program)} if program else {}))
+    for record, mine in zip(group, texts, strict=True):
+        words = {short: mine[key] for key, short in shown.items() if key in mine}
+        program = " ".join(word for word in record.program if word not in common)
+        found.append(words | ({"": program} if program else {}))
     return found
 
 

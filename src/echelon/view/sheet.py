@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.track.summary import falls_far, short
-from echelon.view.metrics import Curve, Metrics, scale
+from echelon.view.metrics import Curve, Metrics, in_order, scale
 from echelon.view.record import Record
 from echelon.view.settings import compact, differing, spelled
-from echelon.view.smooth import averaged, fitting
+from echelon.view.smooth import FEW, averaged, fitting
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
 
@@ -72,7 +72,7 @@ class Sheet:
 
 def sheet(records: Sequence[Record], metrics: Sequence[Metrics], wanted: Wanted) -> Sheet:
     """Of runs that have metrics."""
-    names = _chosen(metrics, wanted.metrics)
+    names = _chosen(metrics, wanted.metrics, records[0].best_name)
     scales = [scale(wanted.x, r, m) for r, m in zip(records, metrics, strict=True)]
     furthest = max(s.at(m.lines[-1]["step"]) for s, m in zip(scales, metrics, strict=True))
     unit = _time_unit(furthest) if wanted.x == "time" else ""
@@ -112,15 +112,14 @@ def _panel(
 
 def _smoothed(ys: Sequence[float], smooth: float | None, log: bool) -> list[float] | None:
     much = fitting(ys) if smooth is None else smooth
-    return averaged(ys, much, log) if much else None
+    return averaged(ys, much, log) if much and len(ys) >= FEW else None
 
 
-def _chosen(metrics: Sequence[Metrics], wanted: Sequence[str]) -> list[str]:
+def _chosen(metrics: Sequence[Metrics], wanted: Sequence[str], best: str) -> list[str]:
     """`rmse` may be said for `eval_rmse`."""
     known = dict.fromkeys(name for m in metrics for name in m.curves)
     if not wanted:
-        shown = dict.fromkeys(curve.name for m in metrics for curve in m.shown)
-        return sorted(shown, key=lambda n: (n != "loss", not n.startswith("eval_"), n))
+        return in_order({curve.name for m in metrics for curve in m.shown}, best)
     named = [name if name in known else f"eval_{name}" for name in dict.fromkeys(wanted)]
     faults = [
         Fault(f"--metric {asked}: none of these runs has it", nearest(asked, known))

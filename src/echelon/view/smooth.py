@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from echelon.track.summary import falls_far
 
-_SHORT = 40
+FEW = 20
 """Fewer points are each worth seeing."""
 _ROUGH = 4.0
 """So many times its whole range a smooth curve does not go up and down."""
@@ -31,7 +31,7 @@ def averaged(values: Sequence[float], smooth: float, log: bool = False) -> list[
 
 def fitting(values: Sequence[float]) -> float:
     """How much smoothing these ask for; 0 when they are smooth or few."""
-    if len(values) < _SHORT:
+    if len(values) < FEW:
         return 0.0
     low, high = min(values), max(values)
     if falls_far(low, high):
