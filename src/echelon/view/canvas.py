@@ -68,13 +68,13 @@ def beside(panels: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
 def _labels(low: float, high: float, height: int, log: bool) -> dict[int, str]:
     if high == low:
         return {height // 2: _number(low)}
-    middle = math.sqrt(low * high) if log else (low + high) / 2
+    middle = math.sqrt(low) * math.sqrt(high) if log else low / 2 + high / 2
     return {0: _number(high), height // 2: _number(middle), height - 1: _number(low)}
 
 
 def _number(value: float) -> str:
-    text = f"{value:.4g}"
-    return text if len(text) <= _LABEL else f"{value:.1e}"
+    texts = (f"{value:.{digits}g}" for digits in (4, 3, 2, 1))
+    return next(text for text in texts if len(text) <= _LABEL)
 
 
 def _feet(panel: Panel, columns: int) -> str:
@@ -95,7 +95,7 @@ def _grid(
 
 def _dots(panel: Panel, wide: int, high: int, log: bool) -> Iterator[tuple[int, int]]:
     """One value for each column that has any, their mean, joined by lines."""
-    ys = [math.log(y) for y in panel.ys] if log else panel.ys
+    ys = [math.log(y) if log else y / 4 for y in panel.ys]  # a range of 1e308 is finite then
     first, reach = panel.xs[0], (panel.xs[-1] - panel.xs[0]) or 1.0
     gathered: dict[int, list[float]] = {}
     for x, y in zip(panel.xs, ys, strict=True):

@@ -166,7 +166,8 @@ def _kept(rows: Sequence[Row], conditions: Sequence[Condition]) -> list[Row]:
 def _require_known(key: str, rows: Sequence[Row], option: str) -> None:
     known = {name for row in rows for name in row.known}
     if rows and key not in known:
-        raise EchelonError(Fault(f"{option}: no run has {key!r}", nearest(key, known)))
+        likely = {name for name in known if not name.startswith(("launch.", "run.", "track."))}
+        raise EchelonError(Fault(f"{option}: no run has {key!r}", nearest(key, likely)))
 
 
 def _sorted(rows: Sequence[Row], sort: str) -> list[Row]:

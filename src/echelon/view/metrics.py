@@ -13,6 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from echelon.jobs.standing import tail
@@ -28,6 +29,8 @@ _HIGHER_IS_BETTER = re.compile(
     r"acc|auc|f1|recall|precision|ndcg|mrr|map|hit|r2|bleu|rouge|iou|dice|psnr|ssim|corr|score"
 )
 _HEAD_BYTES = 4096
+_PAUSE_S = 60.0
+"""What takes less is none."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ def load(record: Record) -> Metrics:
                 not_finite += isinstance(value, float)
     ordered = in_order(curves, record.best_name)
     lines = [line for line in found if _is_training(line)]
-    paused = record.since is None or not lines or lines[0]["time"] < record.since
-    worked = _worked_s(lines, _evaluated(found), paused)
+    worked = _worked_s(lines, _evaluated(found), record.starts)
     return Metrics({name: curves[name] for name in ordered}, not_finite, lines, worked)
 
 
@@ -112,36 +114,35 @@ def _evaluated(lines: Sequence[dict[str, Any]]) -> list[bool]:
 
 
 def _worked_s(
-    lines: Sequence[dict[str, Any]], evaluated: Sequence[bool], paused: bool
+    lines: Sequence[dict[str, Any]], evaluated: Sequence[bool], starts: Sequence[float]
 ) -> list[float]:
     """Seconds at work up to each line of training.
 
-    A run that was stopped and went on has a pause between two lines, and no line says where. What
-    a line took beyond its own pace (an evaluation, a pause) then counts up to what is usual.
+    A run that was stopped and went on has pauses between its lines. The status knows when it last
+    went on, and of a batch job every start. Of others the lines themselves tell: what was taken
+    beyond their own pace is a pause when it is far longer than the usual, e.g. an evaluation.
     """
     taken, beyond = [], []
-    before: dict[str, Any] = {"samples": 0, "time": None}
+    before: dict[str, Any] | None = None
     for line in lines:
-        pace = max(0.0, (line["samples"] - before["samples"]) / max(1e-9, line["samples_per_s"]))
-        passed = pace if before["time"] is None else max(0.0, line["time"] - before["time"])
+        new = line["samples"] - (before["samples"] if before else 0)
+        pace = max(0.0, new / max(1e-9, line["samples_per_s"]))
+        passed = max(0.0, line["time"] - before["time"]) if before else pace
+        known = before is not None and any(before["time"] < s <= line["time"] for s in starts)
         taken.append(min(pace, passed))
-        beyond.append(max(0.0, passed - pace))
+        beyond.append(0.0 if known else max(0.0, passed - pace))
         before = line
-    if paused:
-        beyond = _at_most_usual(beyond, evaluated)
-    total, worked = 0.0, []
-    for a, b in zip(taken, beyond, strict=True):
-        total += a + b
-        worked.append(total)
-    return worked
+    if lines and any(start > lines[0]["time"] for start in starts):
+        beyond = _without_pauses(beyond, evaluated)
+    return list(accumulate(a + b for a, b in zip(taken, beyond, strict=True)))
 
 
-def _at_most_usual(beyond: Sequence[float], evaluated: Sequence[bool]) -> list[float]:
-    usual = {}
+def _without_pauses(beyond: Sequence[float], evaluated: Sequence[bool]) -> list[float]:
+    longest = {}
     for kind in (True, False):
         mine = [b for b, e in zip(beyond, evaluated, strict=True) if e is kind]
-        usual[kind] = 2 * statistics.median(mine) if len(mine) > 2 else 0.0
-    return [min(b, usual[e]) for b, e in zip(beyond, evaluated, strict=True)]
+        longest[kind] = max(_PAUSE_S, 5 * statistics.median(mine)) if mine else _PAUSE_S
+    return [b if b <= longest[e] else 0.0 for b, e in zip(beyond, evaluated, strict=True)]
 
 
 # --- other axes ---
@@ -224,7 +225,7 @@ def _worked_at_a_glance(record: Record, last: dict[str, Any] | None) -> float | 
     first = _first_line(record.run) if last else None
     if first is None or last is None:
         return _lifetime_s(record)
-    if record.since is not None and first["time"] >= record.since:
+    if all(start <= first["time"] for start in record.starts):
         begun = first["time"] - first["samples"] / max(1e-9, first["samples_per_s"])
         return max(0.0, float(last["time"] - begun))
     worked = load(record).worked_s

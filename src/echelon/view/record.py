@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.jobs.standing import Standing, stand
@@ -75,9 +75,13 @@ class Record:
         return value if self.status.get("state") in _ENDED_IN_ORDER and is_number(value) else None
 
     @property
-    def since(self) -> float | None:
-        """When it was last begun or taken up."""
-        return self.time("since")
+    def starts(self) -> list[float]:
+        """When it was begun or went on, as far as the status knows: the last time, and each of a
+        batch job."""
+        jobs = self.status.get("starts")
+        noted = jobs if isinstance(jobs, list) else []
+        times = [job.get("time") for job in noted if isinstance(job, dict)]
+        return [float(t) for t in (*times, self.status.get("since")) if is_number(t)]
 
     def time(self, key: str) -> float | None:
         value = self.status.get(key)
@@ -92,7 +96,7 @@ class Record:
         return value if isinstance(value, dict) else {}
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """JSON has true, Python's also has NaN; neither can be compared or drawn."""
     if isinstance(value, float):
         return math.isfinite(value)
@@ -109,7 +113,7 @@ def records(runs: Iterable[Run]) -> tuple[list[Record], str]:
 def folders(root: Path) -> list[Run]:
     """Whatever looks like a run, sound or broken; `latest` is only another name."""
     with contextlib.suppress(OSError), os.scandir(root.absolute()) as entries:
-        paths = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+        paths = sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
         return [Run(p) for p in paths if any((p / sign).exists() for sign in _SIGNS_OF_A_RUN)]
     return []
 
@@ -123,7 +127,8 @@ def find(where: str, root: str) -> Run:
 
 
 def unknown(where: str, root: str) -> EchelonError:
-    known = [run.name for run in folders(Path(root))]
+    found = [run.name for run in folders(Path(root))]
+    known = [*found, "latest"] if found else []
     return EchelonError(
         Fault(
             f"no run {where!r} here or in {Path(root).absolute()}",

@@ -17,9 +17,14 @@ _HOW_OFTEN = ("trainer.resume", "trainer.save.", "trainer.keep_last", "trainer.l
 
 
 def settings(record: Record) -> dict[str, Any]:
-    """Flat; the experiment's own by their bare names, as they are typed."""
+    """Flat; the experiment's own by their bare names, as they are typed, unless one is ours too."""
     flat = flatten({k: v for k, v in record.config.items() if k != "program"})
-    return {k.removeprefix("experiment."): v for k, v in flat.items() if k != "experiment.entry"}
+    return {_typed(k, flat): v for k, v in flat.items() if k != "experiment.entry"}
+
+
+def _typed(key: str, flat: dict[str, Any]) -> str:
+    bare = key.removeprefix("experiment.")
+    return key if bare in flat else bare
 
 
 def differing(records: Sequence[Record]) -> list[dict[str, str]]:

@@ -121,8 +121,9 @@ def _chosen(metrics: Sequence[Metrics], wanted: Sequence[str], best: str) -> lis
     if not wanted:
         return in_order({curve.name for m in metrics for curve in m.shown}, best)
     named = [name if name in known else f"eval_{name}" for name in dict.fromkeys(wanted)]
+    short_names = {bare if (bare := n.removeprefix("eval_")) not in known else n for n in known}
     faults = [
-        Fault(f"--metric {asked}: none of these runs has it", nearest(asked, known))
+        Fault(f"--metric {asked}: none of these runs has it", nearest(asked, short_names))
         for asked, name in zip(dict.fromkeys(wanted), named, strict=True)
         if name not in known
     ]
