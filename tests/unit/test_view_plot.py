@@ -186,6 +186,14 @@ def test_epochs_of_a_run_that_counts_steps(tmp_path: Path) -> None:
     assert scale("epoch", record, load(record)).at(25) == pytest.approx(2.5)
 
 
+def test_a_run_that_diverges_does_not_press_the_others_flat(several: Path) -> None:
+    make_run(several, "away", [{**li, "loss": 10.0 ** li["step"]} for li in lines(20)])
+    loss = sheet_of(several, ["seed-1", "away"]).panels[0]
+    assert loss.top == pytest.approx(4.8)
+    assert loss.notes == "log scale, 1 run leaves the scale"
+    assert sheet_of(several, ["away"]).panels[0].top is None
+
+
 def test_what_has_no_logarithm_is_left_out(
     several: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,7 +259,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert echelon(capsys, "plot", "seed-*", "other", "--title", "All")[:2] == (0, "curves.png\n")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert echelon(capsys, "plot", "other", "-o", "a.SVG", "--x", "time", "--log")[0] == 0
+    make_run(tmp_path / "runs", "away", [{**li, "loss": 10.0 ** li["step"]} for li in lines(20)])
+    assert echelon(capsys, "plot", "other", "away", "-o", "a.SVG", "--x", "time", "--log")[0] == 0
     root = ElementTree.parse(tmp_path / "a.SVG").getroot()
     words = " ".join(root.itertext())
     for word in ("eval_acc", "higher is better", "time at work (s)", "log scale", "other"):

@@ -180,7 +180,7 @@ def test_any_finite_values_can_be_drawn(values: list[float], width: int, letters
 
 def test_smoothing_keeps_a_constant_and_forgets_noise() -> None:
     assert averaged([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)
-    assert averaged([1.0, 100.0], 0.5, log=True)[1] == pytest.approx(100 ** (2 / 3))
+    assert averaged([1.0, 100.0], 0.5, log=True)[1] == pytest.approx(100 ** (5 / 6))
     smooth = [1 - n / 200 for n in range(200)]
     noisy = [v + 0.1 * (-1) ** n for n, v in enumerate(smooth)]
     assert fitting(smooth) == 0

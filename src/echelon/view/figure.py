@@ -20,7 +20,6 @@ _POINTS = 4000
 """Of a line: more than a printed page can show, few enough for an .svg to stay small."""
 _STYLE = {
     "font.size": 9,
-    "font.family": ["DejaVu Sans"],
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -88,11 +87,14 @@ def _draw(axes: Axes, panel: Panel, sheet: Sheet) -> None:
     for line in panel.lines:
         _draw_line(axes, line, alone=len(panel.lines) == 1)
     if panel.log:
-        _log(axes)
+        axes.set_yscale("log")
+    if panel.top is not None:
+        low = min(y for line in panel.lines for y in line.ys)
+        axes.set_ylim(low / 1.2 if panel.log else low - (panel.top - low) / 20, panel.top)
+    if panel.log:
+        _number_decades(axes)
     axes.set_title(panel.metric, fontsize=10.5, fontweight="bold")
-    better = "higher is better" if panel.is_best == "max" else "lower is better"
-    notes = [better] * panel.metric.startswith("eval_") + ["log scale"] * panel.log
-    axes.set_title(", ".join(notes), loc="right", fontsize=8, color="#6b7078")
+    axes.set_title(panel.notes, loc="right", fontsize=8, color="#6b7078")
     axes.set_xlabel(sheet.x, color="#50555c")
     if max(x for line in panel.lines for x in line.xs) >= 10_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -115,8 +117,7 @@ def _draw_line(axes: Axes, line: Line, alone: bool) -> None:
     axes.plot(xs, smoothed, color=colour, dashes=dash, linewidth=1.7)
 
 
-def _log(axes: Axes) -> None:
-    axes.set_yscale("log")
+def _number_decades(axes: Axes) -> None:
     low, high = axes.get_ylim()
     if high / low < 1e3:  # otherwise there may be one number on the axis, or none
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -158,13 +158,16 @@ def _what(record: Record) -> str:
 
 
 def _when(seen: Seen) -> str:
-    standing = seen.record.standing
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(standing.started))
-    ago = f"{started}, {duration(time.time() - standing.started)} ago"
+    """`started` is of the last time that it was typed, the first line of metrics of the first."""
+    started, lines = seen.record.standing.started, seen.metrics.lines
+    begun = lines[0]["time"] if lines else started
+    text = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(begun, started)))
+    again = ", went on" if begun < started else ","
+    text += f"{again} {duration(time.time() - started)} ago"
     if seen.worked_s is None:
-        return ago
+        return text
     verb = "took" if seen.record.program else "trained for"
-    return f"{ago}; {verb} {duration(seen.worked_s)}"
+    return f"{text}; {verb} {duration(seen.worked_s)}"
 
 
 def _where(record: Record) -> str:

@@ -45,6 +45,8 @@ def _panel(panel: Panel, limit: int) -> dict[str, Any]:
         "metric": panel.metric,
         "best": panel.is_best,
         "log": panel.log,
+        "top": panel.top,
+        "notes": panel.notes,
         "lines": [_line(line, limit) for line in panel.lines],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,19 @@ class Panel:
     metric: str
     is_best: str
     log: bool
+    top: float | None
+    """Where the scale ends, when some run has left all others behind."""
     lines: list[Line]
+
+    @property
+    def notes(self) -> str:
+        """What a reader has to know beside its name."""
+        better = "higher is better" if self.is_best == "max" else "lower is better"
+        notes = [better] if self.metric.startswith("eval_") else []
+        notes += ["log scale"] if self.log else []
+        gone = sum(self.top is not None and max(line.ys) > self.top for line in self.lines)
+        notes += [f"{gone} run{'s leave' if gone > 1 else ' leaves'} the scale"] if gone else []
+        return ", ".join(notes)
 
     @property
     def best_line(self) -> Line:
@@ -89,7 +102,8 @@ def sheet(records: Sequence[Record], metrics: Sequence[Metrics], wanted: Wanted)
 def _panel(
     name: str, curves: dict[int, Curve], xs: dict[int, list[float]], wanted: Wanted
 ) -> Panel:
-    every = [value for curve in curves.values() for value in curve.values]
+    top = _top([max(curve.values) for curve in curves.values()])
+    every = [v for curve in curves.values() for v in curve.values if top is None or v <= top]
     log = falls_far(min(every), max(every)) if wanted.log is None else wanted.log
     is_best = next(iter(curves.values())).is_best
     lines, left_out = [], 0
@@ -107,7 +121,15 @@ def _panel(
             f"warning: {name}: {left_out} values have no logarithm and are left out",
             file=sys.stderr,
         )
-    return Panel(name, is_best, log, lines)
+    return Panel(name, is_best, log, top, lines)
+
+
+def _top(peaks: Sequence[float]) -> float | None:
+    """One run that diverges would press all others flat."""
+    near = 100 * statistics.median_low(peaks)
+    if 0 < near < max(peaks):
+        return 1.2 * max(peak for peak in peaks if peak <= near)
+    return None
 
 
 def _smoothed(ys: Sequence[float], smooth: float | None, log: bool) -> list[float] | None:

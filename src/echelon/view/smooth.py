@@ -17,10 +17,16 @@ _WINDOWS = 60
 
 
 def averaged(values: Sequence[float], smooth: float, log: bool = False) -> list[float]:
-    """The exponential average, without the pull of an invented first value. On a logarithmic scale
-    of the logarithms: a long fall would lie far above its own end."""
+    """The mean of the exponential averages from either end, so that a fall is not drawn later than
+    it was. On a logarithmic scale of the logarithms: a long fall would lie above its own end."""
     if log:
         return [math.exp(v) for v in averaged([math.log(v) for v in values], smooth)]
+    there, back = _trailing(values, smooth), _trailing(values[::-1], smooth)[::-1]
+    return [a / 2 + b / 2 for a, b in zip(there, back, strict=True)]
+
+
+def _trailing(values: Sequence[float], smooth: float) -> list[float]:
+    """Without the pull of an invented first value."""
     total, weight, found = 0.0, 0.0, []
     for value in values:
         total = smooth * total + (1 - smooth) * value
