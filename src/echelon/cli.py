@@ -359,7 +359,8 @@ a click and zooms by drag. .png and .svg need matplotlib: pip install 'echelon[p
     parser.add_argument("--title", default="")
     _add_dir(parser)
     given = parser.parse_intermixed_args(words)
-    from echelon.view.plot import Wanted, plot
+    from echelon.view.plot import plot
+    from echelon.view.sheet import Wanted
 
     wanted = Wanted(given.metric, given.x, given.smooth, given.log, given.title)
     return plot(given.run, given.dir, Path(given.output), wanted)

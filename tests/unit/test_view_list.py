@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,13 @@ def test_metrics_of_all_sorts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name, text in texts.items():
         run = make_run(tmp_path / "runs", name, status={"state": "running"})
         run.metrics_file.write_bytes(text.encode(errors="surrogateescape"))
+    folder = make_run(tmp_path / "runs", "folder").metrics_file
+    folder.unlink()
+    folder.mkdir()
     found = {run["run"]: run for run in listed(capsys)}
     assert found["half"]["step"] == 40
     assert found["nan"]["best"] == pytest.approx(1.1), "what is not finite is no best"
-    for name in texts:
+    for name in found:
         assert echelon(capsys, "show", name)[0] == 0
 
 
@@ -263,10 +267,11 @@ def test_a_terminal_is_never_too_narrow(
 def test_only_what_is_shown_is_looked_into(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics that cannot even be opened do no harm where they are not needed."""
+    """Of the others not even the first byte of the metrics is read: a pipe would block."""
     for number in range(21):
-        run = make_run(tmp_path / "runs", f"r{number}", status={"started": STARTED + number})
-    Run(run.folder.with_name("r0")).metrics_file.unlink()
-    Run(run.folder.with_name("r0")).metrics_file.mkdir()
+        make_run(tmp_path / "runs", f"r{number}", status={"started": STARTED + number})
+    oldest = Run(tmp_path / "runs/r0").metrics_file
+    oldest.unlink()
+    os.mkfifo(oldest)
     assert len(listed(capsys)) == 20
-    assert len(listed(capsys, "--all")) == 21
+    assert "r0" not in names(capsys)

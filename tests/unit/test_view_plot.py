@@ -9,13 +9,17 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from view_runs import STARTED, echelon, lines, make_run
+from view_runs import STARTED, lines, make_run
+from view_runs import echelon as verb
 
+import echelon.view
+from echelon.runs import Run
 from echelon.view.metrics import load, scale
 from echelon.view.record import records
 from echelon.view.sheet import Sheet, Wanted, sheet
@@ -67,7 +71,7 @@ def drawn_names(path: Path) -> list[str]:
 def test_runs_by_name_by_folder_and_by_pattern(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: list[str]
 ) -> None:
-    code, out, err = echelon(capsys, "plot", *words, "-o", "out/a.html")
+    code, out, err = verb(capsys, "plot", *words, "-o", "out/a.html")
     assert code == 0, err
     assert out == "out/a.html\n", "the name of the file, and nothing else"
     assert drawn_names(tmp_path / "out/a.html") == expected
@@ -92,7 +96,7 @@ def test_what_cannot_be_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    ended, out, err = echelon(capsys, "plot", *words)
+    ended, out, err = verb(capsys, "plot", *words)
     assert (ended, out) == (code, "")
     assert said in err
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
@@ -103,7 +107,7 @@ def test_a_folder_that_is_not_writable(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "closed").mkdir(mode=0o500)
     if os.access(tmp_path / "closed", os.W_OK):
         pytest.skip("root may write anywhere")
-    code, _, err = echelon(capsys, "plot", "other", "-o", "closed/a.html")
+    code, _, err = verb(capsys, "plot", "other", "-o", "closed/a.html")
     assert code == 2
     assert "permission denied" in err
 
@@ -120,19 +124,17 @@ def test_without_matplotlib_there_is_a_line_to_type(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.delitem(__import__("sys").modules, "echelon.view.figure", raising=False)
-    code, _, err = echelon(capsys, "plot", "other")
+    monkeypatch.delitem(sys.modules, "echelon.view.figure", raising=False)
+    code, _, err = verb(capsys, "plot", "other")
     assert code == 2
     assert "pip install 'echelon[plot]'" in err
-    assert echelon(capsys, "plot", "other", "-o", "a.html")[0] == 0
+    assert verb(capsys, "plot", "other", "-o", "a.html")[0] == 0
 
 
 # --- what is drawn ---
 
 
 def sheet_of(root: Path, names: list[str], *metrics: str, **wanted: Any) -> Sheet:
-    from echelon.runs import Run
-
     found, _ = records([Run(root / name) for name in names])
     options = {"x": "step", "smooth": None, "log": None, "title": ""} | wanted
     return sheet(found, [load(record) for record in found], Wanted(metrics, **options))
@@ -225,7 +227,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture
     found[4]["loss"] = math.nan
     make_run(tmp_path / "runs", "a", found, text=evil)
     make_run(tmp_path / "runs", "b", found, text="x")
-    code, _, err = echelon(capsys, "plot", "a", "b", "-o", "a.html", "--title", evil)
+    code, _, err = verb(capsys, "plot", "a", "b", "-o", "a.html", "--title", evil)
     assert code == 0
     assert "2 values are not finite" in err
     text = (tmp_path / "a.html").read_text()
@@ -240,15 +242,15 @@ def test_a_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_page_stays_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8):
         make_run(tmp_path / "runs", f"r{number}", lines(5000, every=500))
-    assert echelon(capsys, "plot", "r*", "-o", "a.html")[0] == 0
+    assert verb(capsys, "plot", "r*", "-o", "a.html")[0] == 0
     assert (tmp_path / "a.html").stat().st_size < 1_500_000
 
 
-def test_the_script_of_the_page_is_sound(several: Path, tmp_path: Path) -> None:
+def test_the_script_of_the_page_is_sound(tmp_path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("there is no node here to read it")
-    template = Path(__import__("echelon").__file__).with_name("view") / "page.html"
+    template = Path(echelon.view.__file__).with_name("page.html")
     script = re.findall(r"<script>(.*?)</script>", template.read_text(), re.S)[0]
     (tmp_path / "page.js").write_text(script)
     subprocess.run([node, "--check", tmp_path / "page.js"], check=True, timeout=60)
@@ -257,10 +259,10 @@ def test_the_script_of_the_page_is_sound(several: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("several")
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert echelon(capsys, "plot", "seed-*", "other", "--title", "All")[:2] == (0, "curves.png\n")
+    assert verb(capsys, "plot", "seed-*", "other", "--title", "All")[:2] == (0, "curves.png\n")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     make_run(tmp_path / "runs", "away", [{**li, "loss": 10.0 ** li["step"]} for li in lines(20)])
-    assert echelon(capsys, "plot", "other", "away", "-o", "a.SVG", "--x", "time", "--log")[0] == 0
+    assert verb(capsys, "plot", "other", "away", "-o", "a.SVG", "--x", "time", "--log")[0] == 0
     root = ElementTree.parse(tmp_path / "a.SVG").getroot()
     words = " ".join(root.itertext())
     for word in ("eval_acc", "higher is better", "time at work (s)", "log scale", "other"):

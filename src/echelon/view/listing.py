@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
 @dataclass(frozen=True)
 class Row:
     record: Record
-    glance: Glance
+
+    @cached_property
+    def glance(self) -> Glance:
+        """Costs a look into the metrics, so it is taken only of rows where it is asked for."""
+        return glance(self.record)
 
     @property
     def known(self) -> dict[str, Any]:
@@ -53,21 +58,15 @@ class Row:
 def show_runs(
     root: Path, everything: bool, as_json: bool, sort: str, reverse: bool, filters: Sequence[str]
 ) -> int:
-    found, silence = records(folders(root))
     conditions = [_condition(words) for words in filters]
-    if conditions or sort != "when":
-        rows = _sorted(_kept([Row(r, glance(r)) for r in found], conditions), sort)
-        rows = rows[::-1] if reverse else rows
-        shown = rows if everything else rows[:_RECENT]
-    else:  # only those that are shown are looked into
-        found = found[::-1] if reverse else found
-        rows = []
-        shown = [Row(r, glance(r)) for r in (found if everything else found[:_RECENT])]
-    hidden = (len(rows) or len(found)) - len(shown) if shown else 0
+    found, silence = records(folders(root))
+    rows = _sorted(_kept([Row(record) for record in found], conditions), sort)
+    rows = rows[::-1] if reverse else rows
+    shown = rows if everything else rows[:_RECENT]
     if as_json:
         print(json.dumps(_data(shown), indent=2))
     else:
-        _print(shown, hidden, root, bool(found))
+        _print(shown, len(rows) - len(shown), root, bool(found))
     if silence:
         print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
     return Exit.OK
@@ -172,9 +171,9 @@ def _require_known(key: str, rows: Sequence[Row], option: str) -> None:
 
 def _sorted(rows: Sequence[Row], sort: str) -> list[Row]:
     """The newest and the best first, everything else from small to large, what is missing last."""
-    _require_known(sort, rows, "--sort")
     if sort == "when":
         return list(rows)
+    _require_known(sort, rows, "--sort")
     if sort == "best":
         return sorted(rows, key=_by_best)
     return sorted(rows, key=lambda row: _rank(row.known.get(sort)))

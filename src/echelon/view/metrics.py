@@ -68,7 +68,7 @@ class Metrics:
 def load(record: Record) -> Metrics:
     curves: dict[str, Curve] = {}
     not_finite = 0
-    found = [line for line in jsonl.read(record.run.metrics_file) if is_number(line.get("step"))]
+    found = [line for line in _read(record.run) if is_number(line.get("step"))]
     for line in found:
         for name in line.keys() - _NOT_CURVES:
             value = line[name]
@@ -82,6 +82,13 @@ def load(record: Record) -> Metrics:
     lines = [line for line in found if _is_training(line)]
     worked = _worked_s(lines, _evaluated(found), record.starts)
     return Metrics({name: curves[name] for name in ordered}, not_finite, lines, worked)
+
+
+def _read(run: Run) -> list[dict[str, Any]]:
+    try:
+        return jsonl.read(run.metrics_file)
+    except OSError:  # no permission, or no file at all
+        return []
 
 
 def in_order(names: Iterable[str], best: str) -> list[str]:

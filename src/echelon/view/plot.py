@@ -17,8 +17,6 @@ from echelon.view.metrics import Metrics, load
 from echelon.view.record import Record, find, records, unknown
 from echelon.view.sheet import Sheet, Wanted, sheet
 
-__all__ = ["Wanted", "plot"]
-
 _SUFFIXES = (".png", ".svg", ".html")
 
 
