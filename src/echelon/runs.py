@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -241,15 +241,20 @@ def open_run(where: str, root: str = "runs") -> Run:
 _SCRIPTS = (".py", ".sh")
 
 
-def _new_name(config: Config) -> str:
-    entry = str(config.experiment.get("entry") or _script_of(config.program))
+def subject(entry: str, program: Sequence[str]) -> str:
+    """What is run, in a word: the experiment's file or module, or the program's."""
+    entry = entry or _script_of(program)
     where = entry.rpartition(":")[0] or entry
     stem = Path(where).stem if where.endswith(_SCRIPTS) else where
-    short = "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
+    return "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
+
+
+def _new_name(config: Config) -> str:
+    short = subject(str(config.experiment.get("entry") or ""), config.program)
     return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _script_of(program: list[str]) -> str:
+def _script_of(program: Sequence[str]) -> str:
     """The word of a program that names it best: its first file, or what is run."""
     files = [word for word in program if word.endswith(_SCRIPTS)]
     return f"{files[0]}:" if files else Path(program[0]).name if program else "run"

@@ -34,6 +34,7 @@ LEVELS = {
     "launch": 2,
     "train": 3,
     "jobs": 3,
+    "view": 3,
     "experiments": 4,
     "entry": 5,
     "explain": 5,
@@ -41,6 +42,7 @@ LEVELS = {
 }
 BESIDE = {
     ("runs", "config"),
+    ("view", "jobs"),
     ("cli", "entry"),
     ("cli", "explain"),
     ("entry", "cli"),
@@ -201,6 +203,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["train", "--help"],
         ["data", "--help"],
         ["explain"],
+        ["runs"],
         ["explain", "--json", "rank=1", "world_size=2"],
         ["train", "--dry-run"],
         ["train", "--dry-run", "--json", "launch=local", "launch.procs=2"],
@@ -210,7 +213,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
 def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: list[str]) -> None:
     loaded = _loaded_by(words, tmp_path)
     assert "echelon.cli" in loaded
-    assert not loaded & {"torch", "torchmetrics", "wandb", "numpy"}
+    assert not loaded & {"torch", "torchmetrics", "wandb", "numpy", "matplotlib"}
     if "--dry-run" not in words:
         assert not loaded & {"hydra", "omegaconf"}
 

@@ -15,19 +15,12 @@ from rich.text import Text
 
 from echelon.errors import Exit
 from echelon.jobs.standing import Standing, all_runs, stand, with_progress
+from echelon.jobs.table import GAP, STYLES, UNBROKEN, columns, cut, duration
 
 _RECENT = 10
 _WATCH_S = 5.0
 """Slurm's controller answers all its users."""
-_GAP = 2
 _BAR = 12
-_UNBROKEN = 1000
-"""Columns of what is no terminal: a line is then for another program, and stays whole."""
-_STYLES = {
-    **{"running": "green", "starting": "green", "queued": "yellow", "requeued": "yellow"},
-    **{"finished": "blue", "preempted": "yellow", "cancelled": "magenta"},
-    **{"failed": "red", "lost": "red"},
-}
 
 
 def show(root: Path, everything: bool, as_json: bool, watch: bool) -> int:
@@ -37,7 +30,7 @@ def show(root: Path, everything: bool, as_json: bool, watch: bool) -> int:
         if as_json:
             print(json.dumps([s.to_dict() for s in standings], indent=2))
         else:
-            console.print(_table(standings, hidden, root, _width(console)))
+            console.print(_table(standings, hidden, root, columns(console)))
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         return Exit.OK
@@ -45,7 +38,7 @@ def show(root: Path, everything: bool, as_json: bool, watch: bool) -> int:
         try:
             while True:
                 standings, hidden, _ = _look(root, everything)
-                live.update(_table(standings, hidden, root, _width(console)), refresh=True)
+                live.update(_table(standings, hidden, root, columns(console)), refresh=True)
                 time.sleep(_WATCH_S)
         except KeyboardInterrupt:
             return Exit.OK
@@ -59,10 +52,6 @@ def _look(root: Path, everything: bool) -> tuple[list[Standing], int, str]:
     return shown, len(found) - len(shown), silence
 
 
-def _width(console: Console) -> int:
-    return console.width if console.is_terminal else _UNBROKEN
-
-
 # --- the table ---
 
 
@@ -70,16 +59,16 @@ def _table(standings: Sequence[Standing], hidden: int, root: Path, width: int) -
     if not standings:
         return Group(Text(f"no runs in {root.absolute()}; start one with `echelon train`"))
     head = ("RUN", "WHERE", "STATE", "SIZE", "PROGRESS", "LEFT", "AGE")
-    rows = [_cells(s, bar=100 <= width < _UNBROKEN) for s in standings]
+    rows = [_cells(s, bar=100 <= width < UNBROKEN) for s in standings]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    others = sum(widths[1:]) + _GAP * (len(head) - 1)
+    others = sum(widths[1:]) + GAP * (len(head) - 1)
     widths[0] = min(widths[0], max(len(head[0]), width - others))
     lines = [Text(_joined(head, widths), "bold")]
     for standing, row in zip(standings, rows, strict=True):
         lines.append(_line(standing, row, widths))
         if standing.note:
-            style = _STYLES.get(standing.state, "") if not standing.active else "dim"
-            lines.append(Text(_cut(f"  └ {standing.note}", width), style))
+            style = STYLES.get(standing.state, "") if not standing.active else "dim"
+            lines.append(Text(cut(f"  └ {standing.note}", width), style))
     if hidden:
         lines.append(Text(f"and {hidden} more: --all", "dim"))
     return Group(*lines)
@@ -95,23 +84,19 @@ def _cells(s: Standing, bar: bool) -> tuple[str, ...]:
 
 def _line(standing: Standing, row: Sequence[str], widths: Sequence[int]) -> Text:
     line = Text(_joined(row, widths))
-    state = sum(widths[:2]) + 2 * _GAP
+    state = sum(widths[:2]) + 2 * GAP
     line.stylize("bold", 0, widths[0])
-    line.stylize(_STYLES.get(standing.state, ""), state, state + widths[2])
+    line.stylize(STYLES.get(standing.state, ""), state, state + widths[2])
     return line
 
 
 def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Words to the left, times to the right."""
     aligned = [
-        f"{_cut(cell, w):>{w}}" if i >= len(cells) - 2 else f"{_cut(cell, w):<{w}}"
+        f"{cut(cell, w):>{w}}" if i >= len(cells) - 2 else f"{cut(cell, w):<{w}}"
         for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
     ]
-    return (" " * _GAP).join(aligned).rstrip()
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return (" " * GAP).join(aligned).rstrip()
 
 
 def _progress(s: Standing, bar: bool) -> str:
@@ -123,15 +108,3 @@ def _progress(s: Standing, bar: bool) -> str:
     full = int(part * _BAR)
     drawn = "━" * full + "─" * (_BAR - full) + " " if bar else ""
     return f"{drawn}{part:4.0%} {s.step or 0}/{s.total_steps}"
-
-
-def duration(seconds: float) -> str:
-    """The two largest units, or one: 42s, 7m, 3h05, 2d."""
-    minutes = int(seconds) // 60
-    if minutes < 1:
-        return f"{max(0, int(seconds))}s"
-    if minutes < 60:
-        return f"{minutes}m"
-    if minutes < 48 * 60:
-        return f"{minutes // 60}h{minutes % 60:02}"
-    return f"{minutes // (24 * 60)}d"

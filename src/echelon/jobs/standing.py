@@ -263,7 +263,7 @@ def with_progress(standing: Standing) -> Standing:
 def last_metrics(run: Run) -> list[dict[str, Any]]:
     """The last lines of training metrics, without reading the others."""
     found = []
-    for text in _tail(run.metrics_file).splitlines():
+    for text in tail(run.metrics_file).splitlines():
         with contextlib.suppress(ValueError):  # the first may be cut, the last half-written
             line = json.loads(text)
             if isinstance(line, dict) and _is_number(line.get("step"), line.get("time")):
@@ -289,7 +289,8 @@ def _is_number(*values: object) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
-def _tail(path: Path) -> bytes:
+def tail(path: Path) -> bytes:
+    """The end of a file; its first line may be cut."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

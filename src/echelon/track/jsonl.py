@@ -30,11 +30,13 @@ class JsonLines:
 def read(path: Path) -> list[dict[str, Any]]:
     """The whole lines; a process killed while writing leaves half a line."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             continue
+        if isinstance(line, dict):
+            lines.append(line)
     return lines
 
 

@@ -23,9 +23,9 @@ def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reas
         first = f"finished {total} steps in {seconds:.1f} s"
     rows = {
         "loss": _losses(read(run.metrics_file)),
-        "run": _short(run.folder),
+        "run": short(run.folder),
         "snapshot": _newest(run),
-        "metrics": _short(run.metrics_file),
+        "metrics": short(run.metrics_file),
         "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
     }
     lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]
@@ -38,11 +38,16 @@ def sparkline(values: list[float], width: int = 32) -> str:
         return ""
     step = max(1.0, len(values) / width)
     picked = [values[int(i * step)] for i in range(min(width, len(values)))]
-    if min(picked) > 0 and max(picked) / min(picked) > 20:
+    if falls_far(min(picked), max(picked)):
         picked = [math.log(v) for v in picked]
     low, high = min(picked), max(picked)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((v - low) * scale)] for v in picked)
+
+
+def falls_far(low: float, high: float) -> bool:
+    """Whether only a logarithmic scale shows the lower part of such a range."""
+    return low > 0 and high / low > 20
 
 
 def _losses(lines: list[dict[str, Any]]) -> str:
@@ -52,14 +57,14 @@ def _losses(lines: list[dict[str, Any]]) -> str:
 
 def _newest(run: Run) -> str:
     folders = sorted(run.snapshots.glob("step-*"))
-    return _short(folders[-1]) if folders else ""
+    return short(folders[-1]) if folders else ""
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """Relative where that is shorter to read and to type."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
 
 
 def spoken(run: Run) -> str:
-    return run.name if run.folder.parent == Path("runs").absolute() else _short(run.folder)
+    return run.name if run.folder.parent == Path("runs").absolute() else short(run.folder)

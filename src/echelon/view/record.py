@@ -1,0 +1,155 @@
+"""What the folder of a run says, read so that nothing in it can make a listing fail.
+
+A folder may be half-copied, cut short by a full disk, or written by a later version. What cannot
+be read is missing, and a folder without a readable configuration says why it is broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.jobs.standing import Standing, stand
+from echelon.runs import Run, subject
+
+_SIGNS_OF_A_RUN = ("config.json", "status.json", "metrics.jsonl")
+_ENDED_IN_ORDER = ("finished", "preempted")
+"""States that are written together with the best value."""
+
+
+@dataclass(frozen=True)
+class Record:
+    run: Run
+    config: dict[str, Any]
+    """As it is in the file: a later version's settings are settings too."""
+    status: dict[str, Any]
+    standing: Standing
+    broken: str
+    """Why the folder cannot be read as a run; empty for a sound one."""
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def state(self) -> str:
+        return "broken" if self.broken else self.standing.state
+
+    @property
+    def entry(self) -> str:
+        return str(self.section("experiment").get("entry") or "")
+
+    @property
+    def program(self) -> list[str]:
+        words = self.config.get("program")
+        return [str(word) for word in words] if isinstance(words, list) else []
+
+    @property
+    def experiment(self) -> str:
+        """In a word; with its function when that is not simply `experiment`."""
+        if not self.entry and not self.program:
+            return "–"
+        function = self.entry.rpartition(":")[2]
+        named = "" if function in ("", "experiment") or not self.entry else f":{function}"
+        return subject(self.entry, self.program) + named
+
+    @property
+    def best_name(self) -> str:
+        return str(self.section("trainer").get("best") or "loss")
+
+    @property
+    def best_is(self) -> str:
+        return "max" if self.section("trainer").get("best_is") == "max" else "min"
+
+    @property
+    def best(self) -> float | None:
+        """The best evaluated value, where the status holds it."""
+        value = self.status.get("best")
+        return value if self.status.get("state") in _ENDED_IN_ORDER and is_number(value) else None
+
+    @property
+    def starts(self) -> list[float]:
+        """When it was begun or went on, as far as the status knows: the last time, and each of a
+        batch job."""
+        jobs = self.status.get("starts")
+        noted = jobs if isinstance(jobs, list) else []
+        times = [job.get("time") for job in noted if isinstance(job, dict)]
+        return [float(t) for t in (*times, self.status.get("since")) if is_number(t)]
+
+    def time(self, key: str) -> float | None:
+        value = self.status.get(key)
+        return value if is_number(value) else None
+
+    def count(self, key: str) -> int | None:
+        value = self.status.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def section(self, name: str) -> dict[str, Any]:
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """JSON has true, Python's also has NaN; neither can be compared or drawn."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def records(runs: Iterable[Run]) -> tuple[list[Record], str]:
+    """Newest first, and why Slurm is silent, if it is."""
+    found = {str(run.folder): run for run in runs}
+    standings, silence = stand(found.values())
+    return [_record(found[s.folder], s) for s in standings], silence
+
+
+def folders(root: Path) -> list[Run]:
+    """Whatever looks like a run, sound or broken; `latest` is only another name."""
+    with contextlib.suppress(OSError), os.scandir(root.absolute()) as entries:
+        paths = sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
+        return [Run(p) for p in paths if any((p / sign).exists() for sign in _SIGNS_OF_A_RUN)]
+    return []
+
+
+def find(where: str, root: str) -> Run:
+    """A run by path, by name, or `latest`; a broken one too."""
+    for folder in (Path(where), Path(root) / where):
+        if any((folder / sign).exists() for sign in _SIGNS_OF_A_RUN):
+            return Run(folder.resolve())
+    raise unknown(where, root)
+
+
+def unknown(where: str, root: str) -> EchelonError:
+    found = [run.name for run in folders(Path(root))]
+    known = [*found, "latest"] if found else []
+    return EchelonError(
+        Fault(
+            f"no run {where!r} here or in {Path(root).absolute()}",
+            nearest(where, known) if known else "start one with `echelon train`",
+        ),
+        exit=Exit.NOT_FOUND,
+    )
+
+
+def _record(run: Run, standing: Standing) -> Record:
+    config, broken = _config(run)
+    return Record(run, config, run.status(), standing, broken)
+
+
+def _config(run: Run) -> tuple[dict[str, Any], str]:
+    try:
+        loaded = json.loads(run.config_file.read_bytes())
+    except FileNotFoundError:
+        return {}, "config.json is missing"
+    except OSError as error:
+        return {}, f"config.json: {(error.strerror or str(error)).lower()}"
+    except (ValueError, RecursionError):
+        return {}, "config.json is damaged"
+    return (loaded, "") if isinstance(loaded, dict) else ({}, "config.json is damaged")

@@ -1,0 +1,62 @@
+"""Curves made fit to be looked at: less noise, and no more points than can be seen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from echelon.track.summary import falls_far
+
+FEW = 20
+"""Fewer points are each worth seeing."""
+_ROUGH = 4.0
+"""So many times its whole range a smooth curve does not go up and down."""
+_WINDOWS = 60
+"""A smoothed curve forgets after about this part of its length."""
+
+
+def averaged(values: Sequence[float], smooth: float, log: bool = False) -> list[float]:
+    """The mean of the exponential averages from either end, so that a fall is not drawn later than
+    it was. On a logarithmic scale of the logarithms: a long fall would lie above its own end."""
+    if log:
+        return [math.exp(v) for v in averaged([math.log(v) for v in values], smooth)]
+    there, back = _trailing(values, smooth), _trailing(values[::-1], smooth)[::-1]
+    return [a / 2 + b / 2 for a, b in zip(there, back, strict=True)]
+
+
+def _trailing(values: Sequence[float], smooth: float) -> list[float]:
+    """Without the pull of an invented first value."""
+    total, weight, found = 0.0, 0.0, []
+    for value in values:
+        total = smooth * total + (1 - smooth) * value
+        weight = smooth * weight + (1 - smooth)
+        found.append(total / weight)
+    return found
+
+
+def fitting(values: Sequence[float]) -> float:
+    """How much smoothing these ask for; 0 when they are smooth or few."""
+    if len(values) < FEW:
+        return 0.0
+    low, high = min(values), max(values)
+    if falls_far(low, high):
+        values = [math.log(v) for v in values]
+        low, high = min(values), max(values)
+    path = sum(abs(b - a) for a, b in itertools.pairwise(values))
+    if high == low or path / (high - low) < _ROUGH:
+        return 0.0
+    return 1 - 1 / max(4.0, len(values) / _WINDOWS)
+
+
+def thinned(ys: Sequence[float], limit: int, keep: int) -> list[int]:
+    """Indices of at most about so many points: the lowest and the highest of every piece, so that
+    no spike is lost, and this one."""
+    if len(ys) <= limit:
+        return list(range(len(ys)))
+    pieces = max(1, limit // 2)
+    chosen = {0, len(ys) - 1, keep}
+    for piece in range(pieces):
+        mine = range(piece * len(ys) // pieces, (piece + 1) * len(ys) // pieces)
+        chosen |= {min(mine, key=ys.__getitem__), max(mine, key=ys.__getitem__)}
+    return sorted(chosen)
