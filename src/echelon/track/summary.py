@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from echelon.track.jsonl import read
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reason: str) -> str:
+def summary(
+    run: Run,
+    outcome: Exit,
+    step: int,
+    total: int,
+    seconds: float,
+    reason: str,
+    tracked: Mapping[str, str],
+) -> str:
     if outcome is Exit.PREEMPTED:
         first = f"stopped by {reason} after step {step} of {total}; everything is saved"
     elif step == total and seconds < 0:
@@ -23,9 +32,10 @@ def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reas
         first = f"finished {total} steps in {seconds:.1f} s"
     rows = {
         "loss": _losses(read(run.metrics_file)),
-        "run": _short(run.folder),
+        "run": short(run.folder),
         "snapshot": _newest(run),
-        "metrics": _short(run.metrics_file),
+        "metrics": short(run.metrics_file),
+        **tracked,
         "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
     }
     lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]
@@ -52,14 +62,14 @@ def _losses(lines: list[dict[str, Any]]) -> str:
 
 def _newest(run: Run) -> str:
     folders = sorted(run.snapshots.glob("step-*"))
-    return _short(folders[-1]) if folders else ""
+    return short(folders[-1]) if folders else ""
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """Relative where that is shorter to read and to type."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
 
 
 def spoken(run: Run) -> str:
-    return run.name if run.folder.parent == Path("runs").absolute() else _short(run.folder)
+    return run.name if run.folder.parent == Path("runs").absolute() else short(run.folder)
