@@ -35,8 +35,6 @@ class Sink(Protocol):
 
 
 Say = Callable[[str], None]
-Open = Callable[[Sequence[Line], int, Say], tuple[Sink, Sequence[Line]]]
-"""The lines of the run so far, how many of them it had → the sink, the lines it needs again."""
 
 
 class Mark(NamedTuple):
@@ -46,6 +44,13 @@ class Mark(NamedTuple):
     """Of metrics.jsonl, those that are safe with it."""
     rows: int = 0
     """Ever put in. Lines that come again after a resume are counted again, so it only grows."""
+    first_line: int = 0
+    """Where the last start of the run began."""
+    first_row: int = 0
+
+
+Open = Callable[[Sequence[Line], Mark, Say], tuple[Sink, Sequence[Line]]]
+"""The lines of the run so far, what was left behind → the sink, the lines it is to be given."""
 
 
 class Apart:
@@ -118,16 +123,17 @@ class Apart:
             )
 
     def _feed(self) -> None:
-        mark = _read(self._mark_file)
-        handed = min(mark.lines, len(self._past))
-        sink, again = self._open(self._past, handed, self._words.append)
+        before = _read(self._mark_file)
+        sink, again = self._open(self._past, before, self._words.append)
         file = os.open(self._mark_file, os.O_WRONLY | os.O_CREAT, 0o644)
-        rows, lines = mark.rows, len(self._past) - len(again)
+        rows, lines = before.rows, len(self._past) - len(again)
+        mark = Mark(lines, rows, first_line=lines, first_row=rows)
         settling: deque[tuple[float, int]] = deque([(0.0, lines)])
         batch, outcome = list(again), None
         while True:
             # Ahead of the rows: after a kill none of their numbers is given again.
-            _write(file, Mark(_settled(settling, sink.settles_s), rows + len(batch)))
+            safe = _settled(settling, sink.settles_s)
+            _write(file, mark._replace(lines=safe, rows=rows + len(batch)))
             for line in batch:
                 sink.put(line, rows)
                 rows += 1
@@ -138,7 +144,7 @@ class Apart:
                 break
             batch, outcome = self._next()
         sink.close(outcome)
-        _write(file, Mark(lines, rows))
+        _write(file, mark._replace(lines=lines, rows=rows))
         os.close(file)
 
     def _next(self) -> tuple[list[Line], Exit | None]:
@@ -176,4 +182,4 @@ def _read(path: Path) -> Mark:
 
 def _write(file: int, mark: Mark) -> None:
     """In place, in one piece: a rename for each batch would cost more than the lines."""
-    os.pwrite(file, json.dumps(mark).ljust(48).encode(), 0)
+    os.pwrite(file, json.dumps(mark).ljust(64).encode(), 0)

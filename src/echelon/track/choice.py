@@ -34,7 +34,7 @@ def trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
                 functools.partial(wandb_run.open_wandb, config, run),
                 lines.kept,
                 run.mark_file("wandb"),
-                patience_s=wandb_run.PATIENCE_S,
+                patience_s=wandb_run.patience_s(os.environ),
                 last_words=functools.partial(wandb_run.last_words, run),
                 abandon=wandb_run.end_core,
             )

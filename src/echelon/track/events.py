@@ -16,7 +16,7 @@ from pathlib import Path
 
 from echelon.config.schema import Config
 from echelon.errors import Exit
-from echelon.track.apart import Say
+from echelon.track.apart import Mark, Say
 from echelon.track.lines import Line, axes, curves
 
 
@@ -74,10 +74,9 @@ class Events:
 
 
 def open_events(
-    folder: Path, config: Config, step: int, past: Sequence[Line], handed: int, say: Say
+    folder: Path, config: Config, step: int, past: Sequence[Line], before: Mark, say: Say
 ) -> tuple[Events, Sequence[Line]]:
     """The steps that it lacks lines of are written again as a whole."""
-    if not any(folder.glob("events.out.tfevents.*")):
-        handed = 0
-    first = past[handed]["step"] if handed < len(past) else step + 1
+    has = before.lines if any(folder.glob("events.out.tfevents.*")) else 0
+    first = past[has]["step"] if has < len(past) else step + 1
     return Events(folder, config, first), [line for line in past if line["step"] >= first]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -23,19 +23,33 @@ from echelon.config.schema import Config, Trainer
 from echelon.errors import Exit
 from echelon.runs import Run, write_json
 from echelon.track import key
-from echelon.track.apart import Say, brief
+from echelon.track.apart import Mark, Say, brief
 from echelon.track.lines import Line, axes, curves
 from echelon.track.summary import short
 
-_INIT_S = 20.0
-"""The training runs on meanwhile; what it logs waits."""
+_INIT_S = 10.0
+"""WANDB_INIT_TIMEOUT says otherwise. The training runs on meanwhile; what it logs waits."""
 _FINISH_S = 15.0
-PATIENCE_S = _INIT_S + _FINISH_S + 10.0
 _SETTLES_S = 30.0
+_GAVE_UP = (
+    "its server refuses what is sent; all is kept in its files, and the last words of the run say "
+    "how to send them"
+)
 
 
 def mode_of(config: Config, env: Mapping[str, str]) -> str:
     return config.track.wandb.mode or env.get("WANDB_MODE") or "online"
+
+
+def patience_s(env: Mapping[str, str]) -> float:
+    """Longer than all that is waited for here takes together."""
+    return _init_s(env) + _FINISH_S + 10.0
+
+
+def _init_s(env: Mapping[str, str]) -> float:
+    with contextlib.suppress(KeyError, ValueError):
+        return float(env["WANDB_INIT_TIMEOUT"])
+    return _INIT_S
 
 
 def keep_id(run: Run, env: Mapping[str, str]) -> str:
@@ -78,16 +92,26 @@ class WandbRun:
         self._run, self._say = run, say
         self._online = mode_of(config, os.environ) == "online"
         self._best = Best(config.trainer, past)
-        self._warnings = _Warnings(say)
-        self._wandb = _start(config, run, self._online, self._warnings, say)
+        self._wandb = _start(config, run, self._online, say)
+        self._words = _hear(say)
         self._online = not self._wandb.offline
         self._folder = Path(self._wandb.dir).parent.name
-        self._remember(unsent=True)
+        self._remember(unsent=self._folder)
         self._wandb.define_metric("step")
         self._wandb.define_metric("*", step_metric="step")
         self._wandb.summary.update(self._best.shown())
         if self._online:
             say(f"wandb: {self._wandb.url}")
+
+    def has(self, before: Mark) -> int:
+        """How many lines it has. A server knows to which row it heard the last start, so that what
+        a kill kept from it needs no `wandb sync`."""
+        last = _state(self._run)["unsent"][-2:-1]
+        heard = self._wandb.step - before.first_row
+        if not self._online or not last or last[0].startswith("offline") or heard < 0:
+            return before.lines
+        self._remember(sent=last[0])
+        return before.first_line + heard
 
     def put(self, line: Line, row: int) -> None:
         """A row has wandb's own number, which must grow; curves are drawn over our `step`, which
@@ -105,8 +129,8 @@ class WandbRun:
             if outcome is Exit.PREEMPTED:
                 self._wandb.mark_preempting()
             self._wandb.finish(exit_code=int(outcome))
-            if self._online and not self._warnings.unsent:
-                self._remember(unsent=False)
+            if self._online and not self._words.unsent:
+                self._remember(sent=self._folder)
         except TimeoutError:
             self._say(
                 f"warning: wandb did not take everything within {_FINISH_S:g} s; the rest is in "
@@ -115,32 +139,33 @@ class WandbRun:
         finally:
             wandb.teardown()
 
-    def _remember(self, unsent: bool) -> None:
+    def _remember(self, unsent: str = "", sent: str = "") -> None:
         state = _state(self._run)
-        others = [name for name in state["unsent"] if name != self._folder]
+        names = [name for name in (*state["unsent"], unsent) if name and name != sent]
         url = {"url": self._wandb.url} if self._online else {}
-        names = [*others, self._folder] if unsent else others
         write_json(self._run.wandb_file, state | url | {"unsent": names})
 
 
 def open_wandb(
-    config: Config, run: Run, past: Sequence[Line], handed: int, say: Say
+    config: Config, run: Run, past: Sequence[Line], before: Mark, say: Say
 ) -> tuple[WandbRun, Sequence[Line]]:
-    return WandbRun(config, run, past, say), past[handed:]
+    made = WandbRun(config, run, past, say)
+    return made, past[made.has(before) :]
 
 
-def _start(config: Config, run: Run, online: bool, warnings: _Warnings, say: Say) -> Any:
+def _start(config: Config, run: Run, online: bool, say: Say) -> Any:
+    import wandb
+
     os.environ["WANDB_SILENT"] = "true"  # what it says from the very first is ours to say
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.pop("WANDB_SERVICE", None)  # of the process that started us, perhaps elsewhere
-    logger = logging.getLogger("wandb")  # where it speaks when it is silent
-    logger.addHandler(warnings)
     reason = key.problem(os.environ) if online else None
     if online and reason is None:
         try:
             return _init(config, run, "online")
         except Exception as error:
-            reason = brief(error)
+            reason = _refusal(error)
+            wandb.teardown()  # it would not take the same id again
     if reason is not None:
         say(
             f"warning: wandb: {reason}; going on offline, the last words of the run say how to "
@@ -149,12 +174,21 @@ def _start(config: Config, run: Run, online: bool, warnings: _Warnings, say: Say
     return _init(config, run, "offline")
 
 
+def _refusal(error: Exception) -> str:
+    text = str(error)
+    if "deadline exceeded" in text or "timed out" in text.lower():
+        return f"no answer from its server within {_init_s(os.environ):g} s"
+    if re.search(r"\b40[13]\b", text):
+        return "its server does not accept the key (`wandb login` stores another)"
+    return brief(error)
+
+
 def _init(config: Config, run: Run, mode: str) -> Any:
     import wandb
 
     given, env = config.track.wandb, os.environ
     settings = wandb.Settings(
-        init_timeout=_INIT_S,
+        init_timeout=_init_s(env),
         finish_timeout=_FINISH_S,
         finish_timeout_raises=True,
         stop_fn=lambda: _stop(run),
@@ -193,22 +227,34 @@ def _state(run: Run) -> dict[str, Any]:
     return {"unsent": []}
 
 
-class _Warnings(logging.Handler):
-    """The first warning of wandb's becomes ours; one of them says that it has given up sending."""
+def _hear(say: Say) -> _Words:
+    """Where wandb speaks when it is silent."""
+    import wandb
+
+    words = _Words(say)
+    wandb.termsetup(wandb.Settings(silent=True), words)
+    return words
+
+
+class _Words:
+    """Its first warning becomes ours; one of them says that it has given up sending."""
 
     def __init__(self, say: Say) -> None:
-        super().__init__(logging.WARNING)
-        self._tell = say
+        self._say = say
         self._told = False
         self.unsent = False
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "wandb sync" in text:
-            self.unsent = True
+    def info(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None:
+        gave_up = "wandb sync" in text
+        self.unsent = self.unsent or gave_up
         if not self._told:
             self._told = True
-            self._tell(f"warning: wandb: {text.splitlines()[0]}")
+            said = text.splitlines()[0].rpartition("WARNING ")[2]
+            self._say(f"warning: wandb: {_GAVE_UP if gave_up else said}")
+
+    error = warning
 
 
 class Best:
