@@ -1,7 +1,7 @@
 """A stand-in for wandb's server: the part of its protocol that a run uses, on a loopback port.
 
 There is none to install. What the real client sends is kept as it came; `answer` makes the server
-ill: an HTTP status for everything, or `hang`.
+ill: an HTTP status for everything, or `hang`; `then` does so once a run has been made.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class ServedRun:
     about: dict[str, Any] = field(default_factory=dict)
     ends: list[dict[str, Any]] = field(default_factory=list)
     """Every `complete` it was told, with the exit code."""
+    preempting: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         return [self.history[line] for line in sorted(self.history)]
@@ -43,6 +44,7 @@ class Server(ThreadingHTTPServer):
         self.runs: dict[str, ServedRun] = {}
         self.asked: list[str] = []
         self.answer: int | str = 200
+        self.then: int | str = 200
 
     @property
     def url(self) -> str:
@@ -119,6 +121,7 @@ class Server(ThreadingHTTPServer):
                 run.history[number] = json.loads(text)
         if summary := files.get("wandb-summary.json"):
             run.summary = json.loads(summary["content"][-1])
+        run.preempting = run.preempting or bool(sent.get("preempting"))
         if sent.get("complete"):
             run.ends.append({k: v for k, v in sent.items() if k != "files"})
 
@@ -140,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             given = asked.get("variables") or {}
             self._reply(200, {"data": self.server.graphql(asked["query"], given)})
+            if self.server.runs:
+                self.server.answer = self.server.then
         elif self.path.endswith("/file_stream"):
             self.server.stream(self.path.split("/")[-2], json.loads(body))
             self._reply(200, {"exitcode": None, "limits": {}})

@@ -19,6 +19,8 @@ from echelon.track.lines import Tracker
 from echelon.track.summary import short
 
 _EVENTS_S = 20.0
+_MORE_S = 10.0
+"""Beyond what wandb itself is told to wait."""
 
 
 def trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
@@ -34,7 +36,7 @@ def trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
                 functools.partial(wandb_run.open_wandb, config, run),
                 lines.kept,
                 run.mark_file("wandb"),
-                patience_s=wandb_run.patience_s(os.environ),
+                patience_s=sum(wandb_run.limits_s(os.environ)) + _MORE_S,
                 last_words=functools.partial(wandb_run.last_words, run),
                 abandon=wandb_run.end_core,
             )

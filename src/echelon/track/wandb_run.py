@@ -27,10 +27,12 @@ from echelon.track.apart import Mark, Say, brief
 from echelon.track.lines import Line, axes, curves
 from echelon.track.summary import short
 
-_INIT_S = 10.0
-"""WANDB_INIT_TIMEOUT says otherwise. The training runs on meanwhile; what it logs waits."""
-_FINISH_S = 15.0
+_INIT_S, _FINISH_S = 10.0, 15.0
+"""WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise. The training runs on while a server is
+waited for at the start; what it logs waits too."""
 _SETTLES_S = 30.0
+_HEADER = 7
+"""Bytes at the beginning of a file of wandb's."""
 _GAVE_UP = (
     "its server refuses what is sent; all is kept in its files, and the last words of the run say "
     "how to send them"
@@ -41,15 +43,17 @@ def mode_of(config: Config, env: Mapping[str, str]) -> str:
     return config.track.wandb.mode or env.get("WANDB_MODE") or "online"
 
 
-def patience_s(env: Mapping[str, str]) -> float:
-    """Longer than all that is waited for here takes together."""
-    return _init_s(env) + _FINISH_S + 10.0
+def limits_s(env: Mapping[str, str]) -> tuple[float, float]:
+    """For a server to answer at the start, and to take what is left at the end."""
+    return _number(env, "WANDB_INIT_TIMEOUT", _INIT_S), _number(
+        env, "WANDB_FINISH_TIMEOUT", _FINISH_S
+    )
 
 
-def _init_s(env: Mapping[str, str]) -> float:
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
     with contextlib.suppress(KeyError, ValueError):
-        return float(env["WANDB_INIT_TIMEOUT"])
-    return _INIT_S
+        return float(env[name])
+    return default
 
 
 def keep_id(run: Run, env: Mapping[str, str]) -> str:
@@ -65,12 +69,17 @@ def keep_id(run: Run, env: Mapping[str, str]) -> str:
 
 def last_words(run: Run) -> dict[str, str]:
     state = _state(run)
-    folders = [run.folder / "wandb" / name for name in state["unsent"]]
-    unsent = [f for f in folders if f.is_dir() and not any(f.glob("*.wandb.synced"))]
+    unsent = [f for name in state["unsent"] if _holds_rows(f := run.folder / "wandb" / name)]
     words = {"wandb": str(state["url"])} if state.get("url") else {}
     if unsent:
         words["send it"] = "wandb sync " + " ".join(shlex.quote(short(f)) for f in unsent)
     return words
+
+
+def _holds_rows(folder: Path) -> bool:
+    """`wandb sync` marks what it has sent, and stops at a file that a kill left empty."""
+    files = list(folder.glob("*.wandb"))
+    return any(f.stat().st_size > _HEADER for f in files) and not any(folder.glob("*.synced"))
 
 
 def end_core() -> None:
@@ -107,7 +116,7 @@ class WandbRun:
         """How many lines it has. A server knows to which row it heard the last start, so that what
         a kill kept from it needs no `wandb sync`."""
         last = _state(self._run)["unsent"][-2:-1]
-        heard = self._wandb.step - before.first_row
+        heard = int(self._wandb.step) - before.first_row
         if not self._online or not last or last[0].startswith("offline") or heard < 0:
             return before.lines
         self._remember(sent=last[0])
@@ -133,7 +142,7 @@ class WandbRun:
                 self._remember(sent=self._folder)
         except TimeoutError:
             self._say(
-                f"warning: wandb did not take everything within {_FINISH_S:g} s; the rest is in "
+                f"warning: wandb: its server did not take all of it in time; everything is in "
                 f"{short(self._run.folder / 'wandb' / self._folder)}"
             )
         finally:
@@ -177,7 +186,7 @@ def _start(config: Config, run: Run, online: bool, say: Say) -> Any:
 def _refusal(error: Exception) -> str:
     text = str(error)
     if "deadline exceeded" in text or "timed out" in text.lower():
-        return f"no answer from its server within {_init_s(os.environ):g} s"
+        return f"no answer from its server within {limits_s(os.environ)[0]:g} s"
     if re.search(r"\b40[13]\b", text):
         return "its server does not accept the key (`wandb login` stores another)"
     return brief(error)
@@ -187,9 +196,10 @@ def _init(config: Config, run: Run, mode: str) -> Any:
     import wandb
 
     given, env = config.track.wandb, os.environ
+    init_s, finish_s = limits_s(env)
     settings = wandb.Settings(
-        init_timeout=_init_s(env),
-        finish_timeout=_FINISH_S,
+        init_timeout=init_s,
+        finish_timeout=finish_s,
         finish_timeout_raises=True,
         stop_fn=lambda: _stop(run),
         silent=True,
