@@ -33,9 +33,9 @@ waited for at the start; what it logs waits too."""
 _SETTLES_S = 30.0
 _HEADER = 7
 """Bytes at the beginning of a file of wandb's."""
-_GAVE_UP = (
-    "its server refuses what is sent; all is kept in its files, and the last words of the run say "
-    "how to send them"
+_UNSENT = (
+    "not all of it reached its server; everything is in its files, and the last words of the run "
+    "say how to send them"
 )
 
 
@@ -98,7 +98,7 @@ class WandbRun:
     settles_s = _SETTLES_S
 
     def __init__(self, config: Config, run: Run, past: Sequence[Line], say: Say) -> None:
-        self._run, self._say = run, say
+        self._run = run
         self._online = mode_of(config, os.environ) == "online"
         self._best = Best(config.trainer, past)
         self._wandb = _start(config, run, self._online, say)
@@ -141,10 +141,7 @@ class WandbRun:
             if self._online and not self._words.unsent:
                 self._remember(sent=self._folder)
         except TimeoutError:
-            self._say(
-                f"warning: wandb: its server did not take all of it in time; everything is in "
-                f"{short(self._run.folder / 'wandb' / self._folder)}"
-            )
+            self._words.warn(_UNSENT)
         finally:
             wandb.teardown()
 
@@ -257,12 +254,14 @@ class _Words:
     def info(self, text: str) -> None: ...
 
     def warning(self, text: str) -> None:
-        gave_up = "wandb sync" in text
+        gave_up = "wandb sync" in text or "Timed out" in text
         self.unsent = self.unsent or gave_up
+        self.warn(_UNSENT if gave_up else text.splitlines()[0].rpartition("WARNING ")[2])
+
+    def warn(self, text: str) -> None:
         if not self._told:
             self._told = True
-            said = text.splitlines()[0].rpartition("WARNING ")[2]
-            self._say(f"warning: wandb: {_GAVE_UP if gave_up else said}")
+            self._say(f"warning: wandb: {text}")
 
     error = warning
 
