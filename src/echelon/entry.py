@@ -105,6 +105,7 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     from echelon.config.check import batch_fault
     from echelon.gpus import visible_count
     from echelon.launch.plan import Here
+    from echelon.track.choice import require
 
     kind = "local" if config.program and config.launch.kind == "inline" else config.launch.kind
     launcher = importlib.import_module(f"echelon.launch.{LAUNCHERS[kind]}")
@@ -113,6 +114,8 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     plan = launcher.plan(config, Here(os.environ, socket.gethostname(), visible_count(os.environ)))
     if not config.program and (fault := batch_fault(config.trainer.batch_size, len(plan.places))):
         raise EchelonError(fault)
+    if not config.program and kind != "ssh" and plan.places[0].rank == 0:
+        require(config, os.environ)
     if dry_run:
         plan.show(as_json)
         return Exit.OK

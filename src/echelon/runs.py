@@ -100,6 +100,20 @@ class Run:
         """What the batch script itself said."""
         return self.logs / "job.log"
 
+    @property
+    def wandb_file(self) -> Path:
+        """Which run of wandb's this one is, and what may not have reached its server."""
+        return self.folder / "wandb.json"
+
+    def wandb_id(self) -> str | None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(self.wandb_file.read_text())["id"])
+        return None
+
+    def mark_file(self, tracker: str) -> Path:
+        """How much of the metrics a tracker has."""
+        return self.folder / f".mark-{tracker}"
+
     def newest_step(self) -> int:
         """Of its snapshots; 0 without one."""
         names = (path.name.partition("-")[2] for path in self.snapshots.glob("step-*"))

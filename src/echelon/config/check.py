@@ -12,9 +12,12 @@ from echelon.config.schema import (
     MODES,
     PROGRESS,
     SCHEDULES,
+    WANDB_MODES,
     Config,
     Every,
     Launch,
+    TensorBoard,
+    Wandb,
 )
 from echelon.errors import Fault, nearest
 
@@ -22,7 +25,13 @@ NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
 
 
 def faults_of(config: Config) -> list[Fault]:
-    return [*_numbers(config), *_choices(config), *_launch(config), *_ranks(config)]
+    return [
+        *_numbers(config),
+        *_choices(config),
+        *_launch(config),
+        *_ranks(config),
+        *_track(config),
+    ]
 
 
 def batch_fault(batch_size: int, world_size: int) -> Fault | None:
@@ -207,6 +216,36 @@ def _batch(launch: Launch) -> Iterator[Fault]:
         if "\n" in line:
             yield Fault(
                 f"launch.setup: {line!r} is more than one line", "give each line its own item"
+            )
+
+
+def _track(config: Config) -> Iterator[Fault]:
+    chosen: dict[str, tuple[Wandb | TensorBoard, Wandb | TensorBoard]] = {
+        "wandb": (config.track.wandb, Wandb()),
+        "tensorboard": (config.track.tensorboard, TensorBoard()),
+    }
+    for name, (given, default) in chosen.items():
+        for key, value in vars(given).items():
+            if not given.use and value != getattr(default, key):
+                yield Fault(
+                    f"track.{name}.{key}={value} is set, but {name} does not track this run",
+                    f"add track={name}, or leave track.{name}.{key} out",
+                )
+    wandb = config.track.wandb
+    if wandb.mode is not None and wandb.mode not in WANDB_MODES:
+        yield Fault(
+            f"track.wandb.mode={wandb.mode}: there is no such choice",
+            nearest(wandb.mode, WANDB_MODES),
+        )
+    if wandb.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", wandb.project):
+        yield Fault(
+            f"track.wandb.project={wandb.project!r} is no name that wandb takes",
+            "use 1 to 128 characters without / \\ # ? % :",
+        )
+    for tag in wandb.tags:
+        if not 1 <= len(tag) <= 64:
+            yield Fault(
+                f"track.wandb.tags: {tag!r} is no tag that wandb takes", "use 1 to 64 characters"
             )
 
 

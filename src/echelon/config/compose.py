@@ -152,7 +152,12 @@ def _split_groups(
 
 def _fallback(group: str) -> str:
     """Something valid to go on with, so that the remaining faults are found too."""
-    fallback = {"experiment": "own", "launch": "inline", "trainer": "default", "track": "[jsonl]"}
+    fallback = {
+        "experiment": "own",
+        "launch": "inline",
+        "trainer": "default",
+        "track": "[wandb,tensorboard]",
+    }
     return fallback.get(group, "null")
 
 

@@ -18,6 +18,7 @@ PROGRESS = ("auto", "bar", "lines", "none")
 LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
 MODES = ("torchrun", "srun", "lightning", "plain")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
+WANDB_MODES = ("online", "offline", "disabled")
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,43 @@ class Trainer:
 
 
 @dataclass(frozen=True)
+class Wandb:
+    use: bool = False
+    """Set by track=wandb."""
+    mode: str | None = None
+    """`online`, `offline` (files to send later with `wandb sync`) or `disabled`; default:
+    WANDB_MODE, else online. Out of reach, a run goes on offline by itself."""
+    project: str | None = None
+    """Default: WANDB_PROJECT, else echelon."""
+    entity: str | None = None
+    """The user or team it belongs to; default: WANDB_ENTITY, else your own."""
+    group: str | None = None
+    """Shown together with the runs of the same group."""
+    name: str | None = None
+    """Default: WANDB_NAME, else the run's name."""
+    tags: list[str] = field(default_factory=list)
+    """For example [baseline,small]."""
+    notes: str | None = None
+    """A longer description."""
+
+
+@dataclass(frozen=True)
+class TensorBoard:
+    use: bool = False
+    """Set by track=tensorboard."""
+    folder: str | None = None
+    """Where its event files go; default: `tensorboard` in the run's folder."""
+
+
+@dataclass(frozen=True)
 class Track:
+    """`track=wandb`, `track=tensorboard`, `track=[wandb,tensorboard]` choose what there is beside
+    metrics.jsonl."""
+
     progress: str = "auto"
     """`bar`, `lines`, `none`; `auto` is a bar on a terminal and lines elsewhere."""
+    wandb: Wandb = field(default_factory=Wandb)
+    tensorboard: TensorBoard = field(default_factory=TensorBoard)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ _SECTIONS = {
     "Trainer": "trainer.",
     "Launch": "launch.",
     "Track": "track.",
+    "Wandb": "track.wandb.",
+    "TensorBoard": "track.tensorboard.",
     "RunChoice": "run.",
     "Config": "",
 }

@@ -1,1 +1,1 @@
-"""Trackers: where the numbers of a run go. Only rank 0 has one."""
+"""Trackers: where the numbers of a run go. Only rank 0 has them."""

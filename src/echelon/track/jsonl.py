@@ -6,28 +6,32 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from echelon.errors import Exit
+from echelon.track.lines import Line
 
 
 class JsonLines:
     """Appends lines. A run that goes on from step s forgets the lines after s: they come again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        _keep_until(path, resumed_step)
+        self.kept = _keep_until(path, resumed_step)
         self._file: IO[str] = path.open("a", buffering=1)
 
-    def log(self, line: dict[str, Any]) -> None:
+    def log(self, line: Line) -> None:
         try:
             self._file.write(json.dumps(line) + "\n")
         except OSError:  # a full disk must not end a training; the snapshot's error says it
             return
 
-    def close(self) -> None:
+    def close(self, outcome: Exit) -> dict[str, str]:
         with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
             self._file.close()
+        return {}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Line]:
     """The whole lines; a process killed while writing leaves half a line."""
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -40,10 +44,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(path: Path, step: int) -> list[Line]:
     kept = [line for line in read(path) if line.get("step", 0) <= step]
-    if not path.exists():
-        return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    beside.replace(path)
+    if path.exists():
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        beside.replace(path)
+    return kept

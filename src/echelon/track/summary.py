@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from echelon.track.jsonl import read
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reason: str) -> str:
+def summary(
+    run: Run,
+    outcome: Exit,
+    step: int,
+    total: int,
+    seconds: float,
+    reason: str,
+    tracked: Mapping[str, str],
+) -> str:
     if outcome is Exit.PREEMPTED:
         first = f"stopped by {reason} after step {step} of {total}; everything is saved"
     elif step == total and seconds < 0:
@@ -26,6 +35,8 @@ def summary(run: Run, outcome: Exit, step: int, total: int, seconds: float, reas
         "run": short(run.folder),
         "snapshot": _newest(run),
         "metrics": short(run.metrics_file),
+        **tracked,
+        "look": f"echelon show {spoken(run)}",
         "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
     }
     lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]

@@ -17,7 +17,7 @@ from echelon.data.order import EpochOrder, batches_per_epoch
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.pulse import Pulse
 from echelon.runs import Run
-from echelon.track.jsonl import JsonLines
+from echelon.track.lines import Line, Tracker
 from echelon.track.screen import Screen
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
@@ -58,7 +58,7 @@ def train(t: Training) -> Exit:
 
 @dataclass
 class Training:
-    """A run in progress on one rank. Only rank 0 has a tracker, a screen that shows, a writer."""
+    """A run in progress on one rank. Only rank 0 has trackers, a screen that shows, a writer."""
 
     config: Config
     run: Run
@@ -71,7 +71,7 @@ class Training:
     device: torch.device
     schedule: Schedule = field(init=False)
     replica: Replica = field(init=False)
-    tracker: JsonLines | None = None
+    trackers: tuple[Tracker, ...] = ()
     screen: Screen = field(default_factory=Screen)
     writer: Writer | None = None
 
@@ -213,7 +213,7 @@ class Training:
         now, (then, samples) = time.monotonic(), self._since
         self._since = (now, self.samples)
         losses, self._losses = self._losses, []
-        if self.tracker is None:
+        if not self.trackers:
             return
         line = {
             "step": self.step,
@@ -224,7 +224,7 @@ class Training:
             "samples_per_s": round((self.samples - samples) / max(1e-9, now - then), 1),
             "time": round(time.time(), 3),
         }
-        self.tracker.log(line)
+        self._track(line)
         self.screen.progress(line)
         self._report_saved(self.writer.finished() if self.writer else [])
 
@@ -236,13 +236,17 @@ class Training:
         results = self.evaluator()
         self._results = results
         self._compare(results)
-        if self.tracker is not None:
+        if self.trackers:
             numbers = {f"eval_{k}": v for k, v in results.items()}
-            self.tracker.log({"step": self.step, "epoch": self.epoch, **numbers})
+            self._track({"step": self.step, "epoch": self.epoch, **numbers})
             shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
             print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
         self.pulse.beat()
         self._since = (time.monotonic(), self.samples)
+
+    def _track(self, line: Line) -> None:
+        for tracker in self.trackers:
+            tracker.log(line)
 
     def _compare(self, results: dict[str, float]) -> None:
         name = self.config.trainer.best
@@ -278,7 +282,7 @@ class Training:
             "config": self.config.numbers(),
             "fingerprint": self.config.fingerprint(),
             "world_size": self.group.world.size,
-            "wandb_run_id": None,
+            "wandb_run_id": self.run.wandb_id(),
         }
 
     def _report_saved(self, results: list[Saved]) -> None:
@@ -294,9 +298,13 @@ class Training:
         self.pulse.rest()
         if self.writer is not None:
             self._report_saved(self.writer.close())
-        if self.tracker is not None:
-            self.tracker.close()
         self.screen.close()
+
+    def close_trackers(self, outcome: Exit) -> dict[str, str]:
+        """After all else, as a server may take its time; once, whatever happened."""
+        self.pulse.rest()
+        closing, self.trackers = self.trackers, ()
+        return {title: text for t in closing for title, text in t.close(outcome).items()}
 
 
 _NOTHING, _STOP = Wishes(), Wishes(stop=True)

@@ -11,7 +11,7 @@ from echelon.config.schema import Config
 from echelon.data.batches import source_of
 from echelon.pulse import Pulse
 from echelon.runs import Run
-from echelon.track.jsonl import JsonLines
+from echelon.track.choice import trackers
 from echelon.track.screen import screen
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
@@ -62,7 +62,7 @@ def prepare(
     experiment.model.train()
     if world.rank == 0:
         _say(_opening(training))
-        training.tracker = JsonLines(run.metrics_file, training.step)
+        training.trackers = trackers(config, run, training.step)
         training.writer = Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)

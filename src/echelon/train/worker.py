@@ -125,7 +125,8 @@ class Rank:
         state = "preempted" if outcome is Exit.PREEMPTED else "finished"
         t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best)
         seconds = time.monotonic() - begun if t.step > first_step else -1.0
-        text = summary(t.run, outcome, t.step, t.total_steps, seconds, self.stop.reason)
+        tracked = t.close_trackers(outcome)
+        text = summary(t.run, outcome, t.step, t.total_steps, seconds, self.stop.reason, tracked)
         print(text, file=sys.stderr)
 
     def _fail(self, error: BaseException) -> int:
@@ -138,7 +139,14 @@ class Rank:
             self.folder.update_status(state="failed", step=failure.step, failure=failure.__dict__)
         if not (self.has_agent and self.number == 0):  # there the agent says it, once
             print(failure, file=sys.stderr, flush=True)
+        self._close_trackers()
         return failure.exit
+
+    def _close_trackers(self) -> None:
+        if self.training is None:
+            return
+        for title, text in self.training.close_trackers(Exit.FAILED).items():
+            print(f"  {title:<10}{text}", file=sys.stderr, flush=True)
 
     def _cause(self, error: BaseException) -> Failure:
         """The first failure of the world, which need not be this rank's."""

@@ -1,0 +1,294 @@
+"""Weights & Biases: one run of theirs for one run of ours, however often it was started.
+
+wandb speaks to a process of its own, wandb-core, which ends by itself when ours is gone. It writes
+every row to a file before it sends it, so what a server did not take can be sent later; but it
+writes that file only every quarter of a minute, so what a kill took from it is given again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.config.schema import Config, Trainer
+from echelon.errors import Exit
+from echelon.runs import Run, write_json
+from echelon.track import key
+from echelon.track.apart import Mark, Say, brief
+from echelon.track.lines import Line, axes, curves
+from echelon.track.summary import short
+
+_INIT_S, _FINISH_S = 10.0, 15.0
+"""WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise. The training runs on while a server is
+waited for at the start; what it logs waits too."""
+_SETTLES_S = 30.0
+_HEADER = 7
+"""Bytes at the beginning of a file of wandb's."""
+_UNSENT = (
+    "not all of it reached its server; everything is in its files, and the last words of the run "
+    "say how to send them"
+)
+
+
+def mode_of(config: Config, env: Mapping[str, str]) -> str:
+    return config.track.wandb.mode or env.get("WANDB_MODE") or "online"
+
+
+def limits_s(env: Mapping[str, str]) -> tuple[float, float]:
+    """For a server to answer at the start, and to take what is left at the end."""
+    return _number(env, "WANDB_INIT_TIMEOUT", _INIT_S), _number(
+        env, "WANDB_FINISH_TIMEOUT", _FINISH_S
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    with contextlib.suppress(KeyError, ValueError):
+        return float(env[name])
+    return default
+
+
+def keep_id(run: Run, env: Mapping[str, str]) -> str:
+    """Made once. A sweep's agent gives it by WANDB_RUN_ID, which every rank inherits."""
+    known = run.wandb_id()
+    if known is not None:
+        return known
+    letters = string.ascii_lowercase + string.digits
+    new = env.get("WANDB_RUN_ID") or "".join(secrets.choice(letters) for _ in range(8))
+    write_json(run.wandb_file, {"id": new, "unsent": []})
+    return new
+
+
+def last_words(run: Run) -> dict[str, str]:
+    state = _state(run)
+    unsent = [f for name in state["unsent"] if _holds_rows(f := run.folder / "wandb" / name)]
+    words = {"wandb": str(state["url"])} if state.get("url") else {}
+    if unsent:
+        words["send it"] = "wandb sync " + " ".join(shlex.quote(short(f)) for f in unsent)
+    return words
+
+
+def _holds_rows(folder: Path) -> bool:
+    """`wandb sync` marks what it has sent, and stops at a file that a kill left empty."""
+    files = list(folder.glob("*.wandb"))
+    return any(f.stat().st_size > _HEADER for f in files) and not any(folder.glob("*.synced"))
+
+
+def end_core() -> None:
+    """Whatever it waits for: its file is on the disk."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name() == "wandb-core":
+                child.kill()
+
+
+class WandbRun:
+    """A run of wandb's that is open."""
+
+    settles_s = _SETTLES_S
+
+    def __init__(self, config: Config, run: Run, past: Sequence[Line], say: Say) -> None:
+        self._run = run
+        self._online = mode_of(config, os.environ) == "online"
+        self._best = Best(config.trainer, past)
+        self._wandb = _start(config, run, self._online, say)
+        self._words = _hear(say)
+        self._online = not self._wandb.offline
+        self._folder = Path(self._wandb.dir).parent.name
+        self._remember(unsent=self._folder)
+        self._wandb.define_metric("step")
+        self._wandb.define_metric("*", step_metric="step")
+        self._wandb.summary.update(self._best.shown())
+        if self._online:
+            say(f"wandb: {self._wandb.url}")
+
+    def has(self, before: Mark) -> int:
+        """How many lines it has. A server knows to which row it heard the last start, so that what
+        a kill kept from it needs no `wandb sync`."""
+        last = _state(self._run)["unsent"][-2:-1]
+        heard = int(self._wandb.step) - before.first_row
+        if not self._online or not last or last[0].startswith("offline") or heard < 0:
+            return before.lines
+        self._remember(sent=last[0])
+        return before.first_line + heard
+
+    def put(self, line: Line, row: int) -> None:
+        """A row has wandb's own number, which must grow; curves are drawn over our `step`, which
+        goes back when a run goes on from a snapshot."""
+        self._wandb.log(axes(line) | curves(line), step=max(row, self._wandb.step))
+        if self._best.beaten_by(line):
+            self._wandb.summary.update(self._best.shown())
+
+    def flush(self) -> None: ...
+
+    def close(self, outcome: Exit) -> None:
+        import wandb
+
+        try:
+            if outcome is Exit.PREEMPTED:
+                self._wandb.mark_preempting()
+            self._wandb.finish(exit_code=int(outcome))
+            if self._online and not self._words.unsent:
+                self._remember(sent=self._folder)
+        except TimeoutError:
+            self._words.warn(_UNSENT)
+        finally:
+            wandb.teardown()
+
+    def _remember(self, unsent: str = "", sent: str = "") -> None:
+        state = _state(self._run)
+        names = [name for name in (*state["unsent"], unsent) if name and name != sent]
+        url = {"url": self._wandb.url} if self._online else {}
+        write_json(self._run.wandb_file, state | url | {"unsent": names})
+
+
+def open_wandb(
+    config: Config, run: Run, past: Sequence[Line], before: Mark, say: Say
+) -> tuple[WandbRun, Sequence[Line]]:
+    made = WandbRun(config, run, past, say)
+    return made, past[made.has(before) :]
+
+
+def _start(config: Config, run: Run, online: bool, say: Say) -> Any:
+    import wandb
+
+    os.environ["WANDB_SILENT"] = "true"  # what it says from the very first is ours to say
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.pop("WANDB_SERVICE", None)  # of the process that started us, perhaps elsewhere
+    reason = key.problem(os.environ) if online else None
+    if online and reason is None:
+        try:
+            return _init(config, run, "online")
+        except Exception as error:
+            reason = _refusal(error)
+            wandb.teardown()  # it would not take the same id again
+    if reason is not None:
+        say(
+            f"warning: wandb: {reason}; going on offline, the last words of the run say how to "
+            "send its files"
+        )
+    return _init(config, run, "offline")
+
+
+def _refusal(error: Exception) -> str:
+    text = str(error)
+    if "deadline exceeded" in text or "timed out" in text.lower():
+        return f"no answer from its server within {limits_s(os.environ)[0]:g} s"
+    if re.search(r"\b40[13]\b", text):
+        return "its server does not accept the key (`wandb login` stores another)"
+    return brief(error)
+
+
+def _init(config: Config, run: Run, mode: str) -> Any:
+    import wandb
+
+    given, env = config.track.wandb, os.environ
+    init_s, finish_s = limits_s(env)
+    settings = wandb.Settings(
+        init_timeout=init_s,
+        finish_timeout=finish_s,
+        finish_timeout_raises=True,
+        stop_fn=lambda: _stop(run),
+        silent=True,
+        console="off",  # what is printed is in the run's logs
+        disable_git=True,
+        disable_code=True,
+        x_disable_stats=True,  # a sampler beside the training, for this one process of many
+        x_save_requirements=False,
+    )
+    return wandb.init(
+        mode=mode,  # type: ignore[arg-type]
+        id=run.wandb_id(),
+        resume="allow",
+        dir=run.folder,
+        project=given.project or env.get("WANDB_PROJECT") or "echelon",
+        entity=given.entity or env.get("WANDB_ENTITY"),
+        group=given.group or env.get("WANDB_RUN_GROUP"),
+        name=given.name or env.get("WANDB_NAME") or run.name,
+        tags=given.tags or None,
+        notes=given.notes or env.get("WANDB_NOTES"),
+        config=config.to_dict(),
+        settings=settings,
+    )
+
+
+def _stop(run: Run) -> None:
+    """The stop button of its page: save, end, and do not queue again."""
+    run.cancel_file.touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _state(run: Run) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return {"unsent": []} | dict(json.loads(run.wandb_file.read_text()))
+    return {"unsent": []}
+
+
+def _hear(say: Say) -> _Words:
+    """Where wandb speaks when it is silent."""
+    import wandb
+
+    words = _Words(say)
+    wandb.termsetup(wandb.Settings(silent=True), words)
+    return words
+
+
+class _Words:
+    """Its first warning becomes ours; one of them says that it has given up sending."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._told = False
+        self.unsent = False
+
+    def info(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None:
+        gave_up = "wandb sync" in text or "Timed out" in text
+        self.unsent = self.unsent or gave_up
+        self.warn(_UNSENT if gave_up else text.splitlines()[0].rpartition("WARNING ")[2])
+
+    def warn(self, text: str) -> None:
+        if not self._told:
+            self._told = True
+            self._say(f"warning: wandb: {text}")
+
+    error = warning
+
+
+class Best:
+    """The best number of a run so far, by what trainer.best asks for."""
+
+    def __init__(self, trainer: Trainer, past: Sequence[Line]) -> None:
+        self._name = trainer.best
+        self._sign = 1 if trainer.best_is == "min" else -1
+        self._line: Line | None = None
+        for line in past:
+            self.beaten_by(line)
+
+    def beaten_by(self, line: Line) -> bool:
+        key = f"eval_{self._name}"
+        if key not in line:
+            return False
+        if self._line is not None and self._sign * line[key] >= self._sign * self._line[key]:
+            return False
+        self._line = line
+        return True
+
+    def shown(self) -> dict[str, float]:
+        if self._line is None:
+            return {}
+        return {
+            f"best/{self._name}": self._line[f"eval_{self._name}"],
+            "best/step": self._line["step"],
+        }

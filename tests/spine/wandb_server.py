@@ -1,0 +1,175 @@
+"""A stand-in for wandb's server: the part of its protocol that a run uses, on a loopback port.
+
+There is none to install. What the real client sends is kept as it came; `answer` makes the server
+ill: an HTTP status for everything, or `hang`; `then` does so once a run has been made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+HANG_S = 120.0
+
+
+@dataclass
+class ServedRun:
+    """What arrived of one run."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    history: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By the number of the line in the file that the client writes to."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    ends: list[dict[str, Any]] = field(default_factory=list)
+    """Every `complete` it was told, with the exit code."""
+    preempting: bool = False
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self.history[line] for line in sorted(self.history)]
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.runs: dict[str, ServedRun] = {}
+        self.asked: list[str] = []
+        self.answer: int | str = 200
+        self.then: int | str = 200
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that is killed breaks off; that is none of the test's output."""
+
+    # --- what it does ---
+
+    def graphql(self, query: str, given: dict[str, Any]) -> dict[str, Any]:
+        name = query.replace("(", " ").split()[1]
+        self.asked.append(name)
+        match name:
+            case "UpsertBucket":
+                return self._upsert(given)
+            case "RunResumeStatus":
+                return {"model": self._resume_status(given["name"])}
+            case "CreateRunFiles":
+                files = [{"name": f, "uploadUrl": f"{self.url}/put/{f}"} for f in given["files"]]
+                made = {"runID": given["run"], "uploadHeaders": [], "files": files}
+                return {"createRunFiles": made}
+            case "Viewer":
+                teams: dict[str, Any] = {"edges": []}
+                who = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": teams}
+                return {"viewer": who}
+            case "RunStoppedStatus":
+                return {"project": {"run": {"stopped": False}}}
+        return {"serverInfo": {"features": []}}
+
+    def _upsert(self, given: dict[str, Any]) -> dict[str, Any]:
+        new = given["name"] not in self.runs
+        run = self.runs.setdefault(given["name"], ServedRun())
+        run.config.update({k: v["value"] for k, v in json.loads(given["config"] or "{}").items()})
+        run.about.update({k: v for k, v in given.items() if v is not None})
+        project = {"id": "2", "name": given["project"], "entity": {"id": "1", "name": "me"}}
+        bucket = {
+            "id": "3",
+            "name": given["name"],
+            "displayName": given["displayName"],
+            "config": given["config"],
+            "project": project,
+            "historyLineCount": len(run.history),
+        }
+        return {"upsertBucket": {"bucket": bucket, "inserted": new}}
+
+    def _resume_status(self, name: str) -> dict[str, Any] | None:
+        run = self.runs.get(name)
+        if run is None:
+            return None
+        tail = [json.dumps(row) for row in run.rows()[-1:]]
+        bucket = {
+            "id": "3",
+            "name": name,
+            "summaryMetrics": json.dumps(run.summary),
+            "displayName": run.about.get("displayName"),
+            "logLineCount": 0,
+            "historyLineCount": len(run.history),
+            "eventsLineCount": 0,
+            "historyTail": json.dumps(tail),
+            "eventsTail": "[]",
+            "config": json.dumps({k: {"value": v} for k, v in run.config.items()}),
+            "tags": [],
+            "notes": None,
+            "wandbConfig": json.dumps({"t": 1}),
+        }
+        return {"id": "2", "name": "p", "entity": {"id": "1", "name": "me"}, "bucket": bucket}
+
+    def stream(self, name: str, sent: dict[str, Any]) -> None:
+        run = self.runs[name]
+        files = sent.get("files") or {}
+        if history := files.get("wandb-history.jsonl"):
+            for number, text in enumerate(history["content"], history["offset"]):
+                run.history[number] = json.loads(text)
+        if summary := files.get("wandb-summary.json"):
+            run.summary = json.loads(summary["content"][-1])
+        run.preempting = run.preempting or bool(sent.get("preempting"))
+        if sent.get("complete"):
+            run.ends.append({k: v for k, v in sent.items() if k != "files"})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        if self.server.answer == "hang":
+            time.sleep(HANG_S)
+            return
+        if self.server.answer != 200:
+            self._reply(int(self.server.answer), {"errors": [{"message": "ill on purpose"}]})
+        elif self.path == "/graphql":
+            asked = json.loads(body)
+            given = asked.get("variables") or {}
+            self._reply(200, {"data": self.server.graphql(asked["query"], given)})
+            if self.server.runs:
+                self.server.answer = self.server.then
+        elif self.path.endswith("/file_stream"):
+            self.server.stream(self.path.split("/")[-2], json.loads(body))
+            self._reply(200, {"exitcode": None, "limits": {}})
+        else:
+            self._reply(200, {})
+
+    do_GET = do_PUT = do_POST
+
+    def _reply(self, status: int, data: dict[str, Any]) -> None:
+        text = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def serving(port: int = 0) -> Iterator[Server]:
+    server = Server(port)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
