@@ -113,6 +113,7 @@ class Apart:
             self._feed()
         except Exception as error:
             self._fail(brief(error))
+            self._abandon()
 
     def _fail(self, reason: str) -> None:
         if not self._failed:

@@ -29,7 +29,8 @@ def trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
     made: list[Tracker] = [lines]
     if _wants_wandb(config, os.environ):
         _import("wandb")
-        wandb_run.keep_id(run, os.environ)
+        with contextlib.suppress(OSError):  # a full disk; wandb then makes an id of its own
+            wandb_run.keep_id(run, os.environ)
         made.append(
             Apart(
                 "wandb",
@@ -38,7 +39,7 @@ def trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
                 run.mark_file("wandb"),
                 patience_s=sum(wandb_run.limits_s(os.environ)) + _MORE_S,
                 last_words=functools.partial(wandb_run.last_words, run),
-                abandon=wandb_run.end_core,
+                abandon=wandb_run.abandon,
             )
         )
     if config.track.tensorboard.use:

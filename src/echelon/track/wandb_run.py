@@ -82,14 +82,18 @@ def _holds_rows(folder: Path) -> bool:
     return any(f.stat().st_size > _HEADER for f in files) and not any(folder.glob("*.synced"))
 
 
-def end_core() -> None:
-    """Whatever it waits for: its file is on the disk."""
+def abandon() -> None:
+    """Whatever it waits for; and it must not wait again when this process ends."""
     import psutil
 
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if child.name() == "wandb-core":
                 child.kill()
+    with contextlib.suppress(Exception):
+        import wandb
+
+        wandb.teardown()
 
 
 class WandbRun:
