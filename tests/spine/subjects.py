@@ -108,6 +108,8 @@ def tables(cfg: TableSettings) -> echelon.Experiment:
     model = Tables(cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=cfg.lr)
+    if cfg.optimizer == "row_sgd":
+        optimizer = echelon.optim.RowSGD(trained, lr=cfg.lr)
     if cfg.optimizer == "rows":
         optimizer = echelon.optim.RowAdam(trained, lr=cfg.lr, weight_decay=0.01)
     life = Life(optimizer)

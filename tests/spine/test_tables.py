@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
     ("optimizer", "batch", "words"),
     [
         ("rows", 5, ()),
-        ("sgd", 5, ("trainer.accumulate=3",)),
+        ("row_sgd", 5, ("trainer.accumulate=3",)),
         ("rows", 4, ("trainer.clip=0.1", "trainer.accumulate=3")),
         ("sgd", 20, ("trainer.clip=0.1", "scale=64", "trainer.unused_parameters=true")),
         ("rows", 7, ("tower=false",)),
@@ -83,7 +83,7 @@ def test_a_hand_written_loop_with_dense_gradients_gives_the_same_curve(
     assert losses(ours.run) == pytest.approx(plain.value, rel=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["rows", "sgd"])
+@pytest.mark.parametrize("optimizer", ["rows", "row_sgd"])
 def test_killed_and_typed_again_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     words = (
         f"optimizer={optimizer}",

@@ -1,4 +1,4 @@
-"""RowAdam: every row that was looked up an Adam of its own, dense parameters as AdamW has them."""
+"""Optimizers by rows. RowAdam: every row that was looked up an Adam of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.optim import Merger, RowAdam
+from echelon.optim import Merger, RowAdam, RowSGD
 
 ROWS = 50
 
@@ -198,10 +198,22 @@ def test_a_table_in_double_precision() -> None:
     torch.testing.assert_close(p, q)
 
 
+def test_row_sgd_is_torchs_sgd() -> None:
+    torch.manual_seed(0)
+    ours = Tower()
+    theirs = copy.deepcopy(ours)
+    stepped(ours, RowSGD(ours.parameters(), lr=0.5), range(9))
+    stepped(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), range(9))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}])
 def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="RowAdam"):
         RowAdam([table(2)], **wrong)
+    with pytest.raises(ValueError, match="RowSGD"):
+        RowSGD([table(2)], lr=-1.0)
 
 
 def test_it_is_found_at_the_front_door() -> None:
