@@ -1,4 +1,4 @@
-"""Optimizers for models with large tables: a step costs what the batch touched, not what the table holds.
+"""Optimizers for models with large tables: a step costs what the batch touched, not the table.
 
 `nn.Embedding(..., sparse=True)` gives the gradient of the rows a batch looked up. Dense Adam would
 sweep the whole table and both its averages for them: with the tables of a real recommender that is

@@ -1,9 +1,9 @@
 """Gradients of tables between the ranks, by rows: what is sent grows with the batch alone.
 
-DDP reduces a sparse gradient through gloo in four rounds of messages per table, through NCCL not at
-all, and cannot take a rank that looked up nothing. Here every rank sends the rows it looked up, of
-all tables in one message of a fixed size, and puts everybody's together in the order of the ranks,
-which is the order of the global batch: what an optimizer then adds up is what one process would.
+DDP reduces a sparse gradient through gloo in several rounds of messages per table and sorts it on
+every rank, and through NCCL not at all. Here every rank sends the rows it looked up, of all tables
+in one message of a fixed size, and puts everybody's together in the order of the ranks, which is
+the order of the global batch: what an optimizer then adds up is what one process would.
 """
 
 from __future__ import annotations
