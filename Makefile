@@ -2,8 +2,9 @@
 PY      := .venv/bin/python
 READY   := .venv/.ready
 BENCH   := .venv/.ready-bench
+SLOW    := "slow and not gpu and not campaign"
 
-.PHONY: demo test check bench bench-gpu test-gpu campaigns cluster cluster-down clean help
+.PHONY: demo test slow-here slow-cluster check bench bench-gpu test-gpu campaigns cluster cluster-down clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -13,7 +14,14 @@ demo: $(READY)  ## train a toy on two processes and look at it
 	@echo "  here        . .venv/bin/activate  puts echelon on the PATH"
 
 test: check     ## everything that runs on a CPU
-	$(PY) -m pytest tests -m "slow and not gpu and not campaign"
+	@$(MAKE) --no-print-directory -j2 --output-sync=target slow-here slow-cluster
+
+# Side by side: both wait more than they compute.
+slow-here: $(READY)
+	$(PY) -m pytest tests --ignore=tests/cluster -m $(SLOW)
+
+slow-cluster: $(READY)
+	$(PY) -m pytest tests/cluster -m $(SLOW)
 
 check: $(READY) ## lint, types, unit tests: under a minute
 	.venv/bin/ruff check .
