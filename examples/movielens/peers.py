@@ -1,17 +1,13 @@
-"""scikit-surprise and implicit on splits that compare.py wrote; run by an interpreter that has them.
+"""scikit-surprise and implicit on the splits of compare.py; run by an interpreter that has them.
 
 python peers.py SPLITS ratings|ranking  →  one JSON object per line
 """
 
 import json
-import os
 import sys
 import time
 import warnings
 from pathlib import Path
-
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # implicit asks for it: it has threads of its own
-warnings.filterwarnings("ignore")
 
 import numpy as np
 
@@ -19,7 +15,7 @@ import numpy as np
 def ratings(split):
     """surprise's algorithms with the settings of its documentation: RMSE, MAE, seconds to fit."""
     import surprise
-    from surprise import KNNBaseline, BaselineOnly, SVD, SVDpp
+    from surprise import SVD, BaselineOnly, KNNBaseline, SVDpp
 
     similarity = {"name": "pearson_baseline", "user_based": False}
     algorithms = {
@@ -44,13 +40,17 @@ def ratings(split):
 def _frame(rows):
     import pandas
 
-    return pandas.DataFrame({"user": rows[:, 0].astype(int), "item": rows[:, 1].astype(int), "r": rows[:, 2]})
+    return pandas.DataFrame(
+        {"user": rows[:, 0].astype(int), "item": rows[:, 1].astype(int), "r": rows[:, 2]}
+    )
 
 
 def ranking(split):
     """implicit's item neighbours and ALS; settings are chosen on the validation split alone."""
     for family, candidates in _candidates().items():
-        judged = [(_judge(make, split, "validation")["ndcg"], n) for n, (make, _) in enumerate(candidates)]
+        judged = [
+            (_judge(make, split, "validation")["ndcg"], n) for n, (make, _) in enumerate(candidates)
+        ]
         make, settings = candidates[max(judged)[1]]
         yield {"name": f"implicit {family}", "settings": settings, **_judge(make, split, "test")}
 
@@ -99,6 +99,7 @@ def _judge(make, split, part):
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
     folder, task = Path(sys.argv[1]), sys.argv[2]
     for file in sorted(folder.glob(f"{task}-*.npz")):
         for line in {"ratings": ratings, "ranking": ranking}[task](np.load(file)):

@@ -35,6 +35,7 @@ LEVELS = {
     "train": 3,
     "jobs": 3,
     "experiments": 4,
+    "recommend": 5,
     "entry": 5,
     "explain": 5,
     "cli": 5,
@@ -43,6 +44,7 @@ BESIDE = {
     ("runs", "config"),
     ("cli", "entry"),
     ("cli", "explain"),
+    ("cli", "recommend"),
     ("entry", "cli"),
 }
 """Rooms of one level that may import each other."""

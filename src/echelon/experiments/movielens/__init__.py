@@ -8,7 +8,7 @@ from echelon.experiments.movielens.nexts import experiment as ranking
 from echelon.experiments.movielens.tastes import Taste
 from echelon.experiments.movielens.tastes import experiment as taste
 
-MODELS = {"taste": Taste, "dot": Dot, "ranking": Next}
+MODELS: dict[str, type[Taste | Dot | Next]] = {"taste": Taste, "dot": Dot, "ranking": Next}
 """By the function that trains them."""
 
 __all__ = ["MODELS", "dot", "ranking", "taste"]

@@ -92,10 +92,12 @@ class Dot(nn.Module):
         rating = mean + biases[..., 0] + (a * b).sum(-1)
         if self.tower is not None:
             rating = rating + self.tower(torch.cat([a, b], -1))[..., 0]
-        return rating if self.training else rating.clamp(lowest, highest)
+        clipped: Tensor = rating if self.training else rating.clamp(lowest, highest)
+        return clipped
 
     def scores(self, user: int, items: Tensor, ratings: Tensor) -> Tensor:
         """Of all movies, for a user known in training."""
         everything = torch.arange(self.items.num_embeddings)
         self.train()  # at the ends of the scale, what is clipped alike would tie
-        return self(torch.full_like(everything, user), everything)
+        scores: Tensor = self(torch.full_like(everything, user), everything)
+        return scores

@@ -128,8 +128,8 @@ class Taste(nn.Module):
         design, offset = self.movies(pages.items)
         design = design * pages.real[..., None]
         rest = (pages.ratings - offset) * pages.real
-        ridge = torch.eye(design.shape[-1], device=design.device).repeat(pages.users, 1, 1)
-        gram = ridge.index_add(0, pages.owner, design.mT @ design)
+        ridge = torch.eye(design.shape[-1], device=design.device, dtype=design.dtype)
+        gram = ridge.repeat(pages.users, 1, 1).index_add(0, pages.owner, design.mT @ design)
         moment = torch.zeros_like(gram[..., 0]).index_add(
             0, pages.owner, (rest[:, None] @ design)[:, 0]
         )
@@ -165,7 +165,7 @@ def _predict(histories: Histories, lowest: float, highest: float) -> Predict:
             pages = histories.pages(users)
             return LeftOut(model.left_out(pages), a_user * len(users)), pages.ratings
         users, items, ratings = batch
-        distinct, which = users.unique(return_inverse=True)
+        distinct, which = torch.unique(users, return_inverse=True)
         tastes = model.tastes(histories.pages(distinct))[which]
         return model.guess(tastes, items).clamp(lowest, highest), ratings
 
