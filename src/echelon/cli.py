@@ -305,6 +305,29 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _data(words: list[str]) -> int:
+    parser = _parser(
+        "data",
+        "Get a data set: download it, or take it from a file; check it, unpack it and prepare it.",
+        "A broken download goes on where it stopped when the same is typed again. A mirror's\n"
+        "address is given by ECHELON_MOVIELENS_URL "
+        "(default: https://files.grouplens.org/datasets/movielens).",
+    )
+    parser.add_argument("name", choices=["movielens"])
+    parser.add_argument(
+        "--size",
+        choices=["latest-small", "100k", "1m", "25m", "32m"],
+        help="which of GroupLens' sets (default: latest-small, or what the file holds)",
+    )
+    parser.add_argument("--from", dest="given", metavar="FILE", help="a zip or folder, no internet")
+    parser.add_argument("--to", default="data", metavar="DIR", help="(default: data)")
+    parser.add_argument("--json", action="store_true", help="say where it is as JSON")
+    given = parser.parse_args(words)
+    from echelon.data.movielens.getting import get
+
+    return get(given.size, given.given, Path(given.to), given.json)
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -327,6 +350,7 @@ VERBS = {
     "cancel": Verb("ask runs to save and end", _cancel),
     "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
     "node": Verb("be one node of a run; scripts call this", _node),
+    "data": Verb("get a data set, such as MovieLens", _data),
     "explain": Verb("what this process thinks its world is, and why", _explain),
 }
 

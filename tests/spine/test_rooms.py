@@ -201,6 +201,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["--help"],
         ["--version"],
         ["train", "--help"],
+        ["data", "--help"],
         ["explain"],
         ["explain", "--json", "rank=1", "world_size=2"],
         ["train", "--dry-run"],

@@ -109,6 +109,9 @@ def _prepared(source: Source, homes: list[Path]) -> Ratings:
             with _locked(home):
                 return _found_or_made(source, home)
         except _Refused as error:
+            # What others prepared there is as good, such as in the image of a container.
+            if ratings := _opened(home, _fingerprint(source)):
+                return ratings
             refused.append(str(error))
     raise EchelonError(
         Fault(
