@@ -1,6 +1,6 @@
 """Measure beside the peers, and write down what came out.
 
-    python benchmarks/run.py [steps startup restart cli order snapshots reading]
+    python benchmarks/run.py [steps startup restart cli order snapshots reading feeding recommender]
     python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
     python benchmarks/run.py --pictures     draw again what is in results/
 
@@ -32,6 +32,8 @@ TITLES = {
     "order": "Starting and drawing an epoch",
     "snapshots": "Saving and reading back 600 MB",
     "reading": "Preparing 20 million ratings",
+    "feeding": "Feeding a recommender",
+    "recommender": "Training a recommender",
     "on_slurm": "On a Slurm cluster of several hosts",
     "gpu": "On one NVIDIA GPU",
 }

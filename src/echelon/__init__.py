@@ -5,14 +5,16 @@ Nothing is imported until it is used, so that the command line starts in a blink
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from echelon import optim
     from echelon.entry import main
     from echelon.train.experiment import Experiment
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "__version__", "main"]
+__all__ = ["Experiment", "__version__", "main", "optim"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +26,6 @@ def __getattr__(name: str) -> Any:
         from echelon.entry import main
 
         return main
+    if name == "optim":
+        return import_module("echelon.optim")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -70,6 +70,66 @@ def another(cfg: Settings) -> echelon.Experiment:
     return regression(cfg)
 
 
+@dataclass
+class TableSettings:
+    samples: int = 17
+    users: int = 11
+    items: int = 5
+    tower: bool = True
+    optimizer: str = "rows"
+    lr: float = 0.05
+    scale: float = 0.0
+    misused: bool = False
+    """The whole table is used, not its rows alone."""
+
+
+class Tables(nn.Module):
+    """A recommender: sparse tables, one of them of single numbers, and one used twice a sample."""
+
+    def __init__(self, cfg: TableSettings) -> None:
+        super().__init__()
+        self.users = nn.Embedding(cfg.users, 6, sparse=True)
+        self.items = nn.Embedding(cfg.items, 6, sparse=True)
+        self.bias = nn.Embedding(cfg.users, 1, sparse=True)
+        self.unused = nn.Embedding(3, 2, sparse=True)
+        self.tower = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.tower.requires_grad_(cfg.tower)
+        self.misused = cfg.misused
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        both = self.users(user) * self.items(item) + self.items((item + 1) % 5)
+        found = self.tower(both) + self.bias(user)
+        if self.misused:
+            found = found + self.users.weight.mean()
+        return found.squeeze(1)  # type: ignore[no-any-return]
+
+
+def tables(cfg: TableSettings) -> echelon.Experiment:
+    model = Tables(cfg)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=cfg.lr)
+    if cfg.optimizer == "row_sgd":
+        optimizer = echelon.optim.RowSGD(trained, lr=cfg.lr)
+    if cfg.optimizer == "rows":
+        optimizer = echelon.optim.RowAdam(trained, lr=cfg.lr, weight_decay=0.01)
+    life = Life(optimizer)
+    generator = torch.Generator().manual_seed(3)
+    sizes = (cfg.samples,)
+    ratings = torch.randn(sizes, generator=generator) + 1.0
+    users, items = (
+        torch.randint(0, most, sizes, generator=generator, dtype=torch.int32)
+        for most in (cfg.users, cfg.items)
+    )
+    return echelon.Experiment(
+        model=model,
+        optimizer=optimizer,
+        loss=nn.functional.mse_loss,
+        train_data=(torch.arange(cfg.samples), users, items, ratings),
+        scaler=torch.amp.GradScaler("cpu", cfg.scale, growth_interval=4) if cfg.scale else None,
+        predict=life.predict_rating,
+    )
+
+
 def _optimizer(cfg: Settings, model: nn.Module) -> torch.optim.Optimizer:
     if cfg.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=cfg.lr)
@@ -119,6 +179,10 @@ class Life:
         if model.training:
             trace(batch=self.steps + 1, samples=numbers.tolist())
         return model(x).squeeze(-1), y
+
+    def predict_rating(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        _, user, item, rating = batch
+        return model(user, item), rating
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.steps += 1

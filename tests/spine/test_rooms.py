@@ -30,6 +30,7 @@ LEVELS = {
     "failure": 1,
     "pulse": 1,
     "data": 2,
+    "optim": 2,
     "track": 2,
     "launch": 2,
     "train": 3,
@@ -53,7 +54,7 @@ OUTSIDE = {"echelon", "__main__"}
 LIKE_OUTSIDE = {"conf"}
 """Holds yaml files."""
 
-TORCH_ROOMS = {"data", "train", "experiments"}
+TORCH_ROOMS = {"data", "optim", "train", "experiments"}
 TORCH_FILES = {"launch/agent.py", "launch/meeting.py"}
 
 

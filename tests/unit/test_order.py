@@ -240,7 +240,7 @@ def test_runs_of_batches_are_the_same_on_every_rank() -> None:
 def test_blocks_are_bounded() -> None:
     lengths = [b.numel() for b, _ in EpochOrder(300_000, 32, 0, 1, 0, 0).blocks()]
     assert lengths[0] <= 1024
-    assert max(lengths) <= 2**15
+    assert max(lengths) <= 2**17
 
 
 def test_an_empty_data_set_has_no_batches() -> None:

@@ -1,6 +1,7 @@
 """One copy of the model and its step: forward, backward, all-reduce, clip, optimizer.
 
-With several processes, torch's DDP averages the gradients. Two things ride along with them for
+With several processes, torch's DDP averages the gradients, except those of tables with sparse ones,
+which go by rows (`tables.py`). Two things ride along with them for
 free, as the gradient of a parameter nobody trains: what a rank wishes (stop, save) and its loss.
 So all ranks know the same wishes and the same global loss after the same step, without a
 collective of its own.
@@ -21,8 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.config.schema import Trainer
 from echelon.data.batches import Batch
+from echelon.optim import Merger
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, Predict, predict_default
+from echelon.train.tables import RowExchange, sparse_grad, tables_of
 from echelon.world import World
 
 _READ_EVERY_CUDA = 16
@@ -65,10 +68,15 @@ class Replica:
         self._optimize = _Unlabelled(experiment.optimizer)
         self._pending: list[Tensor] = []
         self._wishes = Wishes()
-        self._objective = _Objective(experiment, device)
+        tables = tables_of(experiment.model)
+        self._objective = _Objective(experiment, device, list(tables.values()))
+        self._merge = Merger()
         self._ddp: nn.Module = self._objective
+        self._exchange: RowExchange | None = None
         if world.size > 1:
-            self._ddp = _wrap(self._objective, trainer.unused_parameters)
+            if tables:
+                self._exchange = RowExchange(tables, world.size)
+            self._ddp = _wrap(self._objective, trainer.unused_parameters, list(tables))
 
     def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
@@ -77,7 +85,7 @@ class Replica:
         if scaler is not None:
             scaler.unscale_(optimizer)
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+            self._clip(self.clip)
         if scaler is not None:
             scaler.step(optimizer)  # all ranks have the same gradients, so all skip or none
             scaler.update()
@@ -87,6 +95,20 @@ class Replica:
             self.experiment.schedule.step()
         for p in self.parameters:
             p.grad = None
+
+    def _clip(self, most: float) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if not any(grad.is_sparse for grad in grads):
+            nn.utils.clip_grad_norm_(self.parameters, most)
+            return
+        # The norm is of a row's whole gradient, not of its share in every sample.
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = sparse_grad(*self._merge(p.grad), p)
+        scaled = [p.grad for p in self.parameters if p.grad is not None]
+        scaled = [grad._values() if grad.is_sparse else grad for grad in scaled]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(scaled)))
+        torch._foreach_mul_(scaled, (most / (norm + 1e-6)).clamp(max=1.0))
 
     def told(self) -> list[Told]:
         """What was agreed in the steps since the last call."""
@@ -131,6 +153,8 @@ class Replica:
                 loss = self._ddp(data, weight)
                 self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
                 loss.backward()
+        if self._exchange is not None:
+            self._exchange()
         told = self._objective.control.grad
         assert told is not None
         self._pending.append(told[-1].clone() if self.world_size == 1 else told.clone())
@@ -166,7 +190,9 @@ class _Objective(nn.Module):
     """The weighted loss of one share, as a module, so that DDP sees one scalar and every rank has
     a backward pass, also one with no sample."""
 
-    def __init__(self, experiment: Experiment, device: torch.device) -> None:
+    def __init__(
+        self, experiment: Experiment, device: torch.device, tables: list[nn.Parameter]
+    ) -> None:
         super().__init__()
         # First, so that its gradient lands in the last bucket, with the model's first layers.
         self.control = nn.Parameter(torch.zeros(len(Wishes()) + 1, device=device))
@@ -176,6 +202,9 @@ class _Objective(nn.Module):
         self.predict: Predict = experiment.predict or predict_default
         self.loss = experiment.loss
         self.scaler = experiment.scaler
+        apart = {id(p) for p in tables}
+        trained = [p for p in experiment.model.parameters() if p.requires_grad]
+        self._dense = [p for p in trained if id(p) not in apart]
 
     def wish(self, wishes: Wishes) -> None:
         if wishes != self._wished:  # seldom, so writing to the device costs nothing
@@ -195,12 +224,16 @@ class _Objective(nn.Module):
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _nothing(self) -> Tensor:
-        """Zero gradients for every parameter, from no sample."""
-        zeros = [p.flatten()[:1].sum() * 0.0 for p in self.model.parameters() if p.requires_grad]
-        return torch.stack(zeros).sum()
+        """Zero gradients for every parameter, from no sample; none for a table, where they would
+        be as large as the table."""
+        zeros = [p.flatten()[:1].sum() * 0.0 for p in self._dense]
+        return torch.stack(zeros).sum() if zeros else torch.zeros_like(self._signal[0])
 
 
-def _wrap(objective: _Objective, unused_parameters: bool) -> nn.Module:
+def _wrap(objective: _Objective, unused_parameters: bool, tables: list[str]) -> nn.Module:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        objective, [f"model.{name}" for name in tables]
+    )
     ddp = DistributedDataParallel(
         objective, gradient_as_bucket_view=True, find_unused_parameters=unused_parameters
     )

@@ -18,6 +18,7 @@ from echelon.experiments.movielens.opened import (
     opened,
     require_positive,
 )
+from echelon.optim import RowAdam
 from echelon.train.experiment import Experiment
 
 
@@ -31,6 +32,7 @@ class Settings:
     split_seed: int
     dim: int
     tower: list[int]
+    sparse: bool
     lr: float
     weight_decay: float
 
@@ -40,14 +42,14 @@ def experiment(cfg: Settings) -> Experiment:
     ratings, train, held = opened(cfg)
     columns = ratings.users, ratings.items, ratings.ratings
     scale = ratings.ratings[train]
-    model = Dot((ratings.num_users, ratings.num_items), cfg.dim, cfg.tower, fingerprint(ratings))
+    sizes = ratings.num_users, ratings.num_items
+    model = Dot(sizes, cfg.dim, cfg.tower, fingerprint(ratings), cfg.sparse)
+    trained = [p for p in model.parameters() if p.requires_grad]
     with torch.no_grad():
         model.scale.copy_(torch.tensor([scale.mean(), scale.min(), scale.max()]))
     return Experiment(
         model=model,
-        optimizer=torch.optim.Adam(
-            model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True
-        ),
+        optimizer=RowAdam(trained, lr=cfg.lr, weight_decay=cfg.weight_decay),
         loss=nn.functional.mse_loss,
         train_data=tuple(column(c, train) for c in columns),
         eval_data=tuple(column(c, held) for c in columns) if len(held) else None,
@@ -57,17 +59,22 @@ def experiment(cfg: Settings) -> Experiment:
 
 class Dot(nn.Module):
     def __init__(
-        self, sizes: tuple[int, int], dim: int, widths: Sequence[int], data: Tensor
+        self,
+        sizes: tuple[int, int],
+        dim: int,
+        widths: Sequence[int],
+        data: Tensor,
+        sparse: bool = False,
     ) -> None:
         super().__init__()
         users, items = sizes
         self.data = frozen(data)
         self.scale = frozen(torch.tensor([0.0, -torch.inf, torch.inf]))
         """Mean, lowest and highest of the ratings trained on."""
-        self.users = nn.Embedding(users, dim)
-        self.items = nn.Embedding(items, dim)
-        self.user_biases = nn.Embedding(users, 1)
-        self.item_biases = nn.Embedding(items, 1)
+        self.users = nn.Embedding(users, dim, sparse=sparse)
+        self.items = nn.Embedding(items, dim, sparse=sparse)
+        self.user_biases = nn.Embedding(users, 1, sparse=sparse)
+        self.item_biases = nn.Embedding(items, 1, sparse=sparse)
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise([2 * dim, *widths]):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]

@@ -1,0 +1,263 @@
+"""Optimizers for models with large tables: a step costs what the batch touched, not the table.
+
+`nn.Embedding(..., sparse=True)` gives the gradient of the rows a batch looked up. Dense Adam would
+sweep the whole table and both its averages for them: with the tables of a real recommender that is
+nearly all of a step. torch's SparseAdam takes only sparse gradients, so a model with a tower needs
+two optimizers; it also sorts every batch, which takes longer than all the rest of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+_BLOCK_BYTES = 256 << 10
+"""Of rows that are updated at a time: with its averages, a block stays in the second-level cache,
+and what it needs meanwhile is memory that was just used. All at once, 16,384 rows take twice as
+long, most of it the system handing out fresh pages."""
+
+_WORDS = (torch.complex128, torch.int64)
+"""Rows are copied as the longest words that fit: torch copies word by word, at a price per word."""
+
+
+class Rows(NamedTuple):
+    """A gradient of some rows of a table, each of them once."""
+
+    numbers: Tensor
+    values: Tensor
+
+
+class Merger:
+    """Adds up the gradients of a row that a batch looked up several times.
+
+    Nothing is sorted: every occurrence writes its number into the row's place of a kept table, the
+    last one stays and stands for all. That is linear in the batch; torch's ``coalesce`` sorts,
+    which takes ten times as long for 16,384 rows. Sums are taken in the order of the batch
+    whichever occurrence stays, so a run repeats bit for bit. One such table, of 4 bytes per row,
+    serves all: it is written before it is read.
+    """
+
+    def __init__(self) -> None:
+        self._places = torch.empty(0, dtype=torch.int32)
+
+    def __call__(self, grad: Tensor) -> Rows:
+        if grad.sparse_dim() != 1:
+            raise RuntimeError(f"a gradient with {grad.sparse_dim()} sparse dimensions has no rows")
+        if grad.is_coalesced() or grad.device.type != "cpu":
+            grad = grad.coalesce()  # sums on a GPU that were not sorted would differ each time
+            return Rows(grad._indices()[0], grad._values())
+        return self._merged(grad._indices()[0], grad._values(), grad.shape[0])
+
+    def _merged(self, index: Tensor, values: Tensor, size: int) -> Rows:
+        if len(self._places) < size:
+            self._places = torch.empty(size, dtype=torch.int32)
+        numbers = torch.arange(len(index), dtype=torch.int32)
+        places = self._places.scatter_(0, index, numbers)
+        stands = places.index_select(0, index) == numbers
+        standing = torch.from_numpy(np.flatnonzero(stands.numpy()))  # much faster than nonzero
+        if len(standing) == len(index):
+            return Rows(index, values)
+        rows = index.index_select(0, standing)
+        places.scatter_(0, rows, numbers[: len(rows)])
+        sums = values.new_zeros(len(rows), *values.shape[1:])
+        _flat(sums).index_add_(0, places.index_select(0, index), _flat(values.contiguous()))
+        return Rows(rows, sums)
+
+
+class RowAdam(Optimizer):
+    """AdamW for dense gradients; for sparse ones, every row of a table is an Adam of its own.
+
+    A row that no sample looked up is not touched: its averages are not decayed, it does not drift
+    on old momentum, and no weight decay is taken from it. Its steps are counted apart, so that the
+    first gradients of a rare row are corrected like those of any parameter, however late they come
+    (with one count for the table, as SparseAdam has it, the first update of a late row is three
+    times too long). Where every batch touches every row, it is torch.optim.AdamW, to rounding.
+
+    A table's state is allocated once, when it first has a gradient: two averages of its size, and
+    a count per row. The averages are kept already corrected, which saves two passes per step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if min(lr, eps, weight_decay) < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(
+                f"RowAdam(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): "
+                "give betas from 0 up to 1, and nothing below 0"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._merge = Merger()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._merge = Merger()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():  # torch leaves these where they were saved from
+            state["step"] = state["step"].to(p.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            dense = []
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    self._step_rows(p, self._merge(p.grad), group)
+                else:
+                    dense.append(p)
+            if dense:
+                self._step_dense(dense, group)
+        return loss
+
+    def _step_dense(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(p, "exp_avg", "exp_avg_sq", ()) for p in params]
+        beta1, beta2 = group["betas"]
+        adamw(
+            params,
+            [p.grad for p in params],  # type: ignore[misc]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+
+    def _step_rows(self, p: Tensor, rows: Rows, group: dict[str, Any]) -> None:
+        state = self._state(p, "mean", "square", (len(p),))
+        step = state["step"].index_select(0, rows.numbers).add_(1.0)
+        state["step"].index_copy_(0, rows.numbers, step)
+        values = _flat(rows.values)
+        weights = _weights(step, group["betas"], values)
+        tables = [_Table(_flat(t)) for t in (p, state["mean"], state["square"])]
+        size = max(1, _BLOCK_BYTES // max(1, values[:1].nbytes))
+        for at, grad, weight in zip(
+            *(torch.split(t, size) for t in (rows.numbers, values, weights)), strict=True
+        ):
+            taken = [table.take(at) for table in tables]
+            _adam(taken, grad, weight, group)
+            for table, row in zip(tables, taken, strict=True):
+                table.put(at, row)
+
+    def _state(
+        self, p: Tensor, first: str, second: str, steps: tuple[int, ...]
+    ) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(steps, device=p.device)
+            state[first] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state[second] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state
+
+
+class RowSGD(Optimizer):
+    """Plain SGD, as torch.optim.SGD without momentum, to rounding; at half its cost per step.
+
+    torch adds a sparse gradient row by row, also where a row is one number, a bias: these are
+    added as one column. Dense gradients are added all at once.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        if lr < 0.0:
+            raise ValueError(f"RowSGD(lr={lr}): give a rate of at least 0")
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if p.grad.is_sparse:
+                    _add_rows(p, p.grad, -group["lr"])
+            dense = [p for p in params if not p.grad.is_sparse]
+            if dense:
+                torch._foreach_add_(dense, [p.grad for p in dense], alpha=-group["lr"])
+        return loss
+
+
+def _add_rows(p: Tensor, grad: Tensor, factor: float) -> None:
+    column = _flat(p)
+    if column.dim() > 1 or p.device.type != "cpu":  # on a GPU, torch's way gives the same sums
+        p.add_(grad, alpha=factor)
+    else:
+        column.index_add_(0, grad._indices()[0], grad._values().reshape(-1), alpha=factor)
+
+
+def _adam(rows: Sequence[Tensor], grad: Tensor, weights: Tensor, group: dict[str, Any]) -> None:
+    """In place, of rows whose averages are corrected already."""
+    p, mean, square = rows
+    weight1, weight2 = weights.unbind(-1)
+    mean.lerp_(grad, weight1)
+    square.lerp_(grad * grad, weight2)
+    if group["weight_decay"]:
+        p.mul_(1.0 - group["lr"] * group["weight_decay"])
+    p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+def _weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
+    """Of a row's new gradient in its averages: Adam's, divided by what Adam corrects them by.
+
+    1 - beta**step, without the loss of digits where the power is nearly 1.
+    """
+    kind = torch.promote_types(like.dtype, torch.float32)
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
+    exact = torch.tensor([logs, [beta - 1.0 for beta in betas]], dtype=kind, device=like.device)
+    weights = exact[1] / torch.expm1(step.to(kind)[:, None] * exact[0])
+    return weights.to(like.dtype).view(-1, *[1] * (like.dim() - 1), 2)
+
+
+def _flat(table: Tensor) -> Tensor:
+    """One dimension where rows are single numbers, which torch indexes ten times as fast."""
+    return table.view(-1) if table[:1].numel() == 1 and table.is_contiguous() else table
+
+
+class _Table:
+    """Rows to read and write, as the longest words they can be seen as."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._kind = table.dtype
+        self._wide = table.view(_word(table))
+
+    def take(self, at: Tensor) -> Tensor:
+        return self._wide.index_select(0, at).view(self._kind)
+
+    def put(self, at: Tensor, rows: Tensor) -> None:
+        self._wide.index_copy_(0, at, rows.view(self._wide.dtype))
+
+
+def _word(table: Tensor) -> torch.dtype:
+    if table.dim() != 2 or not table.is_contiguous():
+        return table.dtype
+    start, row = (n * table.element_size() for n in (table.storage_offset(), table.shape[1]))
+    fit = [word for word in _WORDS if not (row % word.itemsize or start % word.itemsize)]
+    return fit[0] if fit else table.dtype
