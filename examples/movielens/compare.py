@@ -41,7 +41,10 @@ OURS = {
     },
     "ranking": {"echelon movielens_ranking": ["experiment=movielens_ranking"]},
 }
-MEASURED = {"ratings": ("rmse", "mae", "fit_s"), "ranking": ("ndcg", "recall", "fit_s")}
+MEASURED = {"ratings": ("rmse", "mae"), "ranking": ("ndcg", "recall")}
+UNITS = ("steps", "epochs")
+TIMES = ("fit_s", "cpu_s")
+"""By the clock, and of all threads together, which a busy machine does not stretch."""
 
 Line = dict[str, Any]
 
@@ -66,7 +69,7 @@ def main() -> None:
             names = {line["name"] for line in lines}
             kept = [line for line in found.get(task, []) if line["name"] not in names]
             found[task] = [*lines, *kept]
-            print(table(found[task], MEASURED[task]))
+            print(table(found[task], (*MEASURED[task], *TIMES)))
     RESULTS.write_text(json.dumps({**circumstances(), "lines": found}, indent=1) + "\n")
 
 
@@ -114,15 +117,15 @@ def ours(task: str, data: str, seeds: int, folder: Path) -> Iterator[Line]:
 
 
 def _run(words: list[str], runs: Path, task: str) -> dict[str, float]:
-    seldom = ["trainer.evaluate.epochs=null", "trainer.save.epochs=null", "track.progress=none"]
-    config = compose([*words, f"run.dir='{runs}'", *seldom])
-    begun = time.perf_counter()
+    never = [f"trainer.{what}.{unit}=null" for what in ("evaluate", "save") for unit in UNITS]
+    config = compose([*words, f"run.dir='{runs}'", "track.progress=none", *never])
+    begun, cpu = time.perf_counter(), time.process_time()
     if code := train_here(config):
         sys.exit(code)
-    fit_s = time.perf_counter() - begun
+    taken = {"fit_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
     lines = open_run("latest", str(runs)).metrics_file.read_text().splitlines()
     last = [json.loads(line) for line in lines if "eval_loss" in line][-1]
-    return {key: fit_s if key == "fit_s" else last[f"eval_{key}"] for key in MEASURED[task]}
+    return {key: last[f"eval_{key}"] for key in MEASURED[task]} | taken
 
 
 def peers(python: str, splits: Path, task: str) -> Iterator[Line]:
@@ -145,13 +148,15 @@ def table(lines: list[Line], keys: tuple[str, ...]) -> str:
     rows.append(f"|{'-' * 36}|" + "|".join("-" * 17 for _ in keys) + "|")
     for name in names:
         of_name = [line for line in lines if line["name"] == name]
-        cells = [_spread([line[key] for line in of_name], key) for key in keys]
+        cells = [_spread([line[key] for line in of_name if key in line], key) for key in keys]
         rows.append(f"| {name:<34} | " + " | ".join(f"{cell:<15}" for cell in cells) + " |")
     return "\n".join(rows)
 
 
 def _spread(values: list[float], key: str) -> str:
-    if key == "fit_s":
+    if not values:
+        return "–"
+    if key in TIMES:
         return f"{statistics.median(values):.2f}"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.4f} ± {deviation:.4f}"
