@@ -163,7 +163,8 @@ def _draw(found: list[Recommended]) -> None:
 
     console = Console(highlight=False)
     for one in found:
-        table = Table(title=_heading(one), title_justify="left", box=None, pad_edge=False)
+        console.print(_heading(one), style="bold")
+        table = Table(box=None, pad_edge=False)
         table.add_column("", justify="right", style="dim")
         table.add_column("title", overflow="fold")
         table.add_column("score" if one.known else "ratings", justify="right")
