@@ -1,7 +1,6 @@
 """Measure beside the peers, and write down what came out.
 
-    python benchmarks/run.py [steps startup restart cli order snapshots reading]
-    python benchmarks/run.py [steps startup restart cli order snapshots feeding recommender]
+    python benchmarks/run.py [steps startup restart cli order snapshots reading feeding recommender]
     python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
     python benchmarks/run.py --pictures     draw again what is in results/
 

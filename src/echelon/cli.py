@@ -65,7 +65,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {name:<10}{verb.does}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {name:<11}{verb.does}" for name, verb in VERBS.items())
     return f"""\
 echelon takes a PyTorch training from a laptop to a cluster.
 
@@ -373,6 +373,40 @@ def _part(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
 
 
+def _recommend(words: list[str]) -> int:
+    parser = _parser(
+        "recommend",
+        "Say what users of MovieLens might like, by a run's best snapshot: movies that they have "
+        "not rated, the best first.",
+        "The score is the expected rating, not clipped to the scale; of\n"
+        "experiment=movielens_ranking, a logarithm of how likely a movie is next.\n"
+        "Piped: user, place, score, movie id and title between tabs.",
+    )
+    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument(
+        "--user",
+        type=int,
+        action="append",
+        required=True,
+        metavar="ID",
+        help="MovieLens' number of a user; may be repeated",
+    )
+    parser.add_argument("-k", type=_positive, default=10, help="how many (default: 10)")
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.recommend import recommend
+    from echelon.runs import open_run
+
+    return recommend(open_run(given.run, given.dir), given.user, given.k, given.json)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of movies")
+    return int(text)
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
@@ -425,6 +459,7 @@ VERBS = {
     "logs": Verb("what the ranks of a run said, in order of time", _logs),
     "attach": Verb("follow a run as if it had been started here", _attach),
     "cancel": Verb("ask runs to save and end", _cancel),
+    "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
     "node": Verb("be one node of a run; scripts call this", _node),
     "data": Verb("get a data set, such as MovieLens", _data),
     "explain": Verb("what this process thinks its world is, and why", _explain),

@@ -37,6 +37,7 @@ LEVELS = {
     "jobs": 3,
     "view": 3,
     "experiments": 4,
+    "recommend": 5,
     "entry": 5,
     "explain": 5,
     "cli": 5,
@@ -46,6 +47,7 @@ BESIDE = {
     ("view", "jobs"),
     ("cli", "entry"),
     ("cli", "explain"),
+    ("cli", "recommend"),
     ("entry", "cli"),
 }
 """Rooms of one level that may import each other."""

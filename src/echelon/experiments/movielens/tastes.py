@@ -1,0 +1,217 @@
+"""Ratings from a taste that is solved for, not trained.
+
+A user is no row of a table here. Their taste is the ridge regression of their ratings on what is
+known of the movies: a learned vector, genres, year, how often it was rated. Only movies have
+parameters, so a user who rated ten movies is no worse fitted than the data allows, and one who
+comes later needs no training.
+
+Training predicts every rating from the *other* ratings of its user. Leaving one row out of a ridge
+regression has a closed form, error / (1 - leverage), so all of a user's ratings are left out, each
+in its turn, with one solve of a matrix that is as small as a taste.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.data.movielens import Ratings
+from echelon.data.movielens.ratings import Array
+from echelon.experiments.movielens.histories import Histories, Pages, one_user
+from echelon.experiments.movielens.metrics import rating_metrics
+from echelon.experiments.movielens.opened import (
+    column,
+    fingerprint,
+    frozen,
+    opened,
+    require_positive,
+)
+from echelon.train.experiment import Experiment, Predict
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Documented with their defaults in conf/experiment/movielens.yaml."""
+
+    data: str
+    split: str
+    held_out: float
+    split_seed: int
+    dim: int
+    metadata: bool
+    lr: float
+    shrink_vectors: float
+    shrink_biases: float
+
+
+def experiment(cfg: Settings) -> Experiment:
+    require_positive(dim=cfg.dim)
+    ratings, train, held = opened(cfg)
+    features = _features(ratings, train, cfg.metadata)
+    scale = ratings.ratings[train]
+    model = Taste(features, float(scale.mean()), cfg.dim, fingerprint(ratings))
+    return Experiment(
+        model=model,
+        optimizer=_optimizer(model, cfg, len(train)),
+        loss=_loss,
+        train_data=(torch.from_numpy(np.unique(ratings.users[train])),),
+        eval_data=tuple(column(c, held) for c in (ratings.users, ratings.items, ratings.ratings))
+        if len(held)
+        else None,
+        metrics=rating_metrics,
+        predict=_predict(Histories(ratings, train), float(scale.min()), float(scale.max())),
+    )
+
+
+class Taste(nn.Module):
+    def __init__(self, features: Tensor, mean: float, dim: int, data: Tensor) -> None:
+        super().__init__()
+        items, known = features.shape
+        self.data = frozen(data)
+        self.features = frozen(features)
+        self.mean = frozen(torch.tensor(mean))
+        self.vectors = nn.Embedding(items, dim)
+        self.biases = nn.Embedding(items, 1)
+        self.common = nn.Parameter(torch.zeros(known))
+        """What a feature is worth to everyone."""
+        self.mixing = nn.Parameter(torch.zeros(known, dim))
+        """Where a movie's vector lies, by its features, before its own ratings are known."""
+        self.spread = nn.Parameter(torch.tensor([-1.5] * known + [-0.7]))
+        """How far users differ in what a feature is worth to them, and in their mean; logarithms.
+        Users differ as much as their ratings scatter where this is 0."""
+        nn.init.normal_(self.vectors.weight, std=0.03)
+        nn.init.zeros_(self.biases.weight)
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor]) -> Taste:
+        """The model of a snapshot."""
+        dim = weights["vectors.weight"].shape[1]
+        return cls(weights["features"], float(weights["mean"]), dim, weights["data"])
+
+    def movies(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """What a taste is multiplied with, and what everyone thinks of the movie."""
+        known = nn.functional.embedding(items, self.features)
+        vectors = self.vectors(items) + known @ self.mixing
+        slopes = torch.cat([known, torch.ones_like(known[..., :1])], -1) * self.spread.exp()
+        offset = self.mean + self.biases(items)[..., 0] + known @ self.common
+        return torch.cat([vectors, slopes], -1), offset
+
+    def tastes(self, pages: Pages) -> Tensor:
+        """[users, d]."""
+        return self._solved(pages).tastes
+
+    def left_out(self, pages: Pages) -> Tensor:
+        """The error of each rating as predicted from the user's other ratings; 0 where no rating
+        is."""
+        design, rest, inverse, tastes = self._solved(pages)
+        error = rest - (design @ tastes[pages.owner, :, None])[..., 0]
+        leverage = (design @ inverse[pages.owner] * design).sum(-1)
+        return error / (1 - leverage)
+
+    def guess(self, tastes: Tensor, items: Tensor) -> Tensor:
+        design, offset = self.movies(items)
+        return offset + (design * tastes).sum(-1)
+
+    def scores(self, user: int, items: Tensor, ratings: Tensor) -> Tensor:
+        """Of all movies, for someone with this history, known in training or not."""
+        tastes = self.tastes(one_user(items, ratings))
+        return self.guess(tastes, torch.arange(len(self.features)))
+
+    def _solved(self, pages: Pages) -> _Solved:
+        """The ridge regression of each user, by its normal equations: summed over pages."""
+        design, offset = self.movies(pages.items)
+        design = design * pages.real[..., None]
+        rest = (pages.ratings - offset) * pages.real
+        ridge = torch.eye(design.shape[-1], device=design.device, dtype=design.dtype)
+        gram = ridge.repeat(pages.users, 1, 1).index_add(0, pages.owner, design.mT @ design)
+        moment = torch.zeros_like(gram[..., 0]).index_add(
+            0, pages.owner, (rest[:, None] @ design)[:, 0]
+        )
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        return _Solved(design, rest, inverse, (inverse @ moment[..., None])[..., 0])
+
+
+class _Solved(NamedTuple):
+    design: Tensor
+    """[pages, PAGE, d]."""
+    rest: Tensor
+    """[pages, PAGE]: the ratings without what everyone thinks."""
+    inverse: Tensor
+    """[users, d, d]: of the Gram matrix and the ridge."""
+    tastes: Tensor
+    """[users, d]."""
+
+
+class LeftOut(NamedTuple):
+    errors: Tensor
+    ratings: float
+    """As many as a batch of so many users has on average. A sample is a user, and a mean over
+    samples keeps its meaning when ranks share a batch; a mean over ratings would not."""
+
+
+def _predict(histories: Histories, lowest: float, highest: float) -> Predict:
+    a_user = len(histories.items) / max(1, int(histories.begins.diff().count_nonzero()))
+
+    def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        assert isinstance(model, Taste)
+        if model.training:
+            (users,) = batch
+            pages = histories.pages(users)
+            return LeftOut(model.left_out(pages), a_user * len(users)), pages.ratings
+        users, items, ratings = batch
+        distinct, which = torch.unique(users, return_inverse=True)
+        tastes = model.tastes(histories.pages(distinct))[which]
+        return model.guess(tastes, items).clamp(lowest, highest), ratings
+
+    return predict
+
+
+def _loss(output: Any, target: Tensor) -> Tensor:
+    if isinstance(output, LeftOut):
+        return output.errors.square().sum() / output.ratings
+    return nn.functional.mse_loss(output, target)
+
+
+def _optimizer(model: Taste, cfg: Settings, ratings: int) -> torch.optim.Optimizer:
+    """The penalties are of the sum over all ratings, so they mean the same for any data."""
+    shrunk = {model.vectors.weight: cfg.shrink_vectors, model.biases.weight: cfg.shrink_biases}
+    groups: list[dict[str, Any]] = [
+        {"params": [table], "weight_decay": 2 * shrink / ratings}
+        for table, shrink in shrunk.items()
+    ]
+    rest = [p for p in model.parameters() if p.requires_grad and p not in shrunk]
+    return torch.optim.Adam([*groups, {"params": rest}], lr=cfg.lr, betas=(0.9, 0.99))
+
+
+# --- what is known of a movie ---
+
+
+def _features(ratings: Ratings, train: Array, metadata: bool) -> Tensor:
+    """[items, features], each of mean zero over the ratings that are trained on."""
+    items = ratings.items[train]
+    seen = np.log1p(np.bincount(items, minlength=ratings.num_items))
+    columns = [seen[:, None] / max(1e-6, float(seen[items].std()))]
+    if metadata:
+        columns += [_genres(ratings), _years(ratings)]
+    table = np.concatenate(columns, 1)
+    return torch.from_numpy((table - table[items].mean(0)).astype(np.float32))
+
+
+def _genres(ratings: Ratings) -> Array:
+    of_items = ratings.genres()
+    names = sorted({name for genres in of_items for name in genres})
+    return np.array([[name in genres for name in names] for genres in of_items], np.float64)
+
+
+def _years(ratings: Ratings) -> Array:
+    """In spans of twenty, so that a year counts about as much as a genre."""
+    found = [re.search(r"\((\d{4})\)\s*$", title) for title in ratings.titles()]
+    years = np.array([float(match[1]) if match else np.nan for match in found])
+    middle = np.nanmean(years) if np.isfinite(years).any() else 0.0
+    return np.nan_to_num((years - middle) / 20)[:, None]

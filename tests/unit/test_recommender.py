@@ -1,0 +1,147 @@
+"""The models of MovieLens against what they claim, on made-up ratings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.retrieval import RetrievalNormalizedDCG
+
+from echelon.data.movielens import Ratings
+from echelon.experiments.movielens.dots import Dot
+from echelon.experiments.movielens.gain import DiscountedGain
+from echelon.experiments.movielens.histories import PAGE, Histories
+from echelon.experiments.movielens.metrics import ranking_metrics
+from echelon.experiments.movielens.nexts import Next
+from echelon.experiments.movielens.tastes import Taste
+
+_DATA = torch.zeros(4, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small matrices: on a busy machine threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _ratings(counts: list[int], items: int = 300) -> Ratings:
+    draw = np.random.default_rng(0)
+    rated = [draw.permutation(items)[:count] for count in counts]
+    users = np.repeat(np.arange(len(counts)), counts)
+    order = draw.permutation(len(users))
+    return Ratings(
+        users=users[order].astype(np.int32),
+        items=np.concatenate(rated)[order].astype(np.int32),
+        ratings=draw.integers(1, 11, len(users)).astype(np.float32) / 2,
+        times=draw.integers(0, 10**6, len(users)),
+        user_ids=np.arange(len(counts)) + 1,
+        item_ids=np.arange(items) + 1,
+        fingerprint="made-up",
+    )
+
+
+@pytest.fixture
+def taste() -> Taste:
+    torch.manual_seed(0)
+    model = Taste(torch.randn(300, 3), 3.5, 5, _DATA)
+    for p in (model.biases.weight, model.common, model.mixing, model.vectors.weight):
+        torch.nn.init.normal_(p, std=0.3)
+    return model.double()
+
+
+def test_pages_hold_every_rating_of_the_users_asked_for_once() -> None:
+    ratings = _ratings([PAGE, 0, 1, 3 * PAGE + 5, PAGE + 1])
+    histories = Histories(ratings, np.arange(len(ratings.users)))
+    asked = torch.tensor([4, 1, 3, 0])
+    pages = histories.pages(asked)
+    assert len(pages.owner) == 2 + 0 + 4 + 1
+    for place, user in enumerate(asked.tolist()):
+        mine = pages.real & (pages.owner == place)[:, None]
+        of_user = ratings.users == user
+        expected = dict(zip(ratings.items[of_user], ratings.ratings[of_user], strict=True))
+        found = zip(pages.items[mine].tolist(), pages.ratings[mine].tolist(), strict=True)
+        assert dict(found) == expected
+
+
+def test_windows_hold_what_came_before_the_newest_first() -> None:
+    ratings = _ratings([3, 5])
+    histories = Histories(ratings, np.arange(8))
+    in_time = [
+        ratings.items[
+            np.flatnonzero(ratings.users == u)[np.argsort(ratings.times[ratings.users == u])]
+        ]
+        for u in (0, 1)
+    ]
+    windows = histories.windows(torch.tensor([0, 3]), torch.tensor([2, 8]), 4, filler=-1)
+    assert windows.tolist() == [
+        [in_time[0][1], in_time[0][0], -1, -1],
+        in_time[1][::-1][:4].tolist(),
+    ]
+
+
+def test_the_closed_form_is_leaving_each_rating_out(taste: Taste) -> None:
+    ratings = _ratings([PAGE + 9, 4])
+    everything = np.arange(len(ratings.users))
+    histories = Histories(ratings, everything)
+    histories.ratings = histories.ratings.double()
+    pages = histories.pages(torch.tensor([0, 1]))
+    errors = taste.left_out(pages)
+    assert errors[~pages.real].abs().max() == 0
+    for row in (0, 3, len(everything) - 1):
+        user, item = int(ratings.users[row]), int(ratings.items[row])
+        rest = Histories(ratings, np.delete(everything, row))
+        rest.ratings = rest.ratings.double()
+        tastes = taste.tastes(rest.pages(torch.tensor([user])))
+        expected = float(ratings.ratings[row]) - taste.guess(tastes, torch.tensor([item]))
+        at = pages.real & (pages.owner == user)[:, None] & (pages.items == item)
+        torch.testing.assert_close(errors[at], expected)
+
+
+def test_a_taste_is_a_ridge_regression(taste: Taste) -> None:
+    items, rated = torch.arange(40), torch.linspace(0.5, 5, 40, dtype=torch.double)
+    design, offset = taste.movies(items)
+    gram = design.T @ design + torch.eye(design.shape[1])
+    expected = offset[7] + design[7] @ torch.linalg.solve(gram, design.T @ (rated - offset))
+    torch.testing.assert_close(taste.scores(0, items, rated)[7], expected)
+
+
+def test_the_gain_is_torchmetrics_own() -> None:
+    torch.manual_seed(0)
+    scores, target = torch.randn(50, 30), torch.randint(0, 30, (50,))
+    ours, theirs = DiscountedGain(10), RetrievalNormalizedDCG(top_k=10)
+    for part in (slice(0, 20), slice(20, 50)):
+        ours.update(scores[part], target[part])
+    users = torch.arange(50)[:, None].expand(50, 30)
+    relevant = torch.nn.functional.one_hot(target, 30)
+    theirs.update(scores.flatten(), relevant.flatten(), indexes=users.flatten())
+    assert float(ours.compute()) == pytest.approx(float(theirs.compute()), abs=1e-6)
+
+
+def test_recall_is_the_share_of_users_whose_movie_is_among_the_first_ten() -> None:
+    scores = torch.arange(30.0).repeat(4, 1)
+    recall = ranking_metrics(30)["recall"]
+    recall.update(scores, torch.tensor([29, 20, 19, 0]))
+    assert float(recall.compute()) == 0.5
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Taste(torch.randn(9, 2), 3.0, 4, _DATA),
+        Dot((5, 9), 4, [], _DATA),
+        Dot((5, 9), 4, [8, 3], _DATA),
+        Next(9, 4, 6, _DATA),
+    ],
+    ids=["taste", "dot", "tower", "next"],
+)
+def test_a_model_is_made_again_from_its_weights(model: Taste | Dot | Next) -> None:
+    again = type(model).of(model.state_dict())
+    again.load_state_dict(model.state_dict())
+    history = torch.tensor([1, 2, 3]), torch.tensor([4.0, 3.0, 5.0])
+    torch.testing.assert_close(again.scores(2, *history), model.scores(2, *history))
+    assert model.scores(2, *history).shape == (9,)
