@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.config import bundled
 from echelon.config.check import NAME_CHARACTERS
 from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, nearest
@@ -256,7 +257,9 @@ _SCRIPTS = (".py", ".sh")
 
 
 def subject(entry: str, program: Sequence[str]) -> str:
-    """What is run, in a word: the experiment's file or module, or the program's."""
+    """What is run, in a word: the experiment's name, file or module, or the program's."""
+    if entry in bundled.names():
+        return bundled.names()[entry]
     entry = entry or _script_of(program)
     where = entry.rpartition(":")[0] or entry
     stem = Path(where).stem if where.endswith(_SCRIPTS) else where

@@ -80,6 +80,19 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, best_is: str, pick:
     assert trained.run.status()["best"] == of_steps[best_step]
 
 
+def test_the_last_step_can_be_the_best(tmp_path: Path) -> None:
+    """Also where it is saved because of its epoch, and evaluated only because it is the last."""
+    words = ["eval_samples=9", "lr=0.01"]
+    never = ["trainer.evaluate.epochs=null", "trainer.evaluate.steps=7"]
+    trained = train_world(tmp_path, 1, BATCH, *words, *never)
+    assert trained.codes == [0], trained.said
+    of_steps = evaluated(trained.run)
+    assert of_steps[12] == min(of_steps.values())
+    kept = best(trained.run.snapshots)
+    assert kept is not None
+    assert kept.name == "step-000000012"
+
+
 def test_a_seed_decides_the_numbers(tmp_path: Path) -> None:
     curves = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

@@ -9,6 +9,7 @@ from echelon.runs import named
 
 SHORT = {
     "echelon.experiments.toy:experiment": "toy",
+    "echelon.experiments.movielens:ranking": "movielens_ranking",
     "/home/me/my_file.py:experiment": "my_file",
 }
 PROGRAMS = {

@@ -171,10 +171,12 @@ class Training:
 
     def _something_due(self) -> bool:
         trainer = self.config.trainer
-        due = self.due_log() or self.due(trainer.evaluate) or self.due(trainer.save)
-        return due or self.step == self.total_steps
+        return self.due_log() or self.due(trainer.evaluate) or self.due(trainer.save)
 
     def due(self, every: Every) -> bool:
+        """All is due at the end, in the loop's order, so that the last snapshot can be the best."""
+        if self.step == self.total_steps:
+            return True
         if every.steps is not None and self.step % every.steps == 0:
             return True
         return every.epochs is not None and self.step % (every.epochs * self.steps_per_epoch) == 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from echelon.config import bundled
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.jobs.standing import Standing, stand
 from echelon.runs import Run, subject
@@ -53,12 +54,12 @@ class Record:
 
     @property
     def experiment(self) -> str:
-        """In a word; with its function when that is not simply `experiment`."""
+        """In a word; with its function when that is its own, and not simply `experiment`."""
         if not self.entry and not self.program:
             return "–"
         function = self.entry.rpartition(":")[2]
-        named = "" if function in ("", "experiment") or not self.entry else f":{function}"
-        return subject(self.entry, self.program) + named
+        plain = function in ("", "experiment") or self.entry in bundled.names()
+        return subject(self.entry, self.program) + ("" if plain else f":{function}")
 
     @property
     def best_name(self) -> str:

@@ -62,9 +62,9 @@ def spelled(words: dict[str, str]) -> str:
 
 def changed(record: Record) -> dict[str, str]:
     """What is not as it is when nobody says anything."""
-    from echelon.config.defaults import experiment_defaults
+    from echelon.config.bundled import defaults
 
-    usual = flatten(Config().to_dict()) | experiment_defaults(record.entry)
+    usual = flatten(Config().to_dict()) | defaults(record.entry)
     apart = ("run.", "rank", "world_size", "master")
     mine = settings(record)
     return {k: text(v) for k, v in mine.items() if not k.startswith(apart) and _new(k, v, usual)}
