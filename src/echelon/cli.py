@@ -144,6 +144,88 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
+def _gpus(words: list[str]) -> int:
+    parser = _parser(
+        "gpus",
+        "Show the GPUs of this machine, or of others, and every process on them.",
+        """\
+A terminal gets a table; a pipe a line per GPU and per process, whole:
+  echelon gpus | grep NAME
+  free=$(echelon gpus --free 2) && CUDA_VISIBLE_DEVICES=$free echelon train launch=local
+
+– is a value that this GPU does not tell, ? somebody who cannot be seen from here, such as a process
+of another container. A process whose run is over is marked as an orphan. JOB is Slurm's, RUN is
+Echelon's; both are known of your own processes, a job also of others' where Slurm uses cgroups.
+
+--free prints what CUDA_VISIBLE_DEVICES takes: indices; UUIDs where GPUs of several models are
+mixed, which CUDA numbers in its own order, and UUIDs of MIG's slices. What CUDA_VISIBLE_DEVICES
+hides is left out.
+
+--json prints {version: 1, time, nodes: [{host, fault, driver, cuda, stale_s, gpus: [{index, uuid,
+name, fault, use_percent, memory_used_bytes, memory_total_bytes, temperature_c, power_w,
+power_limit_w, fan_percent, idle, mig, processes_told, processes: [{pid, user, memory_bytes, age_s,
+command, job, run, run_folder, orphan}], slices: [{index, uuid, name, memory_used_bytes,
+memory_total_bytes, idle, processes}]}]}]}; with --free {version: 1, free: [...]}. What is not
+known is null. With --watch, one object on each line.
+
+exit codes: 6 there is no GPU, 7 fewer are free than asked for""",
+    )
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_interval,
+        const=0.5,
+        metavar="SECONDS",
+        help="again and again, until Ctrl-C (default: every 0.5 s)",
+    )
+    parser.add_argument(
+        "--user", action="append", default=[], metavar="NAME", help="only theirs; `me`; repeatable"
+    )
+    parser.add_argument("--gpu", default="", metavar="0,2", help="only these; also 4-7")
+    parser.add_argument(
+        "--free", nargs="?", type=_some, const=0, metavar="N", help="print N that are idle, or all"
+    )
+    parser.add_argument("--hosts", default="", metavar="A,B", help="other machines, over ssh")
+    parser.add_argument(
+        "--slurm",
+        nargs="?",
+        const="",
+        metavar="PARTITION",
+        help="the machines of my running jobs, or of a partition",
+    )
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="e.g. 'ssh -F FILE'")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(words)
+    elsewhere = bool(given.hosts) or given.slurm is not None
+    if given.free is not None and (elsewhere or given.watch or given.user):
+        parser.error("--free is about all GPUs of this machine, once")
+    from echelon.gpus import choose, show
+
+    wanted = show.Wanted(
+        tuple(choose.me() if name == "me" else name for name in given.user),
+        tuple(choose.indices(given.gpu)) if given.gpu else (),
+        given.json,
+        given.watch,
+        tuple(choose.hosts(given.hosts)) if given.hosts else (),
+        given.slurm,
+        given.ssh,
+    )
+    return show.show(wanted) if given.free is None else show.show_free(given.free or None, wanted)
+
+
+def _some(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
+    return int(text)
+
+
+def _interval(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: 0.1 s is the least")
+
+
 def _node(words: list[str]) -> int:
     parser = _parser(
         "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
@@ -459,6 +541,7 @@ VERBS = {
     "logs": Verb("what the ranks of a run said, in order of time", _logs),
     "attach": Verb("follow a run as if it had been started here", _attach),
     "cancel": Verb("ask runs to save and end", _cancel),
+    "gpus": Verb("who uses the GPUs, here and elsewhere", _gpus),
     "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
     "node": Verb("be one node of a run; scripts call this", _node),
     "data": Verb("get a data set, such as MovieLens", _data),

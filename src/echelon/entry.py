@@ -17,6 +17,7 @@ from echelon.errors import EchelonError, Exit, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
+    from echelon.launch.plan import Place
 
 
 LAUNCHERS = {
@@ -111,7 +112,8 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     launcher = importlib.import_module(f"echelon.launch.{LAUNCHERS[kind]}")
     if kind in ("ssh", "slurm"):
         config = runs.named(config)
-    plan = launcher.plan(config, Here(os.environ, socket.gethostname(), visible_count(os.environ)))
+    here = Here(os.environ, socket.gethostname(), visible_count(os.environ))
+    plan = launcher.plan(config, here)
     if not config.program and (fault := batch_fault(config.trainer.batch_size, len(plan.places))):
         raise EchelonError(fault)
     if not config.program and kind != "ssh" and plan.places[0].rank == 0:
@@ -121,12 +123,23 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
         return Exit.OK
     if kind in ("local", "ssh", "slurm"):
         _require_idle(config)
+    if kind in ("inline", "local") and here.visible:
+        _warn_of_company(plan.places)
     if kind == "inline":
         from echelon.train.worker import train_here
 
         return train_here(config)
     code: int = launcher.carry_out(config, plan)
     return follow(config, wait) if kind == "slurm" else code
+
+
+def _warn_of_company(places: Sequence[Place]) -> None:
+    """Somebody else's training on the same device makes both slow, or one run out of memory."""
+    from echelon.gpus.busy import company
+
+    devices = [device for place in places for device in place.devices]
+    for line in company(devices, os.environ):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _require_idle(config: Config) -> None:

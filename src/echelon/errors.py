@@ -27,6 +27,10 @@ class Exit(IntEnum):
     """The processes of a world did not find each other."""
     NODE_LOST = 5
     """A machine of the world went down or was cut off."""
+    NO_GPU = 6
+    """This machine has no NVIDIA GPU, or no driver that shows it."""
+    BUSY = 7
+    """Fewer GPUs are free than were asked for."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

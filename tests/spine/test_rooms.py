@@ -23,6 +23,7 @@ SOURCE = Path(echelon.__file__).parent
 
 LEVELS = {
     "errors": 0,
+    "letters": 0,
     "config": 1,
     "world": 1,
     "runs": 1,
@@ -207,6 +208,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["data", "--help"],
         ["explain"],
         ["runs"],
+        ["gpus", "--help"],
         ["explain", "--json", "rank=1", "world_size=2"],
         ["train", "--dry-run"],
         ["train", "--dry-run", "--json", "launch=local", "launch.procs=2"],

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from view_runs import echelon, lines, make_run
 
+from echelon.letters import beyond_ascii
 from echelon.view.canvas import ASCII, BRAILLE, Letters, Panel, beside, drawn
 from echelon.view.smooth import averaged, fitting, thinned
-from echelon.view.terminal import beyond_ascii
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from echelon.errors import Exit
 from echelon.jobs.standing import Standing, all_runs, stand, with_progress
-from echelon.jobs.table import GAP, STYLES, UNBROKEN, columns, cut, duration
+from echelon.jobs.table import GAP, STYLES, UNBROKEN, columns
+from echelon.letters import cut, duration
 
 _RECENT = 10
 _WATCH_S = 5.0

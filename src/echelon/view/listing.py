@@ -18,11 +18,12 @@ from rich.console import Group
 from rich.text import Text
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
-from echelon.jobs.table import GAP, STYLES, columns, cut, duration
+from echelon.jobs.table import GAP, STYLES, columns
+from echelon.letters import cut, duration, plain
 from echelon.view.metrics import Glance, glance
 from echelon.view.record import Record, folders, is_number, records
 from echelon.view.settings import compact, differing, settings, spelled, text
-from echelon.view.terminal import console, plain
+from echelon.view.terminal import console
 
 VERSION = 1
 """Of what --json prints."""

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from echelon.errors import Exit
-from echelon.jobs.table import STYLES, UNBROKEN, columns, duration
+from echelon.jobs.table import STYLES, UNBROKEN, columns
+from echelon.letters import beyond_ascii, duration, plain
 from echelon.runs import Run
 from echelon.track.summary import short, spoken
 from echelon.view.canvas import ASCII, BRAILLE, Panel, beside, drawn
@@ -25,7 +26,7 @@ from echelon.view.listing import digits
 from echelon.view.metrics import Curve, Metrics, glance, load
 from echelon.view.record import Record, find, records
 from echelon.view.settings import changed, spelled
-from echelon.view.terminal import beyond_ascii, console, plain
+from echelon.view.terminal import console
 
 VERSION = 1
 """Of what --json prints."""

@@ -1,0 +1,46 @@
+"""Who is on the devices that a training is about to take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from echelon.gpus import words
+from echelon.gpus.look import Machine
+from echelon.gpus.processes import parent
+from echelon.gpus.snapshot import Gpu, Process
+from echelon.gpus.visible import visible
+
+
+def company(devices: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """A sentence for each device (`cuda:0`) on which somebody else holds memory; without NVML, or
+    on slices of MIG, none."""
+    seen = visible(env)
+    numbers = {int(device.partition(":")[2] or 0) for device in devices if "cuda" in device}
+    wanted = sorted(seen[number] for number in numbers if number < len(seen))
+    if not wanted:
+        return []
+    machine = Machine()
+    try:
+        node = machine.look(wanted)
+    finally:
+        machine.close()
+    found = [(gpu, [p for p in gpu.processes if _is_other(p)]) for gpu in node.gpus]
+    return [_sentence(gpu, others) for gpu, others in found if others]
+
+
+def _is_other(process: Process) -> bool:
+    """The ranks that were started with this one share its devices on purpose."""
+    if not process.memory_bytes:
+        return False
+    mine = (os.getpid(), os.getppid())
+    return process.pid is None or (process.pid not in mine and parent(process.pid) not in mine)
+
+
+def _sentence(gpu: Gpu, others: Sequence[Process]) -> str:
+    most = max(others, key=lambda p: p.memory_bytes or 0)
+    who = f"{most.user}'s process {most.pid}" if most.pid else "a process that cannot be seen"
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    memory = words.with_unit(sum(p.memory_bytes or 0 for p in others))
+    hint = "`echelon gpus --free` names those that are idle"
+    return f"GPU {gpu.index} is in use: {who}{more}, {memory}; {hint}"

@@ -1,0 +1,47 @@
+"""Whether the run that a process belongs to is over, so that the process is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from echelon.gpus.processes import STATUS, born
+
+_LEAVING_S = 10.0
+"""A rank that has said its last word still needs a moment to end."""
+_AT_WORK = ("starting", "running", "queued", "requeued")
+
+
+class Runs:
+    """What the folders of runs say, read again when it has changed."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def is_over(self, folder: str) -> bool:
+        status = self._status(folder)
+        if status.get("state") in _AT_WORK:
+            return _is_gone(status.get("process"))
+        updated = status.get("updated")
+        return isinstance(updated, (int, float)) and time.time() - updated > _LEAVING_S
+
+    def _status(self, folder: str) -> dict[str, Any]:
+        file, known = f"{folder}/{STATUS}", self._read.get(folder, (0, {}))
+        with suppress(OSError, ValueError):
+            changed = os.stat(file).st_mtime_ns
+            if changed != known[0]:
+                with open(file) as opened:
+                    known = self._read[folder] = (changed, dict(json.load(opened)))
+        return known[1]
+
+
+def _is_gone(process: object) -> bool:
+    """The one that holds the run together; of another machine's it cannot be told."""
+    if not isinstance(process, dict) or process.get("host") != socket.gethostname():
+        return False
+    pid, began = process.get("pid"), str(process.get("born")).partition("@")[0]
+    return isinstance(pid, int) and str(born(pid)) != began

@@ -1,0 +1,136 @@
+"""What /proc tells of a process: whose it is, since when, what it runs, and for whom.
+
+Everything but its command and its user needs its owner's rights; what cannot be read is None.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_YOUNG_S = 60.0
+STATUS, CONFIG = "status.json", "config.json"
+"""Of a run. `runs` has all its names, but this file goes to machines without Echelon."""
+_FIRST_NAMESPACE = 0xEFFF_FFFC
+"""The number that Linux gives to the namespace of all processes."""
+
+
+class Facts(NamedTuple):
+    """What does not change while a process lives."""
+
+    born: int
+    """In ticks since the machine started; with its number, a process is never taken for another."""
+    user: str
+    command: str
+    job: str | None
+    run_folder: str | None
+
+    def is_settled(self) -> bool:
+        """A young process may yet become another program, or open the folder of its run."""
+        return self.age_s() > _YOUNG_S
+
+    def age_s(self) -> float:
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.born / _TICKS_PER_S)
+
+
+def born(pid: int) -> int | None:
+    """None: there is no such process here."""
+    stat = _read(pid, "stat")
+    return int(stat.rpartition(b")")[2].split()[19]) if stat else None
+
+
+def parent(pid: int) -> int | None:
+    stat = _read(pid, "stat")
+    return int(stat.rpartition(b")")[2].split()[1]) if stat else None
+
+
+def facts(pid: int) -> Facts | None:
+    begun = born(pid)
+    if begun is None:
+        return None
+    files = _open_files(pid)
+    if _is_nested() and files and not any(file.startswith("/dev/nvidia") for file in files):
+        return None  # the driver means a process outside, which has the same number there
+    user = _user(pid)
+    command = _command(pid)
+    return Facts(begun, user, command, _job(pid), _run_folder(files))
+
+
+def name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _user(pid: int) -> str:
+    for line in (_read(pid, "status") or b"").splitlines():
+        if line.startswith(b"Uid:"):
+            return name_of(int(line.split()[1]))
+    return "?"
+
+
+def _command(pid: int) -> str:
+    """In one line of letters: what a process calls itself may hold a terminal's commands."""
+    words = (_read(pid, "cmdline") or b"").rstrip(b"\0").split(b"\0")
+    if words == [b""]:
+        return f"[{_shown(_read(pid, 'comm') or b'?')}]"
+    return _shown(b" ".join([os.path.basename(words[0]) or words[0], *words[1:]]))
+
+
+def _shown(raw: bytes) -> str:
+    text = " ".join(raw.decode(errors="replace").split())
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _job(pid: int) -> str | None:
+    """By its variables; those of others cannot be read, but its control group can."""
+    told = dict(
+        pair.split(b"=", 1)
+        for pair in (_read(pid, "environ") or b"").split(b"\0")
+        if pair.startswith(b"SLURM_") and b"=" in pair
+    )
+    if array := told.get(b"SLURM_ARRAY_JOB_ID"):
+        return _shown(array + b"_" + told.get(b"SLURM_ARRAY_TASK_ID", b"?"))
+    if job := told.get(b"SLURM_JOB_ID"):
+        return _shown(job)
+    found = re.search(rb"/job_(\d+)", _read(pid, "cgroup") or b"")
+    return found[1].decode() if found else None
+
+
+def _open_files(pid: int) -> list[str]:
+    found = []
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
+
+
+def _run_folder(files: list[str]) -> str | None:
+    """Every rank of a run has a file of its folder open: its log, its pulse, or the metrics."""
+    folders = {os.path.dirname(file) for file in files if file.startswith("/")}
+    for folder in sorted(folders):
+        run = os.path.dirname(folder) if folder.endswith("/logs") else folder
+        if os.path.exists(f"{run}/{STATUS}") and os.path.exists(f"{run}/{CONFIG}"):
+            return run
+    return None
+
+
+def _is_nested() -> bool:
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino != _FIRST_NAMESPACE
+    return False
+
+
+def _read(pid: int, name: str) -> bytes | None:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return None

@@ -1,0 +1,62 @@
+"""A terminal that is drawn over in place: only the lines that changed are sent, so nothing flickers
+and a slow connection keeps up."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+_ENTER = "\x1b[?1049h\x1b[?25l"  # a page of its own, no cursor
+_LEAVE = "\x1b[?25h\x1b[?1049l"
+_BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that know how
+
+
+class Screen:
+    def __init__(self) -> None:
+        self._shown: list[str] = []
+        self._size = (0, 0)
+
+    def draw(self, lines: Sequence[str]) -> None:
+        size = shutil.get_terminal_size()
+        if size != self._size:  # what was drawn has been wrapped or cut
+            self._shown, self._size = [], size
+            sys.stdout.write("\x1b[2J")
+        page = fitting(lines, size.lines)
+        changed = [
+            f"\x1b[{number};1H{line}\x1b[K"
+            for number, line in enumerate(page, 1)
+            if number > len(self._shown) or self._shown[number - 1] != line
+        ]
+        if changed or len(page) < len(self._shown):
+            rest = f"\x1b[{len(page) + 1};1H\x1b[J" if len(page) < len(self._shown) else ""
+            sys.stdout.write(f"{_BEGIN}{''.join(changed)}{rest}{_END}")
+            sys.stdout.flush()
+        self._shown = page
+
+
+def fitting(lines: Sequence[str], height: int) -> list[str]:
+    if len(lines) <= height:
+        return list(lines)
+    hidden = len(lines) - height + 1
+    return [*lines[: height - 1], f"… {hidden} more lines: --gpu or --user shows fewer"]
+
+
+@contextmanager
+def screen() -> Iterator[Screen]:
+    """Whatever ends it, the terminal is as it was."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    sys.stdout.write(_ENTER)
+    try:
+        yield Screen()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
