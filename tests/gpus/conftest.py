@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
         pytest.skip("the stand-in for NVML is built with gcc")
 
     def staged(*lines: str, newest: int = 3) -> Scene:
-        scene = Scene(tmp_path / "driver", *lines, newest=newest)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path, prefix="driver-"))
+        scene = Scene(folder, *lines, newest=newest)
         monkeypatch.setattr(nvml, "LIBRARY", str(scene.library))
         return scene
 

@@ -114,7 +114,7 @@ def free(node: Node, env: Mapping[str, str]) -> list[str]:
     idle = [gpu for gpu in gpus if gpu.idle]
     if gpus and all(gpu.mig for gpu in gpus):
         return [part.uuid for gpu in gpus for part in gpu.slices if part.idle and part.uuid]
-    mixed = len({gpu.name for gpu in node.gpus}) > 1
+    mixed = len({gpu.name for gpu in node.gpus if gpu.name}) > 1
     if mixed and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return [gpu.uuid or str(gpu.index) for gpu in idle]
     return [str(gpu.index) for gpu in idle]

@@ -20,6 +20,7 @@ from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
 
+from echelon.errors import EchelonError, Fault
 from echelon.gpus.snapshot import Node, from_dict
 from echelon.gpus.told import MARK
 
@@ -58,11 +59,16 @@ class There(NamedTuple):
 
     def command(self, size: int, every_s: float) -> list[str]:
         start = ["sh", "-c", _START, "sh", sys.executable, _READ, str(size), str(every_s)]
-        return [*self.words, *([shlex.join(start)] if self.quoted else start)]
+        return [*self.words, *([shlex.join(["exec", *start])] if self.quoted else start)]
 
 
 def by_ssh(hosts: Sequence[str], ssh: str) -> list[There]:
-    return [There(host, (*shlex.split(ssh), *_OPTIONS, "--", host), True) for host in hosts]
+    try:
+        words = shlex.split(ssh) or ["ssh"]
+    except ValueError as error:
+        hint = "give the command that logs in, e.g. --ssh 'ssh -F FILE'"
+        raise EchelonError(Fault(f"--ssh {ssh}: {str(error).lower()}", hint)) from None
+    return [There(host, (*words, *_OPTIONS, "--", host), True) for host in hosts]
 
 
 def program() -> bytes:
@@ -92,7 +98,7 @@ def _ask(there: There, sent: bytes) -> Node:
         return Node(there.host, f"did not answer within {_ANSWER_S:g} s")
     except OSError as error:
         return Node(there.host, f"{command[0]}: {(error.strerror or str(error)).lower()}")
-    for line in done.stdout.decode(errors="replace").splitlines():
+    for line in done.stdout.decode(errors="replace").split("\n"):
         if (node := _heard(there, line)) is not None:
             return node
     return Node(there.host, _refusal(done.returncode, done.stderr))
@@ -123,9 +129,13 @@ class Feed:
         self._heard = time.monotonic()
         self._fault = "no answer"
         self._process: subprocess.Popen[bytes] | None = None
-        self._over = threading.Event()
+        self._answered, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """For its first answer, or for the reason why there is none."""
+        self._answered.wait(timeout_s)
 
     def newest(self) -> Node:
         """As it was told last; with its age, where that is too long ago."""
@@ -148,6 +158,7 @@ class Feed:
             self._fault = self._listen(sent)
             if not self._node.gpus:
                 self._node = Node(self._there.host, self._fault)
+            self._answered.set()
             self._over.wait(_AGAIN_S)
 
     def _listen(self, sent: bytes) -> str:
@@ -169,5 +180,6 @@ class Feed:
                 for line in process.stdout or ():
                     if (node := _heard(self._there, line.decode(errors="replace"))) is not None:
                         self._node, self._heard, self._fault = node, time.monotonic(), "no answer"
+                        self._answered.set()
             errors.seek(0)
             return _refusal(process.returncode, errors.read())

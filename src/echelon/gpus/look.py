@@ -139,7 +139,7 @@ class Machine:
         return tuple(sorted(seen, key=lambda p: (p.pid is None, p.pid)))
 
     def _process(self, used: Used) -> Process:
-        known = self._facts.get(used.pid)
+        known = self._known(used.pid)
         if known is None:
             return Process(None, memory_bytes=used.memory)
         folder = known.run_folder

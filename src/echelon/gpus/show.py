@@ -19,6 +19,9 @@ from echelon.gpus.snapshot import VERSION, Node, to_dict
 from echelon.gpus.table import painted, table
 from echelon.letters import plain
 
+_PATIENCE_S = 3.0
+"""For the first answers, before those that came are shown."""
+
 Look = Callable[[], list[Node]]
 
 
@@ -95,6 +98,8 @@ def _looking(wanted: Wanted) -> Iterator[Look]:
         return
     feeds = [elsewhere.Feed(machine, wanted.every_s) for machine in there]
     try:
+        for feed in feeds:
+            feed.wait(_PATIENCE_S)
         yield lambda: [feed.newest() for feed in feeds]
     finally:
         for feed in feeds:

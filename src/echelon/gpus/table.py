@@ -43,12 +43,21 @@ def table(nodes: Sequence[Node], width: int, me: str = "", clock: str = "") -> l
             lines += layout.titles()
         for gpu in node.gpus:
             lines += _of_gpu(gpu, layout, me)
-    return lines
+    return [_clipped(line, width) for line in lines]
+
+
+def _clipped(line: Line, width: int) -> Line:
+    """A line that wraps would push the rest off the screen."""
+    clipped: Line = []
+    for text, style in line:
+        clipped.append((text[:width], style))
+        width = max(0, width - len(text))
+    return clipped
 
 
 def _heading(node: Node, width: int, clock: str) -> Line:
     if node.fault and not node.gpus:
-        return [(node.host, "bold"), (cut(f"  {node.fault}", width - len(node.host)), "yellow")]
+        return [(node.host, "bold"), (_cut(f"  {node.fault}", width - len(node.host)), "yellow")]
     idle = sum(gpu.idle for gpu in node.gpus)
     count = len(node.gpus)
     facts = [f"{count} GPU{'s' * (count != 1)}, {idle} idle"]
@@ -61,10 +70,14 @@ def _heading(node: Node, width: int, clock: str) -> Line:
         text = "".join(f" · {fact}" for fact in facts)
     line = [(node.host, "bold"), (text, "dim")]
     if stale:
-        line.append((cut(stale, max(1, width - len(node.host) - len(text))), "yellow"))
+        line.append((_cut(stale, width - len(node.host) - len(text)), "yellow"))
     elif clock and space > len(text):
         line.append((f"{clock:>{space - len(text) + len(clock)}}", "dim"))
     return line
+
+
+def _cut(text: str, width: int) -> str:
+    return cut(text, max(1, width))
 
 
 # --- how wide everything is ---
@@ -208,7 +221,7 @@ def _gpu_row(gpu: Gpu, layout: _Layout) -> Line:
     if gpu.fault:
         before = f"  {name:<{layout.model}}" if layout.model else ""
         room = layout.width - layout.index - len(before)
-        return [index, (before, ""), (cut(f"  {gpu.fault}", room), "bold red")]
+        return [index, (before, ""), (_cut(f"  {gpu.fault}", room), "bold red")]
     line: Line = [index]
     if layout.model:
         line.append((f"  {name:<{layout.model}}", "dim" if gpu.idle else ""))
@@ -235,7 +248,7 @@ def _slice_row(part: Slice, layout: _Layout) -> Line:
     memory = words.memory(part.memory_used_bytes, part.memory_total_bytes)
     space = " " * layout.index
     return [
-        (f"{space}{name:<{until - layout.index}}", "cyan"),
+        (f"{space}{name:<{max(len(name) + 1, until - layout.index)}}", "cyan"),
         (f"{memory:>{layout.memory}}", ""),
     ]
 
