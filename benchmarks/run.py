@@ -1,6 +1,6 @@
 """Measure beside the peers, and write down what came out.
 
-    python benchmarks/run.py [steps startup restart cli order snapshots reading feeding recommender]
+    python benchmarks/run.py [steps startup restart cli order snapshots reading feeding gpus …]
     python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
     python benchmarks/run.py --pictures     draw again what is in results/
 
@@ -35,6 +35,7 @@ TITLES = {
     "feeding": "Feeding a recommender",
     "recommender": "Training a recommender",
     "on_slurm": "On a Slurm cluster of several hosts",
+    "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
 }
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ

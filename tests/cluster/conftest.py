@@ -11,6 +11,7 @@ import bed
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "spine"))  # its subjects, faults and helpers
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpus"))  # machines with GPUs
 import desk as desks
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import bed
 import pytest
+import scenes
 from bed import Cluster
 from desk import FAULTY, REGRESSION, Desk, curve
 from launching import children, is_a_sentence_and_a_hint, until
@@ -129,14 +130,13 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -
     with extended(desk, tmp_path) as config:
         torch, gpus = tmp_path / "torch", tmp_path / "gpus"
         metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 9.9.9\\n"
-        nvml = "nvmlInit = nvmlShutdown = lambda: 0\\nnvmlDeviceGetCount = lambda: 4\\n"
-        nvml += "NVMLError = OSError\\n"
         _write(config, torch / "torch-9.9.9.dist-info" / "METADATA", metadata)
-        _write(config, gpus / "pynvml.py", nvml)
+        _write(config, gpus / "scene", "\\n".join(map(scenes.gpu, range(4))))
+        _send(config, gpus / scenes.NAME, scenes.built())
         words = (*WORDS, *SHORT, f"launch.ssh='ssh -F {config}'")
         there = f"launch.hosts=[{first},gone,liar,bare,apart]"
         done = desk.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")
-        unequal = desk.type(*words, f"launch.hosts=[{first},apart]", PYTHONPATH=f"{gpus}:{OURS}")
+        unequal = desk.type(*words, f"launch.hosts=[{first},apart]", LD_LIBRARY_PATH=str(gpus))
     assert f"the hosts differ in their visible devices: {first} 0, apart 4" in unequal.err
     assert done.code == Exit.USAGE
     assert is_a_sentence_and_a_hint(done.err), done.err
@@ -154,6 +154,12 @@ def _write(config: str, path: Path, text: str) -> None:
     """On the host apart."""
     command = f"mkdir -p {path.parent} && printf '{text}' > {path}"
     subprocess.run(["ssh", "-F", config, "apart", command], check=True, timeout=30)
+
+
+def _send(config: str, path: Path, file: Path) -> None:
+    with file.open("rb") as source:
+        words = ["ssh", "-F", config, "apart", f"cat > {path}"]
+        subprocess.run(words, stdin=source, check=True, timeout=30)
 
 
 # --- hosts that do not share the folder ---------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from contextlib import suppress
 from typing import Any
@@ -41,7 +40,7 @@ class Runs:
 
 def _is_gone(process: object) -> bool:
     """The one that holds the run together; of another machine's it cannot be told."""
-    if not isinstance(process, dict) or process.get("host") != socket.gethostname():
+    if not isinstance(process, dict) or process.get("host") != os.uname().nodename:
         return False
     pid, began = process.get("pid"), str(process.get("born")).partition("@")[0]
     return isinstance(pid, int) and str(born(pid)) != began

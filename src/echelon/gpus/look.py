@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Machine:
     """Looks again and again at this machine, and asks what cannot change only once."""
 
     def __init__(self) -> None:
-        self._host = socket.gethostname().partition(".")[0]
+        self._host = os.uname().nodename.partition(".")[0]
         self._nvml: Nvml | None = None
         self._driver: str | None = None
         self._cuda: str | None = None

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_YOUNG_S = 60.0
 STATUS, CONFIG = "status.json", "config.json"
 """Of a run. `runs` has all its names, but this file goes to machines without Echelon."""
 _FIRST_NAMESPACE = 0xEFFF_FFFC
@@ -21,7 +20,7 @@ _FIRST_NAMESPACE = 0xEFFF_FFFC
 
 
 class Facts(NamedTuple):
-    """What does not change while a process lives."""
+    """What hardly changes while a process lives."""
 
     born: int
     """In ticks since the machine started; with its number, a process is never taken for another."""
@@ -30,12 +29,16 @@ class Facts(NamedTuple):
     job: str | None
     run_folder: str | None
 
+    read_at_s: float
+    """How old it was then."""
+
     def is_settled(self) -> bool:
-        """A young process may yet become another program, or open the folder of its run."""
-        return self.age_s() > _YOUNG_S
+        """A young process may yet become another program, or open the folder of its run; so it is
+        read again whenever it has become twice as old."""
+        return self.age_s() < 2 * self.read_at_s + 2
 
     def age_s(self) -> float:
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.born / _TICKS_PER_S)
+        return _age_s(self.born)
 
 
 def born(pid: int) -> int | None:
@@ -56,9 +59,12 @@ def facts(pid: int) -> Facts | None:
     files = _open_files(pid)
     if _is_nested() and files and not any(file.startswith("/dev/nvidia") for file in files):
         return None  # the driver means a process outside, which has the same number there
-    user = _user(pid)
-    command = _command(pid)
-    return Facts(begun, user, command, _job(pid), _run_folder(files))
+    known = (_user(pid), _command(pid), _job(pid), _run_folder(files))
+    return Facts(begun, *known, read_at_s=_age_s(begun))
+
+
+def _age_s(born: int) -> float:
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born / _TICKS_PER_S)
 
 
 def name_of(uid: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +160,8 @@ def _print(nodes: Sequence[Node], wanted: Wanted) -> None:
 
 
 def _drawn(nodes: Sequence[Node], wanted: Wanted, clock: str = "") -> list[str]:
+    import shutil  # takes longer to import than all lines of a pipe take
+
     width = shutil.get_terminal_size().columns
     colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     lines = table(nodes, width, choose.me(), clock)

@@ -1,0 +1,151 @@
+"""`echelon gpus` on a real NVIDIA GPU: the same numbers as nvidia-smi, while a training runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no nvidia-smi"),
+]
+
+MIB = 1 << 20
+
+
+def typed(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "echelon", "gpus", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def looked() -> list[dict[str, Any]]:
+    done = typed("--json")
+    assert done.returncode == 0, done.stderr
+    gpus: list[dict[str, Any]] = json.loads(done.stdout)["nodes"][0]["gpus"]
+    return gpus
+
+
+def smi(*fields: str, about: str = "gpu") -> list[list[str]]:
+    words = ["nvidia-smi", f"--query-{about}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    out = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that goes on until it is ended; its folder."""
+    folder = tmp_path_factory.mktemp("training")
+    words = ["train", "run.name=busy", "hidden=2048", "samples=65536", "trainer.epochs=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "echelon", *words], cwd=folder, stderr=subprocess.DEVNULL
+    )
+    run = folder / "runs" / "busy"
+    deadline = time.monotonic() + 120
+    try:
+        while not _steps(run) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield run
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+
+
+def _steps(run: Path) -> bool:
+    file = run / "metrics.jsonl"
+    return file.exists() and file.stat().st_size > 0
+
+
+@pytest.mark.usefixtures("training")
+def test_what_stays_is_the_same() -> None:
+    named = smi("index", "uuid", "name", "driver_version", "memory.total", "enforced.power.limit")
+    for ours, (index, uuid, name, _, total, limit) in zip(looked(), named, strict=True):
+        assert (ours["index"], ours["uuid"], ours["name"]) == (int(index), uuid, name)
+        assert ours["memory_total_bytes"] // MIB == int(total)
+        if ours["power_limit_w"] is not None:
+            assert ours["power_limit_w"] == pytest.approx(float(limit), abs=0.01)
+
+
+@pytest.mark.usefixtures("training")
+def test_what_changes_agrees() -> None:
+    """Each value lies among those that nvidia-smi gives before and after, or close to them."""
+    fields = ("memory.used", "temperature.gpu", "power.draw", "utilization.gpu")
+    seen: list[tuple[list[str], dict[str, Any], list[str]]] = []
+    for _ in range(5):
+        before, ours, after = smi(*fields)[0], looked()[0], smi(*fields)[0]
+        seen.append((before, ours, after))
+    names = ("memory_used_bytes", "temperature_c", "power_w", "use_percent")
+    for number, (name, slack) in enumerate(zip(names, (2, 2, 60, 30), strict=True)):
+        if seen[0][1][name] is None:
+            assert not seen[0][0][number].replace(".", "").isdigit(), f"nvidia-smi tells {name}"
+            continue
+        theirs = statistics.median(float(x[number]) for b, _, a in seen for x in (b, a))
+        scale = MIB if number == 0 else 1
+        assert statistics.median(o[name] / scale for _, o, _ in seen) == pytest.approx(
+            theirs, abs=slack
+        ), name
+
+
+def test_the_training_is_seen_with_its_run(training: Path) -> None:
+    found = [p for gpu in looked() for p in gpu["processes"]]
+    theirs = {int(pid): memory for pid, memory in smi("pid", "used_memory", about="compute-apps")}
+    if not found and not theirs:
+        pytest.skip("this driver lists no processes here, as in some containers")
+    mine = [p for p in found if p["run"] == "busy"]
+    if not mine:
+        assert all(p["pid"] is None for p in found), "known processes, but none is the training"
+        pytest.skip("this driver lists processes by numbers of another namespace")
+    [process] = mine
+    assert process["run_folder"] == str(training)
+    assert not process["orphan"]
+    assert process["user"]
+    if process["pid"] in theirs and theirs[process["pid"]].isdigit():
+        ours_mib = process["memory_bytes"] / MIB
+        assert ours_mib == pytest.approx(int(theirs[process["pid"]]), abs=2)
+
+
+@pytest.mark.usefixtures("training")
+def test_a_busy_gpu_is_not_free_and_a_launch_says_so(tmp_path: Path) -> None:
+    gpus = looked()
+    assert not gpus[0]["idle"]
+    done = typed("--free", str(len(gpus)))
+    assert (done.returncode, done.stdout) == (7, "")
+    if not gpus[0]["processes"]:
+        pytest.skip("this driver lists no processes here, as in some containers")
+    words = ["train", "samples=64", "trainer.epochs=1"]
+    launched = subprocess.run(
+        [sys.executable, "-m", "echelon", *words],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert "warning: GPU 0 is in use: " in launched.stderr
+
+
+def test_one_look_beside_nvidia_smi() -> None:
+    """Printed, not judged: what a look takes depends on the driver's start. `-s` shows it."""
+
+    def taken_s(command: list[str]) -> float:
+        began = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True, timeout=60)
+        return time.perf_counter() - began
+
+    ours = [sys.executable, "-m", "echelon", "gpus"]
+    rounds = [(taken_s(ours), taken_s(["nvidia-smi"])) for _ in range(8)][1:]
+    mine, theirs = (statistics.median(each) for each in zip(*rounds, strict=True))
+    ratio = statistics.median(a / b for a, b in rounds)
+    print(f"echelon gpus {mine:.3f} s, nvidia-smi {theirs:.3f} s, median ratio {ratio:.2f}")
