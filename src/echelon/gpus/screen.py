@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-_ENTER = "\x1b[?1049h\x1b[?25l"  # a page of its own, no cursor
-_LEAVE = "\x1b[?25h\x1b[?1049l"
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # a page of its own, no cursor, lines do not wrap
+_LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that know how
 
 

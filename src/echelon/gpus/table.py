@@ -7,22 +7,17 @@ longer than the whole look, and drawing with it twice a second takes more than t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from echelon.gpus import words
+from echelon.gpus.layout import Layout, Line, fitted
 from echelon.gpus.snapshot import Gpu, Node, Process, Slice
 from echelon.letters import cut
-
-Line = list[tuple[str, str]]
-"""Pieces of text, each with its style."""
 
 STYLES = {
     **{"": "", "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"},
     **{"blue": "34", "cyan": "36", "bold red": "1;31", "bold cyan": "1;36"},
 }
-_BARS = (24, 16, 12, 8, 0)
 _HOT_C, _WARM_C = 85, 75
-_LEAST_COMMAND = 8
 
 
 def painted(line: Line, colour: bool) -> str:
@@ -34,7 +29,7 @@ def painted(line: Line, colour: bool) -> str:
 def table(nodes: Sequence[Node], width: int, me: str = "", clock: str = "") -> list[Line]:
     """`me`: whose processes stand out."""
     lines: list[Line] = []
-    layout = _layout(nodes, width)
+    layout = fitted(nodes, width)
     for node in nodes:
         if lines:
             lines.append([])
@@ -80,129 +75,10 @@ def _cut(text: str, width: int) -> str:
     return cut(text, max(1, width))
 
 
-# --- how wide everything is ---
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Widths of what all GPUs and processes shown have in common; 0 leaves a column out."""
-
-    width: int
-    index: int
-    model: int
-    bar: int
-    use: int
-    memory: int
-    temperature: int
-    power: int
-    fan: int
-    pid: int
-    user: int
-    own: int
-    """The memory of a process."""
-    age: int
-    job: int
-    run: int
-    command: int
-
-    def titles(self) -> list[Line]:
-        bar = self.bar + 1 if self.bar else 0
-        cells = [
-            (f"{'GPU':>{self.index}}", self.index),
-            (f"{'NAME':<{self.model}}", self.model),
-            (f"{'USE':<{bar + self.use}}" if bar else f"{'USE':>{self.use}}", self.use),
-            (f"{'MEMORY':<{bar + self.memory}}" if bar else f"{'MEMORY':>{self.memory}}", 1),
-            (f"{'TEMP':>{self.temperature}}", self.temperature),
-            (f"{'POWER':>{self.power}}", self.power),
-            (f"{'FAN':>{self.fan}}", self.fan),
-        ]
-        first = "  ".join(text for text, kept in cells if kept)
-        if not self.pid:
-            return [[(first, "dim")]]
-        names = ("PID", "USER", "MEMORY", "AGE", "JOB", "RUN", "COMMAND")
-        return [[(first, "dim")], [(self.row(names), "dim")]]
-
-    def row(self, cells: Sequence[str]) -> str:
-        """Of a process: numbers to the right, words to the left."""
-        widths = (self.pid, self.user, self.own, self.age, self.job, self.run, self.command)
-        shown = [
-            f"{cut(cell, w):>{w}}" if number in (0, 2, 3) else f"{cut(cell, w):<{w}}"
-            for number, (cell, w) in enumerate(zip(cells, widths, strict=True))
-            if w
-        ]
-        return (" " * (self.index + 2) + "  ".join(shown)).rstrip()
-
-
-def _layout(nodes: Sequence[Node], width: int) -> _Layout:
-    gpus = [gpu for node in nodes for gpu in node.gpus]
-    everyone = [process for gpu in gpus for process in gpu.everyone()]
-    index = max([3, *(len(str(gpu.index)) for gpu in gpus)])
-    memories = [words.memory(g.memory_used_bytes, g.memory_total_bytes) for g in gpus]
-    memories += [
-        words.memory(s.memory_used_bytes, s.memory_total_bytes) for g in gpus for s in g.slices
-    ]
-    fixed = {
-        "index": index,
-        "use": max([3, *(len(words.percent(g.use_percent)) for g in gpus)]),
-        "memory": max([6, *map(len, memories)]),
-        "temperature": max([4, *(len(words.temperature(g.temperature_c)) for g in gpus)]),
-    }
-    optional = {
-        "model": max([4, *(len(words.model(g.name)) for g in gpus)]),
-        "power": max([5, *(len(words.power(g)) for g in gpus)]),
-        "fan": 4 if any(g.fan_percent is not None for g in gpus) else 0,
-    }
-    fitted = _fit_gpus(fixed, optional, width)
-    return _Layout(width=width, **fixed, **fitted, **_fit_processes(everyone, width - index - 2))
-
-
-def _fit_gpus(fixed: dict[str, int], optional: dict[str, int], width: int) -> dict[str, int]:
-    """First shorter bars, then without fan, name and power."""
-    kept = dict(optional)
-    for leave in (None, "fan", "model", "power"):
-        if leave:
-            kept[leave] = 0
-        for bar in _BARS:
-            columns = [w for w in (*fixed.values(), *kept.values()) if w]
-            needed = sum(columns) + 2 * (len(columns) - 1) + (2 * (bar + 1) if bar else 0)
-            enough = bar >= 8 or leave is not None or bar == 0
-            if needed <= width and enough:
-                return kept | {"bar": bar}
-    return kept | {"bar": 0}
-
-
-def _fit_processes(everyone: Sequence[Process], width: int) -> dict[str, int]:
-    """The command has what is left; where that is too little, the run, the job and the age go."""
-    if not everyone:
-        return dict.fromkeys(("pid", "user", "own", "age", "job", "run", "command"), 0)
-    widths = {
-        "pid": max([3, *(len(words.pid(p)) for p in everyone)]),
-        "user": min(16, max([4, *(len(words.user(p)) for p in everyone)])),
-        "own": max([6, *(len(words.with_unit(p.memory_bytes)) for p in everyone)]),
-        "age": max([3, *(len(words.age(p)) for p in everyone)]),
-        "job": max(3, *(len(p.job) for p in everyone if p.job))
-        if any(p.job for p in everyone)
-        else 0,
-        "run": _run_width(everyone, width),
-    }
-    for leave in (None, "run", "job", "age"):
-        if leave:
-            widths[leave] = 0
-        rest = width - sum(w + 2 for w in widths.values() if w)
-        if rest >= (_LEAST_COMMAND if leave == "age" else 2 * _LEAST_COMMAND):
-            break
-    return widths | {"command": rest if rest >= _LEAST_COMMAND else 0}
-
-
-def _run_width(everyone: Sequence[Process], width: int) -> int:
-    longest = max((len(p.run or "") for p in everyone), default=0)
-    return min(max(3, longest), max(16, width // 4)) if longest else 0
-
-
 # --- rows ---
 
 
-def _of_gpu(gpu: Gpu, layout: _Layout, me: str) -> Iterator[Line]:
+def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
     yield _gpu_row(gpu, layout)
     indent = " " * (layout.index + 2)
     if not gpu.processes_told:
@@ -215,7 +91,7 @@ def _of_gpu(gpu: Gpu, layout: _Layout, me: str) -> Iterator[Line]:
             yield _process_row(process, layout, me)
 
 
-def _gpu_row(gpu: Gpu, layout: _Layout) -> Line:
+def _gpu_row(gpu: Gpu, layout: Layout) -> Line:
     index = (f"{gpu.index:>{layout.index}}", "bold cyan")
     name = cut(words.model(gpu.name), layout.model or 1)
     if gpu.fault:
@@ -239,7 +115,7 @@ def _gpu_row(gpu: Gpu, layout: _Layout) -> Line:
     return line
 
 
-def _slice_row(part: Slice, layout: _Layout) -> Line:
+def _slice_row(part: Slice, layout: Layout) -> Line:
     """Its memory stands under the GPU's."""
     bars = 2 * (layout.bar + 1) if layout.bar else 0
     until = layout.index + layout.model + 2 * bool(layout.model) + 2 + layout.use + 2 + bars
@@ -253,7 +129,7 @@ def _slice_row(part: Slice, layout: _Layout) -> Line:
     ]
 
 
-def _process_row(process: Process, layout: _Layout, me: str) -> Line:
+def _process_row(process: Process, layout: Layout, me: str) -> Line:
     cells = (
         words.pid(process),
         words.user(process),
