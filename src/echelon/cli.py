@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
 
 
+_WHICH = "a name, a folder, a job's number, or `latest`"
+
+
 class Verb(NamedTuple):
     does: str
     run: Callable[[list[str]], int]
@@ -138,6 +141,72 @@ def _run(words: list[str]) -> int:
     return run_program(given.overrides, program, given.dry_run, given.json, given.wait)
 
 
+def _submit(words: list[str]) -> int:
+    parser = _parser(
+        "submit",
+        "Run the commands of a file as Slurm jobs: one run for each, several as an array, in the "
+        "environment that the source folder asks for, from a copy of the code as it is now.",
+        "A command file has a command a line, as typed into a shell: # comments, quotes,\n"
+        "\\ at the end of a line to go on in the next, NAME=value before a command. Variables\n"
+        "are left to the job only after a line `# echelon: expand`; pipes and the like belong\n"
+        "in a script.\n\n"
+        "How a command is run is seen from it, and shown by --dry-run; mode=plain, torchrun,\n"
+        "lightning, srun or wandb decides for all. Defaults stand in echelon.yaml.\n"
+        "`echelon train --help` lists the settings of launch.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. launch.nodes=2")
+    parser.add_argument(
+        "--configs", type=Path, metavar="FILE", help="default: experiment_configurations.txt"
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="the folder the commands run in; default: this"
+    )
+    parser.add_argument("--name", help="of the run, or of all together; default: a new one")
+    parser.add_argument(
+        "--build", choices=("login", "job"), default="login", help="where the environment is made"
+    )
+    parser.add_argument(
+        "--env",
+        choices=("cache", "source", "none"),
+        default="cache",
+        help="where it is kept: by what decides it, in DIR/.venv, or none is used",
+    )
+    parser.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="link to this in DIR instead of copying it, such as data; may be repeated",
+    )
+    parser.add_argument("--max-parallel", type=int, metavar="N", help="so many runs at a time")
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="commands that are out of time are told so (USR2), and queued again: they can resume",
+    )
+    parser.add_argument("--wait", action="store_true", help="until all are over")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print what is planned or done as JSON")
+    given = parser.parse_intermixed_args(words)
+    from echelon.entry import submit
+    from echelon.submit.plan import Request
+
+    at_once = (
+        [f"launch.max_parallel={given.max_parallel}"] if given.max_parallel is not None else []
+    )
+    request = Request(
+        [*given.overrides, *at_once],
+        given.configs,
+        given.source,
+        given.name,
+        given.build,
+        given.env,
+        tuple(given.link),
+        given.requeue,
+    )
+    return submit(request, given.dry_run, given.json, given.wait)
+
+
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
@@ -165,9 +234,29 @@ def _node(words: list[str]) -> int:
     return join(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
 
 
+def _trial(words: list[str]) -> int:
+    parser = _parser(
+        "trial",
+        "Be a wandb agent's job, or what it starts. Batch scripts call this; nobody types it.",
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--master", metavar="HOST:PORT", required=True)
+    parser.add_argument("--instead-of", metavar="NAME", help="what wandb's agent believes to start")
+    parser.add_argument("words", nargs="*", metavar="-- WORDS")
+    options, rest = _split(words)
+    given = parser.parse_args(options)
+    from echelon.runs import Run
+    from echelon.submit import trial
+
+    job = trial.Place(Run(Path(given.run)), given.master)
+    if given.instead_of:
+        return trial.start(job, given.instead_of, rest)
+    return trial.watch(job, rest)
+
+
 def _resume(words: list[str]) -> int:
     parser = _parser("resume", "Go on with a run where its newest valid snapshot is.")
-    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("run", help=_WHICH)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
     given = parser.parse_intermixed_args(words)
     from echelon.config.compose import recompose
@@ -194,6 +283,9 @@ def _jobs(words: list[str]) -> int:
         "  lost                   what should be there is gone without a word\n\n"
         "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
     )
+    parser.add_argument(
+        "run", nargs="*", help="only these: a name, a job's number, what several were submitted as"
+    )
     parser.add_argument("--all", action="store_true", help="every run")
     parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true")
@@ -201,7 +293,7 @@ def _jobs(words: list[str]) -> int:
     given = parser.parse_args(words)
     from echelon.jobs.board import show
 
-    return show(Path(given.dir), given.all, given.json, given.watch)
+    return show(Path(given.dir), given.run, given.all, given.json, given.watch)
 
 
 def _logs(words: list[str]) -> int:
@@ -210,7 +302,7 @@ def _logs(words: list[str]) -> int:
         "Show what the ranks of a run said, and its agents and batch script, in order of time.",
         "One rank alone is shown as it was written; several, line by line after who said it.",
     )
-    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("run", help=_WHICH)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
     parser.add_argument(
         "--rank",
@@ -228,9 +320,12 @@ def _logs(words: list[str]) -> int:
     )
     _add_dir(parser)
     given = parser.parse_args(words)
-    from echelon.jobs.logs import logs
-    from echelon.runs import open_run
+    from echelon.jobs.logs import logs, logs_of_all
+    from echelon.runs import find_runs, open_run
 
+    found = find_runs(given.run, given.dir)
+    if len(found) > 1 and not given.follow:
+        return logs_of_all(found, given.rank, given.node, given.lines)
     run = open_run(given.run, given.dir)
     return logs(run, given.rank, given.node, given.lines, given.follow)
 
@@ -241,7 +336,7 @@ def _attach(words: list[str]) -> int:
         "Follow a run as if it had been started here: what rank 0 says, to the end. The exit code "
         "is the training's. Ctrl-C detaches; the run goes on.",
     )
-    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("run", help=_WHICH)
     _add_dir(parser)
     given = parser.parse_args(words)
     from echelon.jobs.attach import attach
@@ -255,14 +350,14 @@ def _cancel(words: list[str]) -> int:
         "cancel",
         "Ask runs to save and end, and not to be queued again. `echelon resume RUN` goes on later.",
     )
-    parser.add_argument("run", nargs="+", help="a name, a folder, or `latest`")
+    parser.add_argument("run", nargs="+", help=f"{_WHICH}, or what several were submitted as")
     parser.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
     _add_dir(parser)
     given = parser.parse_args(words)
     from echelon.jobs.cancel import cancel
-    from echelon.runs import open_run
+    from echelon.runs import find_runs
 
-    return cancel([open_run(name, given.dir) for name in given.run], given.now)
+    return cancel([run for name in given.run for run in find_runs(name, given.dir)], given.now)
 
 
 def _count(text: str) -> int:
@@ -287,11 +382,13 @@ VERBS = {
     "train": Verb("train an experiment, here or on many machines", lambda w: train_words(w)),
     "resume": Verb("go on with an old run", _resume),
     "run": Verb("run any program in the same places", _run),
+    "submit": Verb("the commands of a file, as jobs, from the code as it is", _submit),
     "jobs": Verb("how runs stand, wherever they run", _jobs),
     "logs": Verb("what the ranks of a run said, in order of time", _logs),
     "attach": Verb("follow a run as if it had been started here", _attach),
     "cancel": Verb("ask runs to save and end", _cancel),
     "node": Verb("be one node of a run; scripts call this", _node),
+    "trial": Verb("be the job of a wandb agent; scripts call this", _trial),
     "explain": Verb("what this process thinks its world is, and why", _explain),
 }
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.config.check import NAME_CHARACTERS
+from echelon.config.check import NAME_CHARACTERS, name_fault
 from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, nearest
 
@@ -68,6 +69,11 @@ class Run:
     @property
     def script_file(self) -> Path:
         return self.folder / "job.sh"
+
+    @property
+    def words_file(self) -> Path:
+        """The words of a program, for the batch script of an array."""
+        return self.folder / "words"
 
     @property
     def exit_file(self) -> Path:
@@ -224,10 +230,27 @@ def restarted(config: Config, env: Mapping[str, str]) -> Run | None:
 
 
 def open_run(where: str, root: str = "runs") -> Run:
-    """A run by path, by name, or `latest`."""
+    """The one run of that path, name or job, or `latest`."""
+    found = find_runs(where, root)
+    if len(found) > 1:
+        names = [run.name for run in found]
+        raise EchelonError(
+            Fault(
+                f"{where} is {len(found)} runs",
+                f"name one of them: {', '.join(names[:12])}" + ", …" * (len(names) > 12),
+            )
+        )
+    return found[0]
+
+
+def find_runs(where: str, root: str = "runs") -> list[Run]:
+    """Runs by path, by name, `latest`, by the number of their job, or by the name that several
+    were submitted under."""
     for folder in (Path(where), Path(root) / where):
         if (folder / "config.json").exists():
-            return Run(folder.resolve())
+            return [Run(folder.resolve())]
+    if found := [*_of_job(where, Path(root)), *_of_group(where, Path(root))]:
+        return found
     known = {p.parent.name for p in Path(root).glob("*/config.json")}
     raise EchelonError(
         Fault(
@@ -238,18 +261,52 @@ def open_run(where: str, root: str = "runs") -> Run:
     )
 
 
+def _of_job(job: str, root: Path) -> Iterator[Run]:
+    """The number of an array stands for all its tasks."""
+    if not re.fullmatch(r"\d+(_\d+)?", job):
+        return
+    for file in sorted(root.glob("*/job")):
+        run = Run(file.parent.resolve())
+        if not file.parent.is_symlink() and run.job() in (
+            job,
+            f"{job}_{run.job().partition('_')[2]}",
+        ):
+            yield run
+
+
+def _of_group(name: str, root: Path) -> list[Run]:
+    """Runs that were started together are numbered: NAME-0, NAME-1, …"""
+    if name_fault(name):
+        return []
+    numbered = [
+        (p.parent.name.removeprefix(f"{name}-"), p.parent)
+        for p in root.glob(f"{name}-*/config.json")
+    ]
+    found = [(int(number), folder) for number, folder in numbered if number.isdecimal()]
+    return [Run(folder.resolve()) for _, folder in sorted(found)]
+
+
 _SCRIPTS = (".py", ".sh")
 
 
 def _new_name(config: Config) -> str:
-    entry = str(config.experiment.get("entry") or _script_of(config.program))
+    entry = config.experiment.get("entry")
+    return _name_after(str(entry)) if entry else new_name(config.program)
+
+
+def new_name(program: Sequence[str]) -> str:
+    """Of a run of these words."""
+    return _name_after(_script_of(program))
+
+
+def _name_after(entry: str) -> str:
     where = entry.rpartition(":")[0] or entry
     stem = Path(where).stem if where.endswith(_SCRIPTS) else where
     short = "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
     return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _script_of(program: list[str]) -> str:
+def _script_of(program: Sequence[str]) -> str:
     """The word of a program that names it best: its first file, or what is run."""
     files = [word for word in program if word.endswith(_SCRIPTS)]
     return f"{files[0]}:" if files else Path(program[0]).name if program else "run"
