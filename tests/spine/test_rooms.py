@@ -32,6 +32,7 @@ LEVELS = {
     "data": 2,
     "track": 2,
     "launch": 2,
+    "envs": 2,
     "train": 3,
     "jobs": 3,
     "experiments": 4,
