@@ -140,7 +140,7 @@ def _run_here(submission: Submission) -> int:
     """One after the other; as in an array, one that fails does not keep the others from running."""
     from echelon.submit.send import entered
 
-    variables = entered(submission.enter(), dict(os.environ))
+    variables = entered(submission.enter(), submission.copy, dict(os.environ))
     os.chdir(submission.copy)
     codes = []
     for config in submission.configs:

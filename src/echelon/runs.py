@@ -266,24 +266,19 @@ def _of_job(job: str, root: Path) -> Iterator[Run]:
     if not re.fullmatch(r"\d+(_\d+)?", job):
         return
     for file in sorted(root.glob("*/job")):
-        run = Run(file.parent.resolve())
-        if not file.parent.is_symlink() and run.job() in (
-            job,
-            f"{job}_{run.job().partition('_')[2]}",
-        ):
-            yield run
+        own = Run(file.parent).job()
+        if not file.parent.is_symlink() and job in (own, own.partition("_")[0]):
+            yield Run(file.parent.resolve())
 
 
 def _of_group(name: str, root: Path) -> list[Run]:
     """Runs that were started together are numbered: NAME-0, NAME-1, …"""
     if name_fault(name):
         return []
-    numbered = [
-        (p.parent.name.removeprefix(f"{name}-"), p.parent)
-        for p in root.glob(f"{name}-*/config.json")
-    ]
-    found = [(int(number), folder) for number, folder in numbered if number.isdecimal()]
-    return [Run(folder.resolve()) for _, folder in sorted(found)]
+    folders = [file.parent for file in root.glob(f"{name}-*/config.json")]
+    numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in folders}
+    found = [folder for folder, number in numbers.items() if number.isdecimal()]
+    return [Run(folder.resolve()) for folder in sorted(found, key=lambda f: int(numbers[f]))]
 
 
 _SCRIPTS = (".py", ".sh")

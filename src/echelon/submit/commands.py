@@ -25,11 +25,8 @@ _BRACES = re.compile(r"\{[^{}\s'\"]*(,|\.\.)[^{}\s'\"]*\}")
 _OPERATORS = {
     **{"|": "a pipe", "&": "a background job or `&&`", ";": "a list of commands"},
     **{"<": "a redirection", ">": "a redirection", "(": "a subshell", ")": "a subshell"},
-    **{
-        "`": "a command substitution",
-        "*": "a pattern of file names",
-        "?": "a pattern of file names",
-    },
+    **{"`": "a command substitution"},
+    **dict.fromkeys("*?", "a pattern of file names"),
 }
 _IN_A_SCRIPT = "put it into a script of its own, or write bash -c '…'; as plain text, quote it"
 _SHELLS_OWN = {

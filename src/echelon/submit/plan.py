@@ -20,6 +20,7 @@ from echelon.config.defaults import Defaults
 from echelon.config.schema import Config
 from echelon.envs import EnvPlan, activation
 from echelon.envs import plan as plan_environment
+from echelon.envs.places import MARKER
 from echelon.errors import EchelonError, Fault, nearest
 from echelon.gpus import visible_count
 from echelon.launch.plan import columns
@@ -108,8 +109,8 @@ class Submission:
         if self.environment is None:
             return []
         made = [] if self.build == "login" else [_building(self.copy)]
-        python = shlex.quote(f"{self.environment.folder}/bin/python")
-        there = f"[ -x {python} ] || {{ echo error: there is no {python} >&2; fail 1; }}"
+        whole = shlex.quote(str(self.environment.folder / MARKER))
+        there = f"[ -e {whole} ] || {{ echo error: there is no {whole} >&2; fail 1; }}"
         return [*made, there, *activation(self.environment)]
 
     def jobs(self) -> list[Job]:
@@ -393,4 +394,4 @@ def _environment_lines(s: Submission) -> Iterator[str]:
     if e.ignored:
         yield f"  ignored: {', '.join(map(str, e.ignored))}"
     if not e.ready:
-        yield from (f"  $ {exact(list(words))}" for words in e.commands)
+        yield from (f"  $ {command}" for command in e.commands)

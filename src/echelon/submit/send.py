@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon import envs
@@ -79,10 +80,10 @@ def queue(jobs: Sequence[Job]) -> list[Queued]:
     return found
 
 
-def entered(lines: Sequence[str], env: dict[str, str]) -> dict[str, str]:
+def entered(lines: Sequence[str], folder: Path, env: dict[str, str]) -> dict[str, str]:
     """The variables of a shell that went through these lines, as the job's does."""
     text = "\n".join(['fail() { exit "$1"; }', *lines, "exec env -0"])
-    done = subprocess.run(["bash", "-c", text], env=env, stdout=subprocess.PIPE)
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=env, stdout=subprocess.PIPE)
     if done.returncode:
         raise EchelonError(
             Fault("the environment cannot be entered", "see above, and `echelon env show`"),
