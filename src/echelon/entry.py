@@ -131,8 +131,10 @@ def submit(request: Request, dry_run: bool, as_json: bool, wait: bool) -> int:
     if len(submission.entries) == 1 and not as_json:
         return follow(submission.configs[0], wait)
     if not as_json:
-        print(f"  all runs   echelon jobs {submission.name}")
-        print(f"  end them   echelon cancel {submission.name}")
+        place = submission.folder.parent
+        where = "" if place == Path("runs").absolute() else f" --dir {place}"
+        print(f"  follow it  echelon jobs {submission.name} --watch{where}")
+        print(f"  end it     echelon cancel {submission.name}{where}")
     return send.wait_for(submission.runs) if wait else Exit.OK
 
 
@@ -232,7 +234,8 @@ def follow(config: Config, wait: bool) -> int:
         from echelon.jobs.attach import attach
 
         return attach(run, begin_with=0)
-    print(f"  follow it  echelon logs {run.name} -f\n  all runs   echelon jobs")
+    where = "" if run.folder.parent == Path("runs").absolute() else f" --dir {config.run.dir}"
+    print(f"  follow it  echelon logs {run.name} -f{where}\n  all runs   echelon jobs{where}")
     return Exit.OK
 
 

@@ -96,9 +96,10 @@ def entered(lines: Sequence[str], folder: Path, env: dict[str, str]) -> dict[str
 def wait_for(runs: Sequence[Run]) -> int:
     """Until all are over; the code is the first that is not 0."""
     told: dict[str, str] = {}
+    order = {str(run.folder): number for number, run in enumerate(runs)}
     while True:
         standings, _ = stand(runs)
-        for s in sorted(standings, key=lambda s: s.folder):
+        for s in sorted(standings, key=lambda s: order[s.folder]):
             if told.get(s.folder) != s.state:
                 told[s.folder] = s.state
                 note = f" ({s.note})" if s.note else ""
