@@ -44,6 +44,8 @@ class Defaults:
     def for_launcher(self, kind: str) -> dict[str, Default]:
         """Without what another launcher would read: a default is no slip."""
         other = {key for name, keys in OF_ONE_LAUNCHER.items() if name != kind for key in keys}
+        if kind == "inline":
+            other |= {"procs", "max_restarts"}
         return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
 
 

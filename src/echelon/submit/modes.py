@@ -41,9 +41,9 @@ def see(command: Command, config: Config, chosen: str | None, source: Path, visi
     name = PurePath(words[0].text).name
     if chosen == "plain":
         return Way("plain", "mode=plain: once per node, left alone", words)
-    if name == "wandb" and _argv(words)[1:2] == ["agent"]:
+    if (agent := _wandb_agent(words)) is not None:
         why = "`wandb agent`: one of them; its trial is started on all nodes"
-        return Way("wandb", why, _that_passes_on_signals(words))
+        return Way("wandb", why, agent)
     if (ours := without_torchrun(command)) is not None:
         return replace(ours, mode=chosen or ours.mode)
     if chosen is not None:
@@ -130,9 +130,15 @@ def _is_for_lightning(words: Sequence[Word], source: Path) -> bool:
     return bool(_LIGHTNING.search(text)) and NODES_FLAG.lstrip("-") in text
 
 
-def _that_passes_on_signals(words: tuple[Word, ...]) -> tuple[Word, ...]:
-    """Without it, wandb's agent leaves its trial behind when it is told to end."""
-    if "--forward-signals" in _argv(words):
+def _wandb_agent(words: tuple[Word, ...]) -> tuple[Word, ...] | None:
+    """With signals passed on: else it leaves its trial behind when it is told to end."""
+    argv = _argv(words)
+    if _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:3] == ["-m", "wandb"]:
+        words = words[2:]  # the python that we put before the agent must not be what starts it
+    name, *arguments = _argv(words)
+    if PurePath(name).name != "wandb" or arguments[:1] != ["agent"]:
+        return None
+    if "--forward-signals" in arguments:
         return words
     return (*words[:2], Word("--forward-signals", words[1].line), *words[2:])
 

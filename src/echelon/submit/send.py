@@ -105,5 +105,6 @@ def wait_for(runs: Sequence[Run]) -> int:
                 note = f" ({s.note})" if s.note else ""
                 _say(f"{s.run}: {s.state}{note}")
         if not any(s.active for s in standings):
-            return next((int(s.exit) for s in standings if s.exit), Exit.OK)
+            ended = sorted(standings, key=lambda s: order[s.folder])
+            return next((int(s.exit) for s in ended if s.exit), Exit.OK)
         time.sleep(_LOOK_S)

@@ -119,6 +119,7 @@ def start(place: Place, name: str, arguments: Sequence[str]) -> int:
         code = _code(step.wait())
     with contextlib.suppress(OSError, ValueError):
         code = int(run.code_file.read_text())
+        run.code_file.unlink()  # the batch script would take it for that of the whole job
     with (run.folder / ".trials").open("a") as file:
         file.write(f"{code}\n")
     return code

@@ -209,11 +209,11 @@ def _read_secrets(file: str) -> Iterator[str]:
     """By the job itself, so that nothing of them is in a script, a log or the queue."""
     where = shlex.quote(str(Path(file).expanduser().absolute()))
     yield from ("", "# launch.secrets: KEY=VALUE lines of a file that is its owner's alone.")
-    yield f'if [ "$(stat -c %a:%u {where})" != "600:$(id -u)" ]; then'
+    yield f'case "$(stat -Lc %a:%u {where})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
     yield f"  echo error: {where} is not yours alone >&2"
     yield '  echo 1 > "$run/exit"'
-    yield "  exit 1"
-    yield "fi"
+    yield "  exit 1 ;;"
+    yield "esac"
     yield 'while IFS= read -r line || [ -n "$line" ]; do'
     yield '  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "$line"; fi'
     yield f"done < {where}"
