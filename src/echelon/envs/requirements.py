@@ -72,6 +72,8 @@ class Read:
     """Projects and archives of the source that are installed."""
     variables: set[str] = field(default_factory=set)
     """The ${NAMES} that occur."""
+    besides: str = ""
+    """What else decides, as text."""
     faults: list[Fault] = field(default_factory=list)
 
 
