@@ -168,7 +168,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         if line.endswith("\\") and not is_comment:
             joined += line[:-1].strip() + " "
             continue
-        whole = re.sub(r"(^|\s+)#.*$", "", joined + line).strip()
+        whole = re.sub(r"(^|\s+)#.*$", "", joined + (line.lstrip() if joined else line)).strip()
         if whole:
             yield first, whole
         joined, first = "", 0
