@@ -366,6 +366,49 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _env(words: list[str]) -> int:
+    parser = _parser(
+        "env",
+        "The environment that a source folder asks for: build it, show it, clean the cache.",
+        "The first of these files decides, and it is said: Pipfile (with its lock),\n"
+        "requirements.txt, uv.lock, pyproject.toml, environment.yml. It is built with uv where\n"
+        "there is one (ECHELON_ENV_BUILDER=pip asks for pip), once, and kept in ~/.cache/echelon\n"
+        "(ECHELON_CACHE) by what decides it.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|show|clean")
+    build = actions.add_parser("build", help="build it if it is not there, and print its folder")
+    show = actions.add_parser("show", help="which file decides, where it is, what the cache holds")
+    for action in (build, show):
+        action.add_argument("--source", default=".", help="the folder with the files (default: .)")
+        action.add_argument("--where", default="cache", help="cache, or source: its .venv")
+        action.add_argument("--python", default=sys.executable, help="the interpreter to use")
+        action.add_argument("--json", action="store_true")
+    build.add_argument("--shell", action="store_true", help="print the lines that enter it")
+    clean = actions.add_parser("clean", help="remove from the cache what was not used for long")
+    clean.add_argument("--older", type=_days, default=30.0, metavar="DAYS", help="default: 30")
+    clean.add_argument("--all", action="store_true", help="all that no job runs in")
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    given = parser.parse_args(words)
+    from echelon.envs import show as env
+
+    if given.action == "clean":
+        return env.sweep(given.older, given.all, given.dry_run)
+    source = Path(given.source)
+    if given.action == "show":
+        return env.show(source, given.where, given.python, given.json)
+    return env.make(source, given.where, given.python, given.json, given.shell)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days")
+    return days
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -387,6 +430,7 @@ VERBS = {
     "logs": Verb("what the ranks of a run said, in order of time", _logs),
     "attach": Verb("follow a run as if it had been started here", _attach),
     "cancel": Verb("ask runs to save and end", _cancel),
+    "env": Verb("the environment of a source folder: build, show, clean", _env),
     "node": Verb("be one node of a run; scripts call this", _node),
     "trial": Verb("be the job of a wandb agent; scripts call this", _trial),
     "explain": Verb("what this process thinks its world is, and why", _explain),

@@ -7,6 +7,7 @@ Nothing without it is used; the next builder removes it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -54,6 +55,17 @@ def build(plan: EnvPlan, say: Say = _to_stderr) -> Path:
     return plan.folder
 
 
+def size(folder: Path, alone: bool = False) -> int:
+    """On the disk, in bytes; `alone` without what uv's cache shares by links."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                state = os.lstat(os.path.join(where, name))
+                total += 0 if alone and state.st_nlink > 1 else state.st_blocks * 512
+    return total
+
+
 def remove(place: Place) -> None:
     """The marker first: killed at any moment, what is left is seen to be no environment."""
     place.marker.unlink(missing_ok=True)
@@ -84,7 +96,8 @@ def _build(plan: EnvPlan, place: Place, lock: Held, say: Say) -> None:
         say(f"removing {place.folder}: " + _why_removed(plan, place))
     place.building.touch(0o600)
     remove(place)
-    say(f"building {place.folder} with {plan.builder} from {', '.join(f.name for f in plan.files)}")
+    what = ", ".join(file.name for file in plan.files) or plan.recipe.wanted[0].text
+    say(f"building {place.folder} with {plan.builder}: {what}")
     began = time.time()
     try:
         with place.log.open("w", encoding="utf-8", errors="replace") as log:
@@ -246,6 +259,7 @@ def _mark(plan: EnvPlan, place: Place, took_s: float) -> None:
         "files": [file.name for file in plan.files],
         "made": time.time(),
         "took_s": round(took_s, 1),
+        "bytes": size(place.folder),
         "distributions": _distributions(place),
     }
     place.use.touch()

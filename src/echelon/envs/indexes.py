@@ -229,11 +229,14 @@ def _files(environ: Mapping[str, str], prefix: Path) -> list[Path]:
         return []
     home = Path(environ.get("HOME") or Path.home())
     system = [d for d in (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":") if d]
+    user = [
+        home / ".pip" / "pip.conf",
+        Path(environ.get("XDG_CONFIG_HOME") or home / ".config", "pip", "pip.conf"),
+    ]
     return [
         *(Path(folder, "pip", "pip.conf") for folder in system),
         Path("/etc/pip.conf"),
-        home / ".pip" / "pip.conf",
-        Path(environ.get("XDG_CONFIG_HOME") or home / ".config", "pip", "pip.conf"),
+        *([] if own and Path(own).exists() else user),  # pip's rule
         prefix / "pip.conf",
         *([Path(own)] if own else []),
     ]

@@ -239,6 +239,7 @@ def _key(r: _Request) -> str:
             [w.text for w in r.found.wanted],
             [w.text for w in r.found.constraints],
             contents if asis else [],
+            r.found.besides,
             [tree(path) for path in r.found.local],
             [r.environ.get(name, "") for name in sorted(r.found.variables)],
             [f.read_bytes().hex() for f in map(Path, r.indexes.constraint) if f.is_file()],

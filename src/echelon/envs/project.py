@@ -8,6 +8,7 @@ brings them, at the price of an environment per edit).
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def read_lock(source: Path) -> tuple[Read, dict[str, Any]]:
         )
         return found, {}
     found.files.append(file)
+    pyproject = toml.load(file)
+    # What uv compares its lock with; edits elsewhere in the file change no environment.
+    project = toml.table(pyproject.get("project"))
+    asked = [project.get(name) for name in ("dependencies", "requires-python")]
+    found.besides = json.dumps([*asked, toml.table(pyproject.get("tool")).get("uv")])
     for package in toml.tables(toml.load(lock).get("package")):
         name = str(package.get("name", ""))
         number = toml.line_of(lock, name)
@@ -83,7 +89,7 @@ def read_lock(source: Path) -> tuple[Read, dict[str, Any]]:
                 found.faults.append(outside(path, where))
             elif path != ".":  # that is the project itself
                 found.local.append(target)
-    return found, toml.load(file)
+    return found, pyproject
 
 
 def wishes(pyproject: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -72,6 +72,8 @@ class Read:
     """Projects and archives of the source that are installed."""
     variables: set[str] = field(default_factory=set)
     """The ${NAMES} that occur."""
+    besides: str = ""
+    """What else decides, as text."""
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -166,7 +168,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         if line.endswith("\\") and not is_comment:
             joined += line[:-1].strip() + " "
             continue
-        whole = re.sub(r"(^|\s+)#.*$", "", joined + line).strip()
+        whole = re.sub(r"(^|\s+)#.*$", "", joined + (line.lstrip() if joined else line)).strip()
         if whole:
             yield first, whole
         joined, first = "", 0
