@@ -43,11 +43,11 @@ def prepare(submission: Submission, jobs: Sequence[Job]) -> None:
         for job in jobs:
             launcher.require_accepted(job.script)
     _require_over(submission.runs)
-    environment = submission.environment
-    if environment is not None and not environment.ready and submission.build == "login":
-        envs.build(environment, _say)
-    keep(submission.source, submission.folder)
+    keep(submission.source, submission.folder)  # first: a build takes long enough to edit a file
     write_json(submission.folder / "submission.json", submission.to_dict())
+    environment = submission.environment
+    if environment is not None and submission.build == "login":
+        envs.build(environment, _say)
 
 
 def _say(text: str) -> None:

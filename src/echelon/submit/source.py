@@ -7,6 +7,7 @@ caches and environments. Data is not code: it stays in place and is linked to on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -122,7 +123,8 @@ def _copy(folder: Path, name: str, into: Path) -> None:
     original, copy = folder / name, into / name
     copy.parent.mkdir(parents=True, exist_ok=True)
     if not original.is_symlink():
-        shutil.copy2(original, copy)
+        with contextlib.suppress(FileNotFoundError):  # an editor's, gone since it was listed
+            shutil.copy2(original, copy)
         return
     target = original.resolve()
     if target.is_relative_to(folder):  # stays inside the copy, also where it was absolute
