@@ -32,10 +32,12 @@ TITLES = {
     "order": "Starting and drawing an epoch",
     "snapshots": "Saving and reading back 600 MB",
     "on_slurm": "On a Slurm cluster of several hosts",
+    "submitting": "From typing to a job in the queue",
     "gpu": "On one NVIDIA GPU",
 }
+NEED_CLUSTER = ("on_slurm", "submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
-ON_CPU = [n for n in TITLES if n != "gpu" and (n != "on_slurm" or HAVE_CLUSTER)]
+ON_CPU = [n for n in TITLES if n != "gpu" and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
 
 
 def main() -> None:

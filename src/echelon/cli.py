@@ -236,7 +236,7 @@ def _node(words: list[str]) -> int:
 
 def _trial(words: list[str]) -> int:
     parser = _parser(
-        "trial",
+        "wandb-job",
         "Be a wandb agent's job, or what it starts. Batch scripts call this; nobody types it.",
     )
     parser.add_argument("run", help="the run's folder")
@@ -432,7 +432,7 @@ VERBS = {
     "cancel": Verb("ask runs to save and end", _cancel),
     "env": Verb("the environment of a source folder: build, show, clean", _env),
     "node": Verb("be one node of a run; scripts call this", _node),
-    "trial": Verb("be the job of a wandb agent; scripts call this", _trial),
+    "wandb-job": Verb("be the job of a wandb agent; scripts call this", _trial),
     "explain": Verb("what this process thinks its world is, and why", _explain),
 }
 

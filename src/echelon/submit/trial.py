@@ -92,7 +92,7 @@ def watch(place: Place, words: Sequence[str]) -> int:
 def _make_tools(folder: Path, place: Place) -> None:
     folder.mkdir(exist_ok=True)
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    us = [sys.executable, *safe, "-m", "echelon", "trial", str(place.run.folder)]
+    us = [sys.executable, *safe, "-m", "echelon", "wandb-job", str(place.run.folder)]
     for name in _STOOD_IN:
         words = shlex.join([*us, "--master", place.master, "--instead-of", name, "--"])
         (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')

@@ -250,7 +250,7 @@ def agents(config: Config) -> Iterator[str]:
 
 def _sweep_agent(config: Config, words: str) -> Iterator[str]:
     yield "# One wandb agent, on this first node; what its trial runs is started on all of them."
-    yield f'{python(config)} -m echelon trial "$run" --master "$master:$port" -- {words}'
+    yield f'{python(config)} -m echelon wandb-job "$run" --master "$master:$port" -- {words}'
 
 
 def _srun(launch: Launch, tasks: int) -> str:
