@@ -216,6 +216,13 @@ def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: lis
         assert not loaded & {"hydra", "omegaconf"}
 
 
+def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "experiment_configurations.txt").write_text("/bin/echo here\n")
+    loaded = _loaded_by(["submit", "--dry-run"], tmp_path)
+    assert "echelon.submit.plan" in loaded
+    assert not loaded & {"torch", "torchmetrics", "wandb", "numpy"}
+
+
 @pytest.mark.slow
 def test_a_worker_imports_what_it_uses(tmp_path: Path) -> None:
     toy = ["train", "samples=64", "trainer.epochs=1", f"run.dir={tmp_path}"]

@@ -134,6 +134,13 @@ def test_twelve_commands_are_an_array_with_every_word_exact(here: Path) -> None:
         assert done.stdout.decode().split("\0")[:-1] == command
 
 
+def test_more_than_an_array_takes_are_several(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "slurm.conf").write_text("MaxArraySize=6\n")
+    monkeypatch.setenv("SLURM_CONF", str(here / "slurm.conf"))
+    jobs = planned("python main.py\n" * 12).jobs()
+    assert [len(job.configs) for job in jobs] == [5, 5, 2]
+
+
 def test_commands_of_different_shapes_are_jobs_of_their_own(here: Path) -> None:
     text = "python main.py 1\ntorchrun --nproc-per-node=2 main.py\npython main.py 2\n"
     submission = planned(text)
@@ -247,6 +254,14 @@ def test_a_plain_folder_works_as_well(here: Path) -> None:
     source = survey(here, here / "runs")
     assert source.files == ("main.py", "pkg/a.py")
     assert source.commit is None
+
+
+def test_a_folder_that_a_repository_around_it_ignores_is_copied(here: Path) -> None:
+    git("init", "-q")
+    (here / ".gitignore").write_text("inner\n")
+    (here / "inner").mkdir()
+    (here / "inner" / "main.py").touch()
+    assert survey(here / "inner", here / "runs").files == ("main.py",)
 
 
 def test_data_that_is_not_copied_is_told(here: Path) -> None:

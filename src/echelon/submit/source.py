@@ -181,7 +181,7 @@ def _listed_by_git(folder: Path) -> tuple[list[str] | None, list[str]]:
     """Tracked and untracked; None where git does not know the folder."""
     tracked = _git(folder, "ls-files", "-z", "--cached")
     others = _git(folder, "ls-files", "-z", "--others", "--exclude-standard")
-    if tracked is None or others is None:
+    if tracked is None or others is None or not tracked + others:  # or all of it is ignored
         return None, []
     return _with_submodules(folder, _names(tracked)), _names(others)
 
