@@ -81,6 +81,8 @@ def train_all(
     if configs[0].launch.kind == "slurm":
         from echelon.launch.slurm.array import submit_all
 
+        _with_secrets(configs[0], "slurm", dry_run)
+
         return submit_all(configs, dry_run)
     codes: list[int] = []
     for config in configs:
@@ -112,12 +114,14 @@ def submit(request: Request, dry_run: bool, as_json: bool, wait: bool) -> int:
     """The commands of a file, from the code as it is now, each as a run of its own."""
     from echelon.submit import plan as plans
     from echelon.submit import send
+    from echelon.submit.missing import require_all_there
+    from echelon.submit.show import show
 
-    source = request.source or Path()
-    submission = plans.plan(request, _defaults(source), os.environ)
+    submission = plans.plan(request, _defaults(request.source or Path()), os.environ)
+    require_all_there(submission, os.environ)
     jobs = submission.jobs() if submission.kind == "slurm" else []
     if dry_run:
-        plans.show(submission, jobs, as_json)
+        show(submission, jobs, as_json)
         return Exit.OK
     send.prepare(submission, jobs)
     if submission.kind != "slurm":

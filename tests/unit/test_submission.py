@@ -19,8 +19,11 @@ from echelon.launch.slurm import script
 from echelon.runs import Run, find_runs, open_run
 from echelon.submit import plan as plans
 from echelon.submit.commands import parse, quote
+from echelon.submit.missing import require_all_there
 from echelon.submit.modes import see, words_of
 from echelon.submit.plan import Request, Submission
+from echelon.submit.send import prepare
+from echelon.submit.show import exact
 from echelon.submit.source import keep, survey
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -39,7 +42,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(text: str, *overrides: str, **more: Any) -> Submission:
     Path("commands.txt").write_text(text)
     request = Request(["run.name=a", *overrides], Path("commands.txt"), **more)
-    return plans.plan(request, load(os.environ, [Path()]), os.environ)
+    submission = plans.plan(request, load(os.environ, [Path()]), os.environ)
+    require_all_there(submission, os.environ)
+    return submission
 
 
 def told(text: str, *overrides: str, **more: Any) -> str:
@@ -90,7 +95,7 @@ def test_it_is_seen_from_the_command(
     chosen = next((word[5:] for word in overrides if word.startswith("mode=")), None)
     way = see(read, config, chosen, here, 0)
     assert way.mode == mode
-    assert plans.exact(words_of(read, way)) == program
+    assert exact(words_of(read, way)) == program
     assert way.why
 
 
@@ -366,11 +371,13 @@ def test_secrets_are_read_from_a_file_of_ones_own(here: Path) -> None:
     file = here / "secrets"
     file.write_text(f"# mine\nWANDB_API_KEY={KEY}\nnot a line\nEMPTY=\n")
     file.chmod(0o644)
+    (here / "echelon.yaml").write_text("secrets: secrets\n")
     with pytest.raises(EchelonError, match="chmod 600"):
         secrets_of(str(file))
+    with pytest.raises(EchelonError, match="chmod 600"):
+        prepare(planned("python main.py"), [])
     file.chmod(0o600)
     assert secrets_of(str(file)) == {"WANDB_API_KEY": KEY, "EMPTY": ""}
-    (here / "echelon.yaml").write_text(f"secrets: {file}\n")
     [job] = planned("python main.py").jobs()
     assert KEY not in job.script
     begin = job.script.index("# launch.secrets")

@@ -63,6 +63,10 @@ def load(env: Mapping[str, str], folders: Sequence[Path]) -> Defaults:
                 variables[_VARIABLES[key]] = str(value.value)
             else:
                 launch[_SHORT.get(key, key)] = value
+    if named := launch.get("launch.secrets"):
+        beside = Path(named.where.rpartition(":")[0]).parent
+        path = beside / Path(str(named.value)).expanduser()
+        launch["launch.secrets"] = named._replace(value=str(path))
     if faults:
         raise EchelonError(*faults)
     return Defaults(launch, variables)

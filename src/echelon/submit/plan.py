@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +20,6 @@ from echelon.envs import plan as plan_environment
 from echelon.envs.places import MARKER
 from echelon.errors import EchelonError, Fault, nearest
 from echelon.gpus import visible_count
-from echelon.launch.plan import columns
 from echelon.launch.slurm import array, script
 from echelon.runs import Run
 from echelon.submit import commands, modes
@@ -165,7 +161,7 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
     entries = _entries(read, config, _said(request, "mode"), surveyed.folder, visible)
     name = _name(request, file, read)
     environment = _environment(request, surveyed.folder, env)
-    submission = Submission(
+    return Submission(
         name,
         place / name,
         _named(entries, name, place),
@@ -173,8 +169,6 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
         environment,
         request.build,
     )
-    _require_all_there(submission, env)
-    return submission
 
 
 def _composed(request: Request, defaults: Defaults, first: Command) -> Config:
@@ -269,129 +263,3 @@ def _environment(request: Request, source: Path, env: Mapping[str, str]) -> EnvP
         )
     found = plan_environment(source, where=request.env, environ=env)
     return found if found.kind != "none" else None
-
-
-# --- what would fail only in the job ---
-
-
-def _require_all_there(submission: Submission, env: Mapping[str, str]) -> None:
-    faults = [
-        fault
-        for entry in submission.entries
-        for fault in (*_program_faults(entry, submission, env), *_data_faults(entry, submission))
-    ]
-    if faults:
-        raise EchelonError(*dict.fromkeys(faults))
-
-
-def _program_faults(entry: Entry, s: Submission, env: Mapping[str, str]) -> Iterator[Fault]:
-    program, *arguments = entry.way.words
-    where = f"{entry.command.file}:{program.line}"
-    if program.shell is None and "/" in program.text:
-        if not shutil.which(s.source.folder / program.text):
-            yield Fault(f"{where}: {program.text} is no program", "mend the path, or chmod +x it")
-    elif program.shell is None and not _found(program.text, entry, s, env):
-        hint = "mend the name, or say how the job finds it with launch.setup"
-        yield Fault(f"{where}: there is no program {program.text}", hint)
-    script = arguments[0] if arguments else program
-    is_python = program.text.rpartition("/")[2].startswith("python")
-    names_script = script.shell is None and script.text.endswith(".py")
-    if is_python and names_script and not (s.source.folder / script.text).exists():
-        known = [name for name in s.source.files if name.endswith(".py")]
-        hint = nearest(script.text, known) if known else "name the folder with --source DIR"
-        yield Fault(f"{where}: {script.text} is not in {s.source.folder}", hint)
-
-
-def _found(program: str, entry: Entry, s: Submission, env: Mapping[str, str]) -> bool:
-    """Where the environment is not there yet, or lines of the job's add to the PATH, nobody can
-    tell."""
-    if entry.config.launch.setup or (s.environment and not s.environment.ready):
-        return True
-    folders = [f"{s.environment.folder}/bin"] if s.environment else []
-    own = next((v.text for n, v in entry.command.variables if n == "PATH"), env.get("PATH", ""))
-    return shutil.which(program, path=":".join([*folders, own])) is not None
-
-
-def _data_faults(entry: Entry, s: Submission) -> Iterator[Fault]:
-    """A path that is there now, and will not be where the job runs."""
-    missing = set(s.source.left_out)
-    for word in entry.command.words:
-        path = os.path.normpath(word.text.rpartition("=")[2])
-        top = path.partition("/")[0]
-        if top in missing and (s.source.folder / path).exists():
-            yield Fault(
-                f"{entry.command.file}:{word.line}: {path} is in the source folder, but git "
-                "ignores it, so that it is not copied",
-                f"add --link {top} to have it linked to, or give an absolute path",
-            )
-
-
-# --- how it looks ---
-
-
-def show(submission: Submission, jobs: Sequence[Job], as_json: bool) -> None:
-    if as_json:
-        texts = [{"runs": [c.run.name for c in job.configs], "script": job.script} for job in jobs]
-        print(json.dumps(submission.to_dict() | {"jobs": texts}, indent=2))
-    else:
-        print("\n".join(_lines(submission, jobs)))
-
-
-def _lines(s: Submission, jobs: Sequence[Job]) -> Iterator[str]:
-    count = len(s.entries)
-    yield f"{count} command{'s' * (count > 1)} of {s.entries[0].command.file}, launch={s.kind}"
-    yield from columns([("line", "run", "mode", "command"), *map(_row, s.entries)])
-    yield from ("", *_reasons(s.entries))
-    yield from ("", *_source_lines(s), *_environment_lines(s))
-    for job in jobs:
-        array = f" of an array of {len(job.configs)}" if job.array else ""
-        yield from ("", f"script{array}:", *(f"  {line}" for line in job.script.splitlines()))
-
-
-def _row(entry: Entry) -> tuple[str, ...]:
-    return (
-        str(entry.command.line),
-        str(entry.config.run.name),
-        entry.way.mode,
-        exact([f"{n}={v.text}" for n, v in entry.command.variables] + entry.command.argv),
-    )
-
-
-def exact(words: Sequence[str]) -> str:
-    """On one line, every word told from the next."""
-    joined = shlex.join(words)
-    return joined if joined.isprintable() else json.dumps(list(words), ensure_ascii=False)
-
-
-def _reasons(entries: Sequence[Entry]) -> Iterator[str]:
-    ways: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        ways.setdefault((entry.way.mode, entry.way.why), []).append(str(entry.command.line))
-    for (mode, why), lines in ways.items():
-        shown = ", ".join(lines[:8]) + ", …" * (len(lines) > 8)
-        yield f"mode={mode}: {why} (line{'s' * (len(lines) > 1)} {shown})"
-
-
-def _source_lines(s: Submission) -> Iterator[str]:
-    commit = f"commit {s.source.commit[:12]}, " if s.source.commit else ""
-    size = f"{len(s.source.files)} files, {s.source.size / 1e6:.3g} MB"
-    yield f"source: {s.source.folder} ({commit}{size}), copied to {s.copy}"
-    if s.source.links:
-        yield f"  linked to: {', '.join(s.source.links)}"
-    if s.source.left_out:
-        yield f"  stays behind: {', '.join(s.source.left_out)} (--link NAME links to one)"
-
-
-def _environment_lines(s: Submission) -> Iterator[str]:
-    if s.environment is None:
-        yield "environment: that of this shell; no requirements.txt, Pipfile or the like is used"
-        return
-    e = s.environment
-    ready = (
-        "ready" if e.ready else "is built " + ("in the job" if s.build == "job" else "first, here")
-    )
-    yield f"environment: {', '.join(map(str, e.files))} → {e.folder} ({e.builder}; {ready})"
-    if e.ignored:
-        yield f"  ignored: {', '.join(map(str, e.ignored))}"
-    if not e.ready:
-        yield from (f"  $ {command}" for command in e.commands)

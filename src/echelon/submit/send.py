@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon import envs
+from echelon.config.defaults import secrets_of
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.jobs.standing import stand
 from echelon.launch.slurm import array, launcher
@@ -38,6 +39,8 @@ class Queued(NamedTuple):
 
 def prepare(submission: Submission, jobs: Sequence[Job]) -> None:
     """Everything but the jobs; Slurm is asked first whether it would take them."""
+    if secrets := submission.configs[0].launch.secrets:
+        secrets_of(secrets)  # by the job itself; that it can is seen to now
     if submission.kind == "slurm":
         launcher.require_sbatch(_HERE)
         for job in jobs:
