@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon import __version__
-from echelon.errors import EchelonError, Exit, nearest
+from echelon.errors import EchelonError, Exit, Fault, nearest
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
@@ -264,6 +264,13 @@ def _resume(words: list[str]) -> int:
     from echelon.runs import open_run
 
     run = open_run(given.run)
+    if run.submission_file is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a submitted command, whose program knows how to go on",
+                "submit the command again, with --requeue if it resumes by itself",
+            )
+        )
     config = run.config()
     if config.trainer.resume == "never" or any(run.snapshots.glob("step-*")):
         given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began

@@ -125,7 +125,7 @@ def submit(request: Request, dry_run: bool, as_json: bool, wait: bool) -> int:
         return Exit.OK
     send.prepare(submission, jobs)
     if submission.kind != "slurm":
-        return _run_here(submission)
+        return _run_here(submission)  # what is printed is the programs' own
     queued = send.queue(jobs)
     if as_json:
         numbers = {"jobs": [each.to_dict() for each in queued]}

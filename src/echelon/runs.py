@@ -17,6 +17,8 @@ from echelon.config.check import NAME_CHARACTERS, name_fault
 from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, nearest
 
+SUBMISSION = "submission.json"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -69,6 +71,13 @@ class Run:
     @property
     def script_file(self) -> Path:
         return self.folder / "job.sh"
+
+    @property
+    def submission_file(self) -> Path | None:
+        """What `echelon submit` wrote down of this run, alone or with others; None without."""
+        group = self.folder.with_name(self.name.rpartition("-")[0] or self.name)
+        files = [folder / SUBMISSION for folder in (self.folder, group)]
+        return next((file for file in files if file.exists()), None)
 
     @property
     def words_file(self) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from echelon.config.schema import Config, Launch
 from echelon.errors import EchelonError, Fault
 from echelon.launch.slurm.script import processes
-from echelon.submit.commands import Command, Word
+from echelon.submit.words import Command, Word
 
 NODES_FLAG, GPUS_FLAG = "--num_nodes", "--gpus"
 """What Lightning's programs are told the world by, unless settings say otherwise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,16 +17,14 @@ from echelon.config.schema import Config
 from echelon.envs import EnvPlan, activation
 from echelon.envs import plan as plan_environment
 from echelon.envs.places import MARKER
-from echelon.errors import EchelonError, Fault, nearest
+from echelon.errors import EchelonError, Fault
 from echelon.gpus import visible_count
 from echelon.launch.slurm import array, script
 from echelon.runs import Run
 from echelon.submit import commands, modes
-from echelon.submit.commands import Command
 from echelon.submit.modes import Way
 from echelon.submit.source import Source, survey
-
-PLACES = ("cache", "source", "none")
+from echelon.submit.words import Command
 
 
 @dataclass(frozen=True)
@@ -104,10 +101,14 @@ class Submission:
         """Lines of the shell that make and enter the environment."""
         if self.environment is None:
             return []
-        made = [] if self.build == "login" else [_building(self.copy)]
+        made = [] if self.build == "login" else [self._building()]
         whole = shlex.quote(str(self.environment.folder / MARKER))
         there = f"[ -e {whole} ] || {{ echo error: there is no {whole} >&2; fail 1; }}"
         return [*made, there, *activation(self.environment)]
+
+    def _building(self) -> str:
+        words = ["-m", "echelon", "env", "build", "--source", str(self.copy), "--where", "cache"]
+        return f"{script.python(self.configs[0])} {shlex.join(words)} || fail $?"
 
     def jobs(self) -> list[Job]:
         """Of one shape each, so that Slurm can take them together."""
@@ -134,11 +135,6 @@ class Submission:
         }
 
 
-def _building(source: Path) -> str:
-    words = ["-m", "echelon", "env", "build", "--source", str(source), "--where", "cache"]
-    return f"{shlex.quote(sys.executable)} {shlex.join(words)} || fail $?"
-
-
 def _alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
     """The first of each shape decides where its group stands."""
     shapes = [(config.launch, config.mode) for config in configs]
@@ -158,8 +154,9 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
     place = Path(config.run.dir).absolute()
     surveyed = survey(source, place, request.links)
     visible = visible_count(env) if config.launch.kind == "local" else 0
-    entries = _entries(read, config, _said(request, "mode"), surveyed.folder, visible)
-    name = _name(request, file, read)
+    chosen = config.mode if "mode" in _keys(request) else None
+    entries = _entries(read, config, chosen, surveyed.folder, visible)
+    name = _name(request.name or config.run.name, file, read)
     environment = _environment(request, surveyed.folder, env)
     return Submission(
         name,
@@ -172,11 +169,8 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
 
 
 def _composed(request: Request, defaults: Defaults, first: Command) -> Config:
-    words = request.overrides
-    chosen = any(word.startswith("launch=") for word in words)
-    config = compose(
-        [*([] if chosen else ["launch=slurm"]), *words], program=first.argv, defaults=defaults
-    )
+    words = [] if "launch" in _keys(request) else ["launch=slurm"]
+    config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
     if config.launch.kind not in ("slurm", "local"):
         raise EchelonError(
             Fault(
@@ -184,17 +178,15 @@ def _composed(request: Request, defaults: Defaults, first: Command) -> Config:
                 "leave it out for launch=slurm, or say launch=local",
             )
         )
-    asked = [word.partition("=")[0] for word in words]
-    asked_for = "launch.max_requeues" in (*asked, *defaults.launch)
+    asked_for = "launch.max_requeues" in (*_keys(request), *defaults.launch)
     if request.requeue or asked_for or config.launch.kind != "slurm":
         return config
     return replace(config, launch=replace(config.launch, max_requeues=0))
 
 
-def _said(request: Request, key: str) -> str | None:
-    """The value that was typed for a setting."""
-    said = [word.partition("=")[2] for word in request.overrides if word.startswith(f"{key}=")]
-    return said[-1] if said else None
+def _keys(request: Request) -> list[str]:
+    """What was set by typing it."""
+    return [word.partition("=")[0] for word in request.overrides]
 
 
 def _entries(
@@ -228,8 +220,7 @@ def _unasked_variables(command: Command, way: Way) -> Iterator[Fault]:
             )
 
 
-def _name(request: Request, file: Path, read: Sequence[Command]) -> str:
-    typed = request.name or _said(request, "run.name")
+def _name(typed: str | None, file: Path, read: Sequence[Command]) -> str:
     if typed is not None:
         if fault := name_fault(typed):
             raise EchelonError(fault)
@@ -248,10 +239,6 @@ def _named(entries: Sequence[Entry], name: str, place: Path) -> tuple[Entry, ...
 
 
 def _environment(request: Request, source: Path, env: Mapping[str, str]) -> EnvPlan | None:
-    if request.env not in PLACES:
-        raise EchelonError(
-            Fault(f"--env {request.env}: there is no such place", nearest(request.env, PLACES))
-        )
     if request.env == "none":
         return None
     if request.env == "source" and request.build == "job":

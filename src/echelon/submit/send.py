@@ -15,7 +15,7 @@ from echelon.config.defaults import secrets_of
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.jobs.standing import stand
 from echelon.launch.slurm import array, launcher
-from echelon.runs import Run, write_json
+from echelon.runs import SUBMISSION, Run, write_json
 from echelon.submit.plan import Job, Submission
 from echelon.submit.source import keep
 
@@ -47,7 +47,7 @@ def prepare(submission: Submission, jobs: Sequence[Job]) -> None:
             launcher.require_accepted(job.script)
     _require_over(submission.runs)
     keep(submission.source, submission.folder)  # first: a build takes long enough to edit a file
-    write_json(submission.folder / "submission.json", submission.to_dict())
+    write_json(submission.folder / SUBMISSION, submission.to_dict())
     environment = submission.environment
     if environment is not None and submission.build == "login":
         envs.build(environment, _say)

@@ -25,8 +25,8 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm import script
 from echelon.runs import Run, write_json
-from echelon.submit.commands import Command, Word
 from echelon.submit.modes import without_torchrun
+from echelon.submit.words import Command, Word
 
 _STOOD_IN = ("python", "python3", "torchrun")
 _STARTS = b"About to run command"
