@@ -129,17 +129,21 @@ def _require_ours(plan: EnvPlan, place: Place) -> None:
         )
 
 
-def _require_whole(plan: EnvPlan, place: Place, lock: Held) -> None:
-    """Before the marker vouches for it."""
+def _require_mine(plan: EnvPlan, lock: Held) -> None:
     if not lock.mine():
         raise EchelonError(
             Fault(
-                f"another builder has taken over {place.folder}, as this one was stopped for too "
+                f"another builder has taken over {plan.folder}, as this one was stopped for too "
                 "long",
                 "try again: it waits for the other",
             ),
             exit=Exit.FAILED,
         )
+
+
+def _require_whole(plan: EnvPlan, place: Place, lock: Held) -> None:
+    """Before the marker vouches for it."""
+    _require_mine(plan, lock)
     if not place.python().exists():
         what = f"what {plan.files[0].name} lists has no python in it"
         raise EchelonError(Fault(what, "add it to the dependencies"), exit=Exit.FAILED)
@@ -206,8 +210,7 @@ def _run(
             log.write(hidden(line))
             log.flush()
             say(f"  {hidden(line.rstrip())}")
-            if not lock.mine():
-                break
+            _require_mine(plan, lock)
         code = process.wait()
     except BaseException:
         process.kill()
