@@ -1,6 +1,6 @@
 """Measure beside the peers, and write down what came out.
 
-    python benchmarks/run.py [steps startup restart cli order snapshots]
+    python benchmarks/run.py [steps startup restart cli order snapshots environments]
     python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
     python benchmarks/run.py --pictures     draw again what is in results/
 
@@ -31,6 +31,7 @@ TITLES = {
     "cli": "What a command that needs no torch costs",
     "order": "Starting and drawing an epoch",
     "snapshots": "Saving and reading back 600 MB",
+    "environments": "Building an environment",
     "on_slurm": "On a Slurm cluster of several hosts",
     "submitting": "From typing to a job in the queue",
     "gpu": "On one NVIDIA GPU",

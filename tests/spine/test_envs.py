@@ -11,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,63 @@ def test_built_once_with_what_is_there(
     assert str(log) in failed
     assert "no-such-thing" in log.read_text()
     assert not plan(folder).folder.exists()
+
+
+class _Index(BaseHTTPRequestHandler):
+    """A simple index of one package, for who has the password."""
+
+    wheel: Path
+    password: str
+
+    def do_GET(self) -> None:
+        expected = base64.b64encode(f"user:{self.password}".encode()).decode()
+        if self.headers.get("Authorization") != f"Basic {expected}":
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Basic")
+            self.end_headers()
+            return
+        page = f'<!DOCTYPE html><a href="/{self.wheel.name}">{self.wheel.name}</a>'.encode()
+        found = {"/simple/hidden/": page, f"/{self.wheel.name}": self.wheel.read_bytes()}
+        body = found.get(self.path)
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Type", "text/html" if body == page else "application/zip")
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body or b"")
+
+    do_HEAD = do_GET  # uv asks for the size of a wheel first
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_uv_asks_the_index_of_pip_conf_and_its_password_stays_there(
+    tmp_path: Path, uv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = "canary-4e1b"
+    index = {"wheel": wheel(tmp_path / "served", "hidden"), "password": canary}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Index", (_Index,), index))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    conf = f"[global]\nindex-url = http://user:{canary}@127.0.0.1:{server.server_port}/simple\n"
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(source(tmp_path / "c", conf=conf) / "conf"))
+    monkeypatch.delenv("PIP_NO_INDEX")
+    said: list[str] = []
+    folder = source(tmp_path / "source", **{"requirements.txt": "hidden\n"})
+    build(plan(folder), said.append)
+    assert says(plan(folder), "import hidden; print(hidden.version)") == "1.0"
+    (folder / "requirements.txt").write_text("hidden\nnot-there\n")
+    with pytest.raises(EchelonError, match=r"not-there \(requirements.txt:2\)") as caught:
+        build(plan(folder), said.append)
+    server.shutdown()
+    server.server_close()
+    kept_texts = [
+        path.read_bytes()
+        for path in (tmp_path / "cache").rglob("*")
+        if path.is_file() and not path.is_symlink()
+    ]
+    assert canary.encode() not in b"".join(kept_texts)
+    assert canary not in "".join([*said, str(caught.value)])
 
 
 def test_kills_at_any_moment_and_then_two_at_once(tmp_path: Path, uv: str) -> None:

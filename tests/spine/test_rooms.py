@@ -203,6 +203,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["train", "--help"],
         ["explain"],
         ["explain", "--json", "rank=1", "world_size=2"],
+        ["env", "show"],
         ["train", "--dry-run"],
         ["train", "--dry-run", "--json", "launch=local", "launch.procs=2"],
     ],

@@ -49,6 +49,10 @@ error: metadata-generation-failed
 ╰─> See above for output.
   ╰─> no-such-pkg
 """
+UV_FETCH = """\
+error: Request failed after 3 retries in 7.6s
+  cause: Failed to fetch: `https://files.example/no_such_pkg-3-py3-none-any.whl`
+"""
 CONDA = """\
 Collecting package metadata (repodata.json): ...working... done
 Solving environment: ...working... failed
@@ -64,7 +68,7 @@ error    libmamba Could not solve for environment specs
 
 
 @pytest.mark.parametrize(
-    "log", [PIP, UV, UV_VERSION, UV_BUILD, PIP_BUILD, PIP_METADATA, CONDA, MAMBA]
+    "log", [PIP, UV, UV_VERSION, UV_BUILD, UV_FETCH, PIP_BUILD, PIP_METADATA, CONDA, MAMBA]
 )
 def test_the_requirement_is_named_with_its_line(log: str) -> None:
     (fault,) = faults(log, WANTED, SOURCE, Path("/kept.log"))

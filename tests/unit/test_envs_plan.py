@@ -397,7 +397,7 @@ def test_show_says_what_decides(
     assert guarded(lambda: dispatch(["env", "show", "--source", str(folder)])) == Exit.OK
     said = capsys.readouterr().out
     assert "decided by   requirements.txt" in said
-    assert "not read     pyproject.toml" in said
+    assert "and not      pyproject.toml" in said
     assert "not built yet" in said
     assert guarded(lambda: dispatch(["env", "show", "--source", str(folder), "--json"])) == Exit.OK
     assert json.loads(capsys.readouterr().out)["cache"] == []

@@ -22,7 +22,7 @@ from typing import IO
 
 from echelon.envs import pipfile
 from echelon.envs.failures import faults
-from echelon.envs.indexes import hidden, insecure, plain_http
+from echelon.envs.indexes import hidden
 from echelon.envs.lock import Held, held
 from echelon.envs.places import Place, unwritable
 from echelon.envs.plan import EnvPlan
@@ -103,15 +103,7 @@ def _build(plan: EnvPlan, place: Place, lock: Held, say: Say) -> None:
         with place.log.open("w", encoding="utf-8", errors="replace") as log:
             place.log.chmod(0o600)
             _run_all(plan, place, lock, log, say)
-        if not lock.mine():
-            raise EchelonError(
-                Fault(
-                    f"another builder has taken over {place.folder}, as this one was stopped for "
-                    "too long",
-                    "try again: it waits for the other",
-                ),
-                exit=Exit.FAILED,
-            )
+        _require_whole(plan, place, lock)
         _mark(plan, place, time.time() - began)
     except BaseException:
         if lock.mine():
@@ -135,6 +127,26 @@ def _require_ours(plan: EnvPlan, place: Place) -> None:
                 "remove it, or use --where cache",
             )
         )
+
+
+def _require_mine(plan: EnvPlan, lock: Held) -> None:
+    if not lock.mine():
+        raise EchelonError(
+            Fault(
+                f"another builder has taken over {plan.folder}, as this one was stopped for too "
+                "long",
+                "try again: it waits for the other",
+            ),
+            exit=Exit.FAILED,
+        )
+
+
+def _require_whole(plan: EnvPlan, place: Place, lock: Held) -> None:
+    """Before the marker vouches for it."""
+    _require_mine(plan, lock)
+    if not place.python().exists():
+        what = f"what {plan.files[0].name} lists has no python in it"
+        raise EchelonError(Fault(what, "add it to the dependencies"), exit=Exit.FAILED)
 
 
 def _why_removed(plan: EnvPlan, place: Place) -> str:
@@ -198,8 +210,7 @@ def _run(
             log.write(hidden(line))
             log.flush()
             say(f"  {hidden(line.rstrip())}")
-            if not lock.mine():
-                break
+            _require_mine(plan, lock)
         code = process.wait()
     except BaseException:
         process.kill()
@@ -241,8 +252,6 @@ def _lock_pipfile(
     found = Read()
     file = place.inputs / "Pipfile.lock"
     pipfile.add_locked(found, json.loads(file.read_text()), file, plan.source, plan.recipe.environ)
-    if insecure_ones := [url for url, _ in found.urls if plain_http(url, ())]:
-        raise EchelonError(*(insecure(url, "Pipfile") for url in insecure_ones))
     lines = "".join(f"{wanted.text}\n" for wanted in found.wanted)
     (place.inputs / "requirements.txt").write_text(lines, encoding="utf-8")
 

@@ -44,6 +44,14 @@ def files_of_uv(source: Path, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
+def files_of_conda(environ: Mapping[str, str]) -> list[str]:
+    """Its channels and mirrors, where most have them."""
+    home = Path(environ.get("HOME", "/"))
+    own = environ.get("CONDARC")
+    files = [*([Path(own)] if own else []), home / ".condarc", home / ".mambarc"]
+    return [_content(file) for file in files if file.is_file()]
+
+
 def _tool_uv(file: Path) -> str | None:
     from echelon.envs import toml
     from echelon.errors import EchelonError

@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from echelon.envs.requirements import Wanted
 from echelon.errors import Fault
 
-_NAME = r"[`'\"]?([A-Za-z0-9][A-Za-z0-9._-]*)"
+_NAME = r"[`'\"]?([A-Za-z0-9][A-Za-z0-9._-]*)(?!\S*://)"
 _NAMED = [
     re.compile(pattern.replace("NAME", _NAME))
     for pattern in (
@@ -30,7 +30,7 @@ _NAMED = [
         r"[Bb]ecause only NAME",
         r"(?:Failed to (?:build|download|fetch|prepare|install):?|Hash mismatch for) NAME",
         r"you require NAME",
-        r"Distribution not found at: \S*/NAME-\d",
+        r"(?:Distribution not found at|Failed to fetch): \S*/([\w.]+?)-\d",
         # conda, mamba
         r"(?s)ResolvePackageNotFound:\s+- NAME",
         r"(?s)PackagesNotFoundError:.*?\n\s+- (?:\S+::)?NAME",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ class Identity(NamedTuple):
 
 def interpreter(python: str, environ: Mapping[str, str]) -> Identity:
     """Of our own for free; another one is asked."""
-    said = identity.identity() if python == sys.executable else _asked(python, environ)
+    python = shutil.which(python, path=environ.get("PATH")) or python
+    said = identity.identity() if python == sys.executable else _asked(python)
     return Identity(python, **(said | {"prefix": Path(said["prefix"])}))
 
 
@@ -71,7 +73,7 @@ def _meets(version: str, how: str, wish: str) -> bool:
     return version.split(".")[: len(parts)] == parts
 
 
-def _asked(python: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def _asked(python: str) -> dict[str, Any]:
     command = [python, "-I", str(Path(identity.__file__))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

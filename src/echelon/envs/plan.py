@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.envs import conda, pipfile, project, requirements
-from echelon.envs.decides import digest_of, files_of_uv, tree
+from echelon.envs.decides import digest_of, files_of_conda, files_of_uv, tree
 from echelon.envs.indexes import (
     Indexes,
     child_environ,
@@ -149,11 +149,6 @@ def _checked(source: Path, where: str) -> Path:
 
 def _there(source: Path) -> list[Path]:
     files = [source / name for name in ORDER if (source / name).is_file()]
-    if len(files) == 1 or (files and files[0].name != "pyproject.toml"):
-        # The winner is read later; a broken pyproject.toml that loses is nobody's concern.
-        if files[0].name == "pyproject.toml" and not project.is_project(files[0]):
-            return []
-        return files
     return [f for f in files if f.name != "pyproject.toml" or project.is_project(f)]
 
 
@@ -243,9 +238,15 @@ def _key(r: _Request) -> str:
             [tree(path) for path in r.found.local],
             [r.environ.get(name, "") for name in sorted(r.found.variables)],
             [f.read_bytes().hex() for f in map(Path, r.indexes.constraint) if f.is_file()],
-            files_of_uv(r.source, r.environ) if r.tool and r.kind != "conda" else [],
+            _settings_of(r),
         ]
     )
+
+
+def _settings_of(r: _Request) -> list[str]:
+    if r.kind == "conda":
+        return files_of_conda(r.environ)
+    return files_of_uv(r.source, r.environ) if r.tool else []
 
 
 def _require_usable(folder: Path) -> None:

@@ -16,12 +16,16 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from echelon.envs import toml
 from echelon.envs.requirements import Read, Wanted, outside, within
-from echelon.errors import Fault
+from echelon.errors import EchelonError, Fault
 
 
 def is_project(file: Path) -> bool:
-    """Many a pyproject.toml holds nothing but settings of linters."""
-    found = toml.load(file)
+    """Many a pyproject.toml holds nothing but settings of linters. One that is broken may be meant
+    as a project: it is told of when it decides, and else is nobody's concern."""
+    try:
+        found = toml.load(file)
+    except EchelonError:
+        return True
     return "project" in found or "poetry" in toml.table(found.get("tool"))
 
 

@@ -63,7 +63,7 @@ def warnings(planned: EnvPlan) -> list[str]:
     if not planned.ignored:
         return []
     names = ", ".join(file.name for file in planned.ignored)
-    return [f"{planned.files[0].name} decides; {names} is not read"]
+    return [f"{planned.files[0].name} decides, not {names}"]
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ def _rows(planned: EnvPlan) -> Iterator[tuple[str, str]]:
     first, *more = (shown(file, planned.source) for file in planned.files)
     yield "decided by", first + (f", with {', '.join(more)}" if more else "")
     if planned.ignored:
-        yield "not read", ", ".join(file.name for file in planned.ignored)
+        yield "and not", ", ".join(file.name for file in planned.ignored)
     yield "environment", str(planned.folder)
     yield "state", _state(planned)
     if not planned.ready:
