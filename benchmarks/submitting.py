@@ -53,7 +53,7 @@ def measure(rounds: int = ROUNDS) -> Result:
         "config": {"rounds": rounds, "files": FILES},
         "figures": [
             figure("submitting one command, over bare sbatch", over[ONE], TARGET_S, "s"),
-            figure("submitting 100 commands, over bare sbatch", over[MANY], TARGET_S, "s"),
+            figure("submitting 100 commands, over bare sbatch", over[MANY], unit="s"),
         ],
         "seconds": {name: figure(name, values, unit="s") for name, values in seconds.items()},
     }

@@ -126,7 +126,8 @@ def _run(words: list[str]) -> int:
         "  mode=srun        one Slurm task per process\n"
         "  mode=lightning   the same as Lightning expects it; launch.nodes_flag=--num_nodes and\n"
         "                   launch.gpus_flag=--gpus append the world to the program's arguments\n"
-        "  mode=plain       once per node, left alone\n\n"
+        "  mode=plain       once per node, left alone\n"
+        "  mode=wandb       for `wandb agent`: one of them, its trial on all nodes\n\n"
         "`echelon train --help` lists the settings of launch.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")

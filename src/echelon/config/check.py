@@ -131,6 +131,11 @@ def _launch(config: Config) -> Iterator[Fault]:
     if launch.kind == "slurm":
         yield from _batch(launch)
     if config.program:
+        if config.mode == "wandb" and launch.kind in ("ssh", "env"):
+            yield Fault(
+                f"mode=wandb, but launch={launch.kind} would start an agent of wandb's per node",
+                "add launch=slurm or launch=local",
+            )
         if config.mode == "srun" and launch.kind != "slurm":
             yield Fault(
                 f"mode=srun, but launch={launch.kind} has no srun",
