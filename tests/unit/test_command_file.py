@@ -44,9 +44,9 @@ def faults(text: str) -> list[str]:
         ),
         ("a b#c # d", ["a", "b#c"]),
         ("a 'b # c'", ["a", "b # c"]),
-        ("a --cost=5$ $", ["a", "--cost=5$", "$"]),
+        ('a --cost=5$ $ "6$"', ["a", "--cost=5$", "$", "6$"]),
         ("a -- -x --y", ["a", "--", "-x", "--y"]),
-        ("a b=~/c ä 你好", ["a", "b=~/c", "ä", "你好"]),
+        ("a --b=~/c ä 你好", ["a", "--b=~/c", "ä", "你好"]),
     ],
 )
 def test_words(text: str, argv: list[str]) -> None:
@@ -91,15 +91,17 @@ def test_variables_of_one_command() -> None:
 
 
 def test_variables_are_the_jobs_to_fill_in() -> None:
-    first, second = parse("a $B\n# echelon: expand\nc \"x $D\" ${E}f'$G' ~/h", "f.txt")
+    text = "a $B\n# echelon: expand\nc \"x $D\" ${E}f'$G' ~/h i=~/j"
+    first, second = parse(text, "f.txt")
     assert (first.expand, second.expand) == (False, True)
-    assert second.argv == ["c", "x $D", "${E}f$G", "~/h"]
+    assert second.argv == ["c", "x $D", "${E}f$G", "~/h", "i=~/j"]
     shown = " ".join(word.shell or shlex.quote(word.text) for word in second.words)
     env = {"D": "* $(touch x)", "E": "a  b", "HOME": "/home"}
     done = subprocess.run(
         ["bash", "-c", f'printf "%s\\0" {shown}'], env=env, capture_output=True, text=True
     )
-    assert done.stdout.split("\0")[:-1] == ["c", "x * $(touch x)", "a  bf$G", "/home/h"]
+    words = done.stdout.split("\0")[:-1]
+    assert words == ["c", "x * $(touch x)", "a  bf$G", "/home/h", "i=/home/j"]
     unset = subprocess.run(["bash", "-c", f"true {shown}"], env={}, capture_output=True, text=True)
     assert unset.returncode != 0
     assert "D: is not set in the job" in unset.stderr
@@ -129,6 +131,9 @@ def test_variables_are_the_jobs_to_fill_in() -> None:
         ("a {b,c}", "f.txt:1: {b,c} is several words to a shell"),
         ("a ${b:-c}", "f.txt:1: ${ means more to a shell"),
         ("a $1", "f.txt:1: $1 means more to a shell"),
+        ("a $[1]", "f.txt:1: $[ means more to a shell"),
+        ("a $'b'", "f.txt:1: $' means more to a shell"),
+        ('a $"b"', 'f.txt:1: $" means more to a shell'),
         ("a ~b/c", "f.txt:1: ~NAME is the home of a user"),
         ("cd x", "f.txt:1: 'cd' is a word of the shell's"),
         ("a\n--b", "f.txt:2: the command begins with the option --b"),

@@ -18,7 +18,7 @@ _DIRECTIVE = re.compile(r"#\s*echelon\s*:\s*(.*)", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 _COMMENT_LINE = re.compile(r"[ \t]*#[^\n]*(\n|\Z)")
-_BRACES = re.compile(r"\{[^{}\s'\"]*(,|\.\.)[^{}\s'\"]*\}")
+_BRACES = re.compile(r"\{\S*?(,|\.\.)\S*?\}")
 _OPERATORS = {
     **{"|": "a pipe", "&": "a background job or `&&`", ";": "a list of commands"},
     **{"<": "a redirection", ">": "a redirection", "(": "a subshell", ")": "a subshell"},
@@ -213,7 +213,7 @@ class Reader:
         elif character == "\\":
             self._escaped(word)
         elif character == "$":
-            self._dollar(word)
+            self._dollar(word, special="\"'")  # $"…" and $'…' are quotes of bash's
         elif character in _OPERATORS:
             raise Bad(self._line, f"{character} is {_OPERATORS[character]}", _IN_A_SCRIPT)
         elif character == "{" and (braces := _BRACES.match(self._text, self._at)):
@@ -222,7 +222,7 @@ class Reader:
                 f"{braces[0]} is several words to a shell",
                 f"as plain text, quote it: '{braces[0]}'",
             )
-        elif character == "~" and not word.text:
+        elif character == "~" and (not word.text or (word.assigned and word.text[-1] in "=:")):
             self._home(word)
         else:
             if character == "=" and word.plain and _NAME.fullmatch(word.text):
@@ -290,7 +290,7 @@ class Reader:
         word.add(following)
         self._at += 2
 
-    def _dollar(self, word: _Building) -> None:
+    def _dollar(self, word: _Building, special: str = "") -> None:
         match = _VARIABLE.match(self._text, self._at)
         following = self._peek(1)
         if match:
@@ -298,7 +298,7 @@ class Reader:
             word.add_variable(match[1] or match[2], match[0])
         elif following == "(":
             raise Bad(self._line, "$(…) is a command substitution", _IN_A_SCRIPT)
-        elif following and (following in "{'@*#?$!-" or following.isdecimal()):
+        elif following and (following in f"{special}{{[@*#?$!-" or following.isdecimal()):
             raise Bad(
                 self._line,
                 f"${following} means more to a shell than the value of a variable",

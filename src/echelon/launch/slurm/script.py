@@ -132,7 +132,9 @@ def _go_on(config: Config) -> Iterator[str]:
     yield "  # Out of time with everything saved, or a node lost: go on in another job."
     yield f"  if {_may_go_on(config)}; then"
     yield f'    rm -f "$run/{REQUEUE}"'
-    yield '    scontrol requeue "$SLURM_JOB_ID" && exit 0'
+    # The last task of an array has the array's own number, by which all of them would be queued.
+    yield "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+    yield '    scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0'
     yield "  fi"
 
 
