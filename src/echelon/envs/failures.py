@@ -57,7 +57,8 @@ def faults(
 ) -> list[Fault]:
     lines = [line for line in log.splitlines() if line.strip() and not line.startswith("$ ")]
     end = "\n".join(f"    {line.rstrip()}" for line in lines[-tail:])
-    where = _where(log, list(wanted), source)
+    # A full disk is no fault of the package that was next.
+    where = "" if any(said in log for said in _CAUSES) else _where(log, list(wanted), source)
     return [
         Fault(
             f"the environment could not be built{where}{_why(log)}; the last it said:\n{end}",
