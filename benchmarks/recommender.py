@@ -5,8 +5,9 @@
 Two models, both with embeddings of 64: a dot product with biases, trained by SGD with sparse
 gradients; and a tower 128 → 128 → 1, trained by Adam. Two sizes: that of ml-latest-small, and 20
 million made-up, skewed ratings with tables of the size of ML-25M's. Batches of 1,024, one thread;
-BENCH_THREADS=2 gives two, which a busy machine makes many times slower than one. Everybody trains in turns in the same process, on the same tensors (int32 users and items), so that
-a slow moment of the machine falls on all; a ratio is of two times of one round.
+BENCH_THREADS=2 gives two, which a busy machine makes many times slower than one. Everybody trains
+in turns in the same process, on the same tensors (int32 users and items), so that a slow moment of
+the machine falls on all; a ratio is of two times of one round.
 
 Echelon is what `echelon train` runs: this file is its experiment, started by the command line, and
 all that is changed is that `train` is called between the others, on the training that `echelon

@@ -192,7 +192,13 @@ class Bench:
             make_command(self.bin / name, text)
 
     def run(
-        self, plan: Plan, code: int, leaves: str = "", what: str = "", refuses: int = 0
+        self,
+        plan: Plan,
+        code: int,
+        leaves: str = "",
+        what: str = "",
+        refuses: int = 0,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         script = Path(plan.commands[0][-1])
         (script.parent / "logs").mkdir(parents=True, exist_ok=True)
@@ -208,6 +214,7 @@ class Bench:
             "LEAVES": leaves,
             "WHAT": what,
             "REFUSES": str(refuses),
+            **variables,
         }
         command = ["bash", str(script)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
@@ -288,6 +295,15 @@ def test_the_job_ends_as_the_training_did_or_queues_again(
     assert over.exists() is not requeued
     if not requeued:
         assert over.read_text() == f"{exit_}\n"
+
+
+def test_the_last_task_of_an_array_queues_itself_and_not_all_of_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """It has the number of the whole array."""
+    task = {"SLURM_ARRAY_JOB_ID": "70007", "SLURM_ARRAY_TASK_ID": "3"}
+    assert bench.run(planned(f"run.dir={tmp_path}/runs"), 75, **task).returncode == 0
+    assert bench.asked("scontrol") == ["requeue 70007_3"]
 
 
 def test_a_job_that_slurm_will_not_requeue_says_so_by_its_status(
