@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project in which a person types."""
     monkeypatch.chdir(tmp_path)
+    # Debian itself has no `python`.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "main.py").write_text("print('here')\n")

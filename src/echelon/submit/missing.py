@@ -29,6 +29,8 @@ def _program_faults(entry: Entry, s: Submission, env: Mapping[str, str]) -> Iter
             yield Fault(f"{where}: {program.text} is no program", "mend the path, or chmod +x it")
     elif program.shell is None and not _found(program.text, entry, s, env):
         hint = "mend the name, or say how the job finds it with launch.setup"
+        if program.text == "python":
+            hint = "write python3, or give the folder an environment, e.g. by requirements.txt"
         yield Fault(f"{where}: there is no program {program.text}", hint)
     script = arguments[0] if arguments else program
     is_python = program.text.rpartition("/")[2].startswith("python")
