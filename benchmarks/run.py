@@ -1,6 +1,6 @@
 """Measure beside the peers, and write down what came out.
 
-    python benchmarks/run.py [steps startup restart cli order snapshots reading feeding gpus …]
+    python benchmarks/run.py [NAME …]       all that this machine can, or some of them
     python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
     python benchmarks/run.py --pictures     draw again what is in results/
 
@@ -34,12 +34,15 @@ TITLES = {
     "reading": "Preparing 20 million ratings",
     "feeding": "Feeding a recommender",
     "recommender": "Training a recommender",
+    "environments": "Building an environment",
     "on_slurm": "On a Slurm cluster of several hosts",
+    "submitting": "From typing to a job in the queue",
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
 }
+NEED_CLUSTER = ("on_slurm", "submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
-ON_CPU = [n for n in TITLES if n != "gpu" and (n != "on_slurm" or HAVE_CLUSTER)]
+ON_CPU = [n for n in TITLES if n != "gpu" and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
 
 
 def main() -> None:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon import __version__
-from echelon.errors import EchelonError, Exit, nearest
+from echelon.errors import EchelonError, Exit, Fault, nearest
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
+
+
+_WHICH = "a name, a folder, a job's number, or `latest`"
 
 
 class Verb(NamedTuple):
@@ -124,7 +127,8 @@ def _run(words: list[str]) -> int:
         "  mode=srun        one Slurm task per process\n"
         "  mode=lightning   the same as Lightning expects it; launch.nodes_flag=--num_nodes and\n"
         "                   launch.gpus_flag=--gpus append the world to the program's arguments\n"
-        "  mode=plain       once per node, left alone\n\n"
+        "  mode=plain       once per node, left alone\n"
+        "  mode=wandb       for `wandb agent`: one of them, its trial on all nodes\n\n"
         "`echelon train --help` lists the settings of launch.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -137,6 +141,72 @@ def _run(words: list[str]) -> int:
     from echelon.entry import run_program
 
     return run_program(given.overrides, program, given.dry_run, given.json, given.wait)
+
+
+def _submit(words: list[str]) -> int:
+    parser = _parser(
+        "submit",
+        "Run the commands of a file as Slurm jobs: one run for each, several as an array, in the "
+        "environment that the source folder asks for, from a copy of the code as it is now.",
+        "A command file has a command a line, as typed into a shell: # comments, quotes,\n"
+        "\\ at the end of a line to go on in the next, NAME=value before a command. Variables\n"
+        "are left to the job only after a line `# echelon: expand`; pipes and the like belong\n"
+        "in a script.\n\n"
+        "How a command is run is seen from it, and shown by --dry-run; mode=plain, torchrun,\n"
+        "lightning, srun or wandb decides for all. Defaults stand in echelon.yaml.\n"
+        "`echelon train --help` lists the settings of launch.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. launch.nodes=2")
+    parser.add_argument(
+        "--configs", type=Path, metavar="FILE", help="default: experiment_configurations.txt"
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="the folder the commands run in; default: this"
+    )
+    parser.add_argument("--name", help="of the run, or of all together; default: a new one")
+    parser.add_argument(
+        "--build", choices=("login", "job"), default="login", help="where the environment is made"
+    )
+    parser.add_argument(
+        "--env",
+        choices=("cache", "source", "none"),
+        default="cache",
+        help="where it is kept: by what decides it, in DIR/.venv, or none is used",
+    )
+    parser.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="link to this in DIR instead of copying it, such as data; may be repeated",
+    )
+    parser.add_argument("--max-parallel", type=int, metavar="N", help="so many runs at a time")
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="commands that are out of time are told so (USR2), and queued again: they can resume",
+    )
+    parser.add_argument("--wait", action="store_true", help="until all are over")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print what is planned or done as JSON")
+    given = parser.parse_intermixed_args(words)
+    from echelon.entry import submit
+    from echelon.submit.plan import Request
+
+    at_once = (
+        [f"launch.max_parallel={given.max_parallel}"] if given.max_parallel is not None else []
+    )
+    request = Request(
+        [*given.overrides, *at_once],
+        given.configs,
+        given.source,
+        given.name,
+        given.build,
+        given.env,
+        tuple(given.link),
+        given.requeue,
+    )
+    return submit(request, given.dry_run, given.json, given.wait)
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -248,9 +318,29 @@ def _node(words: list[str]) -> int:
     return join(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
 
 
+def _trial(words: list[str]) -> int:
+    parser = _parser(
+        "wandb-job",
+        "Be a wandb agent's job, or what it starts. Batch scripts call this; nobody types it.",
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--master", metavar="HOST:PORT", required=True)
+    parser.add_argument("--instead-of", metavar="NAME", help="what wandb's agent believes to start")
+    parser.add_argument("words", nargs="*", metavar="-- WORDS")
+    options, rest = _split(words)
+    given = parser.parse_args(options)
+    from echelon.runs import Run
+    from echelon.submit import trial
+
+    job = trial.Place(Run(Path(given.run)), given.master)
+    if given.instead_of:
+        return trial.start(job, given.instead_of, rest)
+    return trial.watch(job, rest)
+
+
 def _resume(words: list[str]) -> int:
     parser = _parser("resume", "Go on with a run where its newest valid snapshot is.")
-    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("run", help=_WHICH)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
     given = parser.parse_intermixed_args(words)
     from echelon.config.compose import recompose
@@ -258,6 +348,13 @@ def _resume(words: list[str]) -> int:
     from echelon.runs import open_run
 
     run = open_run(given.run)
+    if run.submission_file is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a submitted command, whose program knows how to go on",
+                "submit the command again, with --requeue if it resumes by itself",
+            )
+        )
     config = run.config()
     if config.trainer.resume == "never" or any(run.snapshots.glob("step-*")):
         given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
@@ -277,6 +374,9 @@ def _jobs(words: list[str]) -> int:
         "  lost                   what should be there is gone without a word\n\n"
         "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
     )
+    parser.add_argument(
+        "run", nargs="*", help="only these: a name, a job's number, what several were submitted as"
+    )
     parser.add_argument("--all", action="store_true", help="every run")
     parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true")
@@ -284,7 +384,7 @@ def _jobs(words: list[str]) -> int:
     given = parser.parse_args(words)
     from echelon.jobs.board import show
 
-    return show(Path(given.dir), given.all, given.json, given.watch)
+    return show(Path(given.dir), given.run, given.all, given.json, given.watch)
 
 
 def _logs(words: list[str]) -> int:
@@ -293,7 +393,7 @@ def _logs(words: list[str]) -> int:
         "Show what the ranks of a run said, and its agents and batch script, in order of time.",
         "One rank alone is shown as it was written; several, line by line after who said it.",
     )
-    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("run", help=_WHICH)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
     parser.add_argument(
         "--rank",
@@ -311,9 +411,12 @@ def _logs(words: list[str]) -> int:
     )
     _add_dir(parser)
     given = parser.parse_args(words)
-    from echelon.jobs.logs import logs
-    from echelon.runs import open_run
+    from echelon.jobs.logs import logs, logs_of_all
+    from echelon.runs import find_runs, open_run
 
+    found = find_runs(given.run, given.dir)
+    if len(found) > 1 and not given.follow:
+        return logs_of_all(found, given.rank, given.node, given.lines)
     run = open_run(given.run, given.dir)
     return logs(run, given.rank, given.node, given.lines, given.follow)
 
@@ -324,7 +427,7 @@ def _attach(words: list[str]) -> int:
         "Follow a run as if it had been started here: what rank 0 says, to the end. The exit code "
         "is the training's. Ctrl-C detaches; the run goes on.",
     )
-    parser.add_argument("run", help="a name, a folder, or `latest`")
+    parser.add_argument("run", help=_WHICH)
     _add_dir(parser)
     given = parser.parse_args(words)
     from echelon.jobs.attach import attach
@@ -338,14 +441,14 @@ def _cancel(words: list[str]) -> int:
         "cancel",
         "Ask runs to save and end, and not to be queued again. `echelon resume RUN` goes on later.",
     )
-    parser.add_argument("run", nargs="+", help="a name, a folder, or `latest`")
+    parser.add_argument("run", nargs="+", help=f"{_WHICH}, or what several were submitted as")
     parser.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
     _add_dir(parser)
     given = parser.parse_args(words)
     from echelon.jobs.cancel import cancel
-    from echelon.runs import open_run
+    from echelon.runs import find_runs
 
-    return cancel([open_run(name, given.dir) for name in given.run], given.now)
+    return cancel([run for name in given.run for run in find_runs(name, given.dir)], given.now)
 
 
 def _runs(words: list[str]) -> int:
@@ -518,6 +621,49 @@ def _data(words: list[str]) -> int:
     return get(given.size, given.given, Path(given.to), given.json)
 
 
+def _env(words: list[str]) -> int:
+    parser = _parser(
+        "env",
+        "The environment that a source folder asks for: build it, show it, clean the cache.",
+        "The first of these files decides, and it is said: Pipfile (with its lock),\n"
+        "requirements.txt, uv.lock, pyproject.toml, environment.yml. It is built with uv where\n"
+        "there is one (ECHELON_ENV_BUILDER=pip asks for pip), once, and kept in ~/.cache/echelon\n"
+        "(ECHELON_CACHE) by what decides it.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|show|clean")
+    build = actions.add_parser("build", help="build it if it is not there, and print its folder")
+    show = actions.add_parser("show", help="which file decides, where it is, what the cache holds")
+    for action in (build, show):
+        action.add_argument("--source", default=".", help="the folder with the files (default: .)")
+        action.add_argument("--where", default="cache", help="cache, or source: its .venv")
+        action.add_argument("--python", default=sys.executable, help="the interpreter to use")
+        action.add_argument("--json", action="store_true")
+    build.add_argument("--shell", action="store_true", help="print the lines that enter it")
+    clean = actions.add_parser("clean", help="remove from the cache what was not used for long")
+    clean.add_argument("--older", type=_days, default=30.0, metavar="DAYS", help="default: 30")
+    clean.add_argument("--all", action="store_true", help="all that no job runs in")
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    given = parser.parse_args(words)
+    from echelon.envs import show as env
+
+    if given.action == "clean":
+        return env.sweep(given.older, given.all, given.dry_run)
+    source = Path(given.source)
+    if given.action == "show":
+        return env.show(source, given.where, given.python, given.json)
+    return env.make(source, given.where, given.python, given.json, given.shell)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days")
+    return days
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -534,18 +680,21 @@ VERBS = {
     "train": Verb("train an experiment, here or on many machines", lambda w: train_words(w)),
     "resume": Verb("go on with an old run", _resume),
     "run": Verb("run any program in the same places", _run),
-    "runs": Verb("what was trained, with what, and what came of it", _runs),
-    "show": Verb("one run and its curves", _show),
-    "plot": Verb("curves of several runs, as a picture or a page", _plot),
+    "submit": Verb("the commands of a file, as jobs, from the code as it is", _submit),
     "jobs": Verb("how runs stand, wherever they run", _jobs),
     "logs": Verb("what the ranks of a run said, in order of time", _logs),
     "attach": Verb("follow a run as if it had been started here", _attach),
     "cancel": Verb("ask runs to save and end", _cancel),
+    "runs": Verb("what was trained, with what, and what came of it", _runs),
+    "show": Verb("one run and its curves", _show),
+    "plot": Verb("curves of several runs, as a picture or a page", _plot),
     "gpus": Verb("who uses the GPUs, here and elsewhere", _gpus),
-    "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
-    "node": Verb("be one node of a run; scripts call this", _node),
     "data": Verb("get a data set, such as MovieLens", _data),
+    "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
+    "env": Verb("the environment of a source folder: build, show, clean", _env),
     "explain": Verb("what this process thinks its world is, and why", _explain),
+    "node": Verb("be one node of a run; scripts call this", _node),
+    "wandb-job": Verb("be the job of a wandb agent; scripts call this", _trial),
 }
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +19,9 @@ from echelon.errors import EchelonError, Exit, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
+    from echelon.config.defaults import Defaults
     from echelon.launch.plan import Place
+    from echelon.submit.plan import Request, Submission
 
 
 LAUNCHERS = {
@@ -57,7 +61,7 @@ def train(
 
     rest, named = _experiment_by_path(overrides)
     own = named or own
-    config = compose(rest, own, _conf_beside(own) if own else None)
+    config = compose(rest, own, _conf_beside(own) if own else None, defaults=_defaults())
     return start(config, dry_run, as_json, wait)
 
 
@@ -71,9 +75,14 @@ def train_all(
     rest, named = _experiment_by_path(overrides)
     own = named or own
     conf_dir = _conf_beside(own) if own else None
-    configs = runs.numbered([compose(words, own, conf_dir) for words in expand(rest)])
+    defaults = _defaults()
+    configs = runs.numbered(
+        [compose(words, own, conf_dir, defaults=defaults) for words in expand(rest)]
+    )
     if configs[0].launch.kind == "slurm":
         from echelon.launch.slurm.array import submit_all
+
+        _with_secrets(configs[0], "slurm", dry_run)
 
         return submit_all(configs, dry_run)
     codes: list[int] = []
@@ -98,7 +107,66 @@ def run_program(
         raise EchelonError(
             Fault("no program is given", "echelon run launch=local launch.procs=2 -- python FILE")
         )
-    return start(compose(overrides, program=program), dry_run, as_json, wait)
+    config = compose(overrides, program=program, defaults=_defaults())
+    return start(config, dry_run, as_json, wait)
+
+
+def submit(request: Request, dry_run: bool, as_json: bool, wait: bool) -> int:
+    """The commands of a file, from the code as it is now, each as a run of its own."""
+    from echelon.submit import plan as plans
+    from echelon.submit import send
+    from echelon.submit.missing import require_all_there
+    from echelon.submit.show import show
+
+    submission = plans.plan(request, _defaults(request.source or Path()), os.environ)
+    require_all_there(submission, os.environ)
+    jobs = submission.jobs() if submission.kind == "slurm" else []
+    if dry_run:
+        show(submission, jobs, as_json)
+        return Exit.OK
+    send.prepare(submission, jobs)
+    if submission.kind != "slurm":
+        return _run_here(submission)  # what is printed is the programs' own
+    queued = send.queue(jobs)
+    if as_json:
+        numbers = {"jobs": [each.to_dict() for each in queued]}
+        print(json.dumps(submission.to_dict() | numbers, indent=2))
+    else:
+        print("\n".join(map(str, queued)))
+    if len(submission.entries) == 1 and not as_json:
+        return follow(submission.configs[0], wait)
+    if not as_json:
+        place = submission.folder.parent
+        where = "" if place == Path("runs").absolute() else f" --dir {place}"
+        print(f"  follow it  echelon jobs {submission.name} --watch{where}")
+        print(f"  end it     echelon cancel {submission.name}{where}")
+    return send.wait_for(submission.runs) if wait else Exit.OK
+
+
+def _run_here(submission: Submission) -> int:
+    """One after the other; as in an array, one that fails does not keep the others from running."""
+    from echelon.submit.send import entered
+
+    variables = entered(submission.enter(), submission.copy, dict(os.environ))
+    os.chdir(submission.copy)
+    codes = []
+    for config in submission.configs:
+        os.environ.clear()
+        os.environ.update(variables)
+        codes.append(start(config))
+        if codes[-1] in (Exit.PREEMPTED, Exit.INTERRUPTED):  # who stops one means them all
+            break
+    return next((code for code in codes if code), Exit.OK)
+
+
+def _defaults(*folders: Path) -> Defaults:
+    """Of the user and of the project that is here, or in these folders."""
+    from echelon.config.defaults import load
+
+    found = load(os.environ, [Path(), *folders])
+    for name, value in found.variables.items():
+        os.environ.setdefault(name, value)
+    return found
 
 
 def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bool = False) -> int:
@@ -112,6 +180,7 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     launcher = importlib.import_module(f"echelon.launch.{LAUNCHERS[kind]}")
     if kind in ("ssh", "slurm"):
         config = runs.named(config)
+    config = _with_secrets(config, kind, dry_run)
     here = Here(os.environ, socket.gethostname(), visible_count(os.environ))
     plan = launcher.plan(config, here)
     if not config.program and (fault := batch_fault(config.trainer.batch_size, len(plan.places))):
@@ -125,6 +194,10 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
         _require_idle(config)
     if kind in ("inline", "local") and here.visible:
         _warn_of_company(plan.places)
+    if config.program and config.mode == "wandb" and kind == "local":
+        from echelon.submit.trial import run_here
+
+        return run_here(config, runs.create(config))
     if kind == "inline":
         from echelon.train.worker import train_here
 
@@ -140,6 +213,21 @@ def _warn_of_company(places: Sequence[Place]) -> None:
     devices = [device for place in places for device in place.devices]
     for line in company(devices, os.environ):
         print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def _with_secrets(config: Config, kind: str, dry_run: bool) -> Config:
+    """A batch job reads them itself, other hosts get them with the variables that are carried."""
+    if not config.launch.secrets or dry_run:
+        return config
+    from echelon.config.defaults import secrets_of
+
+    found = secrets_of(config.launch.secrets)
+    if kind != "slurm":
+        os.environ.update(found)
+    if kind != "ssh":
+        return config
+    carry = [*config.launch.carry, *found]
+    return replace(config, launch=replace(config.launch, carry=carry))
 
 
 def _require_idle(config: Config) -> None:
@@ -166,7 +254,8 @@ def follow(config: Config, wait: bool) -> int:
         from echelon.jobs.attach import attach
 
         return attach(run, begin_with=0)
-    print(f"  follow it  echelon logs {run.name} -f\n  all runs   echelon jobs")
+    where = "" if run.folder.parent == Path("runs").absolute() else f" --dir {config.run.dir}"
+    print(f"  follow it  echelon logs {run.name} -f{where}\n  all runs   echelon jobs{where}")
     return Exit.OK
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from echelon.config import bundled
-from echelon.config.check import NAME_CHARACTERS
+from echelon.config.check import NAME_CHARACTERS, name_fault
 from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, nearest
+
+SUBMISSION = "submission.json"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,18 @@ class Run:
     @property
     def script_file(self) -> Path:
         return self.folder / "job.sh"
+
+    @property
+    def submission_file(self) -> Path | None:
+        """What `echelon submit` wrote down of this run, alone or with others; None without."""
+        group = self.folder.with_name(self.name.rpartition("-")[0] or self.name)
+        files = [folder / SUBMISSION for folder in (self.folder, group)]
+        return next((file for file in files if file.exists()), None)
+
+    @property
+    def words_file(self) -> Path:
+        """The words of a program, for the batch script of an array."""
+        return self.folder / "words"
 
     @property
     def exit_file(self) -> Path:
@@ -239,10 +254,27 @@ def restarted(config: Config, env: Mapping[str, str]) -> Run | None:
 
 
 def open_run(where: str, root: str = "runs") -> Run:
-    """A run by path, by name, or `latest`."""
+    """The one run of that path, name or job, or `latest`."""
+    found = find_runs(where, root)
+    if len(found) > 1:
+        names = [run.name for run in found]
+        raise EchelonError(
+            Fault(
+                f"{where} is {len(found)} runs",
+                f"name one of them: {', '.join(names[:12])}" + ", …" * (len(names) > 12),
+            )
+        )
+    return found[0]
+
+
+def find_runs(where: str, root: str = "runs") -> list[Run]:
+    """Runs by path, by name, `latest`, by the number of their job, or by the name that several
+    were submitted under."""
     for folder in (Path(where), Path(root) / where):
         if (folder / "config.json").exists():
-            return Run(folder.resolve())
+            return [Run(folder.resolve())]
+    if found := [*_of_job(where, Path(root)), *_of_group(where, Path(root))]:
+        return found
     known = {p.parent.name for p in Path(root).glob("*/config.json")}
     raise EchelonError(
         Fault(
@@ -251,6 +283,26 @@ def open_run(where: str, root: str = "runs") -> Run:
         ),
         exit=Exit.NOT_FOUND,
     )
+
+
+def _of_job(job: str, root: Path) -> Iterator[Run]:
+    """The number of an array stands for all its tasks."""
+    if not re.fullmatch(r"\d+(_\d+)?", job):
+        return
+    for file in sorted(root.glob("*/job")):
+        own = Run(file.parent).job()
+        if not file.parent.is_symlink() and job in (own, own.partition("_")[0]):
+            yield Run(file.parent.resolve())
+
+
+def _of_group(name: str, root: Path) -> list[Run]:
+    """Runs that were started together are numbered: NAME-0, NAME-1, …"""
+    if name_fault(name):
+        return []
+    folders = [file.parent for file in root.glob(f"{name}-*/config.json")]
+    numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in folders}
+    found = [folder for folder, number in numbers.items() if number.isdecimal()]
+    return [Run(folder.resolve()) for folder in sorted(found, key=lambda f: int(numbers[f]))]
 
 
 _SCRIPTS = (".py", ".sh")
@@ -267,7 +319,12 @@ def subject(entry: str, program: Sequence[str]) -> str:
 
 
 def _new_name(config: Config) -> str:
-    short = subject(str(config.experiment.get("entry") or ""), config.program)
+    return new_name(config.program, str(config.experiment.get("entry") or ""))
+
+
+def new_name(program: Sequence[str], entry: str = "") -> str:
+    """Of a run of these words, or of this experiment."""
+    short = subject(entry, program)
     return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

@@ -142,7 +142,7 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     experiment = Experiment(model, optimizer, torch.nn.functional.mse_loss, None)
     replica = Replica(experiment, detect({}).world, device, Trainer(), Pulse())
-    replica._ddp = _wrap(replica._objective, unused_parameters=False)
+    replica._ddp = _wrap(replica._objective, unused_parameters=False, tables=[])
     data = (torch.ones(4, 2, device=device), torch.ones(4, 1, device=device))
     expected = float(torch.nn.functional.mse_loss(model(data[0]), data[1]))
     replica._backward_in_pieces(Batch(data, 4), 4, Wishes(stop=True))

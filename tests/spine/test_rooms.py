@@ -34,11 +34,13 @@ LEVELS = {
     "optim": 2,
     "track": 2,
     "launch": 2,
+    "envs": 2,
     "train": 3,
     "jobs": 3,
     "view": 3,
     "experiments": 4,
     "recommend": 5,
+    "submit": 4,
     "entry": 5,
     "explain": 5,
     "cli": 5,
@@ -210,6 +212,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["runs"],
         ["gpus", "--help"],
         ["explain", "--json", "rank=1", "world_size=2"],
+        ["env", "show"],
         ["train", "--dry-run"],
         ["train", "--dry-run", "--json", "launch=local", "launch.procs=2"],
     ],
@@ -221,6 +224,13 @@ def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: lis
     assert not loaded & {"torch", "torchmetrics", "wandb", "numpy", "matplotlib"}
     if "--dry-run" not in words:
         assert not loaded & {"hydra", "omegaconf"}
+
+
+def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "experiment_configurations.txt").write_text("/bin/echo here\n")
+    loaded = _loaded_by(["submit", "--dry-run"], tmp_path)
+    assert "echelon.submit.plan" in loaded
+    assert not loaded & {"torch", "torchmetrics", "wandb", "numpy"}
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_what_was_asked_for_is_asked_of_slurm() -> None:
 def test_gpus_by_node_by_task_or_as_gres(mode: str, request_: str, option: str) -> None:
     words = ["launch.gpus_per_node=4", f"launch.gpu_request={request_}", f"mode={mode}"]
     plan = planned(*words, program=["true"])
-    assert [o for o in options(plan) if "gpu" in o or "gres" in o] == [option]
+    assert [o for o in options(plan) if o.startswith(("--gpu", "--gres"))] == [option]
     tasks = 4 if mode == "srun" else 1
     assert f"--ntasks-per-node={tasks}" in options(plan)
     assert f"srun --export=ALL --ntasks-per-node={tasks} " in plan.script
@@ -192,7 +192,13 @@ class Bench:
             make_command(self.bin / name, text)
 
     def run(
-        self, plan: Plan, code: int, leaves: str = "", what: str = "", refuses: int = 0
+        self,
+        plan: Plan,
+        code: int,
+        leaves: str = "",
+        what: str = "",
+        refuses: int = 0,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         script = Path(plan.commands[0][-1])
         (script.parent / "logs").mkdir(parents=True, exist_ok=True)
@@ -208,6 +214,7 @@ class Bench:
             "LEAVES": leaves,
             "WHAT": what,
             "REFUSES": str(refuses),
+            **variables,
         }
         command = ["bash", str(script)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
@@ -288,6 +295,15 @@ def test_the_job_ends_as_the_training_did_or_queues_again(
     assert over.exists() is not requeued
     if not requeued:
         assert over.read_text() == f"{exit_}\n"
+
+
+def test_the_last_task_of_an_array_queues_itself_and_not_all_of_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """It has the number of the whole array."""
+    task = {"SLURM_ARRAY_JOB_ID": "70007", "SLURM_ARRAY_TASK_ID": "3"}
+    assert bench.run(planned(f"run.dir={tmp_path}/runs"), 75, **task).returncode == 0
+    assert bench.asked("scontrol") == ["requeue 70007_3"]
 
 
 def test_a_job_that_slurm_will_not_requeue_says_so_by_its_status(

@@ -66,6 +66,7 @@ def _numbers(config: Config) -> Iterator[Fault]:
         "launch.cpus_per_node": (launch.cpus_per_node, 1),
         "launch.signal_lead_s": (launch.signal_lead_s, 1),
         "launch.max_requeues": (launch.max_requeues, 0),
+        "launch.max_parallel": (launch.max_parallel, 1),
         "seed": (config.seed, 0),
     }
     for key, (value, least) in at_least.items():
@@ -139,6 +140,11 @@ def _launch(config: Config) -> Iterator[Fault]:
     if launch.kind == "slurm":
         yield from _batch(launch)
     if config.program:
+        if config.mode == "wandb" and launch.kind in ("ssh", "env"):
+            yield Fault(
+                f"mode=wandb, but launch={launch.kind} would start an agent of wandb's per node",
+                "add launch=slurm or launch=local",
+            )
         if config.mode == "srun" and launch.kind != "slurm":
             yield Fault(
                 f"mode=srun, but launch={launch.kind} has no srun",
@@ -148,11 +154,11 @@ def _launch(config: Config) -> Iterator[Fault]:
         yield fault
 
 
-_OF_ONE_LAUNCHER = {
+OF_ONE_LAUNCHER = {
     "ssh": ("hosts", "hostfile", "carry"),
     "slurm": (
         *("nodes", "gpus_per_node", "cpus_per_node", "partition", "account", "time"),
-        *("sbatch", "setup"),
+        *("sbatch", "setup", "max_parallel"),
     ),
 }
 
@@ -160,7 +166,7 @@ _OF_ONE_LAUNCHER = {
 def _only_for(launch: Launch) -> Iterator[Fault]:
     """What another launcher would read is a slip: it would be ignored."""
     default = Launch()
-    for kind, keys in _OF_ONE_LAUNCHER.items():
+    for kind, keys in OF_ONE_LAUNCHER.items():
         for key in keys:
             value = getattr(launch, key)
             if kind != launch.kind and value != getattr(default, key):

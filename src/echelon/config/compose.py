@@ -24,6 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from echelon.config.check import faults_of
+from echelon.config.defaults import NONE, Defaults
 from echelon.config.schema import Config, build, flatten
 from echelon.errors import EchelonError, Fault, nearest
 
@@ -46,6 +47,7 @@ def compose(
     own: OwnExperiment | None = None,
     conf_dir: Path | None = None,
     program: Sequence[str] = (),
+    defaults: Defaults = NONE,
 ) -> Config:
     """The frozen configuration, or one EchelonError with every fault."""
     faults: list[Fault] = []
@@ -56,6 +58,8 @@ def compose(
         groups.setdefault("experiment", "experiment=own")
     tree = _compose_groups(list(groups.values()), conf_dir, faults)
     base = _typed(tree, own, faults)
+    for key, default in defaults.for_launcher(base.launch.kind).items():
+        _set(base, key, default.value, f"{default.where}: {key}", faults, free=False)
     for override in parsed:
         if override.key_or_group not in groups:
             _apply(base, override, free=own is not None and own.declared is None, faults=faults)

@@ -16,7 +16,7 @@ from typing import Any
 SCHEDULES = ("constant", "linear", "cosine")
 PROGRESS = ("auto", "bar", "lines", "none")
 LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
-MODES = ("torchrun", "srun", "lightning", "plain")
+MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 WANDB_MODES = ("online", "offline", "disabled")
 
@@ -79,6 +79,11 @@ class Launch:
     """slurm: more options of sbatch, e.g. ['--mem=64G','--constraint=a100']."""
     setup: list[str] = field(default_factory=list)
     """slurm: lines of the batch script before the training: modules, conda, venv."""
+    max_parallel: int | None = None
+    """slurm: of the runs of an array, how many at a time."""
+    secrets: str | None = None
+    """local, slurm: a file of KEY=VALUE lines that is yours alone (mode 0600); where the run
+    happens they become variables, and are written nowhere."""
     nodes_flag: str | None = None
     """run: append this flag with the number of nodes to the program, e.g. --num_nodes."""
     gpus_flag: str | None = None
@@ -193,7 +198,8 @@ class Config:
     """`echelon run`: somebody else's program and its arguments."""
     mode: str = "torchrun"
     """`echelon run`: how it is started: `torchrun` (an agent and its variables), `srun` (one task
-    per process), `lightning` (srun, as Lightning expects it), `plain` (once per node)."""
+    per process), `lightning` (srun, as Lightning expects it), `plain` (once per node), `wandb` (an
+    agent of wandb's on the first node, its trials on all)."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -17,6 +17,7 @@ from echelon.errors import Exit
 from echelon.jobs.standing import Standing, all_runs, stand, with_progress
 from echelon.jobs.table import GAP, STYLES, UNBROKEN, columns
 from echelon.letters import cut, duration
+from echelon.runs import find_runs
 
 _RECENT = 10
 _WATCH_S = 5.0
@@ -24,10 +25,10 @@ _WATCH_S = 5.0
 _BAR = 12
 
 
-def show(root: Path, everything: bool, as_json: bool, watch: bool) -> int:
+def show(root: Path, names: Sequence[str], everything: bool, as_json: bool, watch: bool) -> int:
     console = Console(soft_wrap=True)
     if not watch or as_json:
-        standings, hidden, silence = _look(root, everything)
+        standings, hidden, silence = _look(root, names, everything)
         if as_json:
             print(json.dumps([s.to_dict() for s in standings], indent=2))
         else:
@@ -38,16 +39,18 @@ def show(root: Path, everything: bool, as_json: bool, watch: bool) -> int:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
-                standings, hidden, _ = _look(root, everything)
+                standings, hidden, _ = _look(root, names, everything)
                 live.update(_table(standings, hidden, root, columns(console)), refresh=True)
                 time.sleep(_WATCH_S)
         except KeyboardInterrupt:
             return Exit.OK
 
 
-def _look(root: Path, everything: bool) -> tuple[list[Standing], int, str]:
+def _look(root: Path, names: Sequence[str], everything: bool) -> tuple[list[Standing], int, str]:
     """What is shown, how many are not, and why Slurm is silent, if it is."""
-    found, silence = stand(all_runs(root.absolute()))
+    wanted = [run for name in names for run in find_runs(name, str(root))]
+    found, silence = stand(wanted or all_runs(root.absolute()))
+    everything = everything or bool(names)
     recent = {s.folder for s in found[: len(found) if everything else _RECENT]}
     shown = [with_progress(s) for s in found if s.active or s.folder in recent]
     return shown, len(found) - len(shown), silence

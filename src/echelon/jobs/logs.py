@@ -35,6 +35,17 @@ def logs(run: Run, ranks: Sequence[int], nodes: Sequence[int], last: int | None,
     return Exit.OK
 
 
+def logs_of_all(
+    runs: Sequence[Run], ranks: Sequence[int], nodes: Sequence[int], last: int | None
+) -> int:
+    """One after the other, each under its name; what has not begun to speak is left out."""
+    for run in runs:
+        if _there(run):
+            print(f"==> {run.name} <==", flush=True)
+            logs(run, ranks, nodes, last, False)
+    return Exit.OK
+
+
 # --- which ---
 
 

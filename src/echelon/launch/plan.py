@@ -68,7 +68,7 @@ class Plan:
 
     def _lines(self) -> Iterator[str]:
         yield f"launch={self.launcher}"
-        yield from _columns([("rank", "host", "local rank", "devices"), *self._rows()])
+        yield from columns([("rank", "host", "local rank", "devices"), *self._rows()])
         if self.variables:
             yield from ("", "variables:")
             yield from (f"  {key}={value}" for key, value in self.variables.items())
@@ -98,7 +98,7 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()

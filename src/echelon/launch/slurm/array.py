@@ -6,45 +6,68 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm import script
 from echelon.launch.slurm.launcher import note_queued, submit
+from echelon.runs import Run
 
 _USUAL_SIZE = 1001
 """Slurm's default of MaxArraySize; indices stay below it."""
 
 
+class Array(NamedTuple):
+    """What is submitted at once."""
+
+    configs: Sequence[Config]
+    listing: Path
+    """The file that says which folder each task works in."""
+    script: str
+
+
 def submit_all(configs: Sequence[Config], dry_run: bool) -> int:
     """All as one array, or as few as the cluster takes."""
     _require_one_shape(configs)
-    for part in _chunks(configs, max_array_size(os.environ) - 1):
-        listing = _listing(part)
-        text = script.render_array(part[0], listing, len(part))
+    for array in arrays(configs):
         if dry_run:
-            print(text)
-        else:
-            _submit(part, listing, text)
+            print(array.script)
+            continue
+        job, made = queue(array)
+        print(f"job {job}: {len(made)} runs, {made[0].name} … {made[-1].name}")
     return Exit.OK
 
 
-def _submit(configs: Sequence[Config], listing: Path, text: str) -> None:
+def arrays(configs: Sequence[Config], scene: script.Scene | None = None) -> list[Array]:
+    """Of runs that Slurm need not tell apart."""
+    found = []
+    for part in _chunks(configs, max_array_size(os.environ) - 1):
+        listing = _listing(part)
+        text = script.render_array(part[0], listing, len(part), scene)
+        found.append(Array(part, listing, text))
+    return found
+
+
+def queue(array: Array) -> tuple[str, list[Run]]:
+    """Submit it: its number, and its runs."""
+    configs, listing, text = array
     made = [runs.create(config) for config in configs]
     listing.write_text("".join(f"{run.folder}\n" for run in made))
     file = listing.with_suffix(".sh")
     file.write_text(text)
     for run, config in zip(made, configs, strict=True):
+        if config.program:
+            script.write_words(config, run)
         note_queued(run, config)
     job = submit(made[0].name, ("sbatch", "--parsable", str(file)), made)
     for index, run in enumerate(made):
         run.job_file.write_text(f"{job}_{index}\n")
-    print(f"job {job}: {len(made)} runs, {made[0].name} … {made[-1].name}")
+    return job, made
 
 
 def _listing(configs: Sequence[Config]) -> Path:
-    """The file that says which folder each task of the array works in."""
     first = configs[0].run
     return Path(first.dir).absolute() / f".{first.name}.array"
 

@@ -60,23 +60,33 @@ def _variables(config: Config, procs: int, here: Here) -> dict[str, str]:
 
 def carry_out(config: Config, plan: Plan) -> int:
     """Returns as soon as the job is queued."""
+    require_sbatch()
+    require_accepted(plan.script)
+    _require_not_active(config)
+    job, run = queue(config, plan.script)
+    print(f"job {job}: run {run.name} in {run.folder}")
+    return Exit.OK
+
+
+def require_sbatch(instead: str = "type the command on a login node") -> None:
     if shutil.which("sbatch") is None:
         raise EchelonError(
             Fault(
                 "launch=slurm, but there is no sbatch on this machine's PATH",
-                "type the command on a login node; --dry-run shows the script anywhere",
+                f"{instead}; --dry-run shows the script anywhere",
             )
         )
-    _require_accepted(plan.script)
-    _require_not_active(config)
+
+
+def queue(config: Config, text: str) -> tuple[str, Run]:
+    """Submit one run: its job's number, and its folder."""
     run = runs.create(config)
-    run.script_file.write_text(plan.script)
+    run.script_file.write_text(text)
     run.script_file.chmod(0o755)
     note_queued(run, config)
-    job = submit(run.name, plan.commands[0], [run])
+    job = submit(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
     run.job_file.write_text(f"{job}\n")
-    print(f"job {job}: run {run.name} in {run.folder}")
-    return Exit.OK
+    return job, run
 
 
 def note_queued(run: Run, config: Config) -> None:
@@ -86,7 +96,7 @@ def note_queued(run: Run, config: Config) -> None:
     run.update_status(**begun | {"state": "queued", "process": None, "starts": []})
 
 
-def _require_accepted(text: str) -> None:
+def require_accepted(text: str) -> None:
     """Slurm is asked before anything is written: a partition that is not there, too many nodes."""
     done = slurm("sbatch", "--test-only", input=text)
     if done.returncode:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.config.schema import Config, Launch
@@ -20,19 +22,31 @@ _LAST_S = 10
 """Agents leave together; srun would wait for that of a dead node until Slurm has given it up."""
 
 
-def render(config: Config, run: Run) -> str:
+@dataclass(frozen=True)
+class Scene:
+    """What a submission adds to a program: the folder it is in, and lines that make and enter its
+    environment. They may call `fail CODE`."""
+
+    folder: Path | None = None
+    environment: tuple[str, ...] = ()
+
+
+def render(config: Config, run: Run, scene: Scene | None = None) -> str:
     """Of one run."""
     _require_plain(run.folder)
     where = [f"--job-name={run.name}", f'--output="{run.job_log}"']
-    return _render(config, where, [f"run={shlex.quote(str(run.folder))}"])
+    words = shlex.join(program_words(config, *_world(config)))
+    return _render(config, where, [f"run={shlex.quote(str(run.folder))}"], words, scene)
 
 
-def render_array(config: Config, listing: Path, count: int) -> str:
-    """Of many runs that are alike; each task finds its folder in the listing."""
+def render_array(config: Config, listing: Path, count: int, scene: Scene | None = None) -> str:
+    """Of many runs that are alike; each task finds its folder in the listing, and there the words
+    of its program."""
     _require_plain(listing.parent)
+    at_once = f"%{config.launch.max_parallel}" if config.launch.max_parallel else ""
     where = [
         f"--job-name={config.run.name}",
-        f"--array=0-{count - 1}",
+        f"--array=0-{count - 1}{at_once}",
         "--output=/dev/null",
     ]
     listed = shlex.quote(str(listing))
@@ -40,7 +54,15 @@ def render_array(config: Config, listing: Path, count: int) -> str:
         f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {listed})',
         'exec >> "$run/logs/job.log" 2>&1',
     ]
-    return _render(config, where, begin)
+    if config.program and config.mode != "torchrun":
+        begin.append("mapfile -d '' -t words < \"$run/words\"")
+    return _render(config, where, begin, '"${words[@]}"', scene)
+
+
+def write_words(config: Config, run: Run) -> None:
+    """For the script of an array: each ended by the one character that no word can have."""
+    words = program_words(config, *_world(config))
+    run.words_file.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
 
 
 def _require_plain(folder: Path) -> None:
@@ -59,7 +81,14 @@ def processes(launch: Launch) -> int:
     return launch.procs or launch.gpus_per_node or 1
 
 
-def _render(config: Config, where: list[str], begin: list[str]) -> str:
+def _world(config: Config) -> tuple[int, int]:
+    """Nodes, and GPUs or processes on each, as programs are told."""
+    return config.launch.nodes, config.launch.gpus_per_node or processes(config.launch)
+
+
+def _render(
+    config: Config, where: list[str], begin: list[str], words: str, scene: Scene | None
+) -> str:
     procs = processes(config.launch)
     return "\n".join(
         [
@@ -69,6 +98,7 @@ def _render(config: Config, where: list[str], begin: list[str]) -> str:
             *begin,
             'rm -f "$run/exit" "$run/.code"',
             *_set_up(config.launch),
+            *(_enter(scene) if scene else ()),
             "",
             "# The nodes meet at the first one, at a port of this job's own.",
             'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -77,24 +107,35 @@ def _render(config: Config, where: list[str], begin: list[str]) -> str:
             "# TERM: preempted or cancelled. Whether the run goes on is then for Slurm to say.",
             "trap 'stopped=1' TERM",
             "",
-            *(_tasks(config, procs) if by_srun(config) else _agents(config)),
+            *_step(config, procs, words),
             "code=$?",
             "# srun gives the code of the worst node, perhaps of a dead one; node 0 knows better.",
             'if [ -s "$run/.code" ]; then code=$(cat "$run/.code"); fi',
             "",
             'if [ ! -e "$run/cancelled" ]; then',
             '  if [ -n "$stopped" ]; then exit "$code"; fi',
-            "  # Out of time with everything saved, or a node lost: go on in another job.",
-            f"  if {_may_go_on(config)}; then",
-            f'    rm -f "$run/{REQUEUE}"',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
-            "  fi",
+            *(_go_on(config) if requeues(config) else ()),
             "fi",
             'echo "$code" > "$run/exit"',
             'exit "$code"',
             "",
         ]
     )
+
+
+def requeues(config: Config) -> bool:
+    """A program that is not asked to go on would be killed by the signal that tells of the end."""
+    return not config.program or (config.launch.max_requeues > 0 and config.mode != "wandb")
+
+
+def _go_on(config: Config) -> Iterator[str]:
+    yield "  # Out of time with everything saved, or a node lost: go on in another job."
+    yield f"  if {_may_go_on(config)}; then"
+    yield f'    rm -f "$run/{REQUEUE}"'
+    # The last task of an array has the array's own number, by which all of them would be queued.
+    yield "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+    yield '    scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0'
+    yield "  fi"
 
 
 def _may_go_on(config: Config) -> str:
@@ -110,7 +151,7 @@ def _may_go_on(config: Config) -> str:
 
 def by_srun(config: Config) -> bool:
     """Whether Slurm itself starts the processes of a program, instead of an agent per node."""
-    return bool(config.program) and config.mode != "torchrun"
+    return bool(config.program) and config.mode not in ("torchrun", "wandb")
 
 
 def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
@@ -142,8 +183,9 @@ def _options(config: Config, procs: int) -> Iterator[str]:
             yield f"--{key}={value}"
     # Lightning listens to USR1, and queues itself again.
     number = "USR1" if config.program and config.mode == "lightning" else "USR2"
-    yield f"--signal={number}@{launch.signal_lead_s}"
-    yield "--requeue"
+    if requeues(config):
+        yield f"--signal={number}@{launch.signal_lead_s}"
+    yield "--requeue" if requeues(config) else "--no-requeue"
     yield "--open-mode=append"
     yield from launch.sbatch
 
@@ -161,14 +203,56 @@ def _gpu_option(launch: Launch, tasks: int) -> str:
 
 
 def _set_up(launch: Launch) -> list[str]:
-    return ["", "# launch.setup", *launch.setup] if launch.setup else []
+    lines = ["", "# launch.setup", *launch.setup] if launch.setup else []
+    return [*lines, *_read_secrets(launch.secrets)] if launch.secrets else lines
 
 
-def _agents(config: Config) -> Iterator[str]:
+def _read_secrets(file: str) -> Iterator[str]:
+    """By the job itself, so that nothing of them is in a script, a log or the queue."""
+    where = shlex.quote(str(Path(file).expanduser().absolute()))
+    yield from ("", "# launch.secrets: KEY=VALUE lines of a file that is its owner's alone.")
+    yield f'case "$(stat -Lc %a:%u {where})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
+    yield f"  echo error: {where} is not yours alone >&2"
+    yield '  echo 1 > "$run/exit"'
+    yield "  exit 1 ;;"
+    yield "esac"
+    yield 'while IFS= read -r line || [ -n "$line" ]; do'
+    yield '  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "$line"; fi'
+    yield f"done < {where}"
+    yield "unset line"
+
+
+def _enter(scene: Scene) -> Iterator[str]:
+    yield from ("", 'fail() { echo "$1" > "$run/exit"; exit "$1"; }')
+    if scene.folder:
+        yield "# The code as it was when this was submitted."
+        yield f"cd {shlex.quote(str(scene.folder))} || fail 1"
+    if scene.environment:
+        yield from ("# The environment.", *scene.environment)
+
+
+def _step(config: Config, procs: int, words: str) -> Iterator[str]:
+    if by_srun(config):
+        return _tasks(config, procs, words)
+    return _sweep_agent(config, words) if config.mode == "wandb" else agents(config)
+
+
+def python(config: Config) -> str:
+    """Ours. A program's folder may hold files named like modules; -P does not look there."""
+    safe = " -P" if config.program and sys.version_info >= (3, 11) else ""
+    return f"{shlex.quote(sys.executable)}{safe}"
+
+
+def agents(config: Config) -> Iterator[str]:
     yield "# One agent per node, which starts that node's processes and watches them."
     yield f'{_srun(config.launch, 1)} --wait={_LAST_S} --output="$run/logs/node-%n.log" \\'
-    yield f"  {shlex.quote(sys.executable)} -m echelon node \\"
+    yield f"  {python(config)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
+
+
+def _sweep_agent(config: Config, words: str) -> Iterator[str]:
+    yield "# One wandb agent, on this first node; what its trial runs is started on all of them."
+    yield f'{python(config)} -m echelon wandb-job "$run" --master "$master:$port" -- {words}'
 
 
 def _srun(launch: Launch, tasks: int) -> str:
@@ -178,13 +262,12 @@ def _srun(launch: Launch, tasks: int) -> str:
     return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
 
 
-def _tasks(config: Config, procs: int) -> Iterator[str]:
+def _tasks(config: Config, procs: int, words: str) -> Iterator[str]:
     per_node = tasks_per_node(config, procs)
-    gpus = config.launch.gpus_per_node or procs
     yield "# One task per process; the program finds its place in Slurm's variables."
     yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'
     if chosen := config.launch.interface:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in VARIABLES)}"
     srun = _srun(config.launch, per_node)
     yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
-    yield f"  {shlex.join(program_words(config, config.launch.nodes, gpus))}"
+    yield f"  {words}"

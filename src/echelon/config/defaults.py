@@ -1,0 +1,170 @@
+"""Defaults of a user and of a project: `echelon.yaml`, below what is typed.
+
+Values are read as text where a setting is one, because YAML takes 4:00:00 for a number of seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from echelon.config.check import OF_ONE_LAUNCHER
+from echelon.config.schema import Launch
+from echelon.errors import EchelonError, Fault, nearest
+
+FILE = "echelon.yaml"
+_VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
+_SHORT = {"secrets": "launch.secrets"}
+_SECRET_NAME = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"[0-9a-fA-F]{32,}|(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}")
+
+
+class Default(NamedTuple):
+    value: Any
+    where: str
+    """FILE:LINE."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Of all files together; a project's stand above a user's."""
+
+    launch: Mapping[str, Default]
+    """By their dotted keys."""
+    variables: Mapping[str, str]
+    """To be set where nobody has set them."""
+
+    def for_launcher(self, kind: str) -> dict[str, Default]:
+        """Without what another launcher would read: a default is no slip."""
+        other = {key for name, keys in OF_ONE_LAUNCHER.items() if name != kind for key in keys}
+        if kind == "inline":
+            other |= {"procs", "max_restarts"}
+        return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
+
+
+NONE = Defaults({}, {})
+
+
+def load(env: Mapping[str, str], folders: Sequence[Path]) -> Defaults:
+    """From the user's file and from those in the folders, or one error with all faults."""
+    launch: dict[str, Default] = {}
+    variables: dict[str, str] = {}
+    faults: list[Fault] = []
+    for file in files(env, folders):
+        for key, value in _read(file, faults):
+            if key in _VARIABLES:
+                variables[_VARIABLES[key]] = str(value.value)
+            else:
+                launch[_SHORT.get(key, key)] = value
+    if named := launch.get("launch.secrets"):
+        beside = Path(named.where.rpartition(":")[0]).parent
+        path = beside / Path(str(named.value)).expanduser()
+        launch["launch.secrets"] = named._replace(value=str(path))
+    if faults:
+        raise EchelonError(*faults)
+    return Defaults(launch, variables)
+
+
+def files(env: Mapping[str, str], folders: Sequence[Path]) -> list[Path]:
+    """Those that are there, what counts most last."""
+    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", "~"), ".config")
+    candidates = [Path(home) / "echelon" / FILE, *(folder / FILE for folder in folders)]
+    return list(dict.fromkeys(path.absolute() for path in candidates if path.is_file()))
+
+
+def _read(file: Path, faults: list[Fault]) -> Iterator[tuple[str, Default]]:
+    import yaml
+
+    try:
+        tree = yaml.compose(file.read_text(), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        why = getattr(error, "problem", None) or str(error)
+        faults.append(Fault(f"{where} cannot be read: {why}", "mend that line"))
+        return
+    if tree is None:
+        return
+    for key, node in _leaves(tree, ""):
+        where = f"{file}:{node.start_mark.line + 1}"
+        if (fault := _fault(key, node, where)) is not None:
+            faults.append(fault)
+        else:
+            yield key, Default(_value(key, node), where)
+
+
+def _known() -> set[str]:
+    fields = {f"launch.{f.name}" for f in dataclasses.fields(Launch) if f.name != "kind"}
+    return {*fields, *_VARIABLES, *_SHORT}
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        yield prefix.rstrip("."), node
+        return
+    for key, value in node.value:
+        yield from _leaves(value, f"{prefix}{key.value}.")
+
+
+def _fault(key: str, node: Any, where: str) -> Fault | None:
+    import yaml
+
+    texts = [n.value for n in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+    secret = any(isinstance(t, str) and _SECRET_VALUE.search(t) for t in texts)
+    named = key not in _known() and _SECRET_NAME.search(key.rpartition(".")[2])
+    if secret or named:
+        return Fault(
+            f"{where}: {key or 'a value'} looks like a secret, and this file may be read by others",
+            "put it into a file of KEY=VALUE lines with mode 0600, and name that: secrets: PATH",
+        )
+    if key not in _known():
+        return Fault(f"{where}: there is no default {key!r}", nearest(key, _known()))
+    if isinstance(node, yaml.MappingNode):
+        return Fault(f"{where}: {key} has no parts", f"write {key}: VALUE")
+    return None
+
+
+def _value(key: str, node: Any) -> Any:
+    """As its setting declares it: a text or a list of them stays what is written."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        return [str(item.value) for item in node.value]
+    hint = str(typing.get_type_hints(Launch).get(key.removeprefix("launch."), str))
+    is_text = "str" in hint and "list" not in hint
+    if is_text and node.tag != "tag:yaml.org,2002:null":
+        return str(node.value)
+    loader = yaml.SafeLoader("")
+    return loader.construct_object(node)
+
+
+# --- secrets ---
+
+
+def secrets_of(file: str) -> dict[str, str]:
+    """Variables of a file that nobody else may read."""
+    path = Path(file).expanduser()
+    try:
+        found = path.stat()
+        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+            raise EchelonError(
+                Fault(
+                    f"launch.secrets={file} may be read by others, or is not yours",
+                    f"chmod 600 {path}",
+                )
+            )
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise EchelonError(Fault(f"launch.secrets={file}: {why}", "mend the path")) from None
+    pairs = (line.partition("=") for line in lines if re.match(r"[A-Za-z_]\w*=", line, re.ASCII))
+    return {key: value for key, _, value in pairs}

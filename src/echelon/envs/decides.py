@@ -1,0 +1,79 @@
+"""Digests of what an environment depends on. Nothing of it is written down but the digest: URLs
+and variables among it hold passwords."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_LEFT_OUT = {
+    *(".git", ".hg", ".venv", "venv", "node_modules", "runs", "wandb", ".tox", ".echelon"),
+    *("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints"),
+    *("build", "dist"),  # what installing a project leaves in it
+}
+_BIG = 4_000_000
+"""Bytes; of a larger file in a project, which is data, size and time must do."""
+
+
+def digest_of(parts: list[object]) -> str:
+    """Short enough for a folder's name, long enough that no two environments ever share one."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def tree(path: Path) -> list[tuple[str, str]]:
+    """Every file of a local project, by its content: it is installed as it is now."""
+    if path.is_file():
+        return [(path.name, _content(path))]
+    return [(os.path.relpath(file, path), _content(file)) for file in sorted(_files(path))]
+
+
+def files_of_uv(source: Path, environ: Mapping[str, str]) -> list[str]:
+    """uv's own settings, which it looks for upwards from the source, and the user's."""
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/"), ".config"))
+    own = environ.get("UV_CONFIG_FILE")
+    files = [home / "uv" / "uv.toml", Path("/etc/uv/uv.toml"), *([Path(own)] if own else [])]
+    found = [_content(file) for file in files if file.is_file()]
+    for folder in (source, *source.parents):
+        if (folder / "uv.toml").is_file():
+            return [*found, _content(folder / "uv.toml")]
+        if (settings := _tool_uv(folder / "pyproject.toml")) is not None:
+            return [*found, settings]
+    return found
+
+
+def files_of_conda(environ: Mapping[str, str]) -> list[str]:
+    """Its channels and mirrors, where most have them."""
+    home = Path(environ.get("HOME", "/"))
+    own = environ.get("CONDARC")
+    files = [*([Path(own)] if own else []), home / ".condarc", home / ".mambarc"]
+    return [_content(file) for file in files if file.is_file()]
+
+
+def _tool_uv(file: Path) -> str | None:
+    from echelon.envs import toml
+    from echelon.errors import EchelonError
+
+    try:
+        said = toml.table(toml.load(file).get("tool")).get("uv") if file.is_file() else None
+    except EchelonError:
+        return None  # a broken file above the source, which uv would pass by too
+    return None if said is None else json.dumps(said, sort_keys=True, default=str)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for where, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if f not in _LEFT_OUT and not f.endswith(".egg-info")]
+        yield from (Path(where, name) for name in names if not name.endswith(".pyc"))
+
+
+def _content(file: Path) -> str:
+    try:
+        state = file.stat()
+        if state.st_size > _BIG:
+            return f"{state.st_size} {state.st_mtime_ns}"
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:  # a dangling link, a socket
+        return str(error.errno)

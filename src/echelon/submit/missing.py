@@ -1,0 +1,65 @@
+"""What would fail only in the job, told before anything is queued: programs, scripts, data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+
+from echelon.errors import EchelonError, Fault, nearest
+from echelon.submit.plan import Entry, Submission
+
+
+def require_all_there(submission: Submission, env: Mapping[str, str]) -> None:
+    """Or one error with all that is not."""
+    faults = [
+        fault
+        for entry in submission.entries
+        for fault in (*_program_faults(entry, submission, env), *_data_faults(entry, submission))
+    ]
+    if faults:
+        raise EchelonError(*dict.fromkeys(faults))
+
+
+def _program_faults(entry: Entry, s: Submission, env: Mapping[str, str]) -> Iterator[Fault]:
+    program, *arguments = entry.way.words
+    where = f"{entry.command.file}:{program.line}"
+    if program.shell is None and "/" in program.text:
+        if not shutil.which(s.source.folder / program.text):
+            yield Fault(f"{where}: {program.text} is no program", "mend the path, or chmod +x it")
+    elif program.shell is None and not _found(program.text, entry, s, env):
+        hint = "mend the name, or say how the job finds it with launch.setup"
+        if program.text == "python":
+            hint = "write python3, or give the folder an environment, e.g. by requirements.txt"
+        yield Fault(f"{where}: there is no program {program.text}", hint)
+    script = arguments[0] if arguments else program
+    is_python = program.text.rpartition("/")[2].startswith("python")
+    names_script = script.shell is None and script.text.endswith(".py")
+    if is_python and names_script and not (s.source.folder / script.text).exists():
+        known = [name for name in s.source.files if name.endswith(".py")]
+        hint = nearest(script.text, known) if known else "name the folder with --source DIR"
+        yield Fault(f"{where}: {script.text} is not in {s.source.folder}", hint)
+
+
+def _found(program: str, entry: Entry, s: Submission, env: Mapping[str, str]) -> bool:
+    """Where the environment is not there yet, or lines of the job's add to the PATH, nobody can
+    tell."""
+    if entry.config.launch.setup or (s.environment and not s.environment.ready):
+        return True
+    folders = [f"{s.environment.folder}/bin"] if s.environment else []
+    own = next((v.text for n, v in entry.command.variables if n == "PATH"), env.get("PATH", ""))
+    return shutil.which(program, path=":".join([*folders, own])) is not None
+
+
+def _data_faults(entry: Entry, s: Submission) -> Iterator[Fault]:
+    """A path that is there now, and will not be where the job runs."""
+    missing = set(s.source.left_out)
+    for word in entry.command.words:
+        path = os.path.normpath(word.text.rpartition("=")[2])
+        top = path.partition("/")[0]
+        if top in missing and (s.source.folder / path).exists():
+            yield Fault(
+                f"{entry.command.file}:{word.line}: {path} is in the source folder, but git "
+                "ignores it, so that it is not copied",
+                f"add --link {top} to have it linked to, or give an absolute path",
+            )

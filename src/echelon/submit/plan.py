@@ -1,0 +1,252 @@
+"""A submission before it happens: which commands, how, in which environment, from which code."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from echelon import runs
+from echelon.config.check import faults_of, name_fault
+from echelon.config.compose import compose
+from echelon.config.defaults import Defaults
+from echelon.config.schema import Config
+from echelon.envs import EnvPlan, activation
+from echelon.envs import plan as plan_environment
+from echelon.envs.places import MARKER
+from echelon.errors import EchelonError, Fault
+from echelon.gpus import visible_count
+from echelon.launch.slurm import array, script
+from echelon.runs import Run
+from echelon.submit import commands, modes
+from echelon.submit.modes import Way
+from echelon.submit.source import Source, survey
+from echelon.submit.words import Command
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed."""
+
+    overrides: list[str]
+    configs: Path | None = None
+    source: Path | None = None
+    name: str | None = None
+    build: str = "login"
+    env: str = "cache"
+    links: tuple[str, ...] = ()
+    requeue: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One command and its run."""
+
+    command: Command
+    way: Way
+    config: Config
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "file": self.command.file,
+            "line": self.command.line,
+            "argv": self.command.argv,
+            "variables": {name: value.text for name, value in self.command.variables},
+            "mode": self.way.mode,
+            "why": self.way.why,
+            "program": self.config.program,
+            "run": self.config.run.name,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is one call of sbatch's: a run, or an array of runs that are alike."""
+
+    configs: Sequence[Config]
+    script: str
+    array: array.Array | None
+
+
+@dataclass(frozen=True)
+class Submission:
+    name: str
+    folder: Path
+    """Of the code as it was; where there is one command only, its run's folder too."""
+    entries: tuple[Entry, ...]
+    source: Source
+    environment: EnvPlan | None
+    build: str
+
+    @property
+    def kind(self) -> str:
+        return self.entries[0].config.launch.kind
+
+    @property
+    def copy(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def configs(self) -> list[Config]:
+        return [entry.config for entry in self.entries]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(Path(c.run.dir) / str(c.run.name)) for c in self.configs]
+
+    def enter(self) -> list[str]:
+        """Lines of the shell that make and enter the environment."""
+        if self.environment is None:
+            return []
+        made = [] if self.build == "login" else [self._building()]
+        whole = shlex.quote(str(self.environment.folder / MARKER))
+        there = f"[ -e {whole} ] || {{ echo error: there is no {whole} >&2; fail 1; }}"
+        return [*made, there, *activation(self.environment)]
+
+    def _building(self) -> str:
+        words = ["-m", "echelon", "env", "build", "--source", str(self.copy), "--where", "cache"]
+        return f"{script.python(self.configs[0])} {shlex.join(words)} || fail $?"
+
+    def jobs(self) -> list[Job]:
+        """Of one shape each, so that Slurm can take them together."""
+        scene = script.Scene(self.copy, tuple(self.enter()))
+        found = []
+        for alike in _alike(self.configs):
+            if len(alike) == 1:
+                run = Run(Path(alike[0].run.dir) / str(alike[0].run.name))
+                found.append(Job(alike, script.render(alike[0], run, scene), None))
+            else:
+                arrays = array.arrays(alike, scene)
+                found += [Job(each.configs, each.script, each) for each in arrays]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "launch": self.kind,
+            "commands": [entry.to_dict() for entry in self.entries],
+            "environment": self.environment.to_dict() if self.environment else None,
+            "build": self.build if self.environment else None,
+            "source": self.source.to_dict(),
+        }
+
+
+def _alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
+    """The first of each shape decides where its group stands."""
+    shapes = [(config.launch, config.mode) for config in configs]
+    order = [shapes.index(shape) for shape in shapes]
+    for _, group in groupby(sorted(range(len(configs)), key=order.__getitem__), order.__getitem__):
+        yield [configs[at] for at in group]
+
+
+# --- from what was typed ---
+
+
+def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submission:
+    source = request.source or Path()
+    file = request.configs or source / commands.DEFAULT_FILE
+    read = commands.read(file)
+    config = _composed(request, defaults, read[0])
+    place = Path(config.run.dir).absolute()
+    surveyed = survey(source, place, request.links)
+    visible = visible_count(env) if config.launch.kind == "local" else 0
+    chosen = config.mode if "mode" in _keys(request) else None
+    entries = _entries(read, config, chosen, surveyed.folder, visible)
+    name = _name(request.name or config.run.name, file, read)
+    environment = _environment(request, surveyed.folder, env)
+    return Submission(
+        name,
+        place / name,
+        _named(entries, name, place),
+        surveyed,
+        environment,
+        request.build,
+    )
+
+
+def _composed(request: Request, defaults: Defaults, first: Command) -> Config:
+    words = [] if "launch" in _keys(request) else ["launch=slurm"]
+    config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
+    if config.launch.kind not in ("slurm", "local"):
+        raise EchelonError(
+            Fault(
+                f"launch={config.launch.kind}: commands are submitted to Slurm, or run here",
+                "leave it out for launch=slurm, or say launch=local",
+            )
+        )
+    asked_for = "launch.max_requeues" in (*_keys(request), *defaults.launch)
+    if request.requeue or asked_for or config.launch.kind != "slurm":
+        return config
+    return replace(config, launch=replace(config.launch, max_requeues=0))
+
+
+def _keys(request: Request) -> list[str]:
+    """What was set by typing it."""
+    return [word.partition("=")[0] for word in request.overrides]
+
+
+def _entries(
+    read: Sequence[Command], config: Config, chosen: str | None, source: Path, visible: int
+) -> list[Entry]:
+    entries: list[Entry] = []
+    faults: list[Fault] = []
+    for command in read:
+        try:
+            way = modes.see(command, config, chosen, source, visible)
+            faults += _unasked_variables(command, way)
+            own = modes.with_way(config, command, way)
+            faults += faults_of(own)
+            entries.append(Entry(command, way, own))
+        except EchelonError as error:
+            faults += error.faults
+    if faults:
+        raise EchelonError(*dict.fromkeys(faults))
+    return entries
+
+
+def _unasked_variables(command: Command, way: Way) -> Iterator[Fault]:
+    words = (*way.words, *(value for _, value in command.variables))
+    for word in words if not command.expand else ():
+        if word.shell is not None:
+            yield Fault(
+                f"{command.file}:{word.line}: {word.text} has a variable in it, and nothing says "
+                "who is to fill it in",
+                "the job's shell: write the line `# echelon: expand` above; nobody: put it into "
+                "single quotes",
+            )
+
+
+def _name(typed: str | None, file: Path, read: Sequence[Command]) -> str:
+    if typed is not None:
+        if fault := name_fault(typed):
+            raise EchelonError(fault)
+        return typed
+    return runs.new_name([str(file.with_suffix(".sh"))] if len(read) > 1 else read[0].argv)
+
+
+def _named(entries: Sequence[Entry], name: str, place: Path) -> tuple[Entry, ...]:
+    def own(number: int) -> str:
+        return name if len(entries) == 1 else f"{name}-{number}"
+
+    def config(number: int, old: Config) -> Config:
+        return replace(old, run=replace(old.run, name=own(number), dir=str(place)))
+
+    return tuple(replace(e, config=config(i, e.config)) for i, e in enumerate(entries))
+
+
+def _environment(request: Request, source: Path, env: Mapping[str, str]) -> EnvPlan | None:
+    if request.env == "none":
+        return None
+    if request.env == "source" and request.build == "job":
+        raise EchelonError(
+            Fault(
+                "--env source is made in the source folder, which a job does not see as it was",
+                "leave out --build job, or --env source",
+            )
+        )
+    found = plan_environment(source, where=request.env, environ=env)
+    return found if found.kind != "none" else None

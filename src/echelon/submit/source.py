@@ -1,0 +1,221 @@
+"""The code as it was: a copy of the source beside the job, and what git knows about it.
+
+In a git repository the copy has what git tracks and what it would offer to add, with every edit
+that is not committed; what .gitignore names stays where it is. Any other folder is copied without
+caches and environments. Data is not code: it stays in place and is linked to on request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError, Fault
+from echelon.runs import write_json
+
+LIMIT_BYTES = 256 << 20
+"""A source larger than this has data in it."""
+_NEVER = {
+    *(".git", ".hg", ".svn", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache"),
+    *(".pytest_cache", ".ipynb_checkpoints", ".tox", ".nox", ".eggs", "node_modules", ".DS_Store"),
+}
+_GIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Source:
+    folder: Path
+    files: tuple[str, ...]
+    """What is copied, relative to the folder."""
+    size: int
+    left_out: tuple[str, ...]
+    """What else is in it, at its top."""
+    links: tuple[str, ...] = ()
+    commit: str | None = None
+    """None outside of git, or before the first commit."""
+    untracked: tuple[str, ...] = ()
+    """Files among those copied that no commit and no diff knows."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "commit": self.commit,
+            "files": len(self.files),
+            "bytes": self.size,
+            "untracked": list(self.untracked),
+            "left_out": list(self.left_out),
+            "links": list(self.links),
+        }
+
+
+def survey(folder: Path, runs: Path, links: Sequence[str] = ()) -> Source:
+    """What would be copied; the folder of all runs never is."""
+    if not folder.is_dir():
+        raise EchelonError(
+            Fault(f"--source {folder} is no folder", "name the folder that the commands run in")
+        )
+    folder = folder.resolve()
+    linked = tuple(os.path.normpath(link) for link in links)
+    skipped = [runs.resolve(), *(folder / link for link in linked)]
+    tracked, untracked = _listed_by_git(folder)
+    loose = [name for name in untracked if not _NEVER & set(Path(name).parts)]
+    if tracked is None:
+        loose, tracked = list(_walked(folder, skipped)), []
+    files = sorted(
+        name
+        for name in {*tracked, *loose}
+        if os.path.lexists(folder / name) and not _is_in(folder / name, skipped)
+    )
+    _require_links(folder, linked, files)
+    size = sum(os.lstat(folder / name).st_size for name in files)
+    _require_small(folder, files, size)
+    tops = {name.partition("/")[0] for name in (*files, *linked)}
+    there = {p.name for p in folder.iterdir() if p.resolve() != runs.resolve()}
+    commit = (_git(folder, "rev-parse", "HEAD") or b"").decode().strip() or None
+    in_git = commit is not None or bool(tracked)
+    return Source(
+        folder,
+        tuple(files),
+        size,
+        tuple(sorted(there - tops - _NEVER)),
+        linked,
+        commit,
+        tuple(sorted(set(loose) & set(files))) if in_git else (),
+    )
+
+
+def keep(source: Source, into: Path) -> Path:
+    """Copy it, with what git knows; the copy is there as a whole or not at all."""
+    copy, partial = into / "source", into / ".source"
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        for old in (copy, partial):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir()
+        for name in source.files:
+            _copy(source.folder, name, partial)
+        for name in source.links:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).symlink_to(source.folder / name)
+        write_json(into / "source.json", source.to_dict())
+        if source.commit:
+            diff = _git(source.folder, "diff", "--binary", "HEAD", "--", ".")
+            (into / "source.diff").write_bytes(diff or b"")
+        partial.rename(copy)
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"the source cannot be copied to {copy}: {(error.strerror or str(error)).lower()}"
+                + (f" ({error.filename})" if error.filename else ""),
+                "free some space, mend the file's mode, or give another place with run.dir=PATH",
+            )
+        ) from error
+    return copy
+
+
+def _copy(folder: Path, name: str, into: Path) -> None:
+    original, copy = folder / name, into / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if not original.is_symlink():
+        with contextlib.suppress(FileNotFoundError):  # an editor's, gone since it was listed
+            shutil.copy2(original, copy)
+        return
+    target = original.resolve()
+    if target.is_relative_to(folder):  # stays inside the copy, also where it was absolute
+        copy.symlink_to(os.path.relpath(target, original.parent.resolve()))
+    else:
+        copy.symlink_to(target)
+
+
+def _require_links(folder: Path, links: Sequence[str], files: Sequence[str]) -> None:
+    faults = []
+    for link in links:
+        if os.path.isabs(link) or link.split("/")[0] in ("..", "."):
+            faults.append(
+                Fault(f"--link {link} is not inside the source", "an absolute path works as it is")
+            )
+        elif not os.path.lexists(folder / link):
+            faults.append(Fault(f"--link {link}: {folder / link} is not there", "mend the name"))
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _require_small(folder: Path, files: Sequence[str], size: int) -> None:
+    if size <= LIMIT_BYTES:
+        return
+    largest = sorted(files, key=lambda name: os.lstat(folder / name).st_size, reverse=True)[:3]
+    shown = ", ".join(f"{n} ({os.lstat(folder / n).st_size >> 20} MB)" for n in largest)
+    raise EchelonError(
+        Fault(
+            f"the source {folder} has {size >> 20} MB, more than the {LIMIT_BYTES >> 20} MB that "
+            f"are copied for a job; the largest: {shown}",
+            "name data in .gitignore and link to it with --link FOLDER, or narrow it with "
+            "--source DIR",
+        )
+    )
+
+
+# --- which files ---
+
+
+def _walked(folder: Path, skipped: Sequence[Path]) -> Iterator[str]:
+    for at, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _NEVER and name not in links and Path(at, name) not in skipped
+        ]
+        for name in (*names, *links):
+            if name not in _NEVER:
+                yield os.path.relpath(os.path.join(at, name), folder)
+
+
+def _listed_by_git(folder: Path) -> tuple[list[str] | None, list[str]]:
+    """Tracked and untracked; None where git does not know the folder."""
+    tracked = _git(folder, "ls-files", "-z", "--cached")
+    others = _git(folder, "ls-files", "-z", "--others", "--exclude-standard")
+    if tracked is None or others is None or not tracked + others:  # or all of it is ignored
+        return None, []
+    return _with_submodules(folder, _names(tracked)), _names(others)
+
+
+def _with_submodules(folder: Path, names: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        inside = folder / name
+        if not inside.is_dir() or inside.is_symlink():
+            found.append(name)
+            continue
+        tracked, others = _listed_by_git(inside)
+        found += [f"{name}/{each}" for each in (*(tracked or ()), *others)]
+    return found
+
+
+def _names(listed: bytes) -> list[str]:
+    return [os.fsdecode(name).rstrip("/") for name in listed.split(b"\0") if name]
+
+
+def _is_in(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path == folder or folder in path.parents for folder in folders)
+
+
+def _git(folder: Path, *words: str) -> bytes | None:
+    """None where it is not installed, or does not want to."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_GIT_S,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

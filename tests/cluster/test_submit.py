@@ -1,0 +1,157 @@
+"""`echelon submit` on a cluster: words that arrive, environments, the code as it was, sweeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sweeps
+from desk import Desk
+from launching import EXAMPLES, until
+from test_envs import wheel
+
+from echelon.errors import Exit
+from echelon.jobs.standing import stand_of
+from echelon.submit.commands import quote
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+DUMP = """
+import json, os, sys
+if sys.argv[1:] == ["fail"]:
+    sys.exit(7)
+print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("SEED")]))
+"""
+TRIAL = """
+import os, socket, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), *sys.argv[1:],
+      os.environ["WANDB_RUN_ID"], flush=True)
+sys.exit(3 * (os.environ["RANK"] == "1"))
+"""
+NASTY = [
+    *("--layers=64,64", "b=[1,2]", "{a: 1}", "*", "a\nb", "it's", '"', "$(touch hacked)", ";"),
+    *("-x", "--", "x" * 300, "ä你", "", "\\", "`touch hacked`", "$HOME", "\r\n", "a\tb"),
+]
+
+
+@pytest.fixture
+def offline(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """Packages come from a folder of wheels, and environments are this test's own."""
+    place = tmp_path_factory.mktemp("packages")
+    wheel(place / "wheels", "tiny")
+    desk.variables |= {
+        "ECHELON_CACHE": str(place / "cache"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(place / "wheels"),
+        "PIP_EXTRA_INDEX_URL": "",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    return desk
+
+
+def over(desk: Desk, name: str) -> str:
+    """How a run ended."""
+    run = desk.run(name)
+    until(lambda: run.config_file.exists() and run.exit_file.exists(), 90.0, f"{name} over")
+    return stand_of(run).state
+
+
+def test_every_word_arrives_and_every_failure_is_one(desk: Desk) -> None:
+    (desk.folder / "dump.py").write_text(DUMP)
+    python = [sys.executable, "dump.py"]
+    commands = [[*python, word] for word in NASTY] + [[*python, *NASTY], [*python, "fail"]]
+    lines = ["# all kinds", *map(quote, commands), f"SEED='4 2' {quote([*python, 'seed'])}"]
+    (desk.folder / "all.txt").write_text("\n".join(lines))
+    words = ("--configs", "all.txt", "--name", "all", "--max-parallel", "8", "--wait")
+    done = desk.type("submit", *words)
+    assert done.code == 7, done.err
+    copy = str(desk.run("all").folder / "source")
+    expected = [[[word], copy, None] for word in NASTY] + [[NASTY, copy, None]]
+    for number, wanted in enumerate(expected):
+        assert json.loads(desk.run(f"all-{number}").log_file(0).read_text()) == wanted
+    failed, seeded = len(NASTY) + 1, len(NASTY) + 2
+    assert json.loads(desk.run(f"all-{seeded}").log_file(0).read_text()) == [["seed"], copy, "4 2"]
+    shown = json.loads(desk.type("jobs", "all", "--json").out)
+    states = {s["run"]: (s["state"], s["exit"]) for s in shown}
+    assert states.pop(f"all-{failed}") == ("failed", 7)
+    assert set(states.values()) == {("finished", 0)}
+    assert len(states) == len(NASTY) + 2
+    array = desk.run("all-0").job().partition("_")[0]
+    assert desk.cluster.job_state(f"{array}_{failed}") == "FAILED"
+    assert f"==> all-{failed} <==" in desk.type("logs", array).out
+    assert not list(desk.folder.rglob("hacked"))
+
+
+def test_a_job_runs_what_was_submitted_whatever_is_edited_later(offline: Desk) -> None:
+    """It is held in the queue while the source changes under it."""
+    desk = offline
+    shutil.copytree(EXAMPLES / "submit", desk.folder, dirs_exist_ok=True)
+    main = desk.folder / "main.py"
+    main.write_text("import sys\nprint('as it was', sys.argv[1:])\n")
+    more = ("--name", "a", "--env", "none", "launch.sbatch=['--hold']")
+    started = desk.program("bash", "job_submitter.sh", *more)
+    assert started.process.wait(90) == Exit.OK, started.told()
+    assert f"job {desk.job()}: run a in" in started.told()
+    main.write_text("raise SystemExit('edited')\n")
+    desk.cluster.slurm("scontrol", "release", desk.job())
+    assert over(desk, "a") == "finished", desk.run().job_log.read_text()
+    assert desk.run().log_file(0).read_text() == "as it was ['--train', '--batch_size', '6']\n"
+    assert "as it was" in desk.type("logs", desk.job()).out
+
+
+def test_two_at_once_and_a_build_that_was_killed_give_one_environment(offline: Desk) -> None:
+    desk = offline
+    (desk.folder / "requirements.txt").write_text("tiny==1.0\n")
+    (desk.folder / "main.py").write_text("import tiny\nprint(tiny.version)\n")
+    (desk.folder / "one.txt").write_text("python main.py\n")
+    killed = desk.start("submit", "--configs", "one.txt", "--name", "k")
+    cache = Path(desk.variables["ECHELON_CACHE"])
+    until(lambda: list(cache.glob("envs/*/bin")), 60.0, "a build half done")
+    killed.end()
+    assert not desk.run("k").job()
+    both = [desk.start("submit", "--configs", "one.txt", "--name", n) for n in ("a", "b")]
+    assert [each.process.wait(120) for each in both] == [0, 0], desk.said()
+    assert [over(desk, name) for name in ("a", "b")] == ["finished", "finished"]
+    told = "".join(each.told() for each in both)
+    assert told.count("building ") == 1, told
+    assert desk.run("a").log_file(0).read_text() == desk.run("b").log_file(0).read_text() == "1.0\n"
+
+
+def test_an_environment_that_cannot_be_made_in_the_job_fails_the_job(offline: Desk) -> None:
+    desk = offline
+    (desk.folder / "requirements.txt").write_text("tiny==9.9\n")
+    (desk.folder / "one.txt").write_text("python -c pass\n")
+    words = ("--configs", "one.txt", "--build", "job", "--name", "a", "--wait")
+    done = desk.type("submit", *words)
+    assert done.code != Exit.OK
+    assert "tiny==9.9" in desk.run().job_log.read_text()
+    assert desk.cluster.job_state(desk.job()) == "FAILED"
+
+
+def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:
+    """Its agent ends with 0 when a trial fails; the job does not."""
+    pytest.importorskip("wandb")
+    (desk.folder / "trial.py").write_text(TRIAL)
+    (desk.folder / "sweep.txt").write_text("wandb agent --count 1 me/project/sweep\n")
+    address = subprocess.run(
+        ["getent", "hosts", desk.cluster.nodes[0]], capture_output=True, text=True, check=True
+    ).stdout.split()[0]
+    bridge = address.rpartition(".")[0] + ".1"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with sweeps.serving(bridge, "trial.py", [{"lr": 0.1}]) as server:
+        words = ("--configs", "sweep.txt", "--name", "a", "launch.nodes=2", "--wait")
+        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "PATH": path}
+        done = desk.type("submit", *words, **variables)
+    assert done.code == 3, done.out + done.err
+    assert done.left == []
+    for rank, host in enumerate(desk.cluster.nodes[:2]):
+        line = desk.run().log_file(rank).read_text().splitlines()[0]
+        assert line.startswith(f"{rank} 2 {host} --lr=0.1 trial")
+    assert server.heard.count("CreateAgent") == 1
+    assert "a" * 40 not in "".join(p.read_text() for p in desk.run().folder.rglob("*.sh"))

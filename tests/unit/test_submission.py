@@ -1,0 +1,391 @@
+"""A submission before it happens: how each command is run, the code as it was, and defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon import runs
+from echelon.cli import dispatch, guarded
+from echelon.config.compose import compose
+from echelon.config.defaults import NONE, load, secrets_of
+from echelon.errors import EchelonError, Exit
+from echelon.launch.slurm import script
+from echelon.runs import Run, find_runs, open_run
+from echelon.submit import plan as plans
+from echelon.submit.commands import parse, quote
+from echelon.submit.missing import require_all_there
+from echelon.submit.modes import see, words_of
+from echelon.submit.plan import Request, Submission
+from echelon.submit.send import prepare
+from echelon.submit.show import exact
+from echelon.submit.source import keep, survey
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project in which a person types."""
+    monkeypatch.chdir(tmp_path)
+    # Debian itself has no `python`.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "main.py").write_text("print('here')\n")
+    return tmp_path
+
+
+def planned(text: str, *overrides: str, **more: Any) -> Submission:
+    Path("commands.txt").write_text(text)
+    request = Request(["run.name=a", *overrides], Path("commands.txt"), **more)
+    submission = plans.plan(request, load(os.environ, [Path()]), os.environ)
+    require_all_there(submission, os.environ)
+    return submission
+
+
+def told(text: str, *overrides: str, **more: Any) -> str:
+    with pytest.raises(EchelonError) as caught:
+        planned(text, *overrides, **more)
+    return str(caught.value)
+
+
+def git(*words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *words], check=True, capture_output=True)
+
+
+# --- how a command is run ---
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "mode", "program"),
+    [
+        ("python main.py", [], "plain", "python main.py"),
+        ("python main.py", ["launch.nodes=2"], "torchrun", "python main.py"),
+        ("python main.py", ["launch.gpus_per_node=4"], "torchrun", "python main.py"),
+        ("python main.py", ["launch.nodes=2", "mode=plain"], "plain", "python main.py"),
+        ("python light.py", ["launch.nodes=2"], "lightning", "python light.py"),
+        ("python light.py", [], "plain", "python light.py"),
+        ("srun python main.py", ["launch.nodes=2"], "srun", "python main.py"),
+        ("torchrun --standalone main.py -x", [], "torchrun", "python main.py -x"),
+        ("torchrun --nproc_per_node 2 -m a.b", [], "torchrun", "python -m a.b"),
+        ("torchrun --nnodes=$N --rdzv_id $J main.py", [], "torchrun", "python main.py"),
+        ("python -m torch.distributed.run main.py", [], "torchrun", "python main.py"),
+        ("torchrun --no-python ls", [], "torchrun", "ls"),
+        (
+            "wandb agent --count 1 a/b/c",
+            [],
+            "wandb",
+            "wandb agent --forward-signals --count 1 a/b/c",
+        ),
+        ("python -m wandb agent c", [], "wandb", "wandb agent --forward-signals c"),
+        ("A='x y' python main.py", [], "plain", "env 'A=x y' python main.py"),
+    ],
+)
+def test_it_is_seen_from_the_command(
+    here: Path, command: str, overrides: list[str], mode: str, program: str
+) -> None:
+    (here / "light.py").write_text("import lightning as L\nparser.add_argument('--num_nodes')\n")
+    config = compose(["launch=slurm", *overrides], program=["x"])
+    [read] = parse(command, "f")
+    chosen = next((word[5:] for word in overrides if word.startswith("mode=")), None)
+    way = see(read, config, chosen, here, 0)
+    assert way.mode == mode
+    assert exact(words_of(read, way)) == program
+    assert way.why
+
+
+def test_what_torchrun_was_told_is_the_launch(here: Path) -> None:
+    [entry] = planned("torchrun --nproc-per-node=2 --nnodes=3 --max_restarts=1 main.py").entries
+    launch = entry.config.launch
+    assert (launch.procs, launch.nodes, launch.max_restarts) == (2, 3, 1)
+    assert "torchrun is told procs 2, but launch.procs=4" in told(
+        "torchrun --nproc-per-node=2 main.py", "launch.procs=4"
+    )
+    assert "torchrun without a script" in told("torchrun --standalone\n")
+    assert "--tee has no counterpart" in told("torchrun --tee 3 main.py")
+
+
+def test_lightning_is_told_its_world_at_the_end(here: Path) -> None:
+    def words(*overrides: str) -> str:
+        [job] = planned("python main.py -x", "mode=lightning", *overrides).jobs()
+        return job.script
+
+    size = ("launch.nodes=2", "launch.gpus_per_node=4")
+    assert "python main.py -x --num_nodes 2 --gpus 4\n" in words(*size)
+    assert "python main.py -x --nnodes 2\n" in words(
+        *size, "launch.nodes_flag=--nnodes", "launch.gpus_flag=''"
+    )
+
+
+def test_twelve_commands_are_an_array_with_every_word_exact(here: Path) -> None:
+    nasty = ["a\nb", "$(touch x)", ";", "it's", '"', "", "ä你", "-x", "x" * 300, "{a: 1}", "*"]
+    commands = [["python", "main.py", word] for word in [*nasty, "[1,2]"]]
+    submission = planned("\n".join(map(quote, commands)), "launch.max_parallel=5")
+    [job] = submission.jobs()
+    assert "#SBATCH --array=0-11%5" in job.script
+    assert job.script.index("#SBATCH --array") < job.script.index("run=")
+    for word in nasty[:2]:
+        assert word not in job.script, "words are not part of an array's script"
+    for entry, command in zip(submission.entries, commands, strict=True):
+        run = runs.create(entry.config)
+        script.write_words(entry.config, run)
+        read = 'mapfile -d "" -t words < "$1"; printf "%s\\0" "${words[@]}"'
+        done = subprocess.run(["bash", "-c", read, "_", run.words_file], capture_output=True)
+        assert done.stdout.decode().split("\0")[:-1] == command
+
+
+def test_more_than_an_array_takes_are_several(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "slurm.conf").write_text("MaxArraySize=6\n")
+    monkeypatch.setenv("SLURM_CONF", str(here / "slurm.conf"))
+    jobs = planned("python main.py\n" * 12).jobs()
+    assert [len(job.configs) for job in jobs] == [5, 5, 2]
+
+
+def test_commands_of_different_shapes_are_jobs_of_their_own(here: Path) -> None:
+    text = "python main.py 1\ntorchrun --nproc-per-node=2 main.py\npython main.py 2\n"
+    submission = planned(text)
+    assert [[c.run.name for c in job.configs] for job in submission.jobs()] == [
+        ["a-0", "a-2"],
+        ["a-1"],
+    ]
+
+
+def test_only_who_can_resume_is_queued_again(here: Path) -> None:
+    [job] = planned("python main.py").jobs()
+    assert "--no-requeue" in job.script
+    assert "--signal" not in job.script, "it would kill a program that does not know it"
+    assert "scontrol requeue" not in job.script
+    [job] = planned("python main.py", requeue=True).jobs()
+    assert "#SBATCH --signal=USR2@120" in job.script
+    assert "scontrol requeue" in job.script
+
+
+def test_variables_are_refused_unless_they_are_asked_for(here: Path) -> None:
+    found = told("python main.py\npython main.py $HOME/x \\\n '$y' ${z}")
+    assert "commands.txt:2: $HOME/x has a variable in it" in found
+    assert "commands.txt:3: ${z} has a variable in it" in found
+    assert "$y" not in found
+    [entry] = planned("# echelon: expand\npython main.py $HOME/x").entries
+    assert entry.config.program[:2] == ["bash", "-c"]
+
+
+def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
+    (here / "train.py").touch()
+    found = told("python trian.py\nno-such-program\n./none.sh", env="none")
+    assert "commands.txt:1: trian.py is not in" in found
+    assert "did you mean 'train.py'?" in found
+    assert "commands.txt:2: there is no program no-such-program" in found
+    assert "commands.txt:3: ./none.sh is no program" in found
+    assert "launch=ssh: commands are submitted to Slurm" in told(
+        "python main.py", "launch=ssh", "launch.hosts=[a]"
+    )
+    for name in ("a b", "a\nb", "$(x)", ";", "-x", "x" * 101):
+        assert "is no name for a run" in told("python main.py", name=name)
+
+
+def test_without_slurm_another_way_is_offered(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "experiment_configurations.txt").write_text("/bin/sh -c true")
+    monkeypatch.setenv("PATH", str(here))
+    assert guarded(lambda: dispatch(["submit"])) == Exit.USAGE
+    assert "add launch=local to run the commands on this machine" in capsys.readouterr().err
+    assert not (here / "runs").exists()
+
+
+def test_a_dry_run_shows_everything_and_does_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "sweep.txt").write_text("python main.py --layers=64,64\nA=1 python main.py 'a\nb'\n")
+    before = sorted(here.iterdir())
+    assert dispatch(["submit", "--configs", "sweep.txt", "--dry-run"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "mode=plain: one process (lines 1, 2)" in shown
+    assert '["A=1", "python", "main.py", "a\\nb"]' in shown
+    assert "#SBATCH --array=0-1" in shown
+    assert dispatch(["submit", "--configs", "sweep.txt", "--dry-run", "--json"]) == Exit.OK
+    data = json.loads(capsys.readouterr().out)
+    assert [(c["line"], c["argv"][1:], c["variables"]) for c in data["commands"]] == [
+        (1, ["main.py", "--layers=64,64"], {}),
+        (2, ["main.py", "a\nb"], {"A": "1"}),
+    ]
+    assert sorted(here.iterdir()) == before
+
+
+# --- the code as it was ---
+
+
+def test_a_copy_has_what_git_would_know(here: Path) -> None:
+    git("init", "-q")
+    (here / ".gitignore").write_text("data/\n*.log\n")
+    (here / "gone.py").touch()
+    git("add", "main.py", ".gitignore", "gone.py")
+    git("commit", "-qm", "first")
+    (here / "main.py").write_text("print('edited')\n")
+    (here / "gone.py").unlink()
+    (here / "new.py").touch()
+    for folder in ("data", "runs/a", ".venv", "pkg"):
+        (here / folder).mkdir(parents=True)
+        (here / folder / "file.py").touch()
+    (here / "inside").symlink_to(here / "pkg")
+    (here / "outside").symlink_to("../outside")
+    source = survey(here, here / "runs", ["data"])
+    assert source.files == (
+        *(".gitignore", "inside", "main.py", "new.py", "outside", "pkg/file.py"),
+    )
+    assert source.untracked == ("inside", "new.py", "outside", "pkg/file.py")
+    copy = keep(source, here / "runs" / "a")
+    assert (copy / "main.py").read_text() == "print('edited')\n"
+    assert os.readlink(copy / "inside") == "pkg"
+    assert os.readlink(copy / "outside") == str(here.parent / "outside")
+    assert os.readlink(copy / "data") == str(here / "data")
+    diff = (here / "runs" / "a" / "source.diff").read_text()
+    assert "+print('edited')" in diff
+    told = json.loads((here / "runs" / "a" / "source.json").read_text())
+    assert len(told["commit"]) == 40
+    assert survey(here, here / "runs").left_out == ("data",)
+
+
+def test_a_plain_folder_works_as_well(here: Path) -> None:
+    for folder in ("__pycache__", ".git", "runs", "pkg/__pycache__"):
+        (here / folder).mkdir(parents=True)
+        (here / folder / "x").touch()
+    (here / "pkg" / "a.py").touch()
+    source = survey(here, here / "runs")
+    assert source.files == ("main.py", "pkg/a.py")
+    assert source.commit is None
+
+
+def test_a_folder_that_a_repository_around_it_ignores_is_copied(here: Path) -> None:
+    git("init", "-q")
+    (here / ".gitignore").write_text("inner\n")
+    (here / "inner").mkdir()
+    (here / "inner" / "main.py").touch()
+    assert survey(here / "inner", here / "runs").files == ("main.py",)
+
+
+def test_data_that_is_not_copied_is_told(here: Path) -> None:
+    git("init", "-q")
+    (here / ".gitignore").write_text("data\n")
+    (here / "data").mkdir()
+    (here / "data" / "x.csv").touch()
+    assert "add --link data" in told("python main.py --in=data/x.csv")
+    assert planned("python main.py --in=data/x.csv", links=("data",))
+    assert "--link nowhere" in told("python main.py", links=("nowhere",))
+    assert "is not inside the source" in told("python main.py", links=("../x",))
+
+
+def test_a_source_full_of_data_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (here / "large.bin").open("wb") as file:
+        file.truncate(300 << 20)
+    assert "the largest: large.bin (300 MB)" in told("python main.py")
+
+
+def test_no_place_for_the_copy(here: Path) -> None:
+    (here / "file").touch()
+    source = survey(here, here / "runs")
+    with pytest.raises(EchelonError, match="cannot be copied"):
+        keep(source, here / "file" / "a")
+
+
+# --- by name, number and group ---
+
+
+def test_runs_are_found_by_name_number_and_group(here: Path) -> None:
+    config = compose(["run.dir=runs"])
+    for number in (0, 1, 2, 10):
+        named = compose([f"run.name=a-{number}"])
+        runs.create(named).job_file.write_text(f"7_{number}\n")
+    single = runs.create(compose(["run.name=b"]))
+    single.job_file.write_text("8\n")
+    assert config.run.name is None
+
+    def names(where: str) -> list[str]:
+        return [run.name for run in find_runs(where)]
+
+    assert names("a") == ["a-0", "a-1", "a-2", "a-10"]
+    assert names("a-1") == ["a-1"]
+    assert sorted(names("7")) == ["a-0", "a-1", "a-10", "a-2"]
+    assert names("7_2") == ["a-2"]
+    assert names("8") == ["b"]
+    assert open_run("8") == Run(single.folder)
+    with pytest.raises(EchelonError, match="a is 4 runs"):
+        open_run("a")
+    for nothing in ("9", "7_3", "[", "*", "a-"):
+        with pytest.raises(EchelonError, match="no run"):
+            find_runs(nothing)
+
+
+# --- defaults ---
+
+
+def test_the_typed_stands_above_the_project_above_the_user(here: Path) -> None:
+    (here / "home" / "echelon").mkdir(parents=True)
+    (here / "home" / "echelon" / "echelon.yaml").write_text(
+        "launch: {partition: u, account: u, time: 4:00:00, setup: [module load x]}\n"
+        "wandb: {entity: us}\n"
+    )
+    (here / "echelon.yaml").write_text("launch:\n  partition: p\n  account: p\n")
+    defaults = load(os.environ, [here])
+    launch = compose(["launch=slurm", "launch.account=t"], defaults=defaults).launch
+    assert (launch.partition, launch.account, launch.time) == ("p", "t", "4:00:00")
+    assert launch.setup == ["module load x"]
+    assert defaults.variables == {"WANDB_ENTITY": "us"}
+    assert compose([], defaults=defaults).launch.partition is None, "not of this launcher"
+    assert planned("python main.py").entries[0].config.launch.partition == "p"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("launch:\n  partion: gpu\n", "echelon.yaml:2: there is no default 'launch.partion'"),
+        ("launch:\n  kind: slurm\n", "echelon.yaml:2: there is no default 'launch.kind'"),
+        ("x: 1\n", "echelon.yaml:1: there is no default 'x'"),
+        ("a: [\n", "echelon.yaml:2 cannot be read"),
+        ("wandb:\n  api_key: x\n", "echelon.yaml:2: wandb.api_key looks like a secret"),
+        (f"wandb:\n  entity: {KEY}\n", "echelon.yaml:2: wandb.entity looks like a secret"),
+        (f"launch:\n  setup: [export K={KEY}]\n", "echelon.yaml:2: launch.setup looks like"),
+    ],
+)
+def test_what_defaults_may_not_be(here: Path, text: str, told: str) -> None:
+    (here / "echelon.yaml").write_text(text)
+    with pytest.raises(EchelonError) as caught:
+        load(os.environ, [here])
+    assert told in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+def test_a_wrong_value_is_told_with_its_file_and_line(here: Path) -> None:
+    (here / "echelon.yaml").write_text("launch:\n  nodes: many\n")
+    with pytest.raises(EchelonError, match=r"echelon.yaml:2: launch.nodes"):
+        compose(["launch=slurm"], defaults=load(os.environ, [here]))
+    assert load(os.environ, []) == NONE
+
+
+def test_secrets_are_read_from_a_file_of_ones_own(here: Path) -> None:
+    file = here / "secrets"
+    file.write_text(f"# mine\nWANDB_API_KEY={KEY}\nnot a line\nEMPTY=\n")
+    file.chmod(0o644)
+    (here / "echelon.yaml").write_text("secrets: secrets\n")
+    with pytest.raises(EchelonError, match="chmod 600"):
+        secrets_of(str(file))
+    with pytest.raises(EchelonError, match="chmod 600"):
+        prepare(planned("python main.py"), [])
+    file.chmod(0o600)
+    assert secrets_of(str(file)) == {"WANDB_API_KEY": KEY, "EMPTY": ""}
+    [job] = planned("python main.py").jobs()
+    assert KEY not in job.script
+    begin = job.script.index("# launch.secrets")
+    lines = job.script[begin : job.script.index("unset line")]
+    for mode, code in ((0o600, 0), (0o644, 1)):
+        file.chmod(mode)
+        text = f'run={here}\n{lines}\n[ "$WANDB_API_KEY" = {KEY} ]'
+        assert subprocess.run(["bash", "-c", text], capture_output=True).returncode == code
