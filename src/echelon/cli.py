@@ -436,6 +436,73 @@ def _data(words: list[str]) -> int:
     return get(given.size, given.given, Path(given.to), given.json)
 
 
+def _doctor(words: list[str]) -> int:
+    parser = _parser(
+        "doctor",
+        "Look at this machine: Python, torch, driver, GPUs, disks, limits, network, clients. Then "
+        "train a step on every device and all-reduce across them (without one, on two processes of "
+        "the CPU).",
+        """\
+Each check is ok, warn (a training runs, but not as it could), fail (it does not run) or – (nothing
+to check here), with the command that mends it.
+The exit code is 1 if any check fails, else 0.
+Piped: state, check, what was found and what to do, between tabs.
+
+--json prints {version: 1, host, echelon, python, worst: ok, warn or fail,
+checks: [{check, state: ok, warn, fail or none, found, do}]}.""",
+    )
+    parser.add_argument("--no-smoke", action="store_true", help="only look, train nothing")
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.check.doctor import doctor
+
+    return doctor(Path(given.dir), given.json, not given.no_smoke)
+
+
+def _preflight(words: list[str]) -> int:
+    parser = _parser(
+        "preflight",
+        "Look at the very nodes that a job will use, before it does: echelon preflight launch=ssh "
+        "'launch.hosts=[a,b]', or launch=slurm launch.nodes=2. launch.preflight=true does the same "
+        "before a training.",
+        """\
+On every node: does it start, versions, code, names both ways, TCP to every other node, interface,
+clock, shared folder, disk, GPUs free and healthy, speed of each link, an all-reduce whose sum is
+checked. With Slurm inside an allocation on its nodes, else srun asks for them as the job would.
+
+The exit code is 6 if any check fails, else 0.
+Piped: state, node, check, what was found and what to do, between tabs.
+
+--json prints {version: 1, launcher, ready, nodes: [{node, host, address}],
+checks: [{node, host, check, state: ok, warn, fail or none, found, do}],
+links: [{from, to, bytes_per_s}], slowest: host or null}.""",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of `echelon train`")
+    parser.add_argument("--run", help="of a run: its name or folder, with its settings")
+    parser.add_argument(
+        "--limit", type=_seconds, default=60.0, metavar="S", help="for all checks (default: 60)"
+    )
+    parser.add_argument(
+        "--wait", type=_seconds, default=600.0, metavar="S", help="slurm: in the queue (600)"
+    )
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_intermixed_args(words)
+    if given.run and given.overrides:
+        parser.error("a run has its own settings: give --run or KEY=VALUE")
+    from echelon.entry import check_nodes
+
+    return check_nodes(given.overrides, given.run, given.dir, given.json, given.limit, given.wait)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -462,6 +529,8 @@ VERBS = {
     "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
     "node": Verb("be one node of a run; scripts call this", _node),
     "data": Verb("get a data set, such as MovieLens", _data),
+    "doctor": Verb("what is wrong with this machine, and what mends it", _doctor),
+    "preflight": Verb("whether a job would go well on its nodes", _preflight),
     "explain": Verb("what this process thinks its world is, and why", _explain),
 }
 

@@ -27,6 +27,8 @@ class Exit(IntEnum):
     """The processes of a world did not find each other."""
     NODE_LOST = 5
     """A machine of the world went down or was cut off."""
+    NOT_READY = 6
+    """`echelon preflight` found what would keep a training from running on these machines."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

@@ -37,6 +37,7 @@ LEVELS = {
     "jobs": 3,
     "view": 3,
     "experiments": 4,
+    "check": 4,
     "recommend": 5,
     "entry": 5,
     "explain": 5,
@@ -57,7 +58,7 @@ LIKE_OUTSIDE = {"conf"}
 """Holds yaml files."""
 
 TORCH_ROOMS = {"data", "optim", "train", "experiments"}
-TORCH_FILES = {"launch/agent.py", "launch/meeting.py"}
+TORCH_FILES = {"launch/agent.py", "launch/meeting.py", "check/torch_facts.py", "check/reduce.py"}
 
 
 class Import(NamedTuple):
@@ -207,6 +208,8 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["data", "--help"],
         ["explain"],
         ["runs"],
+        ["doctor", "--help"],
+        ["doctor", "--no-smoke"],
         ["explain", "--json", "rank=1", "world_size=2"],
         ["train", "--dry-run"],
         ["train", "--dry-run", "--json", "launch=local", "launch.procs=2"],

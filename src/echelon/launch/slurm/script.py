@@ -77,8 +77,7 @@ def _render(config: Config, where: list[str], begin: list[str]) -> str:
             "# TERM: preempted or cancelled. Whether the run goes on is then for Slurm to say.",
             "trap 'stopped=1' TERM",
             "",
-            *(_tasks(config, procs) if by_srun(config) else _agents(config)),
-            "code=$?",
+            *_started(config, list(_tasks(config, procs) if by_srun(config) else _agents(config))),
             "# srun gives the code of the worst node, perhaps of a dead one; node 0 knows better.",
             'if [ -s "$run/.code" ]; then code=$(cat "$run/.code"); fi',
             "",
@@ -95,6 +94,18 @@ def _render(config: Config, where: list[str], begin: list[str]) -> str:
             "",
         ]
     )
+
+
+def _started(config: Config, lines: list[str]) -> Iterator[str]:
+    if not config.launch.preflight:
+        yield from (*lines, "code=$?")
+        return
+    yield "# launch.preflight: look at these very nodes first."
+    yield f'{shlex.quote(sys.executable)} -m echelon preflight --run "$run"'
+    yield "code=$?"
+    yield 'if [ "$code" -eq 0 ]; then'
+    yield from (f"  {line}" for line in (*lines, "code=$?"))
+    yield "fi"
 
 
 def _may_go_on(config: Config) -> str:
@@ -146,6 +157,13 @@ def _options(config: Config, procs: int) -> Iterator[str]:
     yield "--requeue"
     yield "--open-mode=append"
     yield from launch.sbatch
+
+
+def srun_options(config: Config) -> list[str]:
+    """Those by which srun asks for the same nodes as the batch job would."""
+    of_a_job = ("--signal", "--requeue", "--open-mode", "--nodes", "--ntasks-per-node", "--time")
+    options = [o for o in _options(config, processes(config.launch)) if not o.startswith(of_a_job)]
+    return [*options, "--time=10"]
 
 
 def _cpus(launch: Launch, procs: int) -> int:
