@@ -496,6 +496,43 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
     return check_nodes(given.overrides, given.run, given.dir, given.json, given.limit, given.wait)
 
 
+def _setup(words: list[str]) -> int:
+    parser = _parser(
+        "setup",
+        "Make a machine a host of launch=ssh: a key if there is none, an entry in ssh's "
+        "configuration, and a look at its Python, torch and GPUs.",
+        """\
+Nothing that exists is touched: not a key, not an entry. What will be written is shown first; at a
+terminal it asks, elsewhere it needs --yes and else stops with code 2. The exit code is 6 if the
+host cannot be reached or is not ready yet; then mend what it says and type the same again.""",
+    )
+    parser.add_argument("what", choices=["ssh"])
+    parser.add_argument("host", metavar="HOST", help="a name or address, or USER@HOST")
+    parser.add_argument("--user")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--name", metavar="ALIAS", help="what to call it (default: HOST)")
+    parser.add_argument("--key", metavar="FILE", help="(default: ~/.ssh/id_ed25519)")
+    parser.add_argument("--config", metavar="FILE", help="ssh's (default: ~/.ssh/config)")
+    parser.add_argument(
+        "--install", action="store_true", help="put the public key on the host, by a password, say"
+    )
+    parser.add_argument("--yes", action="store_true", help="ask nothing")
+    given = parser.parse_args(words)
+    from echelon.setup.ssh import Wanted, setup_ssh
+
+    wanted = Wanted(
+        given.host,
+        given.user,
+        given.port,
+        given.name,
+        given.key,
+        given.config,
+        given.install,
+        given.yes,
+    )
+    return setup_ssh(wanted)
+
+
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < float("inf"):
@@ -531,6 +568,7 @@ VERBS = {
     "data": Verb("get a data set, such as MovieLens", _data),
     "doctor": Verb("what is wrong with this machine, and what mends it", _doctor),
     "preflight": Verb("whether a job would go well on its nodes", _preflight),
+    "setup": Verb("make a rented machine a host of launch=ssh", _setup),
     "explain": Verb("what this process thinks its world is, and why", _explain),
 }
 

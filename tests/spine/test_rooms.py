@@ -39,6 +39,7 @@ LEVELS = {
     "experiments": 4,
     "check": 4,
     "recommend": 5,
+    "setup": 5,
     "entry": 5,
     "explain": 5,
     "cli": 5,
@@ -49,6 +50,7 @@ BESIDE = {
     ("cli", "entry"),
     ("cli", "explain"),
     ("cli", "recommend"),
+    ("cli", "setup"),
     ("entry", "cli"),
 }
 """Rooms of one level that may import each other."""

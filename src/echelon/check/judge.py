@@ -58,9 +58,9 @@ class Seen:
         return str(self.looks.get(node, {}).get("host") or self.names[node])
 
     def slowest(self) -> int | None:
-        """The node whose links are slowest, where any differ."""
+        """The node whose links are slowest; of two, both have the same."""
         rates = {n: r for n in range(len(self.names)) if (r := self.rate(n)) is not None}
-        return min(rates, key=rates.__getitem__) if len(rates) > 1 else None
+        return min(rates, key=rates.__getitem__) if len(rates) > 2 else None
 
     def rate(self, node: int) -> float | None:
         rates = [k.rate for k in self.links if node in k[:2] and k.rate is not None]

@@ -62,7 +62,7 @@ def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
     for node, verdict in findings:
         slowest = verdict.check == "link" and verdict.found.endswith("slowest node")
         if verdict.state in (WARN, FAIL) or slowest:
-            state = Text(f"\n{SHOWN[verdict.state]:<6}", STYLES[verdict.state])
-            screen.print(state + Text(f"{names[node]}, {verdict.check}: {verdict.found}"))
+            shown = Text(f"\n{SHOWN[verdict.state]:<6}", STYLES[verdict.state])
+            screen.print(shown + Text(f"{names[node]}, {verdict.check}: {verdict.found}"))
             if verdict.do:
                 screen.print(Text(f"      → {verdict.do}", "cyan"))
