@@ -18,6 +18,7 @@ from echelon.launch.ssh.tether import MARK
 from echelon.launch.zygote import die_with_parent
 
 _LAST_LINES = 20
+_FAILED_S = 3.0
 
 
 class Command(NamedTuple):
@@ -129,9 +130,10 @@ class Conductor:
         return {}
 
     def ask(
-        self, orders: dict[int, dict[str, Any]], do: str, limit_s: float
+        self, orders: dict[int, dict[str, Any]], do: str, limit_s: float, together: bool = False
     ) -> dict[int, dict[str, Any]]:
-        """All at once, each node its own; what comes in time."""
+        """All at once, each node its own; what comes in time. Where they act together, nobody is
+        waited for long once one has failed."""
         waited: dict[int, int] = {}
         for node, details in orders.items():
             self._orders += 1
@@ -144,7 +146,9 @@ class Conductor:
         while len(answers) < len(waited) and time.monotonic() < deadline:
             message = self._next(deadline)
             if message and message.get("id") in waited:
-                answers[message["node"]] = message["answer"]
+                answers[message["node"]] = answer = message["answer"]
+                if together and (answer.get("trouble") or answer.get("failed")):
+                    deadline = min(deadline, time.monotonic() + _FAILED_S)
             alive = {n for line in self._lines if not line.gone() for n in line.nodes}
             if not (set(waited.values()) - answers.keys()) & alive and self._said.empty():
                 break

@@ -78,7 +78,7 @@ def judge(seen: Seen) -> list[Finding]:
             for verdict in rule(seen, node)
         ),
         *_links(seen),
-        *_reduced(seen),
+        *(_reduced(seen) if seen.reduces or seen.not_reduced else ()),
     ]
 
 
@@ -304,7 +304,10 @@ def _reduced(seen: Seen) -> Iterator[Finding]:
 
 def _one_reduced(seen: Seen, node: int, took_s: float, nccls: set[Any]) -> Verdict:
     do = "NCCL_DEBUG=INFO echelon preflight …; see the other checks of this node first"
+    failed = [n for n, answer in seen.reduces.items() if answer.get("failed")]
     if trouble := _silence(seen.reduces, node):
+        if failed:
+            return Verdict("all-reduce", NONE, f"waited for {seen.name(failed[0])}")
         return Verdict("all-reduce", FAIL, trouble, do)
     ranks = seen.reduces[node]["ranks"]
     if troubles := [f"rank {r['rank']}: {r['trouble']}" for r in ranks if r["trouble"]]:

@@ -31,6 +31,8 @@ _ROUNDS = 8
 _REDUCED = 64 << 20
 """Bytes, where the links are fast."""
 _LEAST_REDUCED = 4096
+_NEEDED = ("start", "versions", "tcp", "interface", "gpus")
+"""Without these an all-reduce would only wait for its end."""
 
 
 def preflight(
@@ -96,6 +98,9 @@ def _between(conductor: Conductor, seen: Seen, places: Places, deadline: float) 
         seen = replace(seen, links=_measure(conductor, there, deadline))
     if not whole or (cut_off and len(there) > 1) or any(k.rate is None for k in seen.links):
         return replace(seen, not_reduced="not tried: not all nodes reach each other")
+    if faults := [f for f in judge(seen) if f.verdict.state == FAIL and f.verdict.check in _NEEDED]:
+        node, verdict = faults[0]
+        return replace(seen, not_reduced=f"not tried: see {verdict.check} of {seen.name(node)}")
     return _all_reduce(conductor, seen, places, deadline)
 
 
@@ -164,7 +169,7 @@ def _all_reduce(conductor: Conductor, seen: Seen, places: Places, deadline: floa
     for node, count in counts.items():
         orders[node] = {**common, "first": begin, "count": count}
         begin += count
-    told = conductor.ask(orders, "reduce", left_s + 1)
+    told = conductor.ask(orders, "reduce", left_s + 1, together=True)
     return replace(seen, reduces=told, reduced_bytes=bytes_ // 4 * 4)
 
 

@@ -33,12 +33,11 @@ def table(verdicts: Sequence[Verdict]) -> None:
     room = max(_LEAST, screen.width) - wide - 8
     for verdict in verdicts:
         lines = textwrap.wrap(verdict.found, room) or [""]
-        state = Text(f"{SHOWN[verdict.state]:<6}", STYLES[verdict.state])
-        screen.print(state + Text(f"{verdict.check:<{wide}}  {lines[0]}"))
+        screen.print(_state(verdict, f"{verdict.check:<{wide}}  {lines[0]}"))
         for line in lines[1:]:
             screen.print(" " * (wide + 8) + line)
         if verdict.do and verdict.state != OK:  # whole, so that it can be copied
-            screen.print(Text(" " * (wide + 8)) + Text(f"→ {verdict.do}", "cyan"))
+            screen.print(Text(" " * (wide + 8) + f"→ {verdict.do}", "cyan"))
 
 
 def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
@@ -62,7 +61,11 @@ def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
     for node, verdict in findings:
         slowest = verdict.check == "link" and verdict.found.endswith("slowest node")
         if verdict.state in (WARN, FAIL) or slowest:
-            shown = Text(f"\n{SHOWN[verdict.state]:<6}", STYLES[verdict.state])
-            screen.print(shown + Text(f"{names[node]}, {verdict.check}: {verdict.found}"))
+            screen.print()
+            screen.print(_state(verdict, f"{names[node]}, {verdict.check}: {verdict.found}"))
             if verdict.do:
                 screen.print(Text(f"      → {verdict.do}", "cyan"))
+
+
+def _state(verdict: Verdict, text: str) -> Text:
+    return Text.assemble((f"{SHOWN[verdict.state]:<6}", STYLES[verdict.state]), text)

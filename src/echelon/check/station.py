@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -35,6 +36,7 @@ from echelon.launch import interface
 from echelon.launch.node import network_variables, variables
 from echelon.launch.slurm.script import FIRST_PORT, PORTS
 from echelon.launch.ssh.tether import MARK, own_address
+from echelon.launch.zygote import die_with_parent
 
 _CONNECT_S = 4.0
 _PINGS = 8
@@ -44,15 +46,17 @@ _AT_ONCE = 64
 Reply = dict[str, Any]
 
 
-def main() -> int:
+def main() -> NoReturn:
     node = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ["SLURM_PROCID"])
     station = Station(node)
     station.say({"hello": socket.gethostname()})
-    for line in sys.stdin:
-        order = json.loads(line)
-        if node in order["to"]:
-            station.obey(order)
-    return 0
+    # Orders are obeyed in a thread, so that the end of the input is noticed meanwhile.
+    with ThreadPoolExecutor(1) as obeying:
+        for line in sys.stdin:
+            order = json.loads(line)
+            if node in order["to"]:
+                obeying.submit(station.obey, order)
+        os._exit(0)  # and what was started ends with us
 
 
 class Station:
@@ -208,12 +212,14 @@ class Station:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
             for local in range(count)
         ]
         with ThreadPoolExecutor(count) as pool:
             ranks = list(pool.map(lambda p: _ended(p, deadline), processes))
-        return {"ranks": [r | {"rank": first + i} for i, r in enumerate(ranks)]}
+        failed = any(rank["trouble"] for rank in ranks)
+        return {"ranks": [r | {"rank": first + i} for i, r in enumerate(ranks)], "failed": failed}
 
 
 def _ended(process: subprocess.Popen[bytes], deadline: float) -> Reply:
@@ -344,4 +350,4 @@ def _line(connection: socket.socket) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
