@@ -268,16 +268,22 @@ def _speed(found: str, rate: float, usual: float, blamed: bool) -> Verdict:
 
 def _blamed(seen: Seen, usual: float) -> set[int]:
     """The nodes all of whose links are slow; where none is, or all are, both ends of each."""
-    slow = {k for k in seen.links if k.rate is not None and _is_slow(k.rate, usual)}
-    ends = {n for k in slow for n in k[:2]}
-    always = {n for n in ends if not [k for k in seen.links if n in k[:2] and _fast(k, slow)]}
-    explained = {k for k in slow if set(k[:2]) & always}
-    return always if explained == slow and always else ends
+    few = {k for k in seen.links if k.rate is not None and _is_slow(k.rate, usual)}
+    ends = {n for k in few for n in k[:2]}
+    always = {n for n in ends if not [k for k in seen.links if n in k[:2] and _fast(k, few)]}
+    explained = {k for k in few if set(k[:2]) & always}
+    return always if explained == few and always else ends
 
 
 def _fast(link: Link, slow: set[Link]) -> bool:
     """Neither it nor its way back is slow: a shaped cable may be so in one direction."""
     return not any(set(link[:2]) == set(k[:2]) for k in slow)
+
+
+def slow(links: Sequence[Link]) -> list[Link]:
+    """Those worth a second look, or without a rate."""
+    usual = median([k.rate for k in links if k.rate is not None] or [0.0])
+    return [k for k in links if k.rate is None or _is_slow(k.rate, usual)]
 
 
 def _is_slow(rate: float, usual: float) -> bool:
