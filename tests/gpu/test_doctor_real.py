@@ -1,4 +1,4 @@
-"""`echelon doctor` and `preflight` on a machine with an NVIDIA GPU: it is well, and used for real."""
+"""`echelon doctor` and `preflight` on a machine with an NVIDIA GPU: it is well, and really used."""
 
 from __future__ import annotations
 

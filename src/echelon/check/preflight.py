@@ -33,7 +33,7 @@ _ROUNDS = 8
 _REDUCED = 64 << 20
 """Bytes, where the links are fast."""
 _LEAST_REDUCED = 4096
-_NEEDED = ("start", "versions", "tcp", "interface", "gpus")
+_NEEDED = ("start", "versions", "tcp", "interface", "gpus", "link")
 """Without these an all-reduce would only wait for its end."""
 
 

@@ -99,7 +99,7 @@ def driver(f: Facts) -> Iterator[Verdict]:
 def capability(f: Facts) -> Iterator[Verdict]:
     if isinstance(f.torch, str) or not f.torch.cuda or not _gpus(f):
         return
-    if f.torch.trouble:
+    if f.torch.trouble and f.visible:
         do = "nvidia-smi; a driver that was updated needs a restart of the machine"
         yield Verdict("cuda", FAIL, f"torch finds no device: {f.torch.trouble}", do)
     for index, device in enumerate(f.torch.devices):
@@ -111,7 +111,7 @@ def capability(f: Facts) -> Iterator[Verdict]:
             found += f", but torch is built for {' '.join(f.torch.archs)}"
             yield Verdict(name, FAIL, found, install_line(*_needs(f)) or _no_wheel(f))
     hidden = len(_gpus(f)) - f.visible
-    if hidden > 0 and not f.torch.trouble:
+    if hidden > 0:
         yield Verdict(
             "visible",
             OK if f.visible else WARN,

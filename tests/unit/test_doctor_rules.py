@@ -156,8 +156,10 @@ def test_devices_that_cuda_or_nvml_does_not_find() -> None:
     assert (lost.state, lost.found) == (FAIL, "does not answer: GPU is lost")
     mismatch = replace(TORCH, devices=[], trouble="forward compatibility was attempted")
     assert of("cuda", torch=mismatch).state == FAIL
-    hidden = of("visible", visible=0, torch=replace(TORCH, devices=[]))
+    none = replace(TORCH, devices=[], trouble="No CUDA GPUs are available")
+    hidden = of("visible", visible=0, torch=none)
     assert (hidden.state, hidden.do) == (WARN, "unset CUDA_VISIBLE_DEVICES")
+    assert worst(judge(replace(GOOD, visible=0, torch=none))) == WARN, "on purpose, perhaps"
 
 
 def test_libraries_that_are_missing_or_do_not_fit() -> None:
