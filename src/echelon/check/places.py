@@ -7,15 +7,19 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+from echelon import runs
 from echelon.check.conduct import Command, Gone
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
-from echelon.launch.slurm.script import processes, srun_options
+from echelon.launch.slurm.launcher import require_accepted
+from echelon.launch.slurm.script import processes, render, srun_options
 from echelon.launch.ssh import remote
 from echelon.launch.ssh.hosts import Host, listed
 from echelon.launch.ssh.survey import refusal
+from echelon.runs import Run
 
 _STATION = (sys.executable, "-m", "echelon.check.station")
 START_S = 60.0
@@ -74,6 +78,10 @@ def _by_srun(config: Config, env: Mapping[str, str]) -> Places:
         )
     launch = config.launch
     inside = "SLURM_JOB_ID" in env
+    if not inside:  # srun would wait for nodes that there will never be
+        named = runs.named(config)
+        folder = Path(named.run.dir).absolute() / str(named.run.name)
+        require_accepted(render(named, Run(folder)))
     nodes = int(env.get("SLURM_NNODES") or launch.nodes) if inside else launch.nodes
     options = ["--overlap"] if inside else [*srun_options(config), f"--job-name={_JOB}"]
     shape = [f"--nodes={nodes}", "--ntasks-per-node=1", "--export=ALL", "--unbuffered"]

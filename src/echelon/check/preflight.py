@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,9 @@ def look(config: Config, env: Mapping[str, str], limit_s: float, wait_s: float) 
     places = stations(config, env)
     seen = Seen(config.launch.kind, places.names)
     start_s = wait_s if config.launch.kind == "slurm" else START_S
+    if config.launch.kind == "slurm" and "SLURM_JOB_ID" not in env:
+        count = len(places.names)
+        print(f"waiting for {count} nodes in Slurm's queue, {wait_s:g} s at most", file=sys.stderr)
     root = Path(config.run.dir).absolute()
     with token_in(root) as token, Conductor(places.commands) as conductor:
         missing = conductor.gather(start_s)
