@@ -664,6 +664,110 @@ def _days(text: str) -> float:
     return days
 
 
+def _doctor(words: list[str]) -> int:
+    parser = _parser(
+        "doctor",
+        "Look at this machine: Python, torch, driver, GPUs, disks, limits, network, clients. Then "
+        "train a step on every device and all-reduce across them (without one, on two processes of "
+        "the CPU).",
+        """\
+Each check is ok, warn (a training runs, but not as it could), fail (it does not run) or – (nothing
+to check here), with the command that mends it.
+The exit code is 1 if any check fails, else 0.
+Piped: state, check, what was found and what to do, between tabs.
+
+--json prints {version: 1, host, echelon, python, worst: ok, warn or fail,
+checks: [{check, state: ok, warn, fail or none, found, do}]}.""",
+    )
+    parser.add_argument("--no-smoke", action="store_true", help="only look, train nothing")
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.check.doctor import doctor
+
+    return doctor(Path(given.dir), given.json, not given.no_smoke)
+
+
+def _preflight(words: list[str]) -> int:
+    parser = _parser(
+        "preflight",
+        "Look at the very nodes that a job will use, before it does: echelon preflight launch=ssh "
+        "'launch.hosts=[a,b]', or launch=slurm launch.nodes=2. launch.preflight=true does the same "
+        "before a training.",
+        """\
+On every node: does it start, versions, code, names both ways, TCP to every other node, interface,
+clock, shared folder, disk, GPUs free and healthy, speed of each link, an all-reduce whose sum is
+checked. With Slurm inside an allocation on its nodes, else srun asks for them as the job would.
+
+The exit code is 8 if any check fails, else 0.
+Piped: state, node, check, what was found and what to do, between tabs.
+
+--json prints {version: 1, launcher, ready, nodes: [{node, host, address}],
+checks: [{node, host, check, state: ok, warn, fail or none, found, do}],
+links: [{from, to, bytes_per_s}], slowest: host or null}.""",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of `echelon train`")
+    parser.add_argument("--run", help="of a run: its name or folder, with its settings")
+    parser.add_argument(
+        "--limit", type=_seconds, default=60.0, metavar="S", help="for all checks (default: 60)"
+    )
+    parser.add_argument(
+        "--wait", type=_seconds, default=600.0, metavar="S", help="slurm: in the queue (600)"
+    )
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_intermixed_args(words)
+    if given.run and given.overrides:
+        parser.error("a run has its own settings: give --run or KEY=VALUE")
+    from echelon.entry import check_nodes
+
+    return check_nodes(given.overrides, given.run, given.dir, given.json, given.limit, given.wait)
+
+
+def _setup(words: list[str]) -> int:
+    parser = _parser(
+        "setup",
+        "Make a machine a host of launch=ssh: a key if there is none, an entry in ssh's "
+        "configuration, and a look at its Python, torch and GPUs.",
+        """\
+Nothing that exists is touched: not a key, not an entry. What will be written is shown first; at a
+terminal it asks, elsewhere it needs --yes and else stops with code 2. The exit code is 8 if the
+host cannot be reached or is not ready yet; then mend what it says and type the same again.""",
+    )
+    parser.add_argument("what", choices=["ssh"])
+    parser.add_argument("host", metavar="HOST", help="a name or address, or USER@HOST")
+    parser.add_argument("--user")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--name", metavar="ALIAS", help="what to call it (default: HOST)")
+    parser.add_argument("--key", metavar="FILE", help="(default: ~/.ssh/id_ed25519)")
+    parser.add_argument("--config", metavar="FILE", help="ssh's (default: ~/.ssh/config)")
+    parser.add_argument(
+        "--install", action="store_true", help="put the public key on the host, by a password, say"
+    )
+    parser.add_argument("--yes", action="store_true", help="ask nothing")
+    given = parser.parse_args(words)
+    from echelon.setup.ssh import Wanted, setup_ssh
+
+    wanted = Wanted(
+        given.host,
+        given.user,
+        given.port,
+        given.name,
+        given.key,
+        given.config,
+        given.install,
+        given.yes,
+    )
+    return setup_ssh(wanted)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -692,6 +796,9 @@ VERBS = {
     "data": Verb("get a data set, such as MovieLens", _data),
     "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
     "env": Verb("the environment of a source folder: build, show, clean", _env),
+    "doctor": Verb("what is wrong with this machine, and what mends it", _doctor),
+    "preflight": Verb("whether a job would go well on its nodes", _preflight),
+    "setup": Verb("make a rented machine a host of launch=ssh", _setup),
     "explain": Verb("what this process thinks its world is, and why", _explain),
     "node": Verb("be one node of a run; scripts call this", _node),
     "wandb-job": Verb("be the job of a wandb agent; scripts call this", _trial),

@@ -192,6 +192,8 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
         return Exit.OK
     if kind in ("local", "ssh", "slurm"):
         _require_idle(config)
+    if config.launch.preflight and kind in ("local", "ssh"):
+        _require_ready(config)
     if kind in ("inline", "local") and here.visible:
         _warn_of_company(plan.places)
     if config.program and config.mode == "wandb" and kind == "local":
@@ -228,6 +230,43 @@ def _with_secrets(config: Config, kind: str, dry_run: bool) -> Config:
         return config
     carry = [*config.launch.carry, *found]
     return replace(config, launch=replace(config.launch, carry=carry))
+
+
+def check_nodes(
+    overrides: Sequence[str],
+    run_name: str | None,
+    root: str,
+    as_json: bool,
+    limit_s: float,
+    wait_s: float,
+) -> int:
+    """`echelon preflight`, of what would be typed after `echelon train`, or of a run."""
+    from echelon.check.preflight import preflight
+    from echelon.config.compose import compose
+
+    if run_name is not None:
+        run = runs.open_run(run_name, root)
+        config = run.config()
+        config = replace(config, run=replace(config.run, name=run.name, dir=str(run.folder.parent)))
+    else:
+        rest, own = _experiment_by_path(overrides)
+        config = compose(rest, own, _conf_beside(own) if own else None, defaults=_defaults())
+    return preflight(config, as_json, limit_s, wait_s)
+
+
+def _require_ready(config: Config) -> None:
+    """launch.preflight=true. With Slurm the batch script does it, on the nodes of the job."""
+    from echelon.check.preflight import preflight
+
+    code = preflight(config)
+    if code != Exit.OK:
+        raise EchelonError(
+            Fault(
+                "launch.preflight=true, and the machines are not ready: see above",
+                "mend what failed, or start without launch.preflight",
+            ),
+            exit=Exit(code),
+        )
 
 
 def _require_idle(config: Config) -> None:

@@ -31,6 +31,8 @@ class Exit(IntEnum):
     """This machine has no NVIDIA GPU, or no driver that shows it."""
     BUSY = 7
     """Fewer GPUs are free than were asked for."""
+    NOT_READY = 8
+    """`echelon preflight` found what would keep a training from running on these machines."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

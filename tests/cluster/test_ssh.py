@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import bed
 import pytest
 import scenes
-from bed import Cluster
 from desk import FAULTY, REGRESSION, Desk, curve
+from doors import HIDE, sshd
 from launching import children, is_a_sentence_and_a_hint, until
 
 from echelon.config.compose import compose
@@ -288,8 +287,6 @@ def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
 
 # --- hosts of our own ---------------------------------------------------------------------------
 
-_HIDDEN = 'for d in "$0"; do mount -t tmpfs none "$d" || exit 1; done; exec "$@"'
-
 
 @contextmanager
 def extended(desk: Desk, hidden: Path) -> Iterator[str]:
@@ -297,8 +294,8 @@ def extended(desk: Desk, hidden: Path) -> Iterator[str]:
     `bare`, which has no Python, `gone`, which is not there, and `liar` with another's key."""
     host = desk.cluster.nodes[-1]
     with (
-        _sshd(desk.cluster, host, [2222, 2224], hidden) as apart,
-        _sshd(desk.cluster, host, [2223], Path(sys.executable).parent) as bare,
+        sshd(desk.cluster, host, [2222, 2224], HIDE, hidden) as apart,
+        sshd(desk.cluster, host, [2223], HIDE, Path(sys.executable).parent) as bare,
     ):
         first = desk.cluster.addresses[desk.cluster.nodes[0]]
         nobody = first.rpartition(".")[0] + ".99"
@@ -333,25 +330,3 @@ Host *
 
 
 _OF_A_HOST = ("Host", "HostName", "HostKeyAlias")
-
-
-@contextmanager
-def _sshd(cluster: Cluster, host: str, ports: list[int], hidden: Path) -> Iterator[str]:
-    """One more sshd of a host, which sees an empty folder in place of another; its address."""
-    folder, address = cluster.kind.folder / "ssh", cluster.addresses[host]
-    config = folder / f"sshd-{secrets.token_hex(4)}"
-    listen = "".join(f"ListenAddress {address}:{port}\n" for port in ports)
-    text = (folder / f"sshd_{host}").read_text()
-    config.write_text(text.replace(f"ListenAddress {address}:22\n", listen))
-    daemon = ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
-    on = [sys.executable, str(bed.PROGRAM), "--folder", str(cluster.kind.folder), "exec", host]
-    private = ["unshare", "-m", "--propagation", "private", "sh", "-c", _HIDDEN, str(hidden)]
-    process = subprocess.Popen([*on, "--", *private, *daemon], stderr=subprocess.DEVNULL)
-    try:
-        probe = f"exec 3<>/dev/tcp/{address}/{ports[-1]}"
-        until(lambda: subprocess.run(["bash", "-c", probe]).returncode == 0, 120, "another sshd")
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
-        config.unlink()

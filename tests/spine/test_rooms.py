@@ -39,8 +39,10 @@ LEVELS = {
     "jobs": 3,
     "view": 3,
     "experiments": 4,
+    "check": 4,
     "recommend": 5,
     "submit": 4,
+    "setup": 5,
     "entry": 5,
     "explain": 5,
     "cli": 5,
@@ -51,6 +53,7 @@ BESIDE = {
     ("cli", "entry"),
     ("cli", "explain"),
     ("cli", "recommend"),
+    ("cli", "setup"),
     ("entry", "cli"),
 }
 """Rooms of one level that may import each other."""
@@ -60,7 +63,7 @@ LIKE_OUTSIDE = {"conf"}
 """Holds yaml files."""
 
 TORCH_ROOMS = {"data", "optim", "train", "experiments"}
-TORCH_FILES = {"launch/agent.py", "launch/meeting.py"}
+TORCH_FILES = {"launch/agent.py", "launch/meeting.py", "check/torch_facts.py", "check/reduce.py"}
 
 
 class Import(NamedTuple):
@@ -211,6 +214,8 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["explain"],
         ["runs"],
         ["gpus", "--help"],
+        ["doctor", "--help"],
+        ["doctor", "--no-smoke"],
         ["explain", "--json", "rank=1", "world_size=2"],
         ["env", "show"],
         ["train", "--dry-run"],

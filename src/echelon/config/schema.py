@@ -47,6 +47,9 @@ class Launch:
     """How long processes wait for each other at the start."""
     hang_s: float = 60.0
     """A rank that makes no progress for so long is reported and the world stopped; 0: never."""
+    preflight: bool = False
+    """local, ssh, slurm: look at the nodes first, as `echelon preflight` does, and train only if
+    nothing fails."""
     interface: str | None = None
     """Network interface for NCCL and gloo; default: that of the route to the first node."""
     hosts: list[str] = field(default_factory=list)

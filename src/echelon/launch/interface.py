@@ -15,9 +15,9 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 def towards(host: str) -> str | None:
     """The interface with this machine's address on the route to a host; on that host itself, the
     one that has the address the others know."""
-    address = _local_address(host)
+    address = local_address(host)
     if address is not None and address.startswith("127.") and not _is_here_only(host):
-        address = _local_address(_ELSEWHERE)  # Debian gives a machine's own name 127.0.1.1
+        address = local_address(_ELSEWHERE)  # Debian gives a machine's own name 127.0.1.1
     if address is None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
@@ -34,10 +34,10 @@ def planned(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:
 
 def outward_address() -> str | None:
     """This machine's own, on its default route."""
-    return _local_address(_ELSEWHERE)
+    return local_address(_ELSEWHERE)
 
 
-def _local_address(host: str) -> str | None:
+def local_address(host: str) -> str | None:
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

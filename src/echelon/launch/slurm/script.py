@@ -107,8 +107,7 @@ def _render(
             "# TERM: preempted or cancelled. Whether the run goes on is then for Slurm to say.",
             "trap 'stopped=1' TERM",
             "",
-            *_step(config, procs, words),
-            "code=$?",
+            *_started(config, list(_step(config, procs, words))),
             "# srun gives the code of the worst node, perhaps of a dead one; node 0 knows better.",
             'if [ -s "$run/.code" ]; then code=$(cat "$run/.code"); fi',
             "",
@@ -136,6 +135,18 @@ def _go_on(config: Config) -> Iterator[str]:
     yield "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
     yield '    scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0'
     yield "  fi"
+
+
+def _started(config: Config, lines: list[str]) -> Iterator[str]:
+    if not config.launch.preflight:
+        yield from (*lines, "code=$?")
+        return
+    yield "# launch.preflight: look at these very nodes first."
+    yield f'{python(config)} -m echelon preflight --run "$run"'
+    yield "code=$?"
+    yield 'if [ "$code" -eq 0 ]; then'
+    yield from (f"  {line}" for line in (*lines, "code=$?"))
+    yield "fi"
 
 
 def _may_go_on(config: Config) -> str:
@@ -188,6 +199,14 @@ def _options(config: Config, procs: int) -> Iterator[str]:
     yield "--requeue" if requeues(config) else "--no-requeue"
     yield "--open-mode=append"
     yield from launch.sbatch
+
+
+def srun_options(config: Config) -> list[str]:
+    """Those by which srun asks for the same nodes as the batch job would."""
+    of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
+    ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
+    options = [o for o in _options(config, processes(config.launch)) if not o.startswith(ours)]
+    return [*options, "--time=10"]
 
 
 def _cpus(launch: Launch, procs: int) -> int:

@@ -42,7 +42,7 @@ class Report:
 
 def ask(config: Config, hosts: list[Host], run: Run, variables: Mapping[str, str]) -> list[Report]:
     """What each host says, or an error with every fault of every host."""
-    with _token(run.folder.parent) as token:
+    with token_in(run.folder.parent) as token:
         words = [sys.executable, "-", os.getcwd(), str(run.folder), str(token), entry_file(config)]
         program = remote.first_line(variables) + Path(probe.__file__).read_bytes()
         with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
@@ -69,7 +69,7 @@ def entry_file(config: Config) -> str:
 
 
 @contextlib.contextmanager
-def _token(folder: Path) -> Iterator[Path]:
+def token_in(folder: Path) -> Iterator[Path]:
     """A file nobody else could have: who sees it shares the folder."""
     token = folder / f".echelon-{secrets.token_hex(8)}"
     try:
@@ -100,10 +100,10 @@ def _ask_one(launch: Launch, host: Host, words: list[str], program: bytes) -> Re
     answer = done.stdout.decode(errors="replace").partition("\x1e")[2]
     if done.returncode == 0 and answer:
         return Report(**json.loads(answer))
-    return _refusal(launch, host, words[0], done.returncode, done.stderr.decode(errors="replace"))
+    return refusal(launch, host, words[0], done.returncode, done.stderr.decode(errors="replace"))
 
 
-def _refusal(launch: Launch, host: Host, python: str, code: int, said: str) -> Fault:
+def refusal(launch: Launch, host: Host, python: str, code: int, said: str) -> Fault:
     words = remote.last_words(said)
     if code == _NOT_REACHED and "host key" in said.lower():
         return Fault(

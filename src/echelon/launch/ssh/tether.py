@@ -132,14 +132,14 @@ def _become_agent(parent: int) -> None:
 def _find_master(nodes: int, rank: int, meeting: int) -> str:
     """Node 0 is where we are, at a port it will choose; the others are told."""
     if rank == 0:
-        return f"{_own_address(nodes)}:0"
+        return f"{own_address(nodes)}:0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch  # noqa: F401  while node 0 does the same
 
     return os.fdopen(meeting).readline().strip()
 
 
-def _own_address(nodes: int) -> str:
+def own_address(nodes: int) -> str:
     """The one we were reached at; from outside, if the launcher is on this very machine."""
     if nodes == 1:
         return "127.0.0.1"
@@ -150,7 +150,7 @@ def _own_address(nodes: int) -> str:
 
 
 def _tell_port(nodes: int, port: int) -> None:
-    _tell({"meet": f"{_own_address(nodes)}:{port}"})
+    _tell({"meet": f"{own_address(nodes)}:{port}"})
 
 
 def _tell_failure(failure: Failure) -> None:

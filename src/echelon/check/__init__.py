@@ -1,0 +1,1 @@
+"""Looking before leaping: `doctor` for this machine, `preflight` for the nodes of a job."""

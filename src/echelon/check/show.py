@@ -1,0 +1,71 @@
+"""Verdicts on a screen, or as plain lines for another program."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from echelon.check.judge import CHECKS, Finding
+from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict, worst
+
+STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red", NONE: "dim"}
+SHOWN = {OK: "ok", WARN: "warn", FAIL: "FAIL", NONE: "–"}
+_LEAST = 40
+
+
+def console() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def table(verdicts: Sequence[Verdict]) -> None:
+    """On a terminal with what to do under each; else a line each with tabs between state, check,
+    what was found and what to do."""
+    screen = console()
+    if not screen.is_terminal:
+        for verdict in verdicts:
+            fields = (verdict.state, verdict.check, verdict.found, verdict.do)
+            print("\t".join(" ".join(field.split()) for field in fields).rstrip())
+        return
+    wide = max(len(v.check) for v in verdicts)
+    room = max(_LEAST, screen.width) - wide - 8
+    for verdict in verdicts:
+        lines = textwrap.wrap(verdict.found, room) or [""]
+        screen.print(_state(verdict, f"{verdict.check:<{wide}}  {lines[0]}"))
+        for line in lines[1:]:
+            screen.print(" " * (wide + 8) + line)
+        if verdict.do and verdict.state != OK:  # whole, so that it can be copied
+            screen.print(Text(" " * (wide + 8) + f"→ {verdict.do}", "cyan"))
+
+
+def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
+    """Nodes by checks on a terminal, then a sentence for each thing that is wrong; else a line each
+    with tabs between state, node, check, what was found and what to do."""
+    screen = console()
+    if not screen.is_terminal:
+        for node, verdict in findings:
+            fields = (verdict.state, names[node], verdict.check, verdict.found, verdict.do)
+            print("\t".join(" ".join(field.split()) for field in fields).rstrip())
+        return
+    wide = max(map(len, names)) + 2
+    screen.print(Text(" " * wide + "  ".join(CHECKS), "bold"))
+    for node, name in enumerate(names):
+        row = Text(f"{name:<{wide}}")
+        for check in CHECKS:
+            mine = [v for n, v in findings if n == node and v.check == check]
+            state = worst(mine) if mine else NONE
+            row += Text(f"{SHOWN[state]:<{len(check) + 2}}", STYLES[state])
+        screen.print(row)
+    for node, verdict in findings:
+        slowest = verdict.check == "link" and verdict.found.endswith("slowest node")
+        if verdict.state in (WARN, FAIL) or slowest:
+            screen.print()
+            screen.print(_state(verdict, f"{names[node]}, {verdict.check}: {verdict.found}"))
+            if verdict.do:
+                screen.print(Text(f"      → {verdict.do}", "cyan"))
+
+
+def _state(verdict: Verdict, text: str) -> Text:
+    return Text.assemble((f"{SHOWN[verdict.state]:<6}", STYLES[verdict.state]), text)

@@ -1,0 +1,81 @@
+"""Which of torch's wheels runs here: by the CUDA that the driver supports, and by the devices.
+
+A driver runs what was built for its own CUDA and for all before it; within a major version also
+what was built for a somewhat later one, so long as nothing has to be compiled at run time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_HOST = "https://download.pytorch.org/whl"
+
+Version = tuple[int, int]
+
+
+class Wheel(NamedTuple):
+    tag: str
+    cuda: Version
+    lowest: Version
+    """Compute capability."""
+    highest: Version
+
+
+WHEELS = (
+    Wheel("cu118", (11, 8), (5, 0), (9, 0)),
+    Wheel("cu121", (12, 1), (5, 0), (9, 0)),
+    Wheel("cu124", (12, 4), (5, 0), (9, 0)),
+    Wheel("cu126", (12, 6), (5, 0), (9, 0)),
+    Wheel("cu128", (12, 8), (7, 5), (12, 1)),
+    Wheel("cu130", (13, 0), (7, 5), (12, 1)),
+)
+"""Those that have a torch which Echelon takes."""
+
+
+def install_line(driver: Version | None, capabilities: Sequence[Version] = ()) -> str:
+    """The newest wheel for this driver and all of these devices; without a driver, one for the
+    CPU; empty where there is none."""
+    if driver is None:
+        return _line("cpu")
+    fitting = [
+        wheel
+        for wheel in WHEELS
+        if wheel.cuda <= driver and all(wheel.lowest <= c <= wheel.highest for c in capabilities)
+    ]
+    return _line(fitting[-1].tag) if fitting else ""
+
+
+def _line(tag: str) -> str:
+    return f"pip install --force-reinstall torch --index-url {_HOST}/{tag}"
+
+
+def least_cuda(capabilities: Sequence[Version]) -> Version | None:
+    """The oldest CUDA whose wheels know all of these devices."""
+    fitting = [w.cuda for w in WHEELS if all(w.lowest <= c <= w.highest for c in capabilities)]
+    return fitting[0] if fitting else None
+
+
+def is_built_for(archs: Sequence[str], capability: Version) -> bool:
+    """Machine code runs on its own major version from its minor one on; PTX is compiled on any
+    later device."""
+    return any(_runs(arch, capability) for arch in archs)
+
+
+def _runs(arch: str, capability: Version) -> bool:
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if match is None:
+        return False
+    built = (int(match[2]), int(match[3]))
+    if match[4] == "a":  # of one architecture alone
+        return built == capability
+    if match[1] == "compute":
+        return built <= capability
+    return built[0] == capability[0] and built <= capability
+
+
+def version(text: str | None) -> Version | None:
+    """12.8 of "12.8" and of "12.8.1"."""
+    match = re.match(r"(\d+)\.(\d+)", text or "")
+    return (int(match[1]), int(match[2])) if match else None

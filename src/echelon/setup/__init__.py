@@ -1,0 +1,1 @@
+"""Making machines ready that are not: `echelon setup ssh HOST`."""

@@ -1,0 +1,130 @@
+"""An entry of ssh's configuration: found where it is, written where it is not, never changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.config.check import host_is_plain
+from echelon.errors import EchelonError, Fault
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    alias: str
+    host: str
+    user: str | None
+    port: int | None
+    key: Path
+
+    def text(self) -> str:
+        lines = [f"Host {self.alias}", f"    HostName {self.host}"]
+        lines += [f"    User {self.user}"] if self.user else []
+        lines += [f"    Port {self.port}"] if self.port else []
+        lines += [f'    IdentityFile "{self.key}"', "    IdentitiesOnly yes"]
+        return "\n".join(lines) + "\n"
+
+
+def read(host: str, user: str | None, port: int | None, alias: str | None, key: Path) -> Entry:
+    """What was typed, or every fault in it: these words become lines that ssh obeys."""
+    faults = []
+    if not host_is_plain(host):
+        faults.append(
+            Fault(f"{host!r} is no name or address of a host", "give HOST or USER@HOST, and --port")
+        )
+    at_user, _, name = host.rpartition("@")
+    if at_user and user and at_user != user:
+        faults.append(Fault(f"{host} and --user {user} name two users", "leave one out"))
+    user = user or at_user or None
+    if user is not None and not _NAME.fullmatch(user):
+        faults.append(Fault(f"--user {user!r} is no name of a user", "use letters, digits and ._-"))
+    if port is not None and not 0 < port < 65_536:
+        faults.append(Fault(f"--port {port} is no port", "give one from 1 to 65535"))
+    name = name.strip("[]")
+    alias = alias or name.replace(":", "-")
+    if not faults and not _NAME.fullmatch(alias):
+        faults.append(
+            Fault(f"--name {alias!r} is no name for a host", "use letters, digits and ._-")
+        )
+    if re.search(r"[\"%\n\r\0$]", str(key)):
+        hint = 'give a path without " % $ and line breaks'
+        faults.append(Fault(f"--key {str(key)!r} cannot stand in ssh's configuration", hint))
+    if faults:
+        raise EchelonError(*faults)
+    return Entry(alias, name, user, port, key)
+
+
+def existing(config: Path, alias: str) -> str | None:
+    """The lines of the entry that names this host, here or in a file that is included."""
+    for file in _files(config):
+        lines = _lines(file)
+        for number, line in enumerate(lines):
+            word, _, rest = line.strip().partition(" ")
+            if word.lower() == "host" and alias in rest.replace('"', "").split():
+                end = next((i for i in range(number + 1, len(lines)) if _begins(lines[i])), None)
+                return f"# {file}\n" + "\n".join(lines[number:end]).rstrip() + "\n"
+    return None
+
+
+def _begins(line: str) -> bool:
+    return line.strip().lower().startswith(("host ", "match "))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(errors="replace").replace("\t", " ").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"{file} cannot be read: {(error.strerror or str(error)).lower()}",
+                "make it readable, or give another with --config FILE",
+            )
+        ) from None
+
+
+def _files(config: Path) -> Iterator[Path]:
+    yield config
+    for line in _lines(config):
+        word, _, rest = line.strip().partition(" ")
+        if word.lower() == "include":
+            for pattern in rest.replace('"', "").split():
+                where = Path(os.path.expanduser(pattern))
+                base = where if where.is_absolute() else config.parent / where
+                yield from sorted(base.parent.glob(base.name))
+
+
+def append(config: Path, text: str) -> None:
+    """Beside, and moved into place, so that ssh reads the old file or the new one. A link stays a
+    link; an old file keeps its mode."""
+    real = Path(os.path.realpath(config))
+    try:
+        make_folder(real.parent)
+        before = real.read_text() if real.exists() else ""
+        gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
+        mode = real.stat().st_mode & 0o777 if real.exists() else 0o600
+        beside = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "w") as file:
+            file.write(before + gap + text)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        beside.replace(real)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EchelonError(
+            Fault(f"{config} cannot be written: {reason.lower()}", "put the entry there by hand")
+        ) from None
+
+
+def make_folder(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(parents=True, mode=0o700)

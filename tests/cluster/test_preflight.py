@@ -1,0 +1,153 @@
+"""`echelon preflight` on real hosts, each time with a fault: the report names node and cause."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from desk import Desk
+from doors import sshd
+
+from echelon.errors import Exit
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+OURS = os.environ.get("PYTHONPATH", "")
+DEAD_GPU = """
+class NVMLError(Exception): pass
+def nvmlDeviceGetHandleByIndex(index): raise NVMLError("GPU is lost")
+def nvmlDeviceGetCount(): return 1
+def nvmlInit(): pass
+nvmlShutdown = nvmlInit
+"""
+ANOTHER_WORLD = """
+mount --bind "$0/hosts" /etc/hosts && mount --bind "$0/faults" "$0/only" &&
+mount -t tmpfs -o ro none "$0/work" && exec "$@"
+"""
+
+
+def words(desk: Desk, *more: str, config: Path | None = None) -> tuple[str, ...]:
+    hosts = ",".join(desk.cluster.nodes)
+    ssh = f"launch.ssh='ssh -F {config or desk.cluster.ssh_config}'"
+    return ("preflight", "--json", "launch=ssh", ssh, f"launch.hosts=[{hosts}]", *more)
+
+
+def bad(report: dict[str, Any]) -> dict[tuple[str, str], str]:
+    """(host, check) → what was found."""
+    wrong = [check for check in report["checks"] if check["state"] in ("warn", "fail")]
+    assert all(check["do"] for check in wrong)
+    return {(check["host"], check["check"]): check["found"] for check in wrong}
+
+
+def test_sound_nodes_are_ready(desk: Desk) -> None:
+    done = desk.type(*words(desk))
+    report = json.loads(done.out)
+    assert done.code == Exit.OK, bad(report)
+    assert (report["ready"], report["launcher"], bad(report)) == (True, "ssh", {})
+    assert [node["host"] for node in report["nodes"]] == desk.cluster.nodes
+    assert len(report["links"]) == 6, "each pair, both ways"
+    assert report["slowest"] in desk.cluster.nodes
+    sums = [c["found"] for c in report["checks"] if c["check"] == "all-reduce"]
+    assert len(sums) == 3
+    assert all("the sum is right" in found for found in sums)
+    assert done.left == []
+    assert list((desk.folder / "runs").iterdir()) == [], "no run, and no token left"
+
+
+def test_name_version_folder_and_gpu_of_a_node(desk: Desk, tmp_path: Path) -> None:
+    """One host whose world differs in four ways from that of the others."""
+    first, odd, _ = desk.cluster.nodes
+    desk.folder = tmp_path / "work"
+    for folder in ("work", "only", "faults"):
+        (tmp_path / folder).mkdir()
+    wrong = desk.cluster.addresses[first].rpartition(".")[0] + ".99"
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{wrong} {first}\n")
+    metadata = tmp_path / "faults" / "torch-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    (tmp_path / "faults" / "pynvml.py").write_text(DEAD_GPU)
+    with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path):
+        config = tmp_path / "config"
+        config.write_text(f"Host {odd}\n    Port 2225\n" + desk.cluster.ssh_config.read_text())
+        python = f"{tmp_path / 'only'}:{OURS}"
+        done = desk.type(*words(desk, config=config), PYTHONPATH=python)
+    assert done.code == Exit.NOT_READY, done.out + done.err
+    report = json.loads(done.out)
+    found = bad(report)
+    assert {host for host, _ in found} == {odd}, found
+    assert f"{first} leads to {wrong} here" in found[odd, "name"]
+    assert found[odd, "versions"].startswith("torch is 9.9.9, but")
+    assert found[odd, "folder"].endswith("is neither shared nor can it be made there")
+    assert found[odd, "gpus"] == "GPU 0: GPU is lost"
+    told = [c["found"] for c in report["checks"] if c["check"] == "all-reduce"]
+    assert set(told) == {f"not tried: see versions of {odd}"}
+
+
+def test_a_closed_port_and_a_host_that_is_not_there(desk: Desk, tmp_path: Path) -> None:
+    first, second, _ = desk.cluster.nodes
+    with closed(desk, second, desk.cluster.addresses[first]):
+        config = tmp_path / "config"
+        nobody = desk.cluster.addresses[first].rpartition(".")[0] + ".99"
+        gone = f"Host {desk.cluster.nodes[2]}\n    HostName {nobody}\n    ConnectTimeout 2\n"
+        config.write_text(gone + desk.cluster.ssh_config.read_text())
+        done = desk.type(*words(desk, config=config))
+    assert done.code == Exit.NOT_READY, done.out + done.err
+    found = bad(json.loads(done.out))
+    assert found[second, "tcp"].startswith(f"cannot reach {first} (")
+    assert "permission denied" in found[second, "tcp"]
+    assert "cannot be reached: ssh: connect to host" in found[desk.cluster.nodes[2], "start"]
+    assert done.left == []
+
+
+@contextmanager
+def closed(desk: Desk, host: str, address: str) -> Iterator[None]:
+    """TCP from a host to an address, but for the ports of daemons."""
+    rule = ("to", address, "ipproto", "tcp", "dport", "1024-65534", "prohibit")
+    made = desk.cluster.on(host, "ip", "rule", "add", *rule)
+    if made.returncode:
+        pytest.skip(f"this kernel has no such rule: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        desk.cluster.on(host, "ip", "rule", "del", *rule)
+
+
+@pytest.mark.usefixtures("healthy")
+def test_a_slow_link_is_blamed_on_its_node(desk: Desk) -> None:
+    last = desk.cluster.nodes[-1]
+    desk.cluster.netem(last, "rate 1mbit")
+    done = desk.type(*words(desk))
+    assert done.code == Exit.NOT_READY, done.out + done.err
+    report = json.loads(done.out)
+    assert report["slowest"] == last
+    found = bad(report)
+    assert list(found) == [(last, "link")]
+    assert found[last, "link"].startswith(("0.", "1 Mbit/s", "1.")), found
+    assert done.left == []
+
+
+def test_a_job_looks_at_its_own_nodes_first(desk: Desk) -> None:
+    """An interface that one of them lacks: the training does not start."""
+    first = desk.cluster.nodes[0]
+    launch = ("launch=slurm", "launch.nodes=2", "launch.interface=fast0")
+    make = ("ip", "link", "add", "fast0", "type", "bridge")
+    assert desk.cluster.on(first, *make).returncode == 0
+    try:
+        desk.cluster.on(first, "ip", "link", "set", "fast0", "up")
+        nodes = f"launch.sbatch=['--nodelist={','.join(desk.cluster.nodes[:2])}']"
+        train = ("train", *launch, nodes, "launch.preflight=true", "run.name=a", "--wait")
+        done = desk.type(*train)
+    finally:
+        desk.cluster.on(first, "ip", "link", "del", "fast0")
+    run = desk.run()
+    said = run.job_log.read_text()
+    second = desk.cluster.nodes[1]
+    assert f"fail\t{second}\tinterface\tthere is no interface fast0 that is up" in said
+    assert done.code == Exit.NOT_READY, said + done.err
+    assert run.exit_file.read_text().strip() == str(int(Exit.NOT_READY))
+    assert not run.metrics_file.exists(), "nothing was trained"

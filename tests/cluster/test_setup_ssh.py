@@ -1,0 +1,99 @@
+"""`echelon setup ssh` against a real sshd: from nothing to a host of launch=ssh."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from desk import Desk
+from doors import HIDE, sshd
+
+from echelon.errors import Exit
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+
+def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
+    host, address = desk.cluster.nodes[0], desk.cluster.addresses[desk.cluster.nodes[0]]
+    keys, home = desk.cluster.kind.folder / "ssh", tmp_path / "home"
+    real = tmp_path / "dotfiles" / "config"
+    real.parent.mkdir()
+    known = f"[{address}]:2226 {(keys / f'host_{host}.pub').read_text()}"
+    (tmp_path / "known").write_text(known)
+    common = f"Host *\n  UserKnownHostsFile {tmp_path / 'known'}\n  GlobalKnownHostsFile none\n"
+    real.write_text(common + "  IdentityAgent none")  # without an end of line
+    real.chmod(0o640)
+    config = tmp_path / "config"
+    config.symlink_to(real)
+    key = tmp_path / "new" / "key"
+    words = ("setup", "ssh", f"root@{address}", "--port", "2226", "--name", "pod")
+    words += ("--key", str(key), "--config", str(config))
+    own = f"AuthorizedKeysFile {home}/.ssh/authorized_keys {keys}/authorized_keys\n"
+    with sshd(desk.cluster, host, [2226], 'exec "$@"', tmp_path, f"{own}SetEnv HOME={home}\n"):
+        home.mkdir()
+        asked = desk.type(*words)
+        assert asked.code == Exit.USAGE, asked.err
+        assert "nothing was written: there is no terminal to ask at" in asked.err
+        assert "    HostName" in asked.out
+        assert "Host pod" not in real.read_text()
+        assert not key.parent.exists()
+
+        closed = desk.type(*words, "--yes")
+        assert closed.code == Exit.NOT_READY, closed.out + closed.err
+        assert "pod does not take the key yet" in closed.err
+        public = Path(f"{key}.pub").read_text().strip()
+        assert public in closed.out
+        assert public.startswith("ssh-ed25519 ")
+        assert [mode(key.parent), mode(key), mode(real)] == [0o700, 0o600, 0o640]
+        assert config.is_symlink()
+        written = real.read_text()
+        assert written.startswith(common + "  IdentityAgent none\n\nHost pod\n")
+
+        real.write_text(f"{written}IdentityFile {keys / 'client'}\n")  # another way in
+        installed = desk.type(*words, "--install", "--yes")
+        assert installed.code == Exit.OK, installed.out + installed.err
+        authorized = home / ".ssh" / "authorized_keys"
+        assert authorized.read_text() == f"{public}\n"
+        assert mode(authorized) == 0o600
+
+        real.write_text(written)
+        before = (key.read_bytes(), real.read_bytes())
+        ready = desk.type(*words, "--yes")
+        assert ready.code == Exit.OK, ready.out + ready.err
+        assert "pod is known to ssh already" in ready.out
+        assert (key.read_bytes(), real.read_bytes()) == before
+        line = ready.out.strip().splitlines()[-1]
+        wanted = f"\"launch.ssh='ssh -F {config}'\""
+        assert line == f"ready:  echelon train launch=ssh 'launch.hosts=[pod]' {wanted}"
+        assert "\ttorch\t" in ready.out
+        assert "\tall-reduce\t" in ready.out, "a step was trained there"
+
+
+def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path) -> None:
+    host = desk.cluster.nodes[0]
+    with sshd(desk.cluster, host, [2227], HIDE, Path(sys.executable).parent):
+        config = tmp_path / "config"
+        config.write_text(f"Host {host}\n    Port 2227\n" + desk.cluster.ssh_config.read_text())
+        done = desk.type("setup", "ssh", host, "--config", str(config))
+    assert done.code == Exit.NOT_READY, done.out + done.err
+    assert f"{host} is known to ssh already" in done.out
+    assert f"fail\techelon\tlaunch=ssh starts {sys.executable}, which is not there" in done.out
+    assert f"{sys.executable} -m pip install echelon==" in done.out
+    assert "once that is mended:  echelon train launch=ssh" in done.out
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_an_entry_further_up_that_wins_is_told(desk: Desk, tmp_path: Path) -> None:
+    config, key = tmp_path / "config", tmp_path / "key"
+    config.write_text("Host *\n  User somebody\n")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    words = ("setup", "ssh", "u@192.0.2.1", "--key", str(key), "--config", str(config), "--yes")
+    done = desk.type(*words)
+    assert done.code == Exit.NOT_READY
+    assert "user of 192.0.2.1 is somebody, not u: an entry further up" in done.err
