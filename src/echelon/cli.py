@@ -85,7 +85,10 @@ Try:
 
 
 def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
+    from echelon.config.outside import own_words, trial_of
     from echelon.config.settings import described
+
+    trial = trial_of(os.environ)
 
     parser = _parser(
         "train",
@@ -103,9 +106,11 @@ def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
         action="store_true",
         help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
     )
-    given = parser.parse_intermixed_args(words)
+    given = parser.parse_intermixed_args(own_words(words, trial))
     from echelon.entry import train, train_all
 
+    if given.multirun and trial:
+        parser.error("`wandb agent` asks for one run, so --multirun cannot be")
     if given.multirun and (given.wait or given.json):
         parser.error("--wait and --json are for one run")
     if given.multirun:

@@ -53,11 +53,16 @@ def train(
 ) -> int:
     """Compose, plan, and carry it out; a dry run stops before anything happens."""
     from echelon.config.compose import compose
+    from echelon.config.outside import as_trial, trial_of
 
     rest, named = _experiment_by_path(overrides)
     own = named or own
     config = compose(rest, own, _conf_beside(own) if own else None)
-    return start(config, dry_run, as_json, wait)
+    trial = trial_of(os.environ)
+    if config.launch.kind != "inline":  # there rank 0 takes the parameters, once it is known
+        config = as_trial(config, trial, own)
+    # An agent would take the end of a submission for the end of the trial.
+    return start(config, dry_run, as_json, wait or trial is not None)
 
 
 def train_all(
