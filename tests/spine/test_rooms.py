@@ -37,6 +37,7 @@ LEVELS = {
     "jobs": 3,
     "view": 3,
     "experiments": 4,
+    "sweep": 4,
     "recommend": 5,
     "entry": 5,
     "explain": 5,
