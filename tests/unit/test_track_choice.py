@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.config.compose import compose
+from echelon.config.schema import Config
 from echelon.config.settings import described
 from echelon.errors import EchelonError
 from echelon.runs import Run

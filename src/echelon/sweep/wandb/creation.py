@@ -1,0 +1,101 @@
+"""The sweep on wandb's server, made once: the same command typed again goes on with it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.runs import write_json
+from echelon.sweep.file import SweepFile
+from echelon.sweep.wandb.client import Server
+from echelon.track import key
+from echelon.track.apart import brief
+
+_FILE = "wandb.json"
+_PROJECT = "echelon"
+
+
+def require(env: Mapping[str, str]) -> None:
+    """Before anything is made."""
+    if importlib.util.find_spec("wandb") is None:
+        raise EchelonError(
+            Fault(
+                "--engine wandb, but wandb is not installed",
+                'install it: pip install "echelon[wandb]"',
+            )
+        )
+    if reason := key.problem(env):
+        raise EchelonError(
+            Fault(
+                f"--engine wandb, but {reason}",
+                "log in with `wandb login`, or set WANDB_API_KEY; or go without a server: "
+                "--engine embedded",
+            )
+        )
+
+
+def opened(file: SweepFile, command: Sequence[str], folder: Path) -> tuple[Server, str]:
+    """The server, and ENTITY/PROJECT/SWEEP there."""
+    import wandb
+
+    os.environ["WANDB_SILENT"] = "true"
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        api = wandb.Api()
+        if api.api_key is None:
+            raise EchelonError(
+                Fault("--engine wandb needs an API key, and you are logged in without one", _LOGIN)
+            )
+        server = Server(str(api.settings["base_url"]), api.api_key)
+        return server, _known(folder) or _made(file, command, folder)
+    except EchelonError:
+        raise
+    except Exception as error:
+        raise EchelonError(
+            Fault(f"wandb's server did not make the sweep: {brief(error)}", _LOGIN),
+            exit=Exit.FAILED,
+        ) from None
+    finally:
+        wandb.teardown()  # its process; trials have their own
+
+
+_LOGIN = "log in with `wandb login`, set WANDB_API_KEY, or go without a server: --engine embedded"
+
+
+def _known(folder: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((folder / _FILE).read_text())["sweep"])
+    return None
+
+
+def _made(file: SweepFile, command: Sequence[str], folder: Path) -> str:
+    import wandb
+
+    project = file.project or os.environ.get("WANDB_PROJECT") or _PROJECT
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):  # where ours are data
+        name = wandb.sweep(description(file, command), entity=file.entity, project=project)
+    # It has put what the server said into the variables that its agents go by.
+    entity, project = os.environ.get("WANDB_ENTITY", ""), os.environ["WANDB_PROJECT"]
+    sweep = f"{entity}/{project}/{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / _FILE, {"sweep": sweep})
+    for line in said.getvalue().splitlines():
+        if line.startswith("Sweep URL: "):
+            print(f"sweep {sweep}: {line.removeprefix('Sweep URL: ')}", file=sys.stderr)
+    return sweep
+
+
+def description(file: SweepFile, command: Sequence[str]) -> dict[str, Any]:
+    """What the server is told. With a command that agents of others can run as well."""
+    told = dict(file.data)
+    told.setdefault("command", ["${env}", *command, "${args_no_hyphens}"])
+    return told

@@ -1,0 +1,281 @@
+"""`--engine wandb`: the search is on wandb's server, the trials are whole runs started from here.
+
+The agents are our own. `wandb agent` exits 0 when its run fails, looks only every five seconds,
+kills what has not saved within half a minute of a stop, and gives up after three quick failures. A
+trial is still started as `wandb agent` would start it, by a few variables and a file, so that it is
+the same whoever does, and so that agents of others can work on the same sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.runs import Run
+from echelon.sweep.file import SweepFile
+from echelon.sweep.wandb import creation, record
+from echelon.sweep.wandb.client import Server, Silent
+from echelon.sweep.wandb.process import Process
+from echelon.sweep.wandb.record import DONE, Told
+from echelon.track import jsonl, wandb_run
+from echelon.track.lines import curves
+
+_LOOK_S = 0.1
+_BEAT_S = 5.0
+_AGAIN_S = 15.0
+"""After a server did not answer."""
+_GIVE_UP_S = 600.0
+_IN_A_ROW = 3
+"""So many failures, and the fault is hardly the parameters'."""
+
+
+def serve(
+    file: SweepFile, command: Sequence[str], folder: Path, parallel: int, run_dir: str = "runs"
+) -> int:
+    """Work on the sweep until its server says that it is over.
+
+    `command` starts a trial, with wandb's macros in it; an experiment's parameters come by the file
+    that WANDB_SWEEP_PARAM_PATH names. What `folder`, the sweep's own, holds is gone on with.
+    """
+    creation.require(os.environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    server, sweep = creation.opened(file, command, folder)
+    office = _Office(server, sweep, command, folder, Path(run_dir))
+    office.metric = file.metric.name if file.metric else ""
+    return office.work([_Agent() for _ in range(parallel)])
+
+
+@dataclass
+class _Agent:
+    """Has one trial at a time; wandb's server knows it by its id."""
+
+    id: str = ""
+    told: Told | None = None
+    process: Process | None = None
+    beat_at: float = 0.0
+    over: bool = False
+    """It takes no more."""
+
+
+@dataclass
+class _Office:
+    server: Server
+    sweep: str
+    command: Sequence[str]
+    folder: Path
+    run_dir: Path
+    metric: str = ""
+    left: list[Told] = field(default_factory=list)
+    """What was begun and is to be ended before anything new."""
+    failed: list[Told] = field(default_factory=list)
+    in_a_row: int = 0
+    stopping: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
+    told_silence: bool = False
+    refusal: EchelonError | None = None
+
+    def work(self, agents: list[_Agent]) -> int:
+        self.left = record.unfinished(self.folder)
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self._hear(agents)
+
+        for number in before:
+            signal.signal(number, hear)
+        try:
+            while any(agent.process or not agent.over for agent in agents):
+                for agent in agents:
+                    self._turn(agent)
+                if self.refusal or self.in_a_row >= _IN_A_ROW:
+                    for agent in agents:
+                        agent.over = True
+                time.sleep(_LOOK_S)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._outcome()
+
+    # --- an agent's turn ---
+
+    def _turn(self, agent: _Agent) -> None:
+        if agent.process is not None and (code := agent.process.ended()) is not None:
+            self._end(agent, code)
+        if agent.process is None and self.stopping:
+            agent.over = True
+        elif agent.process is None and self.left and not agent.over:
+            self._begin(agent, self.left.pop(0))
+        elif time.monotonic() >= agent.beat_at and not (agent.over and agent.process is None):
+            self._beat(agent)
+
+    def _beat(self, agent: _Agent) -> None:
+        agent.beat_at = time.monotonic() + _BEAT_S
+        try:
+            agent.id = agent.id or self.server.agent(socket.gethostname(), self.sweep)
+            commands = self.server.beat(agent.id, [agent.told.id] if agent.told else [])
+        except Silent as error:
+            self._unheard(agent, str(error))
+            return
+        except EchelonError as error:
+            self.refusal = self.refusal or error
+            agent.over = True
+            return
+        self.heard_at, self.told_silence = time.monotonic(), False
+        for command in commands:
+            self._obey(agent, command)
+
+    def _unheard(self, agent: _Agent, why: str) -> None:
+        agent.beat_at = time.monotonic() + _AGAIN_S
+        if not self.told_silence:
+            self.told_silence = True
+            _say(f"warning: wandb: no answer from its server ({why}); trials that run go on")
+        if agent.process is None and time.monotonic() - self.heard_at > _GIVE_UP_S:
+            agent.over = True
+            self.refusal = self.refusal or EchelonError(
+                Fault(
+                    f"wandb's server has not answered for {_GIVE_UP_S / 60:.0f} minutes",
+                    "type the same command again later: the sweep goes on where it is",
+                ),
+                exit=Exit.FAILED,
+            )
+
+    def _obey(self, agent: _Agent, command: dict[str, Any]) -> None:
+        kind = command.get("type")
+        if kind in ("run", "resume") and agent.process is None:
+            self._take(agent, command)
+        elif kind == "exit":
+            agent.over = True
+            self._stop(agent)
+        elif kind == "stop" and agent.told and command.get("run_id") == agent.told.id:
+            self._stop(agent)
+
+    def _take(self, agent: _Agent, command: dict[str, Any]) -> None:
+        """What a server hands out is checked before it is even written down."""
+        id = str(command.get("run_id"))
+        known = {told.id: told for told in record.read(self.folder)}
+        if id in known and known[id].state in DONE:
+            return
+        try:
+            given = {name: entry["value"] for name, entry in dict(command["args"]).items()}
+            told = Told(id, self.sweep, given)
+            told.trial()
+        except (EchelonError, KeyError, TypeError, ValueError) as error:
+            what = error.faults[0].what if isinstance(error, EchelonError) else "no parameters"
+            self._note(Told(id[:100], self.sweep, {}, "failed", what), keep=False)
+            return
+        self._begin(agent, told)
+
+    # --- a trial ---
+
+    def _begin(self, agent: _Agent, told: Told) -> None:
+        record.keep(self.folder, replace(told, state="running"))
+        agent.told, agent.process = told, Process.start(told.trial(), self.command, self.folder)
+        agent.beat_at = 0.0
+        given = "  ".join(f"{name}={value}" for name, value in told.trial().values.items())
+        _say(f"trial {told.id} begins: {given}")
+
+    def _stop(self, agent: _Agent) -> None:
+        """The server wants no more of it: save, end, do not come back."""
+        if agent.process and agent.told:
+            agent.process.cancel(self._run(agent.told))
+
+    def _end(self, agent: _Agent, code: int) -> None:
+        assert agent.told is not None
+        run = self._run(agent.told)
+        status = run.status()
+        if code == Exit.PREEMPTED or (code and status.get("state") == "preempted"):
+            stopped = run.cancel_file.exists() and not self.stopping
+            ended = replace(agent.told, state="stopped" if stopped else "preempted")
+        elif code == Exit.OK:
+            ended = replace(agent.told, state="finished")
+        else:
+            cause = _cause(run, record.log_file(self.folder, agent.told.id))
+            ended = replace(agent.told, state="failed", cause=cause)
+        agent.told = agent.process = None
+        agent.beat_at = 0.0
+        self._note(replace(ended, value=self._value(run)))
+
+    def _note(self, told: Told, keep: bool = True) -> None:
+        if keep:
+            record.keep(self.folder, told)
+        value = "" if told.value is None else f"{told.value:.6g}"
+        given = " ".join(f"{name}={value}" for name, value in told.given.items())
+        print("\t".join((told.id, told.state, value, given)), flush=True)
+        if told.state == "failed":
+            self.failed.append(told)
+            self.in_a_row += 1
+            _say(f"trial {told.id} failed: {told.cause}")
+        elif told.state in DONE:
+            self.in_a_row = 0
+
+    def _value(self, run: Run) -> float | None:
+        rows = (curves(line) for line in jsonl.read(run.metrics_file))
+        return next((row[self.metric] for row in reversed([*rows]) if self.metric in row), None)
+
+    def _run(self, told: Told) -> Run:
+        return Run(self.run_dir.absolute() / told.trial().run_name)
+
+    # --- the end ---
+
+    def _hear(self, agents: list[_Agent]) -> None:
+        again, self.stopping = self.stopping, True
+        _say(
+            "stopped at once; the last snapshots stand"
+            if again
+            else "stopping after this step and saving; Ctrl-C again stops at once"
+        )
+        for agent in agents:
+            if agent.process and agent.told:
+                agent.process.halt(self._run(agent.told), now=again)
+
+    def _outcome(self) -> int:
+        told = record.read(self.folder)
+        states = Counter(one.state for one in told)
+        counts = ", ".join(f"{number} {state}" for state, number in states.items())
+        _say(f"sweep {self.sweep}: {counts or 'no trial'}")
+        self._say_unsent(told)
+        if self.refusal:
+            raise self.refusal
+        if self.in_a_row >= _IN_A_ROW:
+            raise EchelonError(
+                Fault(
+                    f"{self.in_a_row} trials in a row have failed, the first because: "
+                    f"{self.failed[-self.in_a_row].cause}",
+                    f"its output is in {record.log_file(self.folder, self.failed[0].id)}",
+                ),
+                exit=Exit.FAILED,
+            )
+        if self.stopping:
+            _say("the same command goes on with it")
+            return Exit.PREEMPTED
+        return Exit.FAILED if self.failed else Exit.OK
+
+    def _say_unsent(self, told: Sequence[Told]) -> None:
+        """Where a server was out of reach, the files are there to be sent."""
+        for one in told:
+            if command := wandb_run.last_words(self._run(one)).get("send it"):
+                _say(f"trial {one.id} did not reach the server: {command}")
+
+
+def _cause(run: Run, log: Path) -> str:
+    """In one line: what the run itself says, else the end of what its command said."""
+    failure = run.status().get("failure")
+    if isinstance(failure, dict) and failure.get("summary"):
+        return str(failure["summary"])
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    spoken = [line.strip() for line in lines if line.strip()]
+    return (errors[:1] or spoken[-1:] or ["it said nothing"])[0]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
