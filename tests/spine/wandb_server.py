@@ -13,7 +13,7 @@ import gzip
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -58,11 +58,12 @@ class ServedSweep:
     beats: list[dict[str, bool]] = field(default_factory=list)
     """What agents said of their runs."""
 
-    def commands(self, said: dict[str, bool]) -> list[dict[str, Any]]:
+    def commands(self, said: dict[str, bool], begun: Container[str]) -> list[dict[str, Any]]:
         self.beats.append(said)
         running = [run for run, alive in said.items() if alive]
         if running:
-            return [{"type": "stop", "run_id": run} for run in running if run in self.stop]
+            stop = [run for run in running if run in self.stop and run in begun]
+            return [{"type": "stop", "run_id": run} for run in stop]
         if self.again:
             return [self._run("resume", self.again.pop(0))]
         new = [f"trial{number}" for number in range(len(self.trials))]
@@ -118,7 +119,7 @@ class Server(ThreadingHTTPServer):
                 self.sweep.agents += 1
                 return {"createAgent": {"agent": {"id": f"agent{self.sweep.agents}"}}}
             case "Heartbeat":
-                commands = self.sweep.commands(json.loads(given["runState"]))
+                commands = self.sweep.commands(json.loads(given["runState"]), self.runs)
                 beat = {"agent": {"id": given["id"]}, "commands": json.dumps(commands)}
                 return {"agentHeartbeat": beat}
             case "UpsertBucket":

@@ -1,4 +1,4 @@
-"""What an agent and wandb's server say to each other: three requests, one try each.
+"""What an agent and wandb's server say to each other: a few requests, one try each.
 
 wandb's own client tries again behind one's back for minutes. An agent that has given up waiting
 would then still be handed a trial, in an answer that nobody reads, and the trial would be lost.
@@ -27,6 +27,9 @@ agentHeartbeat(input: {id: $id, metrics: $metrics, runState: $runState}) {
 agent { id } commands } }"""
 
 
+_WHO = "query Viewer { viewer { id entity } }"
+
+
 class Silent(Exception):
     """The server did not answer, or not now."""
 
@@ -35,6 +38,10 @@ class Silent(Exception):
 class Server:
     url: str
     key: str = field(repr=False)
+
+    def user(self) -> str:
+        """Whom the key belongs to."""
+        return str((self._ask(_WHO, {}).get("viewer") or {}).get("entity") or "")
 
     def agent(self, host: str, sweep: str) -> str:
         """Register one; the answer is its id."""

@@ -15,7 +15,7 @@ from typing import Any
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.runs import write_json
 from echelon.sweep.file import SweepFile
-from echelon.sweep.wandb.client import Server
+from echelon.sweep.wandb.client import Server, Silent
 from echelon.track import key
 from echelon.track.apart import brief
 
@@ -33,41 +33,34 @@ def require(env: Mapping[str, str]) -> None:
             )
         )
     if reason := key.problem(env):
-        raise EchelonError(
-            Fault(
-                f"--engine wandb, but {reason}",
-                "log in with `wandb login`, or set WANDB_API_KEY; or go without a server: "
-                "--engine embedded",
-            )
-        )
+        raise EchelonError(Fault(f"--engine wandb, but {reason}", _LOGIN))
 
 
 def opened(file: SweepFile, command: Sequence[str], folder: Path) -> tuple[Server, str]:
-    """The server, and ENTITY/PROJECT/SWEEP there."""
-    import wandb
-
-    os.environ["WANDB_SILENT"] = "true"
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    try:
-        api = wandb.Api()
-        if api.api_key is None:
-            raise EchelonError(
-                Fault("--engine wandb needs an API key, and you are logged in without one", _LOGIN)
-            )
-        server = Server(str(api.settings["base_url"]), api.api_key)
-        return server, _known(folder) or _made(file, command, folder)
-    except EchelonError:
-        raise
-    except Exception as error:
-        raise EchelonError(
-            Fault(f"wandb's server did not make the sweep: {brief(error)}", _LOGIN),
-            exit=Exit.FAILED,
-        ) from None
-    finally:
-        wandb.teardown()  # its process; trials have their own
+    """The server, and ENTITY/PROJECT/SWEEP there. A sweep that is known needs no answer yet."""
+    found = key.credentials(os.environ)
+    if found is None:
+        raise EchelonError(Fault("--engine wandb needs an API key, and there is none", _LOGIN))
+    server = Server(*found)
+    return server, _known(folder) or _made(file, command, folder, _entity(file, server))
 
 
 _LOGIN = "log in with `wandb login`, set WANDB_API_KEY, or go without a server: --engine embedded"
+
+
+def _entity(file: SweepFile, server: Server) -> str:
+    """Also whether it answers: wandb would try for minutes."""
+    try:
+        user = server.user()
+    except Silent as error:
+        raise EchelonError(
+            Fault(
+                f"wandb's server at {server.url} does not answer: {error}",
+                "try again later, or go without a server: --engine embedded",
+            ),
+            exit=Exit.FAILED,
+        ) from None
+    return file.entity or os.environ.get("WANDB_ENTITY") or user
 
 
 def _known(folder: Path) -> str | None:
@@ -76,17 +69,24 @@ def _known(folder: Path) -> str | None:
     return None
 
 
-def _made(file: SweepFile, command: Sequence[str], folder: Path) -> str:
+def _made(file: SweepFile, command: Sequence[str], folder: Path, entity: str) -> str:
     import wandb
 
+    os.environ["WANDB_SILENT"] = "true"
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     project = file.project or os.environ.get("WANDB_PROJECT") or _PROJECT
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # where ours are data
-        name = wandb.sweep(description(file, command), entity=file.entity, project=project)
-    # It has put what the server said into the variables that its agents go by.
-    entity, project = os.environ.get("WANDB_ENTITY", ""), os.environ["WANDB_PROJECT"]
+    try:
+        with contextlib.redirect_stdout(said):  # where ours are data
+            name = wandb.sweep(description(file, command), entity=entity, project=project)
+    except Exception as error:
+        raise EchelonError(
+            Fault(f"wandb's server did not make the sweep: {brief(error)}", _LOGIN),
+            exit=Exit.FAILED,
+        ) from None
+    finally:
+        wandb.teardown()  # its process; trials have their own
     sweep = f"{entity}/{project}/{name}"
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / _FILE, {"sweep": sweep})
     for line in said.getvalue().splitlines():
         if line.startswith("Sweep URL: "):

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,8 @@ class _Agent:
     beat_at: float = 0.0
     over: bool = False
     """It takes no more."""
+    asked: bool = False
+    """Its server wants no more of the trial."""
 
 
 @dataclass
@@ -186,23 +189,27 @@ class _Office:
     def _stop(self, agent: _Agent) -> None:
         """The server wants no more of it: save, end, do not come back."""
         if agent.process and agent.told:
+            agent.asked = True
             agent.process.cancel(self._run(agent.told))
 
     def _end(self, agent: _Agent, code: int) -> None:
         assert agent.told is not None
         run = self._run(agent.told)
-        status = run.status()
-        if code == Exit.PREEMPTED or (code and status.get("state") == "preempted"):
-            stopped = run.cancel_file.exists() and not self.stopping
-            ended = replace(agent.told, state="stopped" if stopped else "preempted")
-        elif code == Exit.OK:
-            ended = replace(agent.told, state="finished")
-        else:
-            cause = _cause(run, record.log_file(self.folder, agent.told.id))
-            ended = replace(agent.told, state="failed", cause=cause)
-        agent.told = agent.process = None
+        ended = replace(agent.told, state=self._state(agent, run, code))
+        if ended.state == "failed":
+            ended = replace(ended, cause=_cause(run, record.log_file(self.folder, ended.id)))
+        agent.told, agent.process, agent.asked = None, None, False
         agent.beat_at = 0.0
         self._note(replace(ended, value=self._value(run)))
+
+    def _state(self, agent: _Agent, run: Run, code: int) -> str:
+        """A command such as torchrun's has codes of its own; what is killed while it starts, too."""
+        if code == Exit.OK:
+            return "finished"
+        if agent.asked:
+            return "stopped"
+        saved = code == Exit.PREEMPTED or run.status().get("state") == "preempted"
+        return "preempted" if saved or self.stopping else "failed"
 
     def _note(self, told: Told, keep: bool = True) -> None:
         if keep:
