@@ -24,6 +24,7 @@ from echelon.train.worker import train_here
 pytest.importorskip("wandb")
 
 KEY = "5ecre7" * 7
+EXPERIMENT = f"experiment={HERE / 'subjects.py'}:regression"
 SIZE = ("samples=16", "eval_samples=4", "trainer.batch_size=8", "trainer.epochs=1")
 
 
@@ -199,9 +200,10 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
     """And a server that goes down under it costs no number."""
     run = Run(tmp_path / "runs" / f"{SWEEP}-trial0")
     with serving() as server:
-        server.sweep.trials = [{"lr": 0.125, "trainer.epochs": 20_000}, {"lr": 0.25}]
+        server.sweep.trials = [{"lr": 0.125, "trainer.epochs": 40}, {"lr": 0.25}]
         env = at_home(tmp_path, server) | {"WANDB_FINISH_TIMEOUT": "2"}
-        with launching.started(sweeping(tmp_path, 1), tmp_path, **env) as first:
+        words = sweeping(tmp_path, 1, EXPERIMENT)
+        with launching.started(words, tmp_path, SPINE_PAUSE_S="0.1", **env) as first:
             launching.until(lambda: any(run.snapshots.glob("step-*")), 60, "a snapshot")
             first.process.terminate()
             broken_off = first.wait()
@@ -211,7 +213,7 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
         server.sweep.config = ""
 
         server.then = 500  # after the first request, as there is a run already
-        with launching.started(sweeping(tmp_path, 1), tmp_path, **env) as second:
+        with launching.started(words, tmp_path, **env | {"WANDB_INIT_TIMEOUT": "2"}) as second:
             launching.until(lambda: "trial0\t" in second.told(), 60, "its end")
             second.process.terminate()
             again = second.wait()

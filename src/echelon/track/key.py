@@ -35,10 +35,10 @@ def _found(env: Mapping[str, str]) -> tuple[str, str | None, str]:
     """The server, the key, and what the key is called where it was found."""
     settings = _settings(env)
     server = env.get("WANDB_BASE_URL") or settings.get("base_url") or _SERVER
-    if key := env.get("WANDB_API_KEY", "").strip():
-        return server, key, "WANDB_API_KEY"
-    if key := settings.get("api_key"):
-        return server, key, "the key of `wandb login`"
+    if given := env.get("WANDB_API_KEY", "").strip():
+        return server, given, "WANDB_API_KEY"
+    if kept := settings.get("api_key"):
+        return server, kept, "the key of `wandb login`"
     host = urlsplit(server).netloc
     return server, _in_netrc(env, host), f"the key for {host}"
 

@@ -203,7 +203,7 @@ class _Office:
         self._note(replace(ended, value=self._value(run)))
 
     def _state(self, agent: _Agent, run: Run, code: int) -> str:
-        """A command such as torchrun's has codes of its own; what is killed while it starts, too."""
+        """torchrun and the like have codes of their own, and so has what ends while it starts."""
         if code == Exit.OK:
             return "finished"
         if agent.asked:
