@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon import runs
-from echelon.config.schema import Config
+from echelon.config.schema import Config, build
 from echelon.errors import EchelonError, Exit, Fault
 
 if TYPE_CHECKING:
@@ -52,12 +54,29 @@ def train(
     wait: bool = False,
 ) -> int:
     """Compose, plan, and carry it out; a dry run stops before anything happens."""
+    return start(composed(overrides, own), dry_run, as_json, wait)
+
+
+def composed(
+    overrides: Sequence[str], own: OwnExperiment | None = None, program: Sequence[str] = ()
+) -> Config:
+    """The configuration of one run, of whatever experiment or program."""
     from echelon.config.compose import compose
 
     rest, named = _experiment_by_path(overrides)
     own = named or own
-    config = compose(rest, own, _conf_beside(own) if own else None)
-    return start(config, dry_run, as_json, wait)
+    return compose(rest, own, _conf_beside(own) if own else None, program)
+
+
+def start_resolved(text: str) -> NoReturn:
+    """A configuration that was composed elsewhere, in a process that was forked for it."""
+    from echelon.cli import guarded
+    from echelon.train.worker import leave
+
+    config = build(json.loads(text))
+    if config.launch.kind == "ssh":  # the others listen before they let signals in
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR2))
+    leave(guarded(lambda: start(config)))
 
 
 def train_all(
