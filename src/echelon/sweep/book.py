@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _IN_VAIN = 3
 """So many failures, and nothing else, from the start: the sweep is not worth going on with."""
 _MOST_TAKES = 10
-"""A trial that kills its workers as often is not given to another one."""
+"""A trial that kills its workers as often before it saves is not given to another one."""
 _FATAL = "fatal"
 _CAUSE = "cause"
 _VALUES = "values"
@@ -134,14 +134,14 @@ class Book:
             for trial in open_ones:
                 held = leases.read(self.sweep.lease(trial.number))
                 if self._watch.is_over(held, self.worker):
-                    takes = 1 + (held.takes if held is not None else 0)
-                    if takes > _MOST_TAKES:
-                        self._end(trial.number, "failed", f"its worker died {takes - 1} times")
-                        continue
-                    return self._own(self._begun(trial), takes)
+                    taken = self._own(self._begun(trial), held)
+                    if taken.lease.takes <= _MOST_TAKES:
+                        return taken
+                    often = f"{_MOST_TAKES} times in a row, from step {taken.lease.step}"
+                    self._end(trial.number, "failed", f"what ran it was killed {often}")
             if len(trials) >= self._settings.cap or self._ending(trials):
                 return bool(open_ones)
-            return self._own(self._new(len(trials)), 1)
+            return self._own(self._new(len(trials)), None)
 
     def _new(self, number: int) -> optuna.Trial:
         self.study.sampler = sampler(self._file.method, self._settings.seed, number)
@@ -158,14 +158,15 @@ class Book:
         self.study.sampler = sampler(self._file.method, self._settings.seed, trial.number)
         return Trial(self.study, trial._trial_id)
 
-    def _own(self, trial: optuna.Trial, takes: int) -> Taken:
+    def _own(self, trial: optuna.Trial, before: Lease | None) -> Taken:
         grid = self._file.method == "grid"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = {p.name: suggest(trial, p, grid) for p in self._file.searched}
         if _VALUES not in trial.user_attrs:
             trial.set_user_attr(_VALUES, values)
-        lease = leases.new(self.worker, takes)
+        step = self.sweep.run(trial.number).newest_step()
+        lease = leases.new(self.worker, before, step)
         leases.write(self.sweep.lease(trial.number), lease)
         return Taken(trial.number, values, lease)
 

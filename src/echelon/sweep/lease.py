@@ -30,7 +30,9 @@ class Lease:
     space: int
     """Of process numbers; those of another container mean nothing here."""
     takes: int = 1
-    """How often the trial was taken."""
+    """How often the trial was taken since it came to another step."""
+    step: int = 0
+    """Of its newest snapshot then."""
     beat: int = 0
     free: bool = False
     """Given back on purpose."""
@@ -44,8 +46,9 @@ def worker_name(slot: str, env: Mapping[str, str]) -> str:
     return this_job(env) or f"{process['host']}:{process['pid']}:{slot}"
 
 
-def new(worker: str, takes: int) -> Lease:
-    return Lease(worker, secrets.token_hex(8), this_process(), _space(), takes)
+def new(worker: str, before: Lease | None, step: int) -> Lease:
+    takes = before.takes + 1 if before is not None and before.step == step else 1
+    return Lease(worker, secrets.token_hex(8), this_process(), _space(), takes, step)
 
 
 def _space() -> int:

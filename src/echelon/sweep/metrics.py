@@ -12,37 +12,33 @@ from pathlib import Path
 _AXES = ("step", "epoch", "samples", "time")
 
 
-def spellings(name: str) -> list[str]:
-    """What a metric may be called in metrics.jsonl: as written, as trackers have it (`eval/rmse`),
-    or as `trainer.best` has it (`rmse`: what is evaluated, before what is trained on)."""
+def key_of(name: str, program: bool) -> str:
+    """What a metric is called in metrics.jsonl. A program's is called as the program calls it; an
+    experiment's is given as trackers have it (`eval/rmse`), or as `trainer.best` has it (`rmse`)."""
     folder, slash, rest = name.partition("/")
-    if slash and folder == "eval":
-        return [name, f"eval_{rest}"]
+    if program or name.startswith("eval_"):
+        return name
     if slash and folder == "train":
-        return [name, rest]
-    return [f"eval_{name}", name]
+        return rest
+    return f"eval_{rest if slash and folder == 'eval' else name}"
 
 
 class History:
     """Of one metric. A run that goes on from a snapshot writes its file anew, shorter; so does this
     read it then."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._names = path, spellings(name)
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key = path, key
         self._inode, self._offset = -1, 0
-        self._by_name: dict[str, list[float]] = {}
+        self.values: list[float] = []
         self.seen: set[str] = set()
         """All that was reported."""
-
-    @property
-    def values(self) -> list[float]:
-        return next((self._by_name[n] for n in self._names if n in self._by_name), [])
 
     def read(self) -> list[float]:
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset, self._by_name = status.st_ino, 0, {}
+                self._inode, self._offset, self.values = status.st_ino, 0, []
             file.seek(self._offset)
             text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
@@ -57,5 +53,5 @@ class History:
                 for key, value in line.items() if isinstance(line, dict) else ():
                     if isinstance(value, (int, float)) and key not in _AXES:
                         self.seen.add(key)
-                        if key in self._names and math.isfinite(value):
-                            self._by_name.setdefault(key, []).append(float(value))
+                        if key == self._key and math.isfinite(value):
+                            self.values.append(float(value))

@@ -18,7 +18,7 @@ from echelon.sweep.folder import Sweep
 
 _LOOK_S = 0.2
 _IN_VAIN = 5
-"""So many workers that died in a row without a result between them."""
+"""So many workers that ended by themselves in a row, without a result between them."""
 
 
 def supervise(sweep: Sweep, parallel: int, tell: Callable[[Book], None]) -> int:
@@ -78,7 +78,7 @@ class _Crew:
             del self._workers[slot]
             if code == Exit.OK or self.interrupts:
                 continue
-            self._deaths += 1
+            self._deaths += code > 0  # who is killed, by a person or for memory, may be again
             if self._deaths >= _IN_VAIN:
                 raise _no_use(self._sweep, slot, code)
             self._workers[slot] = self._start(slot)
@@ -121,7 +121,7 @@ def _no_use(sweep: Sweep, slot: int, code: int) -> EchelonError:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return EchelonError(
         Fault(
-            f"{_IN_VAIN} workers died in a row, the last with {code}: {(lines or ['?'])[-1]}",
+            f"{_IN_VAIN} workers ended in a row, the last with {code}: {(lines or ['?'])[-1]}",
             f"see {log}",
         ),
         exit=Exit.FAILED,

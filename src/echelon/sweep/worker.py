@@ -19,7 +19,7 @@ from echelon.sweep.book import Book, Lost, Taken
 from echelon.sweep.file import SweepFile
 from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.lease import worker_name
-from echelon.sweep.metrics import History
+from echelon.sweep.metrics import History, key_of
 from echelon.sweep.program import METRICS, expanded
 from echelon.sweep.world import Forking, Starter, Stepping, World
 
@@ -49,6 +49,7 @@ class _Worker:
         self._settings, self._file, self._in_job = sweep.settings(), sweep.file(), in_job
         self._book = Book(sweep, worker_name(slot, os.environ))
         self._metric = sweep.metric().name
+        self._key = key_of(self._metric, bool(self._settings.program))
         self._asked = False
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._hear)
@@ -91,7 +92,7 @@ class _Worker:
 
     def _follow(self, taken: Taken, run: Run, world: World) -> tuple[int, str]:
         """To the end of its world: the exit code, and why it was ended, if it was by us."""
-        history = History(run.metrics_file, self._metric)
+        history = History(run.metrics_file, self._key)
         known, why, beaten, asked_at = 0, "", time.monotonic(), 0.0
         while (code := world.poll(_POLL_S)) is None:
             now = time.monotonic()
@@ -111,7 +112,7 @@ class _Worker:
         return code, why
 
     def _result(self, taken: Taken, run: Run, code: int, why: str) -> None:
-        history = History(run.metrics_file, self._metric)
+        history = History(run.metrics_file, self._key)
         if history.read():
             self._book.report(taken, history.values)
         if why == STOPPED or _cut_off(run, code, why):

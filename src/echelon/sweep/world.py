@@ -125,7 +125,7 @@ class _Stepped:
             return code
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGUSR2)  # on TERM srun would kill its tasks
 
     def kill(self) -> None:
         self._process.kill()
