@@ -15,7 +15,7 @@ import launching
 import pytest
 import yaml
 from helpers import Ended, configured, spawn_world
-from launching import HERE, only_run
+from launching import ECHELON, HERE, only_run
 from wandb_server import SWEEP, Server, serving
 
 from echelon.runs import Run
@@ -139,17 +139,9 @@ def test_wandb_agent_with_torchrun(tmp_path: Path) -> None:
 
 # --- our agents ---------------------------------------------------------------------------------
 
-_SERVE = """
-import sys
-from pathlib import Path
-from echelon.cli import guarded
-from echelon.sweep.file import read
-from echelon.sweep.wandb.engine import serve
-train = [sys.executable, "-m", "echelon", "train", *sys.argv[2:]]
-sys.exit(guarded(lambda: serve(read(Path("s.yml")), train, Path("s"), int(sys.argv[1]))))
-"""
 FILE = """
 method: random
+run_cap: 4
 metric: {name: eval/loss, goal: minimize}
 parameters: {lr: {min: 0.01, max: 0.5}}
 """
@@ -157,7 +149,8 @@ parameters: {lr: {min: 0.01, max: 0.5}}
 
 def sweeping(tmp_path: Path, parallel: int, *words: str) -> list[str]:
     (tmp_path / "s.yml").write_text(FILE)
-    return [sys.executable, "-c", _SERVE, str(parallel), *SIZE, *words]
+    engine = ("--engine", "wandb", "--parallel", str(parallel))
+    return [*ECHELON, "sweep", "s.yml", *SIZE, *words, *engine]
 
 
 def rows(out: str) -> dict[str, list[str]]:
@@ -223,3 +216,4 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
     assert "no answer from its server" in again.err
     assert "wandb sync" in again.err
     assert again.code == 75
+    assert broken_off.left == again.left == []

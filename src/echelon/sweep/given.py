@@ -69,3 +69,12 @@ def _quoted(text: str) -> str:
     """In Hydra's grammar a backslash is special only before a quote."""
     slashes = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
     return "'" + slashes.replace("'", "\\'") + "'"
+
+
+def shown(value: Any) -> str:
+    """For people: four digits are enough."""
+    return f"{value:.4g}" if isinstance(value, float) else written(value)
+
+
+def listed(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={shown(value)}" for key, value in values.items())

@@ -67,7 +67,7 @@ def carry_out(config: Config, plan: Plan) -> int:
                 "type the command on a login node; --dry-run shows the script anywhere",
             )
         )
-    _require_accepted(plan.script)
+    require_accepted(plan.script)
     _require_not_active(config)
     run = runs.create(config)
     run.script_file.write_text(plan.script)
@@ -86,7 +86,7 @@ def note_queued(run: Run, config: Config) -> None:
     run.update_status(**begun | {"state": "queued", "process": None, "starts": []})
 
 
-def _require_accepted(text: str) -> None:
+def require_accepted(text: str) -> None:
     """Slurm is asked before anything is written: a partition that is not there, too many nodes."""
     done = slurm("sbatch", "--test-only", input=text)
     if done.returncode:

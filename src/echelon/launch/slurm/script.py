@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from echelon.config.schema import Config, Launch
@@ -169,6 +169,53 @@ def _agents(config: Config) -> Iterator[str]:
     yield f'{_srun(config.launch, 1)} --wait={_LAST_S} --output="$run/logs/node-%n.log" \\'
     yield f"  {shlex.quote(sys.executable)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
+
+
+def step_words(config: Config, run: Run, master: str) -> list[str]:
+    """A step of a job that runs one trial of a sweep after another: the same agents."""
+    launch = config.launch
+    cpus = _cpus(launch, processes(launch))
+    return [
+        *("srun", "--export=ALL", "--ntasks-per-node=1", "--open-mode=append"),
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        f"--wait={_LAST_S}",
+        f"--output={run.logs}/node-%n.log",
+        *(sys.executable, "-m", "echelon", "node", "--nodes", str(launch.nodes)),
+        *("--master", master, str(run.folder)),
+    ]
+
+
+def render_workers(
+    config: Config, name: str, logs: Path, command: Sequence[str], count: int
+) -> str:
+    """Of an array whose tasks each run one trial of a sweep after another."""
+    _require_plain(logs)
+    procs = processes(config.launch)
+    where = [f"--job-name={name}", f"--array=0-{count - 1}", f'--output="{logs}/worker-%a.log"']
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in [*where, *_options(config, procs)]),
+            *_set_up(config.launch),
+            "",
+            "# TERM: preempted or cancelled. Whether the worker goes on is then for Slurm to say.",
+            "trap 'stopped=1' TERM",
+            "",
+            "# It takes trials until there are none; each is a step that fills this job.",
+            f"{shlex.join(command)} &",
+            "worker=$!",
+            'while kill -0 "$worker" 2> /dev/null; do wait "$worker"; code=$?; done',
+            "",
+            "# Out of time with everything saved, or a node lost: go on in another job.",
+            f'if [ -z "$stopped" ] && [ "$code" -eq {int(Exit.PREEMPTED)} ]; then',
+            f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.max_requeues} ]; then',
+            '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
+            "  fi",
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )
 
 
 def _srun(launch: Launch, tasks: int) -> str:

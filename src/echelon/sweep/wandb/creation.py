@@ -8,13 +8,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.runs import write_json
 from echelon.sweep.file import SweepFile
+from echelon.sweep.folder import Settings
 from echelon.sweep.wandb.client import Server, Silent
 from echelon.track import key
 from echelon.track.apart import brief
@@ -36,13 +37,13 @@ def require(env: Mapping[str, str]) -> None:
         raise EchelonError(Fault(f"--engine wandb, but {reason}", _LOGIN))
 
 
-def opened(file: SweepFile, command: Sequence[str], folder: Path) -> tuple[Server, str]:
+def opened(file: SweepFile, settings: Settings, folder: Path) -> tuple[Server, str]:
     """The server, and ENTITY/PROJECT/SWEEP there. A sweep that is known needs no answer yet."""
     found = key.credentials(os.environ)
     if found is None:
         raise EchelonError(Fault("--engine wandb needs an API key, and there is none", _LOGIN))
     server = Server(*found)
-    return server, _known(folder) or _made(file, command, folder, _entity(file, server))
+    return server, _known(folder) or _made(file, settings, folder, _entity(file, server))
 
 
 _LOGIN = "log in with `wandb login`, set WANDB_API_KEY, or go without a server: --engine embedded"
@@ -69,7 +70,7 @@ def _known(folder: Path) -> str | None:
     return None
 
 
-def _made(file: SweepFile, command: Sequence[str], folder: Path, entity: str) -> str:
+def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str:
     import wandb
 
     os.environ["WANDB_SILENT"] = "true"
@@ -78,7 +79,7 @@ def _made(file: SweepFile, command: Sequence[str], folder: Path, entity: str) ->
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):  # where ours are data
-            name = wandb.sweep(description(file, command), entity=entity, project=project)
+            name = wandb.sweep(description(file, settings), entity=entity, project=project)
     except Exception as error:
         raise EchelonError(
             Fault(f"wandb's server did not make the sweep: {brief(error)}", _LOGIN),
@@ -94,8 +95,10 @@ def _made(file: SweepFile, command: Sequence[str], folder: Path, entity: str) ->
     return sweep
 
 
-def description(file: SweepFile, command: Sequence[str]) -> dict[str, Any]:
-    """What the server is told. With a command that agents of others can run as well."""
-    told = dict(file.data)
-    told.setdefault("command", ["${env}", *command, "${args_no_hyphens}"])
+def description(file: SweepFile, settings: Settings) -> dict[str, Any]:
+    """What the server is told, with a command that agents of others can run as well."""
+    told = {"run_cap": settings.cap, "metric": settings.metric, **file.data}
+    if file.program is None and file.command is None:
+        train = ("${env}", "${interpreter}", "-m", "echelon", "train")
+        told["command"] = [*train, *settings.words, "${args_no_hyphens}"]
     return told

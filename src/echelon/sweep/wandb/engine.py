@@ -20,15 +20,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from echelon.config.outside import Trial
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.runs import Run
+from echelon.sweep.begin import Prepared
 from echelon.sweep.file import SweepFile
+from echelon.sweep.folder import Settings
+from echelon.sweep.metrics import History, key_of
 from echelon.sweep.wandb import creation, record
 from echelon.sweep.wandb.client import Server, Silent
-from echelon.sweep.wandb.process import Process
+from echelon.sweep.wandb.process import Process, command_of
 from echelon.sweep.wandb.record import DONE, Told
-from echelon.track import jsonl, wandb_run
-from echelon.track.lines import curves
+from echelon.track import wandb_run
 
 _LOOK_S = 0.1
 _BEAT_S = 5.0
@@ -39,19 +42,17 @@ _IN_A_ROW = 3
 """So many failures, and the fault is hardly the parameters'."""
 
 
-def serve(
-    file: SweepFile, command: Sequence[str], folder: Path, parallel: int, run_dir: str = "runs"
-) -> int:
+def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
     """Work on the sweep until its server says that it is over.
 
-    `command` starts a trial, with wandb's macros in it; an experiment's parameters come by the file
-    that WANDB_SWEEP_PARAM_PATH names. What `folder`, the sweep's own, holds is gone on with.
+    What the sweep's folder holds is gone on with. The exit code is that of the trials: 1 when any
+    of them failed.
     """
     creation.require(os.environ)
+    settings, folder = prepared.settings, prepared.sweep.folder
     folder.mkdir(parents=True, exist_ok=True)
-    server, sweep = creation.opened(file, command, folder)
-    office = _Office(server, sweep, command, folder, Path(run_dir))
-    office.metric = file.metric.name if file.metric else ""
+    server, sweep = creation.opened(file, settings, folder)
+    office = _Office(server, sweep, settings, folder)
     return office.work([_Agent() for _ in range(parallel)])
 
 
@@ -73,10 +74,9 @@ class _Agent:
 class _Office:
     server: Server
     sweep: str
-    command: Sequence[str]
+    settings: Settings
     folder: Path
-    run_dir: Path
-    metric: str = ""
+    """The sweep's own, beside those of its trials."""
     left: list[Told] = field(default_factory=list)
     """What was begun and is to be ended before anything new."""
     failed: list[Told] = field(default_factory=list)
@@ -181,10 +181,14 @@ class _Office:
 
     def _begin(self, agent: _Agent, told: Told) -> None:
         record.keep(self.folder, replace(told, state="running"))
-        agent.told, agent.process = told, Process.start(told.trial(), self.command, self.folder)
+        agent.told, agent.process = told, self._process(told.trial())
         agent.beat_at = 0.0
         given = "  ".join(f"{name}={value}" for name, value in told.trial().values.items())
         _say(f"trial {told.id} begins: {given}")
+
+    def _process(self, trial: Trial) -> Process:
+        command = command_of(self.settings, trial, self.folder.parent)
+        return Process.start(trial, command, self.folder)
 
     def _stop(self, agent: _Agent) -> None:
         """The server wants no more of it: save, end, do not come back."""
@@ -225,11 +229,12 @@ class _Office:
             self.in_a_row = 0
 
     def _value(self, run: Run) -> float | None:
-        rows = (curves(line) for line in jsonl.read(run.metrics_file))
-        return next((row[self.metric] for row in reversed([*rows]) if self.metric in row), None)
+        key = key_of(self.settings.metric["name"], bool(self.settings.program))
+        values = History(run.metrics_file, key).read()
+        return values[-1] if values else None
 
     def _run(self, told: Told) -> Run:
-        return Run(self.run_dir.absolute() / told.trial().run_name)
+        return Run(self.folder.with_name(told.trial().run_name))
 
     # --- the end ---
 

@@ -8,17 +8,34 @@ import io
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from echelon.config.outside import Trial
 from echelon.errors import EchelonError
 from echelon.jobs.cancel import cancel
 from echelon.runs import Run
+from echelon.sweep.folder import Settings
+from echelon.sweep.given import written
+from echelon.sweep.program import expanded
 from echelon.sweep.wandb import record
 
 _PR_SET_PDEATHSIG = 1
+
+
+def command_of(settings: Settings, trial: Trial, run_dir: Path) -> list[str]:
+    """An experiment takes its parameters from the agent's file, on whichever rank is the first; a
+    program of another kind has them in its words."""
+    echelon = [sys.executable, "-m", "echelon"]
+    words = [*settings.words, f"run.dir={written(str(run_dir))}"]
+    if not settings.program:
+        return [*echelon, "train", *words]
+    program = expanded(settings.program, trial.values)
+    return [*echelon, "run", "--wait", *words, f"run.name={trial.run_name}", "--", *program]
 
 
 @dataclass(frozen=True)
@@ -27,8 +44,6 @@ class Process:
 
     @staticmethod
     def start(trial: Trial, command: Sequence[str], folder: Path) -> Process:
-        import yaml
-
         file = record.parameter_file(folder, trial.id)
         given = {name: {"value": value} for name, value in trial.given.items()}
         file.write_text(yaml.safe_dump({"wandb_version": 1, **given}))
