@@ -510,6 +510,9 @@ def _sweep_show(words: list[str]) -> int:
 {parameter: part of 1}, trials: [{trial, run, state, value, parameters, evaluations, cause}]}.""",
     )
     parser.add_argument("name", help="a name or a folder")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw history, parameters and importance: .html, .png, .svg"
+    )
     parser.add_argument("--all", action="store_true", help="every trial; else the best ten")
     parser.add_argument("--json", action="store_true")
     _add_dir(parser)
@@ -518,7 +521,8 @@ def _sweep_show(words: list[str]) -> int:
     from echelon.sweep.folder import open_sweep
     from echelon.sweep.show import show
 
-    return show(Book(open_sweep(given.name, given.dir)), given.json, given.all)
+    picture = Path(given.plot) if given.plot else None
+    return show(Book(open_sweep(given.name, given.dir)), given.json, given.all, picture)
 
 
 def _explain(words: list[str]) -> int:

@@ -14,7 +14,7 @@ _AXES = ("step", "epoch", "samples", "time")
 
 def key_of(name: str, program: bool) -> str:
     """What a metric is called in metrics.jsonl. A program's is called as the program calls it; an
-    experiment's is given as trackers have it (`eval/rmse`), or as `trainer.best` has it (`rmse`)."""
+    experiment's is given as trackers have it (`eval/rmse`), or `trainer.best` (`rmse`)."""
     folder, slash, rest = name.partition("/")
     if program or name.startswith("eval_"):
         return name

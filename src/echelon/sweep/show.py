@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,14 +17,17 @@ from echelon.errors import Exit
 from echelon.jobs.table import STYLES, UNBROKEN, cut
 from echelon.sweep import given
 from echelon.sweep.book import Book, Result
+from echelon.sweep.plot import plot
 from echelon.sweep.report import Report, report
 
 _SHOWN = 10
 _LIVE = 8
 
 
-def show(book: Book, as_json: bool, all_of_them: bool = False) -> int:
+def show(book: Book, as_json: bool, all_of_them: bool = False, picture: Path | None = None) -> int:
     told = report(book)
+    if picture is not None:
+        plot(told, picture)
     if as_json:
         print(json.dumps(told.to_dict(), indent=2))
         return Exit.OK
@@ -50,7 +54,10 @@ def _whole(told: Report, most: int | None) -> RenderableType:
         parts += [Text(""), Text(f"importance  {bars}")]
     if told.best is not None:
         run = told.sweep.run(told.best.number).name
-        parts += [Text(f"best run    echelon show {run}")]
+        parts += [
+            Text(f"best run    echelon show {run}"),
+            Text(f"curves      echelon plot '{told.sweep.name}-*'"),
+        ]
     return Group(*parts)
 
 
