@@ -16,7 +16,7 @@ from typing import Any
 
 from echelon.errors import EchelonError, Exit, Fault
 
-_ANSWER_S = 30.0
+_ANSWER_S = 10.0
 _LARGEST = 4 * 1024 * 1024
 
 _AGENT = """mutation CreateAgent($host: String!, $projectName: String, $entityName: String,

@@ -21,6 +21,7 @@ from echelon.track import key
 from echelon.track.apart import brief
 
 _FILE = "wandb.json"
+_DECIDES = ("method", "metric", "parameters", "early_terminate")
 _PROJECT = "echelon"
 
 
@@ -43,7 +44,7 @@ def opened(file: SweepFile, settings: Settings, folder: Path) -> tuple[Server, s
     if found is None:
         raise EchelonError(Fault("--engine wandb needs an API key, and there is none", _LOGIN))
     server = Server(*found)
-    return server, _known(folder) or _made(file, settings, folder, _entity(file, server))
+    return server, _known(file, folder) or _made(file, settings, folder, _entity(file, server))
 
 
 _LOGIN = "log in with `wandb login`, set WANDB_API_KEY, or go without a server: --engine embedded"
@@ -64,15 +65,29 @@ def _entity(file: SweepFile, server: Server) -> str:
     return file.entity or os.environ.get("WANDB_ENTITY") or user
 
 
-def _known(folder: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((folder / _FILE).read_text())["sweep"])
-    return None
+def _known(file: SweepFile, folder: Path) -> str | None:
+    """The one that this folder is of, if it is this sweep."""
+    try:
+        told = json.loads((folder / _FILE).read_text())
+    except (OSError, ValueError):
+        told = {}
+    if "sweep" not in told and not (folder / "sweep.json").exists():
+        return None
+    differs = [key for key in _DECIDES if told.get("file", {}).get(key) != file.data.get(key)]
+    if differs:
+        raise EchelonError(
+            Fault(
+                f"the sweep {folder.name} in {folder} is another one: {', '.join(differs)}",
+                "choose another name with --name",
+            )
+        )
+    return str(told["sweep"])
 
 
 def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str:
     import wandb
 
+    was_silent = os.environ.get("WANDB_SILENT")
     os.environ["WANDB_SILENT"] = "true"
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     project = file.project or os.environ.get("WANDB_PROJECT") or _PROJECT
@@ -87,8 +102,10 @@ def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str
         ) from None
     finally:
         wandb.teardown()  # its process; trials have their own
+        if was_silent is None:
+            del os.environ["WANDB_SILENT"]
     sweep = f"{entity}/{project}/{name}"
-    write_json(folder / _FILE, {"sweep": sweep})
+    write_json(folder / _FILE, {"sweep": sweep, "file": file.data})
     for line in said.getvalue().splitlines():
         if line.startswith("Sweep URL: "):
             print(f"sweep {sweep}: {line.removeprefix('Sweep URL: ')}", file=sys.stderr)

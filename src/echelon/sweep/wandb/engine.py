@@ -52,8 +52,7 @@ def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
     settings, folder = prepared.settings, prepared.sweep.folder
     folder.mkdir(parents=True, exist_ok=True)
     server, sweep = creation.opened(file, settings, folder)
-    office = _Office(server, sweep, settings, folder)
-    return office.work([_Agent() for _ in range(parallel)])
+    return _Office(server, sweep, settings, folder, [_Agent() for _ in range(parallel)]).work()
 
 
 @dataclass
@@ -77,30 +76,30 @@ class _Office:
     settings: Settings
     folder: Path
     """The sweep's own, beside those of its trials."""
+    agents: list[_Agent]
     left: list[Told] = field(default_factory=list)
     """What was begun and is to be ended before anything new."""
     failed: list[Told] = field(default_factory=list)
+    refused: list[Told] = field(default_factory=list)
     in_a_row: int = 0
     stopping: bool = False
+    heard: int = 0
+    """Signals; what they ask for is done between two looks."""
+    heeded: int = 0
     heard_at: float = field(default_factory=time.monotonic)
     told_silence: bool = False
     refusal: EchelonError | None = None
 
-    def work(self, agents: list[_Agent]) -> int:
+    def work(self) -> int:
         self.left = record.unfinished(self.folder)
-        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._hear(agents)
-
-        for number in before:
-            signal.signal(number, hear)
+        before = {n: signal.signal(n, self._hear) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while any(agent.process or not agent.over for agent in agents):
-                for agent in agents:
+            while any(agent.process or not agent.over for agent in self.agents):
+                self._heed()
+                for agent in self.agents:
                     self._turn(agent)
                 if self.refusal or self.in_a_row >= _IN_A_ROW:
-                    for agent in agents:
+                    for agent in self.agents:
                         agent.over = True
                 time.sleep(_LOOK_S)
         finally:
@@ -164,8 +163,9 @@ class _Office:
     def _take(self, agent: _Agent, command: dict[str, Any]) -> None:
         """What a server hands out is checked before it is even written down."""
         id = str(command.get("run_id"))
-        known = {told.id: told for told in record.read(self.folder)}
-        if id in known and known[id].state in DONE:
+        known = {told.id: told.state for told in record.read(self.folder)}
+        at_work = [other.told.id for other in self.agents if other.told]
+        if known.get(id) in DONE or id in at_work:
             return
         try:
             given = {name: entry["value"] for name, entry in dict(command["args"]).items()}
@@ -173,7 +173,8 @@ class _Office:
             told.trial()
         except (EchelonError, KeyError, TypeError, ValueError) as error:
             what = error.faults[0].what if isinstance(error, EchelonError) else "no parameters"
-            self._note(Told(id[:100], self.sweep, {}, "failed", what), keep=False)
+            self.refused.append(Told(id[:100], self.sweep, {}, "failed", what))
+            self._note(self.refused[-1])
             return
         self._begin(agent, told)
 
@@ -204,20 +205,20 @@ class _Office:
             ended = replace(ended, cause=_cause(run, record.log_file(self.folder, ended.id)))
         agent.told, agent.process, agent.asked = None, None, False
         agent.beat_at = 0.0
-        self._note(replace(ended, value=self._value(run)))
+        ended = replace(ended, value=self._value(run))
+        record.keep(self.folder, ended)
+        self._note(ended)
 
     def _state(self, agent: _Agent, run: Run, code: int) -> str:
         """torchrun and the like have codes of their own, and so has what ends while it starts."""
         if code == Exit.OK:
             return "finished"
-        if agent.asked:
-            return "stopped"
         saved = code == Exit.PREEMPTED or run.status().get("state") == "preempted"
+        if agent.asked or (saved and run.cancel_file.exists() and not self.stopping):
+            return "stopped"
         return "preempted" if saved or self.stopping else "failed"
 
-    def _note(self, told: Told, keep: bool = True) -> None:
-        if keep:
-            record.keep(self.folder, told)
+    def _note(self, told: Told) -> None:
         value = "" if told.value is None else f"{told.value:.6g}"
         given = " ".join(f"{name}={value}" for name, value in told.given.items())
         print("\t".join((told.id, told.state, value, given)), flush=True)
@@ -238,31 +239,38 @@ class _Office:
 
     # --- the end ---
 
-    def _hear(self, agents: list[_Agent]) -> None:
-        again, self.stopping = self.stopping, True
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard += 1
+
+    def _heed(self) -> None:
+        if self.heeded == self.heard:
+            return
+        self.heeded, again, self.stopping = self.heard, self.stopping, True
         _say(
             "stopped at once; the last snapshots stand"
             if again
             else "stopping after this step and saving; Ctrl-C again stops at once"
         )
-        for agent in agents:
+        for agent in self.agents:
             if agent.process and agent.told:
                 agent.process.halt(self._run(agent.told), now=again)
 
     def _outcome(self) -> int:
         told = record.read(self.folder)
-        states = Counter(one.state for one in told)
+        states = Counter(one.state for one in (*told, *self.refused))
         counts = ", ".join(f"{number} {state}" for state, number in states.items())
         _say(f"sweep {self.sweep}: {counts or 'no trial'}")
         self._say_unsent(told)
         if self.refusal:
             raise self.refusal
         if self.in_a_row >= _IN_A_ROW:
+            first = self.failed[-self.in_a_row]
+            log = record.log_file(self.folder, first.id)
             raise EchelonError(
                 Fault(
-                    f"{self.in_a_row} trials in a row have failed, the first because: "
-                    f"{self.failed[-self.in_a_row].cause}",
-                    f"its output is in {record.log_file(self.folder, self.failed[0].id)}",
+                    f"{self.in_a_row} trials in a row have failed, the first, {first.id}, because: "
+                    f"{first.cause}",
+                    "look at the sweep there" if first in self.refused else f"look into {log}",
                 ),
                 exit=Exit.FAILED,
             )
