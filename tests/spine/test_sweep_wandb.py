@@ -18,7 +18,14 @@ from helpers import Ended, configured, spawn_world
 from launching import ECHELON, HERE, only_run
 from wandb_server import SWEEP, Server, serving
 
+from echelon.entry import composed
+from echelon.errors import EchelonError
 from echelon.runs import Run
+from echelon.sweep.begin import Prepared, prepare
+from echelon.sweep.file import SweepFile, read
+from echelon.sweep.wandb.client import Server as Client
+from echelon.sweep.wandb.client import Silent
+from echelon.sweep.wandb.engine import serve
 from echelon.train.worker import train_here
 
 pytest.importorskip("wandb")
@@ -135,6 +142,96 @@ def test_wandb_agent_with_torchrun(tmp_path: Path) -> None:
     assert Run(only_run(tmp_path)).wandb_id() == "trial0"
     assert "warning" not in done.err
     nowhere(KEY, tmp_path)
+
+
+# --- the protocol -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(401, "does not accept the key"), (404, "has no such sweep"), (403, "does not let this key")],
+)
+def test_a_server_that_refuses(answer: int, said: str) -> None:
+    with serving() as server:
+        server.answer = answer
+        with pytest.raises(EchelonError, match=said):
+            Client(server.url, KEY).agent("host", f"me/pro/{SWEEP}")
+
+
+def test_a_server_that_is_silent() -> None:
+    with serving() as server:
+        server.answer = 502
+        with pytest.raises(Silent, match="it answers 502"):
+            Client(server.url, KEY).beat("agent1", [])
+    with pytest.raises(Silent, match="refused"):
+        Client(server.url, KEY).beat("agent1", [])
+
+
+def test_an_answer_of_ten_megabytes_is_not_read() -> None:
+    with serving() as server:
+        server.sweep.config = "method: random"
+        server.sweep.trials = [{"kind": "x" * 10_000_000}]
+        with pytest.raises(EchelonError, match="more than 4 MiB"):
+            Client(server.url, KEY).beat("agent1", [])
+
+
+def test_the_key_is_not_shown() -> None:
+    assert KEY not in repr(Client("http://localhost", KEY))
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> tuple[SweepFile, Prepared]:
+    path = tmp_path / "s.yml"
+    path.write_text(FILE)
+    file = read(path)
+    return file, prepare(file, SIZE, None, tmp_path / "runs", None, composed)
+
+
+def test_no_server_makes_no_sweep(
+    prepared: tuple[SweepFile, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with pytest.raises(EchelonError, match=r"does not answer: .*refused"):
+        serve(*prepared, 1)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(EchelonError, match="WANDB_API_KEY does not have the form of a key") as no:
+        serve(*prepared, 1)
+    assert "--engine embedded" in str(no.value)
+
+
+def test_a_folder_of_another_sweep(
+    prepared: tuple[SweepFile, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, ready = prepared
+    told = {"sweep": f"me/pro/{SWEEP}", "file": dict(file.data) | {"method": "bayes"}}
+    ready.sweep.folder.mkdir(parents=True)
+    (ready.sweep.folder / "wandb.json").write_text(json.dumps(told))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with pytest.raises(EchelonError, match="is another one: method"):
+        serve(file, ready, 1)
+
+
+def test_failures_in_a_row_end_it(
+    prepared: tuple[SweepFile, Prepared],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first cause is told; nothing of what was refused has run."""
+    file, ready = prepared
+    told = {"sweep": f"me/pro/{SWEEP}", "file": dict(file.data)}
+    ready.sweep.folder.mkdir(parents=True)
+    (ready.sweep.folder / "wandb.json").write_text(json.dumps(told))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        server.sweep.config = FILE
+        server.sweep.trials = [{"launch.setup": ["true"]}, {"lr": {"_target_": "x"}}, {"": 1}]
+        with pytest.raises(EchelonError, match=r"3 trials in a row .* trial0, .* launch\.setup"):
+            serve(file, ready, 3)
+    assert [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()] == ["failed"] * 3
+    assert [path.name for path in ready.sweep.folder.parent.iterdir()] == [ready.sweep.name]
 
 
 # --- our agents ---------------------------------------------------------------------------------
