@@ -22,6 +22,7 @@ from typing import Any
 
 from echelon.config.outside import Trial
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.process import is_alive
 from echelon.runs import Run
 from echelon.sweep.begin import Prepared
 from echelon.sweep.file import SweepFile
@@ -115,7 +116,7 @@ class _Office:
         if agent.process is None and self.stopping:
             agent.over = True
         elif agent.process is None and self.left and not agent.over:
-            self._begin(agent, self.left.pop(0))
+            self._go_on(agent)
         elif time.monotonic() >= agent.beat_at and not (agent.over and agent.process is None):
             self._beat(agent)
 
@@ -186,6 +187,14 @@ class _Office:
         agent.beat_at = 0.0
         given = "  ".join(f"{name}={value}" for name, value in told.trial().values.items())
         _say(f"trial {told.id} begins: {given}")
+
+    def _go_on(self, agent: _Agent) -> None:
+        """With what a broken-off sweep left, once the process that had it has saved."""
+        for told in self.left:
+            if not is_alive(self._run(told).status().get("process")):
+                self.left.remove(told)
+                self._begin(agent, told)
+                return
 
     def _process(self, trial: Trial) -> Process:
         command = command_of(self.settings, trial, self.folder.parent)
