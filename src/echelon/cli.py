@@ -88,7 +88,10 @@ Try:
 
 
 def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
+    from echelon.config.outside import own_words, trial_of
     from echelon.config.settings import described
+
+    trial = trial_of(os.environ)
 
     parser = _parser(
         "train",
@@ -106,9 +109,11 @@ def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
         action="store_true",
         help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
     )
-    given = parser.parse_intermixed_args(words)
+    given = parser.parse_intermixed_args(own_words(words, trial))
     from echelon.entry import train, train_all
 
+    if given.multirun and trial:
+        parser.error("`wandb agent` asks for one run, so --multirun cannot be")
     if given.multirun and (given.wait or given.json):
         parser.error("--wait and --json are for one run")
     if given.multirun:
@@ -768,6 +773,90 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
+def _sweep(words: list[str]) -> int:
+    if words[:1] == ["show"]:
+        return _sweep_show(words[1:])
+    parser = _parser(
+        "sweep",
+        "Search for the best settings: a file in wandb's format, with Optuna here (no account, no "
+        "server) or on wandb's server. Every trial is a whole run, on any launcher. The same "
+        "command typed again goes on. `echelon sweep show NAME` shows what came of it.",
+        """\
+parameters are settings by their names: lr, trainer.batch_size, seed; nested ones are dotted. An
+experiment is given by experiment=NAME, by `program: FILE.py` that calls echelon.main, or as a
+parameter with one value. Another `program` or `command` is run as wandb's agent would, and appends
+a line of JSON with its metric to the file $ECHELON_METRICS after each evaluation.
+
+metric.name is what is reported: eval/rmse, or rmse for short; the best evaluation of a trial
+counts. early_terminate counts evaluations: with min_iter, eta at min_iter, min_iter·eta, …; with
+max_iter, eta, s at max_iter/eta … max_iter/eta^s. There the best 1/eta of all trials that came so
+far go on, the others save and end; strict judges from the first trial on, else from the eta-th.""",
+    )
+    parser.add_argument("file", nargs="?", help="the sweep, in YAML")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. launch=slurm")
+    parser.add_argument("--parallel", type=_positive, default=1, metavar="N", help="trials at once")
+    parser.add_argument(
+        "--engine",
+        choices=("embedded", "wandb"),
+        default="embedded",
+        help="who searches: Optuna here, or wandb's server",
+    )
+    parser.add_argument("--name", help="of the sweep (default: that in the file, or the file's)")
+    parser.add_argument("--storage", metavar="URL", help="a database of Optuna's for the results")
+    parser.add_argument("--dry-run", action="store_true", help="say what would happen and stop")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--wait", action="store_true", help="slurm: look on to the end")
+    parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--slot", default="0", help=argparse.SUPPRESS)
+    _add_dir(parser)
+    given = parser.parse_intermixed_args(words)
+    from echelon.entry import composed, start
+
+    if given.work:
+        from echelon.sweep.worker import work
+
+        return work(given.work, given.slot, composed)
+    if given.file is None:
+        parser.error("which FILE? (or: echelon sweep show NAME)")
+    from echelon.sweep.verb import Wanted, sweep
+
+    wanted = Wanted(
+        given.parallel,
+        given.name,
+        Path(given.dir),
+        given.storage,
+        given.dry_run,
+        given.json,
+        given.wait,
+        given.engine,
+    )
+    return sweep(Path(given.file), given.overrides, wanted, composed, start)
+
+
+def _sweep_show(words: list[str]) -> int:
+    parser = _parser(
+        "sweep show",
+        "Show a sweep: its best trials, what failed, which parameters matter.",
+        """\
+--json prints {version: 1, sweep, folder, metric, goal, run_cap, results, ending, best, importance:
+{parameter: part of 1}, trials: [{trial, run, state, value, parameters, evaluations, cause}]}.""",
+    )
+    parser.add_argument("name", help="a name or a folder")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw history, parameters and importance: .html, .png, .svg"
+    )
+    parser.add_argument("--all", action="store_true", help="every trial; else the best ten")
+    parser.add_argument("--json", action="store_true")
+    _add_dir(parser)
+    given = parser.parse_args(words)
+    from echelon.sweep.book import Book
+    from echelon.sweep.folder import open_sweep
+    from echelon.sweep.show import show
+
+    picture = Path(given.plot) if given.plot else None
+    return show(Book(open_sweep(given.name, given.dir)), given.json, given.all, picture)
+
+
 def _explain(words: list[str]) -> int:
     parser = _parser(
         "explain", "Say which world this process would be part of, and which variables decided it."
@@ -785,6 +874,7 @@ VERBS = {
     "resume": Verb("go on with an old run", _resume),
     "run": Verb("run any program in the same places", _run),
     "submit": Verb("the commands of a file, as jobs, from the code as it is", _submit),
+    "sweep": Verb("search for the best settings", _sweep),
     "jobs": Verb("how runs stand, wherever they run", _jobs),
     "logs": Verb("what the ranks of a run said, in order of time", _logs),
     "attach": Verb("follow a run as if it had been started here", _attach),

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon import runs
-from echelon.config.schema import Config
+from echelon.config.schema import Config, build
 from echelon.errors import EchelonError, Exit, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
     from echelon.config.defaults import Defaults
+    from echelon.config.outside import Trial
     from echelon.launch.plan import Place
     from echelon.submit.plan import Request, Submission
 
@@ -57,12 +59,41 @@ def train(
     wait: bool = False,
 ) -> int:
     """Compose, plan, and carry it out; a dry run stops before anything happens."""
+    from echelon.config.outside import trial_of
+
+    trial = trial_of(os.environ)
+    # An agent would take the end of a submission for the end of the trial.
+    waits = wait or trial is not None
+    return start(composed(overrides, own, trial=trial), dry_run, as_json, waits)
+
+
+def composed(
+    overrides: Sequence[str],
+    own: OwnExperiment | None = None,
+    program: Sequence[str] = (),
+    trial: Trial | None = None,
+) -> Config:
+    """The configuration of one run, of whatever experiment or program."""
     from echelon.config.compose import compose
+    from echelon.config.outside import as_trial
 
     rest, named = _experiment_by_path(overrides)
     own = named or own
-    config = compose(rest, own, _conf_beside(own) if own else None, defaults=_defaults())
-    return start(config, dry_run, as_json, wait)
+    conf_dir = _conf_beside(own) if own else None
+    config = compose(rest, own, conf_dir, program, defaults=_defaults())
+    inline = config.launch.kind == "inline"  # there rank 0 takes the parameters, once it is known
+    return config if inline else as_trial(config, trial, own)
+
+
+def start_resolved(text: str) -> NoReturn:
+    """A configuration that was composed elsewhere, in a process that was forked for it."""
+    from echelon.cli import guarded
+    from echelon.train.worker import leave
+
+    config = build(json.loads(text))
+    if config.launch.kind == "ssh":  # the others listen before they let signals in
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR2))
+    leave(guarded(lambda: start(config)))
 
 
 def train_all(
@@ -242,15 +273,13 @@ def check_nodes(
 ) -> int:
     """`echelon preflight`, of what would be typed after `echelon train`, or of a run."""
     from echelon.check.preflight import preflight
-    from echelon.config.compose import compose
 
     if run_name is not None:
         run = runs.open_run(run_name, root)
         config = run.config()
         config = replace(config, run=replace(config.run, name=run.name, dir=str(run.folder.parent)))
     else:
-        rest, own = _experiment_by_path(overrides)
-        config = compose(rest, own, _conf_beside(own) if own else None, defaults=_defaults())
+        config = composed(overrides)
     return preflight(config, as_json, limit_s, wait_s)
 
 

@@ -40,6 +40,7 @@ LEVELS = {
     "view": 3,
     "experiments": 4,
     "check": 4,
+    "sweep": 4,
     "recommend": 5,
     "submit": 4,
     "setup": 5,

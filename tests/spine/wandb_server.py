@@ -2,6 +2,8 @@
 
 There is none to install. What the real client sends is kept as it came; `answer` makes the server
 ill: an HTTP status for everything, or `hang`; `then` does so once a run has been made.
+
+Of sweeps it hands out what a test has put into `trials`; a search is none of its business.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ import gzip
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import yaml
+
 HANG_S = 120.0
+SWEEP = "sw33p"
+_ME = {"id": "1", "name": "me"}
 
 
 @dataclass
@@ -36,12 +42,50 @@ class ServedRun:
         return [self.history[line] for line in sorted(self.history)]
 
 
+@dataclass
+class ServedSweep:
+    config: str = ""
+    """YAML, as a client has sent it."""
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    """Parameters of the runs to hand out, by their numbers."""
+    again: list[str] = field(default_factory=list)
+    """Runs to give to the next agent that asks, once more."""
+    stop: set[str] = field(default_factory=set)
+    """Runs that their agents are told to stop."""
+    agents: int = 0
+    handed: list[str] = field(default_factory=list)
+    """Every run that was given to an agent, in order."""
+    beats: list[dict[str, bool]] = field(default_factory=list)
+    """What agents said of their runs."""
+
+    def commands(self, said: dict[str, bool], begun: Container[str]) -> list[dict[str, Any]]:
+        self.beats.append(said)
+        running = [run for run, alive in said.items() if alive]
+        if running:
+            stop = [run for run in running if run in self.stop and run in begun]
+            return [{"type": "stop", "run_id": run} for run in stop]
+        if self.again:
+            return [self._run("resume", self.again.pop(0))]
+        new = [f"trial{number}" for number in range(len(self.trials))]
+        left = [run for run in new if run not in self.handed]
+        return [self._run("run", left[0])] if left else [{"type": "exit"}]
+
+    def _run(self, kind: str, name: str) -> dict[str, Any]:
+        self.handed.append(name)
+        given = self.trials[int(name.removeprefix("trial"))]
+        args = {key: {"value": value} for key, value in given.items()}
+        program = yaml.safe_load(self.config).get("program")
+        return {"type": kind, "run_id": name, "args": args, "program": program}
+
+
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.runs: dict[str, ServedRun] = {}
+        self.sweep = ServedSweep()
+        self._turn = threading.Lock()
         self.asked: list[str] = []
         self.answer: int | str = 200
         self.then: int | str = 200
@@ -58,7 +102,26 @@ class Server(ThreadingHTTPServer):
     def graphql(self, query: str, given: dict[str, Any]) -> dict[str, Any]:
         name = query.replace("(", " ").split()[1]
         self.asked.append(name)
+        with self._turn:
+            return self._answer(name, given)
+
+    def _answer(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         match name:
+            case "UpsertSweep":
+                self.sweep.config = given["config"]
+                project = {"id": "2", "name": given["projectName"], "entity": _ME}
+                made = {"name": SWEEP, "project": project}
+                return {"upsertSweep": {"sweep": made, "configValidationWarnings": []}}
+            case "SweepWithRuns":
+                found = {"id": "5", "name": SWEEP, "state": "RUNNING", "config": self.sweep.config}
+                return {"project": {"sweep": found | {"runs": {"edges": []}}}}
+            case "CreateAgent":
+                self.sweep.agents += 1
+                return {"createAgent": {"agent": {"id": f"agent{self.sweep.agents}"}}}
+            case "Heartbeat":
+                commands = self.sweep.commands(json.loads(given["runState"]), self.runs)
+                beat = {"agent": {"id": given["id"]}, "commands": json.dumps(commands)}
+                return {"agentHeartbeat": beat}
             case "UpsertBucket":
                 return self._upsert(given)
             case "RunResumeStatus":
@@ -72,7 +135,7 @@ class Server(ThreadingHTTPServer):
                 who = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": teams}
                 return {"viewer": who}
             case "RunStoppedStatus":
-                return {"project": {"run": {"stopped": False}}}
+                return {"project": {"run": {"stopped": given.get("runId") in self.sweep.stop}}}
         return {"serverInfo": {"features": []}}
 
     def _upsert(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +143,7 @@ class Server(ThreadingHTTPServer):
         run = self.runs.setdefault(given["name"], ServedRun())
         run.config.update({k: v["value"] for k, v in json.loads(given["config"] or "{}").items()})
         run.about.update({k: v for k, v in given.items() if v is not None})
-        project = {"id": "2", "name": given["project"], "entity": {"id": "1", "name": "me"}}
+        project = {"id": "2", "name": given["project"], "entity": _ME}
         bucket = {
             "id": "3",
             "name": given["name"],
@@ -111,7 +174,7 @@ class Server(ThreadingHTTPServer):
             "notes": None,
             "wandbConfig": json.dumps({"t": 1}),
         }
-        return {"id": "2", "name": "p", "entity": {"id": "1", "name": "me"}, "bucket": bucket}
+        return {"id": "2", "name": "p", "entity": _ME, "bucket": bucket}
 
     def stream(self, name: str, sent: dict[str, Any]) -> None:
         run = self.runs[name]

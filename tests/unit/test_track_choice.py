@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.config.compose import compose
+from echelon.config.schema import Config
 from echelon.config.settings import described
 from echelon.errors import EchelonError
 from echelon.runs import Run
@@ -138,12 +139,12 @@ def test_a_wrong_key_is_not_shown() -> None:
 
 def test_the_id_is_made_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    made = wandb_run.keep_id(run, {})
-    assert wandb_run.keep_id(run, {"WANDB_RUN_ID": "other"}) == run.wandb_id() == made
+    made = wandb_run.keep_id(Config(), run, {})
+    assert wandb_run.keep_id(Config(), run, {"WANDB_RUN_ID": "other"}) == run.wandb_id() == made
 
 
 def test_a_sweep_gives_the_id(tmp_path: Path) -> None:
-    assert wandb_run.keep_id(Run(tmp_path), {"WANDB_RUN_ID": "given"}) == "given"
+    assert wandb_run.keep_id(Config(), Run(tmp_path), {"WANDB_RUN_ID": "given"}) == "given"
 
 
 def test_the_best_so_far(tmp_path: Path) -> None:

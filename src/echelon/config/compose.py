@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from echelon.config.check import faults_of
@@ -88,6 +88,36 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
         if override.key_or_group not in GROUPS:
             _apply(base, override, free=False, faults=faults)
     return _checked(base, faults, config.program)
+
+
+def with_values(config: Config, values: Mapping[str, Any], own: OwnExperiment | None) -> Config:
+    """The same with a few values from outside in it, held to what is declared; `own` where the
+    experiment is not one of ours."""
+    faults: list[Fault] = []
+    declared = own.declared if own is not None else None
+    settings = (
+        _nodes_typed_by_value(OmegaConf.create(config.experiment))
+        if declared is None
+        else OmegaConf.structured(declared)
+    )
+    base = _open_config(settings)
+    base.merge_with(config.to_dict())
+    for key, value in values.items():
+        shown = f"{key}={_shown(value)}"
+        free = own is not None and declared is None
+        _set(base, key, _whole(base, key, value), shown, faults, free)
+    return _checked(base, faults, config.program)
+
+
+def _whole(base: DictConfig, key: str, value: Any) -> Any:
+    """A sweep's steps of 8.0 are meant for an integer as well."""
+    parent, _, name = (key if key.partition(".")[0] in base else f"experiment.{key}").rpartition(
+        "."
+    )
+    within = OmegaConf.select(base, parent) if parent else base
+    node = within._get_node(name) if isinstance(within, DictConfig) else None
+    whole = isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _checked(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:

@@ -159,6 +159,12 @@ class Wandb:
     """For example [baseline,small]."""
     notes: str | None = None
     """A longer description."""
+    id: str | None = None
+    """The run of wandb's to be; default: WANDB_RUN_ID, else one that is made once and kept."""
+    sweep: str | None = None
+    """ENTITY/PROJECT/SWEEP that this is a trial of; `wandb agent` and `echelon sweep` set it."""
+    swept: list[str] = field(default_factory=list)
+    """The settings that the sweep has set."""
 
 
 @dataclass(frozen=True)

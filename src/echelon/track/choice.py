@@ -30,7 +30,7 @@ def trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
     if _wants_wandb(config, os.environ):
         _import("wandb")
         with contextlib.suppress(OSError):  # a full disk; wandb then makes an id of its own
-            wandb_run.keep_id(run, os.environ)
+            wandb_run.keep_id(config, run, os.environ)
         made.append(
             Apart(
                 "wandb",

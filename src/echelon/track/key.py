@@ -1,4 +1,4 @@
-"""Whether wandb would find a key, told without importing wandb, and without ever showing one."""
+"""The key that wandb would find, without importing wandb, and without ever showing it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,30 @@ _KEY = re.compile(r"([^-]*-)?[\w-]{40,}|[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 
 def problem(env: Mapping[str, str]) -> str | None:
     """What is wrong with the key that wandb would use; None if nothing is."""
-    if key := env.get("WANDB_API_KEY", "").strip():
-        return None if _KEY.fullmatch(key) else "WANDB_API_KEY does not have the form of a key"
-    if env.get("WANDB_IDENTITY_TOKEN_FILE"):
+    if env.get("WANDB_IDENTITY_TOKEN_FILE") and not env.get("WANDB_API_KEY", "").strip():
         return None
+    server, key, where = _found(env)
+    if key is None:
+        return f"there is no key for {urlsplit(server).netloc}"
+    return None if _KEY.fullmatch(key) else f"{where} does not have the form of a key"
+
+
+def credentials(env: Mapping[str, str]) -> tuple[str, str] | None:
+    """The server's address and the key, for requests of our own; it is never to be written."""
+    server, key, _ = _found(env)
+    return (server.rstrip("/"), key) if key is not None and _KEY.fullmatch(key) else None
+
+
+def _found(env: Mapping[str, str]) -> tuple[str, str | None, str]:
+    """The server, the key, and what the key is called where it was found."""
     settings = _settings(env)
-    if settings.get("api_key"):
-        return None
     server = env.get("WANDB_BASE_URL") or settings.get("base_url") or _SERVER
+    if given := env.get("WANDB_API_KEY", "").strip():
+        return server, given, "WANDB_API_KEY"
+    if kept := settings.get("api_key"):
+        return server, kept, "the key of `wandb login`"
     host = urlsplit(server).netloc
-    found = _in_netrc(env, host)
-    if found is None:
-        return f"there is no key for {host}"
-    return None if _KEY.fullmatch(found) else f"the key for {host} does not have the form of one"
+    return server, _in_netrc(env, host), f"the key for {host}"
 
 
 def _settings(env: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.config.schema import Config, Trainer
+from echelon.config.schema import Config, Trainer, flatten
 from echelon.errors import Exit
 from echelon.runs import Run, write_json
 from echelon.track import key
@@ -56,13 +56,14 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
     return default
 
 
-def keep_id(run: Run, env: Mapping[str, str]) -> str:
-    """Made once. A sweep's agent gives it by WANDB_RUN_ID, which every rank inherits."""
+def keep_id(config: Config, run: Run, env: Mapping[str, str]) -> str:
+    """Made once. Of a trial, the sweep's server has made it."""
     known = run.wandb_id()
     if known is not None:
         return known
     letters = string.ascii_lowercase + string.digits
-    new = env.get("WANDB_RUN_ID") or "".join(secrets.choice(letters) for _ in range(8))
+    given = config.track.wandb.id or env.get("WANDB_RUN_ID")
+    new = given or "".join(secrets.choice(letters) for _ in range(8))
     write_json(run.wandb_file, {"id": new, "unsent": []})
     return new
 
@@ -139,9 +140,10 @@ class WandbRun:
         import wandb
 
         try:
-            if outcome is Exit.PREEMPTED:
-                self._wandb.mark_preempting()
-            self._wandb.finish(exit_code=int(outcome))
+            ended = outcome is Exit.PREEMPTED and self._run.cancel_file.exists()
+            if outcome is Exit.PREEMPTED and not ended:
+                self._wandb.mark_preempting()  # a sweep's server gives it to an agent again
+            self._wandb.finish(exit_code=0 if ended else int(outcome))
             if self._online and not self._words.unsent:
                 self._remember(sent=self._folder)
         except TimeoutError:
@@ -168,7 +170,8 @@ def _start(config: Config, run: Run, online: bool, say: Say) -> Any:
 
     os.environ["WANDB_SILENT"] = "true"  # what it says from the very first is ours to say
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.pop("WANDB_SERVICE", None)  # of the process that started us, perhaps elsewhere
+    for of_an_agent in ("WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"):
+        os.environ.pop(of_an_agent, None)  # perhaps elsewhere; what it gave is in `config`
     reason = key.problem(os.environ) if online else None
     if online and reason is None:
         try:
@@ -197,6 +200,8 @@ def _init(config: Config, run: Run, mode: str) -> Any:
     import wandb
 
     given, env = config.track.wandb, os.environ
+    sweep = given.sweep or ""
+    entity, _, project = sweep.rpartition("/")[0].partition("/")
     init_s, finish_s = limits_s(env)
     settings = wandb.Settings(
         init_timeout=init_s,
@@ -209,21 +214,30 @@ def _init(config: Config, run: Run, mode: str) -> Any:
         disable_code=True,
         x_disable_stats=True,  # a sampler beside the training, for this one process of many
         x_save_requirements=False,
+        sweep_id=sweep.rpartition("/")[2] or None,
     )
     return wandb.init(
         mode=mode,  # type: ignore[arg-type]
         id=run.wandb_id(),
         resume="allow",
         dir=run.folder,
-        project=given.project or env.get("WANDB_PROJECT") or "echelon",
-        entity=given.entity or env.get("WANDB_ENTITY"),
+        project=project or given.project or env.get("WANDB_PROJECT") or "echelon",
+        entity=entity or given.entity or env.get("WANDB_ENTITY"),
         group=given.group or env.get("WANDB_RUN_GROUP"),
         name=given.name or env.get("WANDB_NAME") or run.name,
         tags=given.tags or None,
         notes=given.notes or env.get("WANDB_NOTES"),
-        config=config.to_dict(),
+        config=_settings(config),
         settings=settings,
     )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What a sweep has set, also by the names that its server looks for."""
+    tree = config.to_dict()
+    flat = flatten(tree)
+    names = config.track.wandb.swept
+    return tree | {name: flat.get(name, flat.get(f"experiment.{name}")) for name in names}
 
 
 def _stop(run: Run) -> None:

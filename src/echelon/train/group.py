@@ -76,6 +76,16 @@ class Group:
                 exit=Exit.RENDEZVOUS,
             )
 
+    def share(self, key: str, value: str) -> str:
+        """Rank 0's on every rank."""
+        if self.store is None:
+            return value
+        if self.world.rank == 0:
+            self.tell(key, value)
+            return value
+        self.expect(key)
+        return self.ask(key)
+
     def all_ready(self, what: str, timeout_s: float) -> None:
         """Wait until every rank has come here; a failure of one is the failure of all."""
         if self.store is None:
@@ -100,7 +110,8 @@ class Group:
         """Ranks started by hand may have been typed differently; `rank` itself must differ."""
         if self.store is None:
             return
-        mine, theirs = flatten(config.to_dict()), flatten(json.loads(self.ask("config")))
+        first = self.share("config", json.dumps(config.to_dict()))
+        mine, theirs = flatten(config.to_dict()), flatten(json.loads(first))
         different = {k: v for k, v in differences(mine, theirs).items() if k != "rank"}
         if different:
             raise EchelonError(
@@ -211,8 +222,6 @@ def meet(world: World, config: Config, env: Mapping[str, str]) -> Group:
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"echelon/{attempt}", store)
     _take_rank(store, world)
-    if world.rank == 0:
-        store.set("config", json.dumps(config.to_dict()))
     store.set(f"rank {world.rank}", socket.gethostname())
     left_s = max(1.0, deadline - time.monotonic())
     missing = _wait(store, [f"rank {r}" for r in range(world.size)], left_s)

@@ -31,6 +31,7 @@ from echelon.train.loop import Training, train
 from echelon.train.output import Output
 from echelon.train.prepare import prepare
 from echelon.train.stop import Stop
+from echelon.train.swept import with_parameters
 from echelon.world import World, detect
 
 _WAIT_FOR_CAUSE_S = 5.0
@@ -46,7 +47,7 @@ def work(folder: str) -> NoReturn:
 def train_here(config: Config) -> int:
     """This process as one rank: alone, or of a world that torchrun, srun or a person made."""
     rank = Rank(config)
-    code = rank.live(lambda group: _agreed_run(config, group))
+    code = rank.live(lambda group: _agreed_run(rank.config, group))
     if rank.group is not None and rank.group.store is not None:
         leave(code)
     return code
@@ -80,6 +81,8 @@ class Rank:
             world = _world(self.config)
             self.number = world.rank
             self.group = meet(world, self.config, os.environ)
+            if not self.has_agent:  # which was given what its launcher took
+                self.config = with_parameters(self.config, self.group, os.environ)
             self.group.require_equal(self.config)
             self.folder = find_run(self.group)
             if self.has_agent:
@@ -178,13 +181,10 @@ def _world(config: Config) -> World:
 
 def _agreed_run(config: Config, group: Group) -> Run:
     """Rank 0 makes the folder; the others, perhaps on another machine, hear of it."""
+    mine = ""
     if group.world.rank == 0:
-        run = runs.restarted(config, os.environ) or runs.create(config)
-        if group.store is not None:
-            group.tell("run", str(run.folder))
-        return run
-    group.expect("run")
-    return Run(Path(group.ask("run")))
+        mine = str((runs.restarted(config, os.environ) or runs.create(config)).folder)
+    return Run(Path(group.share("run", mine)))
 
 
 def _lost_a_peer(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from echelon.view.smooth import thinned
 
 _POINTS = 4000
 """Of a line: more than a printed page can show, few enough for an .svg to stay small."""
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -36,7 +36,7 @@ _STYLE = {
 
 
 def save(sheet: Sheet, path: Path) -> None:
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = _figure(sheet)
         date = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(path, dpi=150, metadata=date)

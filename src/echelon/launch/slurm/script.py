@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,10 +131,15 @@ def _go_on(config: Config) -> Iterator[str]:
     yield "  # Out of time with everything saved, or a node lost: go on in another job."
     yield f"  if {_may_go_on(config)}; then"
     yield f'    rm -f "$run/{REQUEUE}"'
-    # The last task of an array has the array's own number, by which all of them would be queued.
-    yield "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
-    yield '    scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0'
+    yield from (f"    {line}" for line in _AGAIN)
     yield "  fi"
+
+
+_AGAIN = (
+    # The last task of an array has the array's own number, by which all of them would be queued.
+    "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+    'scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0',
+)
 
 
 def _started(config: Config, lines: list[str]) -> Iterator[str]:
@@ -272,6 +277,56 @@ def agents(config: Config) -> Iterator[str]:
 def _sweep_agent(config: Config, words: str) -> Iterator[str]:
     yield "# One wandb agent, on this first node; what its trial runs is started on all of them."
     yield f'{python(config)} -m echelon wandb-job "$run" --master "$master:$port" -- {words}'
+
+
+def step_words(config: Config, run: Run, master: str) -> list[str]:
+    """A step of a job that runs one trial of a sweep after another: the same agents."""
+    launch = config.launch
+    cpus = _cpus(launch, processes(launch))
+    return [
+        *("srun", "--export=ALL", "--ntasks-per-node=1", "--open-mode=append"),
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        f"--wait={_LAST_S}",
+        f"--output={run.logs}/node-%n.log",
+        *shlex.split(python(config)),
+        *("-m", "echelon", "node", "--nodes", str(launch.nodes)),
+        *("--master", master, str(run.folder)),
+    ]
+
+
+def render_workers(
+    config: Config, name: str, logs: Path, command: Sequence[str], count: int
+) -> str:
+    """Of an array whose tasks each run one trial of a sweep after another."""
+    _require_plain(logs)
+    procs = processes(config.launch)
+    where = [f"--job-name={name}", f"--array=0-{count - 1}", f'--output="{logs}/worker-%a.log"']
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in [*where, *_options(config, procs)]),
+            "",
+            f"run={shlex.quote(str(logs.parent))}",
+            *_set_up(config.launch),
+            "",
+            "# TERM: preempted or cancelled. Whether the worker goes on is then for Slurm to say.",
+            "trap 'stopped=1' TERM",
+            "",
+            "# It takes trials until there are none; each is a step that fills this job.",
+            f"{shlex.join(command)} &",
+            "worker=$!",
+            'while kill -0 "$worker" 2> /dev/null; do wait "$worker"; code=$?; done',
+            "",
+            "# Out of time with everything saved, or a node lost: go on in another job.",
+            f'if [ -z "$stopped" ] && [ "$code" -eq {int(Exit.PREEMPTED)} ]; then',
+            f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.max_requeues} ]; then',
+            *(f"    {line}" for line in _AGAIN),
+            "  fi",
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )
 
 
 def _srun(launch: Launch, tasks: int) -> str:

@@ -1,0 +1,53 @@
+"""A lock that many hosts share through a folder, and that goes with the process that holds it.
+
+The kernel holds it (flock, over NFS a lock at the server), so that after `kill -9` the next one has
+it at once. A lock file, as Optuna has for its journals, is left behind then: everybody waits 30 s
+for it and some may break it together.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from echelon.errors import EchelonError, Fault
+
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Lock:
+    """May be taken again by its holder. Open only while it is held: a child that is forked in the
+    meantime would hold it too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle = -1
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+            except OSError as error:
+                os.close(self._handle)
+                if error.errno in _UNSUPPORTED:
+                    raise _no_locks(self._path, error) from None
+                raise
+        self._depth += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            os.close(self._handle)
+
+
+def _no_locks(path: Path, error: OSError) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"{path.parent} is on a file system without locks: {error.strerror}",
+            "give another place with --dir PATH (Lustre has locks when mounted with -o flock)",
+        )
+    )

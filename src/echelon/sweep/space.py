@@ -1,0 +1,299 @@
+"""What is searched: a parameter's distribution, as wandb's format has it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.errors import Fault, nearest
+from echelon.sweep.marked import Keys, Marked
+
+_RANGE, _BELL, _BETA = ("min", "max"), ("mu", "sigma"), ("a", "b")
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "constant": ("value",),
+    "categorical": ("values",),
+    "categorical_w_probabilities": ("values", "probabilities"),
+    "int_uniform": _RANGE,
+    "uniform": _RANGE,
+    "q_uniform": (*_RANGE, "q"),
+    "log_uniform": _RANGE,
+    "log_uniform_values": _RANGE,
+    "q_log_uniform": (*_RANGE, "q"),
+    "q_log_uniform_values": (*_RANGE, "q"),
+    "inv_log_uniform": _RANGE,
+    "inv_log_uniform_values": _RANGE,
+    "normal": _BELL,
+    "q_normal": (*_BELL, "q"),
+    "log_normal": _BELL,
+    "q_log_normal": (*_BELL, "q"),
+    "beta": _BETA,
+    "q_beta": (*_BETA, "q"),
+}
+"""And the keys each of them has."""
+_DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1.0, "a": 1.0, "b": 1.0}
+_LISTED = ("value", "values", "probabilities")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_KNOWN = {key for keys in DISTRIBUTIONS.values() for key in keys} | {"distribution", "parameters"}
+_LARGEST_TEXT = 4096
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One thing that is searched, or held."""
+
+    name: str
+    """Dotted where it was nested."""
+    distribution: str
+    at: str = ""
+    """FILE:LINE."""
+    values: tuple[Any, ...] = ()
+    """Of a constant, the one."""
+    probabilities: tuple[float, ...] = ()
+    min: float = 0.0
+    max: float = 0.0
+    mu: float = 0.0
+    sigma: float = 1.0
+    a: float = 1.0
+    b: float = 1.0
+    q: float | None = None
+    """Values are rounded to multiples of it."""
+
+    @property
+    def searched(self) -> bool:
+        return self.distribution != "constant"
+
+    def grid(self) -> list[Any] | None:
+        """All its values; None when it has no end of them, or weights that a grid would ignore."""
+        if self.values:
+            return None if self.probabilities else list(self.values)
+        if self.distribution == "int_uniform":
+            return list(range(int(self.min), int(self.max) + 1))
+        if self.distribution != "q_uniform" or self.q is None:
+            return None
+        first, last = round(self.min / self.q), round(self.max / self.q)
+        return [multiple(number, self.q) for number in range(first, last + 1)]
+
+
+def multiple(number: int, q: float) -> float:
+    """Of q, an integer when q is one, as wandb has it, and without the dust of 3 × 0.1."""
+    if float(q).is_integer():
+        return number * int(q)
+    digits = max(0, 12 - math.floor(math.log10(abs(q))))
+    return round(number * q, min(digits, 300))
+
+
+def parameters(file: Marked, tree: Any, faults: list[Fault]) -> dict[str, Parameter]:
+    """All of them, nested ones by dotted names."""
+    found: dict[str, Parameter] = {}
+    for parameter in _walk(file, tree, ("parameters",), "", faults):
+        if parameter.name in found:
+            faults.append(
+                Fault(
+                    f"{parameter.at}: {parameter.name} is there twice, nested and dotted",
+                    "keep one of them",
+                )
+            )
+        found[parameter.name] = parameter
+    return found
+
+
+def _walk(
+    file: Marked, tree: Any, keys: Keys, prefix: str, faults: list[Fault]
+) -> Iterator[Parameter]:
+    if not isinstance(tree, dict) or not tree:
+        faults.append(
+            Fault(
+                f"{file.at(*keys)}: parameters are a mapping of names, not {_shown(tree)}",
+                "write for example  lr: {min: 0.001, max: 0.1}",
+            )
+        )
+        return
+    for name, spec in tree.items():
+        here, dotted = (*keys, name), f"{prefix}{name}"
+        if not _NAME.fullmatch(name):
+            faults.append(
+                Fault(
+                    f"{file.at(*here)}: {name!r} is no name of a parameter",
+                    "use letters, digits, '_', '.' and '-'",
+                )
+            )
+        elif isinstance(spec, dict) and "parameters" in spec:
+            yield from _walk(file, spec["parameters"], (*here, "parameters"), f"{dotted}.", faults)
+        elif parameter := _parameter(file, dotted, spec, here, faults):
+            yield parameter
+
+
+def _parameter(
+    file: Marked, name: str, spec: Any, keys: Keys, faults: list[Fault]
+) -> Parameter | None:
+    at = file.at(*keys)
+    if not isinstance(spec, dict):
+        faults.append(
+            Fault(f"{at}: {name} is {_shown(spec)}, not a mapping", f"write {name}: {{value: …}}")
+        )
+        return None
+    before = len(faults)
+    for key in spec.keys() - _KNOWN:
+        faults.append(Fault(f"{file.at(*keys, key)}: {name} has no {key!r}", nearest(key, _KNOWN)))
+    distribution = spec.get("distribution") or _inferred(spec)
+    if distribution not in DISTRIBUTIONS:
+        faults.append(_no_distribution(file, name, spec, keys))
+    if len(faults) > before:
+        return None
+    faults.extend(_checked(file, name, str(distribution), spec, keys))
+    return None if len(faults) > before else _made(name, str(distribution), at, spec)
+
+
+def _inferred(spec: Mapping[str, Any]) -> str | None:
+    """As wandb does: two integers are a range of integers, anything else of real numbers."""
+    if "value" in spec:
+        return "constant"
+    if "values" in spec:
+        return "categorical_w_probabilities" if "probabilities" in spec else "categorical"
+    if "min" in spec and "max" in spec:
+        whole = all(type(spec[key]) is int for key in _RANGE)
+        return "int_uniform" if whole else "uniform"
+    return None
+
+
+def _no_distribution(file: Marked, name: str, spec: Mapping[str, Any], keys: Keys) -> Fault:
+    given = spec.get("distribution")
+    if given is None:
+        return Fault(
+            f"{file.at(*keys)}: {name} has neither value, values, min and max, nor a distribution",
+            f"write for example  {name}: {{min: 0.001, max: 0.1}}",
+        )
+    return Fault(
+        f"{file.at(*keys, 'distribution')}: {name} has the unknown distribution {given!r}",
+        nearest(str(given), DISTRIBUTIONS),
+    )
+
+
+def _checked(
+    file: Marked, name: str, distribution: str, spec: Mapping[str, Any], keys: Keys
+) -> Iterator[Fault]:
+    wanted = DISTRIBUTIONS[distribution]
+    for key in sorted(spec.keys() - {"distribution", *wanted}):
+        yield Fault(
+            f"{file.at(*keys, key)}: {name} is {distribution}, which has no {key!r}",
+            f"it has {', '.join(wanted)}",
+        )
+    for key in wanted:
+        if key not in spec and key not in _DEFAULTS:
+            yield Fault(
+                f"{file.at(*keys)}: {name} is {distribution} and lacks {key!r}", f"give {key}"
+            )
+        elif key in spec and key not in _LISTED and not is_number(spec[key]):
+            yield Fault(
+                f"{file.at(*keys, key)}: {name}.{key} is {_shown(spec[key])}, not a number",
+                "write a finite number",
+            )
+            return
+    if "values" in wanted or "value" in wanted:
+        yield from _checked_values(file, name, spec, keys)
+    else:
+        yield from _checked_numbers(file, name, distribution, spec, keys)
+
+
+def _checked_values(
+    file: Marked, name: str, spec: Mapping[str, Any], keys: Keys
+) -> Iterator[Fault]:
+    values = spec.get("values", [spec["value"]] if "value" in spec else None)
+    if not isinstance(values, list) or not values:
+        yield Fault(
+            f"{file.at(*keys, 'values')}: {name}.values is {_shown(values)}", "list some values"
+        )
+        return
+    for place, value in enumerate(values):
+        if why := not_plain(value):
+            yield Fault(f"{file.at(*keys, 'values', place)}: {name}: {why}", PLAIN)
+    weights = spec.get("probabilities")
+    if weights is None:
+        return
+    at = file.at(*keys, "probabilities")
+    if not isinstance(weights, list) or len(weights) != len(values):
+        yield Fault(f"{at}: {name} has {len(values)} values", "give each of them a probability")
+    elif not all(is_number(w) and w >= 0 for w in weights) or not math.isclose(
+        sum(weights), 1.0, abs_tol=1e-3
+    ):
+        yield Fault(f"{at}: the probabilities of {name} are not 1 together", "let them add up to 1")
+
+
+def _checked_numbers(
+    file: Marked, name: str, distribution: str, spec: Mapping[str, Any], keys: Keys
+) -> Iterator[Fault]:
+    at = file.at(*keys, "min")
+    if "min" in spec and "max" in spec:
+        low, high = spec["min"], spec["max"]
+        if low > high:
+            yield Fault(f"{at}: {name} has min={low:g} > max={high:g}", "exchange them")
+        if distribution.endswith("_values") and low <= 0:
+            yield Fault(
+                f"{at}: {name} is {distribution} with min={low:g}", "a logarithm wants min > 0"
+            )
+        exponents = "log_uniform" in distribution and not distribution.endswith("_values")
+        if exponents and max(abs(low), abs(high)) > 300:
+            yield Fault(
+                f"{at}: {name} is {distribution}, whose min and max are exponents of e: "
+                f"exp({high:g}) is no number",
+                f"give the values themselves with distribution: {distribution}_values",
+            )
+        if distribution == "int_uniform" and not all(type(spec[k]) is int for k in _RANGE):
+            yield Fault(f"{at}: {name} is int_uniform between {low:g} and {high:g}", "use integers")
+    for key in ("sigma", "q", "a", "b"):
+        if key in spec and not spec[key] > 0:
+            yield Fault(f"{file.at(*keys, key)}: {name}.{key}={spec[key]:g}", "it must be above 0")
+
+
+def _made(name: str, distribution: str, at: str, spec: Mapping[str, Any]) -> Parameter:
+    numbers = {
+        key: spec.get(key, _DEFAULTS.get(key))
+        for key in DISTRIBUTIONS[distribution]
+        if key not in _LISTED
+    }
+    values = [spec["value"]] if distribution == "constant" else spec.get("values", [])
+    weights = spec.get("probabilities", [])
+    return Parameter(name, distribution, at, tuple(values), tuple(weights), **numbers)
+
+
+# --- plain data ---
+
+PLAIN = "values are numbers, texts, true, false, null, and lists of these"
+
+
+def not_plain(value: Any) -> str:
+    """Why a value may not become a setting; "" when it may. What comes from a server or a file
+    that others wrote must not name code, nor be resolved into a secret."""
+    if isinstance(value, bool) or value is None or isinstance(value, int):
+        return ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"{value} is no finite number"
+    if isinstance(value, str):
+        if len(value) > _LARGEST_TEXT:
+            return f"a text of {len(value)} characters is too long for a setting"
+        if "${" in value:
+            return f"{_shown(value)} is an interpolation"
+        return f"{_shown(value)} has a character that is no text" if _unprintable(value) else ""
+    if isinstance(value, list):
+        if len(value) > 1000:
+            return f"a list of {len(value)} values is too long for a setting"
+        if any(isinstance(item, list) for item in value):
+            return "a list of lists is no setting"
+        return next((why for item in value if (why := not_plain(item))), "")
+    return f"{_shown(value)} is an object"
+
+
+def _unprintable(text: str) -> bool:
+    return any(not (character.isprintable() or character in "\t\n") for character in text)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

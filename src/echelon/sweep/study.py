@@ -1,0 +1,73 @@
+"""Where the results are: Optuna's study, in the sweep's folder or in a database."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.sweep.folder import Sweep
+from echelon.sweep.lock import Lock
+
+if TYPE_CHECKING:
+    import optuna
+
+
+def require() -> None:
+    try:
+        import optuna
+    except ImportError:
+        raise EchelonError(
+            Fault(
+                "sweeps need Optuna, which is not installed here",
+                "pip install 'echelon[sweep]', or let wandb search with --engine wandb",
+            )
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], None]]:
+    """The study, and what brings it to the disk."""
+    require()
+    import optuna
+
+    settings, metric = sweep.settings(), sweep.metric()
+    with lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        storage, flush = _storage(sweep, settings.storage, lock)
+        study = optuna.create_study(
+            study_name=sweep.name,
+            storage=storage,
+            direction="maximize" if metric.goal == "maximize" else "minimize",
+            load_if_exists=True,
+            pruner=optuna.pruners.NopPruner(),
+        )
+    return study, flush
+
+
+def _storage(sweep: Sweep, url: str | None, lock: Lock) -> tuple[Any, Callable[[], None]]:
+    import optuna
+
+    if url is None:
+        from echelon.sweep.journal import Journal
+
+        journal = Journal(sweep.journal, lock)
+        return optuna.storages.JournalStorage(journal), journal.flush
+    try:
+        return optuna.storages.RDBStorage(url), lambda: None
+    except Exception as error:  # whatever a driver that is not ours may raise
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EchelonError(
+            Fault(
+                f"--storage {_without_password(url)}: {said}",
+                "give a URL such as postgresql://user:password@host/database",
+            ),
+            exit=Exit.USAGE,
+        ) from None
+
+
+def _without_password(url: str) -> str:
+    before, at, host = url.rpartition("@")
+    scheme, slashes, user = before.partition("://")
+    return f"{scheme}{slashes}{user.partition(':')[0]}:…@{host}" if at else url

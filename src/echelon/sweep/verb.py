@@ -1,0 +1,132 @@
+"""`echelon sweep FILE`: read it, check it, and run its trials where the launcher says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.sweep import slurm
+from echelon.sweep.begin import Prepared, prepare
+from echelon.sweep.book import Book
+from echelon.sweep.file import SweepFile, read
+from echelon.sweep.given import written
+from echelon.sweep.report import report
+from echelon.sweep.show import show, watching
+from echelon.sweep.space import Parameter
+from echelon.sweep.supervise import supervise
+from echelon.sweep.worker import Compose
+
+Start = Callable[..., int]
+
+
+class Wanted(NamedTuple):
+    parallel: int
+    name: str | None
+    root: Path
+    storage: str | None
+    dry_run: bool
+    as_json: bool
+    wait: bool
+    engine: str
+
+
+def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, start: Start) -> int:
+    file = read(path)
+    for note in file.notes:
+        print(f"note: {note}", file=sys.stderr)
+    prepared = prepare(file, words, wanted.name, wanted.root, wanted.storage, compose)
+    on_slurm = prepared.first.launch.kind == "slurm"
+    if wanted.dry_run:
+        return _plan(file, prepared, wanted, start, on_slurm)
+    if prepared.first.launch.kind == "env":
+        raise EchelonError(
+            Fault("launch=env is typed on every node, and a sweep is typed once", "use launch=ssh")
+        )
+    if wanted.engine == "wandb":
+        from echelon.sweep.wandb.engine import serve
+
+        return serve(file, prepared, wanted.parallel)
+    if on_slurm:
+        slurm.check(prepared.sweep, prepared.first, wanted.parallel)
+    prepared.sweep.write(prepared.settings, path.read_text())
+    if on_slurm:
+        return _queue(prepared, wanted)
+    return _here(prepared, wanted)
+
+
+def _here(prepared: Prepared, wanted: Wanted) -> int:
+    name = prepared.sweep.name
+    with watching() as screen:
+        code = supervise(prepared.sweep, wanted.parallel, screen.tell)
+    book = Book(prepared.sweep)
+    show(book, wanted.as_json)
+    told = report(book, importance=False)
+    if code == Exit.OK and told.ending and told.best is None:
+        raise EchelonError(
+            Fault(f"the sweep {name} ended: {told.ending}", "mend it and choose another --name"),
+            exit=Exit.FAILED,
+        )
+    if code != Exit.OK:
+        print("the same command goes on with this sweep", file=sys.stderr)
+    return code
+
+
+def _queue(prepared: Prepared, wanted: Wanted) -> int:
+    sweep = prepared.sweep
+    Book(sweep)  # made here, so that no worker has to wait for another
+    job = slurm.submit_workers(sweep, prepared.first, wanted.parallel)
+    print(f"job {job}: {wanted.parallel} workers of sweep {sweep.name} in {sweep.folder}")
+    if not wanted.wait:
+        print(f"  look at it  echelon sweep show {sweep.name}")
+        return Exit.OK
+    slurm.follow(sweep)
+    return show(Book(sweep), wanted.as_json)
+
+
+def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_slurm: bool) -> int:
+    """What would happen, of the first trial in full."""
+    settings, sweep = prepared.settings, prepared.sweep
+    if wanted.as_json:
+        told = {
+            "sweep": sweep.name,
+            "folder": str(sweep.folder),
+            "method": file.method,
+            "metric": settings.metric,
+            "run_cap": settings.cap,
+            "bands": list(file.early.bands) if file.early else None,
+            "parameters": {p.name: p.distribution for p in file.parameters.values()},
+            "words": settings.words,
+            "program": settings.program,
+            "script": slurm.script(sweep, prepared.first, wanted.parallel) if on_slurm else None,
+        }
+        print(json.dumps(told, indent=2))
+        return Exit.OK
+    print(
+        f"sweep {sweep.name}: {settings.cap} trials, {wanted.parallel} at once, in {sweep.folder}"
+    )
+    goal = "largest" if settings.metric["goal"] == "maximize" else "smallest"
+    print(f"{file.method} for the {goal} {settings.metric['name']}")
+    if file.early:
+        bands = ", ".join(str(band) for band in file.early.bands if band < 10_000)
+        print(f"after {bands} evaluations the best 1/{file.early.eta:g} go on")
+    for p in file.parameters.values():
+        print(f"  {p.name:<20}{p.distribution} {_range(p)}")
+    if on_slurm:
+        print(f"\n{slurm.script(sweep, prepared.first, wanted.parallel)}")
+        return Exit.OK
+    print("\nA trial:")
+    return start(prepared.first, dry_run=True)
+
+
+def _range(parameter: Parameter) -> str:
+    if parameter.values:
+        return ", ".join(written(value) for value in parameter.values)
+    if parameter.distribution.endswith("normal"):
+        return f"mu {parameter.mu:g}, sigma {parameter.sigma:g}"
+    if parameter.distribution.endswith("beta"):
+        return f"a {parameter.a:g}, b {parameter.b:g}"
+    return f"{parameter.min:g} to {parameter.max:g}"

@@ -1,0 +1,1 @@
+"""Sweeps whose search is on wandb's server."""

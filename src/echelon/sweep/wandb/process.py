@@ -1,0 +1,94 @@
+"""The process of a trial, started as `wandb agent` would start it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from echelon.config.outside import Trial
+from echelon.errors import EchelonError
+from echelon.jobs.cancel import cancel
+from echelon.runs import Run
+from echelon.sweep.folder import Settings
+from echelon.sweep.given import written
+from echelon.sweep.program import expanded
+from echelon.sweep.wandb import record
+
+_PR_SET_PDEATHSIG = 1
+
+
+def command_of(settings: Settings, trial: Trial, run_dir: Path) -> list[str]:
+    """An experiment takes its parameters from the agent's file, on whichever rank is the first; a
+    program of another kind has them in its words."""
+    echelon = [sys.executable, "-m", "echelon"]
+    words = [*settings.words, f"run.dir={written(str(run_dir))}"]
+    if not settings.program:
+        return [*echelon, "train", *words]
+    program = expanded(settings.program, trial.values)
+    return [*echelon, "run", "--wait", *words, f"run.name={trial.run_name}", "--", *program]
+
+
+@dataclass(frozen=True)
+class Process:
+    _popen: subprocess.Popen[bytes]
+
+    @staticmethod
+    def start(trial: Trial, command: Sequence[str], folder: Path) -> Process:
+        file = record.parameter_file(folder, trial.id)
+        given = {name: {"value": value} for name, value in trial.given.items()}
+        file.write_text(yaml.safe_dump({"wandb_version": 1, **given}))
+        entity, project, sweep = trial.sweep.split("/")
+        variables = {
+            "WANDB_ENTITY": entity,
+            "WANDB_PROJECT": project,
+            "WANDB_SWEEP_ID": sweep,
+            "WANDB_RUN_ID": trial.id,
+            "WANDB_SWEEP_PARAM_PATH": str(file.absolute()),
+        }
+        with record.log_file(folder, trial.id).open("ab") as log:
+            popen = subprocess.Popen(
+                list(command),
+                env=os.environ | {key: value for key, value in variables.items() if value},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for us to hand on
+                preexec_fn=_save_when_orphaned,
+            )
+        return Process(popen)
+
+    def ended(self) -> int | None:
+        """Its exit code, once it has one."""
+        return self._popen.poll()
+
+    def cancel(self, run: Run) -> None:
+        """Ask the world to save and end for good, wherever it runs."""
+        if not run.status():
+            self._popen.terminate()  # it has not begun
+            return
+        with contextlib.suppress(EchelonError), contextlib.redirect_stdout(io.StringIO()):
+            cancel([run], now=False)
+
+    def halt(self, run: Run, now: bool) -> None:
+        """Ask it to save and end for now; on Slurm this process only looks at the job."""
+        if now:
+            self._popen.kill()
+        elif run.status().get("launcher") == "slurm":
+            self.cancel(run)
+        else:
+            self._popen.terminate()
+
+
+def _save_when_orphaned() -> None:
+    """In the child: whoever started it was killed, so nobody would hear of its result."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
