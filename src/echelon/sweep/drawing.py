@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, Exit, Fault
@@ -60,11 +60,17 @@ def drawing(told: Report) -> Drawing:
             exit=Exit.NOT_FOUND,
         )
     names = list(dict.fromkeys(name for result in known for name in result.values))
-    scales = [_Scale([r.values[name] for r in known if name in r.values]) for name in names]
+    rows = [{**r.values, told.metric.name: r.value} for r in known]
+    axes = {n: _Scale([row[n] for row in rows if n in row]) for n in [*names, told.metric.name]}
     ranked = [r for r in told.ranked() if r in known]
     last = max(1, len(ranked) - 1)
     lines = [
-        Line(r.number, _places(r, names, scales), 1 - place / last, _label(r, told.metric.name))
+        Line(
+            r.number,
+            _places({**r.values, told.metric.name: r.value}, axes),
+            1 - place / last,
+            _label(r, told.metric.name),
+        )
         for place, r in enumerate(ranked[:_LINES])
     ]
     values = [r.value for r in known if r.value is not None]
@@ -74,7 +80,7 @@ def drawing(told: Report) -> Drawing:
         min(values) > 0 and max(values) > _FAR * min(values),
         [Point(r.number, r.value or 0.0, r.state, _label(r, told.metric.name)) for r in known],
         _records(known, told.metric.sign),
-        [Axis(name, scale.ticks()) for name, scale in zip([*names], scales, strict=True)],
+        [Axis(name, scale.ticks()) for name, scale in axes.items()],
         lines,
         list(told.importance.items()),
     )
@@ -96,11 +102,8 @@ def _records(known: Sequence[Result], sign: float) -> list[tuple[int, float]]:
     return best
 
 
-def _places(result: Result, names: Sequence[str], scales: Sequence[_Scale]) -> list[float | None]:
-    return [
-        scale.place(result.values[name]) if name in result.values else None
-        for name, scale in zip(names, scales, strict=True)
-    ]
+def _places(row: Mapping[str, Any], axes: Mapping[str, _Scale]) -> list[float | None]:
+    return [scale.place(row[name]) if name in row else None for name, scale in axes.items()]
 
 
 class _Scale:
