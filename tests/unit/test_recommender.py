@@ -122,6 +122,13 @@ def test_the_gain_is_torchmetrics_own() -> None:
     assert float(ours.compute()) == pytest.approx(float(theirs.compute()), abs=1e-6)
 
 
+@pytest.mark.parametrize("score", [float("nan"), 0.0])
+def test_scores_that_say_nothing_gain_nothing(score: float) -> None:
+    gain = DiscountedGain(10)
+    gain.update(torch.full((4, 30), score), torch.tensor([0, 1, 2, 29]))
+    assert float(gain.compute()) == 0
+
+
 def test_recall_is_the_share_of_users_whose_movie_is_among_the_first_ten() -> None:
     scores = torch.arange(30.0).repeat(4, 1)
     recall = ranking_metrics(30)["recall"]
