@@ -47,6 +47,7 @@ LEVELS = {
 BESIDE = {
     ("runs", "config"),
     ("view", "jobs"),
+    ("launch", "track"),
     ("cli", "entry"),
     ("cli", "explain"),
     ("cli", "recommend"),
