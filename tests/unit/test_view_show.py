@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from view_runs import echelon, lines, make_run
 
+from echelon.track.letters import beyond_ascii
 from echelon.view.canvas import ASCII, BRAILLE, Letters, Panel, beside, drawn
 from echelon.view.smooth import averaged, fitting, thinned
-from echelon.view.terminal import beyond_ascii
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,17 @@ def test_it_fits(
     _, out, _ = echelon(capsys, "show", "a")
     assert max(map(len, out.splitlines())) <= width
     assert out.count("┤") == 9, "three numbers on each of three axes"
+
+
+def test_a_narrow_table_says_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "runs", "a", lines())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = echelon(capsys, "show", "a")
+    [head] = [line for line in out.splitlines() if "METRIC" in line]
+    assert head.split() == ["METRIC", "BEST", "LAST"]
 
 
 def test_ascii_is_enough(
