@@ -136,6 +136,19 @@ def test_recall_is_the_share_of_users_whose_movie_is_among_the_first_ten() -> No
     assert float(recall.compute()) == 0.5
 
 
+def test_there_may_be_fewer_movies_than_are_looked_at() -> None:
+    recall = ranking_metrics(4)["recall"]
+    recall.update(torch.randn(3, 4), torch.tensor([0, 1, 3]))
+    assert float(recall.compute()) == 1
+
+
+def test_parameters_astray_are_a_loss_that_is_not_finite(taste: Taste) -> None:
+    ratings = _ratings([9, 4])
+    histories = Histories(ratings, np.arange(13))
+    torch.nn.init.constant_(taste.vectors.weight, 1e200)
+    assert not taste.left_out(histories.pages(torch.tensor([0, 1]))).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -99,6 +99,11 @@ def test_without_a_server_no_key_is_needed(mode: str) -> None:
     require(ONLINE, {"WANDB_MODE": mode})
 
 
+def test_a_mode_that_wandb_has_not_is_told() -> None:
+    with pytest.raises(EchelonError, match="WANDB_MODE=ofline: there is no such mode"):
+        require(ONLINE, {"WANDB_MODE": "ofline"})
+
+
 # --- the key ------------------------------------------------------------------------------------
 
 
@@ -111,6 +116,7 @@ def test_without_a_server_no_key_is_needed(mode: str) -> None:
         ({"WANDB_API_KEY": KEY + " x"}, "WANDB_API_KEY does not have the form of a key"),
         ({"WANDB_IDENTITY_TOKEN_FILE": "/a/file"}, None),
         ({"WANDB_BASE_URL": "http://mine:8080"}, "there is no key for mine:8080"),
+        ({"WANDB_BASE_URL": "http://me:secret@mine:80"}, "there is no key for mine:80"),
     ],
 )
 def test_keys_in_variables(env: Mapping[str, str], wrong: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import netrc
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ def problem(env: Mapping[str, str]) -> str | None:
     if settings.get("api_key"):
         return None
     server = env.get("WANDB_BASE_URL") or settings.get("base_url") or _SERVER
-    host = urlsplit(server).netloc
+    host = urlsplit(server).netloc.rpartition("@")[2]  # a password may stand before
     found = _in_netrc(env, host)
     if found is None:
         return f"there is no key for {host}"
@@ -34,7 +35,7 @@ def problem(env: Mapping[str, str]) -> str | None:
 
 def _settings(env: Mapping[str, str]) -> dict[str, str]:
     """Of `wandb login` and `wandb init`."""
-    home = Path(env.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    home = Path(env.get("WANDB_CONFIG_DIR") or _home() / ".config" / "wandb")
     parser = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
         parser.read([home / "settings", Path("wandb") / "settings"])
@@ -43,9 +44,14 @@ def _settings(env: Mapping[str, str]) -> dict[str, str]:
 
 def _in_netrc(env: Mapping[str, str], host: str) -> str | None:
     given = env.get("NETRC")
-    names = [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    names = [Path(given)] if given else [_home() / ".netrc", _home() / "_netrc"]
     for path in names:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
             if found := netrc.netrc(path).authenticators(host):
                 return found[2] or None
     return None
+
+
+def _home() -> Path:
+    """Or a folder that is not there, for a user without one, as in some containers."""
+    return Path(os.path.expanduser("~"))
