@@ -16,6 +16,7 @@ from echelon.cli import dispatch, guarded
 from echelon.config.check import name_fault
 from echelon.config.compose import compose
 from echelon.config.defaults import NONE, load, secrets_of
+from echelon.envs import plan as plan_environment
 from echelon.errors import EchelonError, Exit
 from echelon.launch.slurm import script
 from echelon.runs import Run, find_runs, open_run
@@ -203,6 +204,31 @@ def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
         assert name_fault(runs.new_name(["python", script_])) is None
 
 
+def test_what_was_queued_before_a_refusal_is_told(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And which file decides the environment, where two could."""
+    sbatch = f"""#!/bin/sh
+[ "$1" = --test-only ] && exec cat > /dev/null
+[ -e {here}/once ] && {{ echo 'sbatch: error: full' >&2; exit 1; }}
+touch {here}/once; echo 7
+"""
+    for name, text in {"sbatch": sbatch, "squeue": "#!/bin/sh\n"}.items():
+        (here / name).write_text(text)
+        (here / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    (here / "experiment_configurations.txt").write_text("python main.py\nsrun python main.py\n")
+    (here / "requirements.txt").touch()
+    (here / "pyproject.toml").write_text("[project]\nname = 'x'\nversion = '1'\n")
+    assert guarded(lambda: dispatch(["submit", "--build", "job", "--name", "a"])) == Exit.USAGE
+    told = capsys.readouterr()
+    assert told.out.startswith("job 7: run a-0 in")
+    assert "requirements.txt decides, not pyproject.toml" in told.err
+    assert "error: full" in told.err
+    assert "job 7: run a-0" in told.err
+    assert "`scancel 7` takes it back" in told.err
+
+
 def test_without_slurm_another_way_is_offered(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +361,19 @@ def test_a_name_in_use_keeps_its_code(here: Path) -> None:
         assert "d is being submitted by process" in refused("python main.py", "d")
     with prepared(planned("python main.py", "launch=local", name="d"), os.environ):
         pass
+
+
+def test_an_environment_is_that_of_the_copy(here: Path) -> None:
+    (here / "requirements.txt").write_text("six\n")
+    submission = planned("python main.py", "launch=local", build="job")
+    with prepared(submission, os.environ | {"ECHELON_CACHE": "cache"}) as kept:
+        (here / "requirements.txt").write_text("rich\n")
+        assert kept.environment
+        assert kept.environment.source == kept.copy
+        assert kept.environment.key == plan_environment(kept.copy).key
+        lines = "\n".join(kept.enter())
+        assert f"ECHELON_CACHE={here}/cache " in lines
+        assert kept.environment.key in lines.splitlines()[-1], "what is there is looked at last"
 
 
 def test_a_plain_folder_works_as_well(here: Path) -> None:
