@@ -150,19 +150,24 @@ def _value(key: str, node: Any) -> Any:
 # --- secrets ---
 
 
+def has_secret(text: str) -> bool:
+    """As a word of its own or a value; a long number in the name of a file is none."""
+    return re.search(rf"(^|[=\s])({_SECRET_VALUE.pattern})($|\s)", text) is not None
+
+
 def secrets_of(file: str) -> dict[str, str]:
     """Variables of a file that nobody else may read."""
     path = Path(file).expanduser()
     try:
         found = path.stat()
-        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+        if stat.S_IMODE(found.st_mode) not in (0o600, 0o400) or found.st_uid != os.getuid():
             raise EchelonError(
                 Fault(
-                    f"launch.secrets={file} may be read by others, or is not yours",
+                    f"launch.secrets={file} has a mode other than 0600 and 0400, or is not yours",
                     f"chmod 600 {path}",
                 )
             )
-        lines = path.read_text().splitlines()
+        lines = [line.removesuffix("\r") for line in os.fsdecode(path.read_bytes()).split("\n")]
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise EchelonError(Fault(f"launch.secrets={file}: {why}", "mend the path")) from None
