@@ -58,7 +58,7 @@ def offline(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Desk:
 def over(desk: Desk, name: str) -> str:
     """How a run ended."""
     run = desk.run(name)
-    until(lambda: run.config_file.exists() and run.exit_file.exists(), 90.0, f"{name} over")
+    until(lambda: run.exit_file.exists() and run.exit_file.read_text(), 90.0, f"{name} over")
     return stand_of(run).state
 
 
