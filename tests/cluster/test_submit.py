@@ -28,10 +28,15 @@ if sys.argv[1:] == ["fail"]:
 print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("SEED")]))
 """
 TRIAL = """
-import os, socket, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), *sys.argv[1:],
+import os, pathlib, socket, sys, time
+rank, said = os.environ["RANK"], pathlib.Path("said-0")
+print(rank, os.environ["WORLD_SIZE"], socket.gethostname(), *sys.argv[1:],
       os.environ["WANDB_RUN_ID"], flush=True)
-sys.exit(3 * (os.environ["RANK"] == "1"))
+if rank == "0":
+    said.touch()
+while not said.exists():  # who fails first ends the other
+    time.sleep(0.1)
+sys.exit(3 * (rank == "1"))
 """
 NASTY = [
     *("--layers=64,64", "b=[1,2]", "{a: 1}", "*", "a\nb", "it's", '"', "$(touch hacked)", ";"),

@@ -328,11 +328,12 @@ def test_secrets_stay_where_they_are(here: Path) -> None:
     keep(source, here / "runs" / "a")
     for file in (here / "runs").rglob("*"):
         assert file.is_dir() or b"canary" not in file.read_bytes()
-    for command in (f"K={KEY} python main.py", f"python main.py --key {KEY}"):
+    commands = ("API_KEY={} python main.py", "python main.py --key {}", "python main.py token={}")
+    for command in (text.format(KEY) for text in commands):
         found = told(command)
         assert "commands.txt:1: what looks like a secret" in found
         assert KEY not in found
-    assert planned(f"python main.py data/{KEY}.csv")
+    assert planned(f"python main.py data/{KEY}.csv --commit {KEY}")
 
 
 def test_a_name_in_use_keeps_its_code(here: Path) -> None:

@@ -23,7 +23,8 @@ FILE = "echelon.yaml"
 _VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
 _SHORT = {"secrets": "launch.secrets"}
 _SECRET_NAME = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"[0-9a-fA-F]{32,}|(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}")
+_TOKEN = r"(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}"
+_SECRET_VALUE = re.compile(rf"[0-9a-fA-F]{{32,}}|{_TOKEN}")
 
 
 class Default(NamedTuple):
@@ -151,8 +152,11 @@ def _value(key: str, node: Any) -> Any:
 
 
 def has_secret(text: str) -> bool:
-    """As a word of its own or a value; a long number in the name of a file is none."""
-    return re.search(rf"(^|[=\s])({_SECRET_VALUE.pattern})($|\s)", text) is not None
+    """By its look, or by the name before it; a hash alone may be that of a commit."""
+    name, given, value = text.partition("=")
+    if given and _SECRET_NAME.search(name) and _SECRET_VALUE.search(value):
+        return True
+    return re.search(rf"(^|[=\s]){_TOKEN}($|\s)", text) is not None
 
 
 def secrets_of(file: str) -> dict[str, str]:

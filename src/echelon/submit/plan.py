@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -240,13 +240,16 @@ def _unasked_variables(command: Command, way: Way) -> Iterator[Fault]:
 
 def _secrets(command: Command) -> Iterator[Fault]:
     """Scripts and files of runs hold the words of a command."""
-    for word in (*command.words, *(value for _, value in command.variables)):
-        if has_secret(word.text):
+    words = [(word.line, word.text) for word in command.words]
+    words += [(b.line, f"{a.text}={b.text}") for a, b in pairwise(command.words)]  # --key VALUE
+    words += [(value.line, f"{name}={value.text}") for name, value in command.variables]
+    for line, text in words:
+        if has_secret(text):
             yield Fault(
-                f"{command.file}:{word.line}: what looks like a secret would be written to files "
+                f"{command.file}:{line}: what looks like a secret would be written to files "
                 "that others may read",
                 "put it into a file of KEY=VALUE lines with mode 0600, and name that with "
-                "launch.secrets=PATH; a hash that is none can be shortened",
+                "launch.secrets=PATH",
             )
 
 
