@@ -151,19 +151,19 @@ def submit(request: Request, dry_run: bool, as_json: bool, wait: bool) -> int:
 
     submission = plans.plan(request, _defaults(request.source or Path()), os.environ)
     require_all_there(submission, os.environ)
-    jobs = submission.jobs() if submission.kind == "slurm" else []
     if dry_run:
-        show(submission, jobs, as_json)
+        show(submission, submission.jobs(), as_json)
         return Exit.OK
-    send.prepare(submission, jobs)
-    if submission.kind != "slurm":
-        return _run_here(submission)  # what is printed is the programs' own
-    queued = send.queue(jobs)
+    with send.prepared(submission, os.environ) as submission:
+        if submission.kind != "slurm":
+            return _run_here(submission)  # what is printed is the programs' own
+        queued = []
+        for each in send.queue(submission.jobs()):
+            queued.append(each.to_dict())
+            if not as_json:
+                print(each, flush=True)
     if as_json:
-        numbers = {"jobs": [each.to_dict() for each in queued]}
-        print(json.dumps(submission.to_dict() | numbers, indent=2))
-    else:
-        print("\n".join(map(str, queued)))
+        print(json.dumps(submission.to_dict() | {"jobs": queued}, indent=2))
     if len(submission.entries) == 1 and not as_json:
         return follow(submission.configs[0], wait)
     if not as_json:

@@ -44,6 +44,11 @@ def beyond_ascii(stream: TextIO, env: Mapping[str, str]) -> bool:
     return True
 
 
+def in_ascii(text: str) -> str:
+    """Never longer."""
+    return text.translate(_IN_ASCII)
+
+
 def plain(text: str) -> str:
     """As it is, or in the letters that this terminal has; never longer."""
-    return text if beyond_ascii(sys.stdout, os.environ) else text.translate(_IN_ASCII)
+    return text if beyond_ascii(sys.stdout, os.environ) else in_ascii(text)

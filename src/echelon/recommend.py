@@ -37,8 +37,10 @@ class Recommended:
 
 def recommend(run: Run, users: Sequence[int], k: int, as_json: bool) -> int:
     found = recommended(run, users, k)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # titles have letters that not every stream has
     if as_json:
-        print(json.dumps([_plain(one) for one in found], indent=2, ensure_ascii=False))
+        print(json.dumps([_plain(one) for one in found], indent=2))
     elif sys.stdout.isatty():
         _draw(found)
     else:

@@ -27,6 +27,11 @@ class Run:
 
     folder: Path
 
+    @classmethod
+    def of(cls, config: Config) -> Run:
+        """The one that a configuration names."""
+        return cls(Path(config.run.dir).absolute() / str(config.run.name))
+
     @property
     def name(self) -> str:
         return self.folder.name
@@ -84,6 +89,11 @@ class Run:
     def words_file(self) -> Path:
         """The words of a program, for the batch script of an array."""
         return self.folder / "words"
+
+    @property
+    def listing_file(self) -> Path:
+        """Of an array whose first run this is: which folder each task works in."""
+        return self.folder.with_name(f".{self.name}.array")
 
     @property
     def exit_file(self) -> Path:
@@ -296,9 +306,15 @@ def _of_job(job: str, root: Path) -> Iterator[Run]:
 
 
 def _of_group(name: str, root: Path) -> list[Run]:
-    """Runs that were started together are numbered: NAME-0, NAME-1, …"""
-    if name_fault(name):
+    """Runs that were started together. One may be named as if it were of them, on its own."""
+    together = (root / name / SUBMISSION, Run(root / f"{name}-0").listing_file)
+    if name_fault(name) or not any(file.exists() for file in together):
         return []
+    return [run for run in numbered_after(name, root) if not (run.folder / SUBMISSION).exists()]
+
+
+def numbered_after(name: str, root: Path) -> list[Run]:
+    """NAME-0, NAME-1, …"""
     folders = [file.parent for file in root.glob(f"{name}-*/config.json")]
     numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in folders}
     found = [folder for folder, number in numbers.items() if number.isdecimal()]
@@ -324,7 +340,7 @@ def _new_name(config: Config) -> str:
 
 def new_name(program: Sequence[str], entry: str = "") -> str:
     """Of a run of these words, or of this experiment."""
-    short = subject(entry, program)
+    short = subject(entry, program).lstrip(".-")[:60] or "run"
     return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

@@ -28,10 +28,15 @@ if sys.argv[1:] == ["fail"]:
 print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("SEED")]))
 """
 TRIAL = """
-import os, socket, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), *sys.argv[1:],
+import os, pathlib, socket, sys, time
+rank, said = os.environ["RANK"], pathlib.Path("said-0")
+print(rank, os.environ["WORLD_SIZE"], socket.gethostname(), *sys.argv[1:],
       os.environ["WANDB_RUN_ID"], flush=True)
-sys.exit(3 * (os.environ["RANK"] == "1"))
+if rank == "0":
+    said.touch()
+while not said.exists():  # who fails first ends the other
+    time.sleep(0.1)
+sys.exit(3 * (rank == "1"))
 """
 NASTY = [
     *("--layers=64,64", "b=[1,2]", "{a: 1}", "*", "a\nb", "it's", '"', "$(touch hacked)", ";"),
@@ -58,7 +63,7 @@ def offline(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Desk:
 def over(desk: Desk, name: str) -> str:
     """How a run ended."""
     run = desk.run(name)
-    until(lambda: run.config_file.exists() and run.exit_file.exists(), 90.0, f"{name} over")
+    until(lambda: run.exit_file.exists() and run.exit_file.read_text(), 90.0, f"{name} over")
     return stand_of(run).state
 
 
@@ -99,6 +104,9 @@ def test_a_job_runs_what_was_submitted_whatever_is_edited_later(offline: Desk) -
     assert started.process.wait(90) == Exit.OK, started.told()
     assert f"job {desk.job()}: run a in" in started.told()
     main.write_text("raise SystemExit('edited')\n")
+    again = desk.type("submit", "--name", "a", "--env", "none")
+    assert again.code == Exit.USAGE
+    assert "a of that name is not over yet" in again.err
     desk.cluster.slurm("scontrol", "release", desk.job())
     assert over(desk, "a") == "finished", desk.run().job_log.read_text()
     assert desk.run().log_file(0).read_text() == "as it was ['--train', '--batch_size', '6']\n"
@@ -121,6 +129,28 @@ def test_two_at_once_and_a_build_that_was_killed_give_one_environment(offline: D
     told = "".join(each.told() for each in both)
     assert told.count("building ") == 1, told
     assert desk.run("a").log_file(0).read_text() == desk.run("b").log_file(0).read_text() == "1.0\n"
+
+
+def test_a_job_has_the_environment_it_was_submitted_with_or_none(offline: Desk) -> None:
+    """Made in the job, from the copy; and in a .venv of the source that others rebuild."""
+    desk = offline
+    lines = "--no-index\n--find-links ./wheels\ntiny\n"
+    (desk.folder / "requirements.txt").write_text(lines)
+    wheel(desk.folder / "wheels", "tiny", "3.0")
+    (desk.folder / "main.py").write_text("import tiny\nprint(tiny.version)\n")
+    (desk.folder / "one.txt").write_text("python main.py\n")
+    submit = ("submit", "--configs", "one.txt", "--name")
+    here = {"ECHELON_CACHE": "cache", "PIP_FIND_LINKS": ""}
+    done = desk.type(*submit, "a", "--build", "job", "--wait", **here)
+    assert done.code == Exit.OK, desk.run("a").job_log.read_text()
+    assert desk.run("a").log_file(0).read_text() == "3.0\n"
+    in_source = ("--env", "source", "launch.sbatch=['--hold']")
+    assert desk.type(*submit, "b", *in_source, **here).code == Exit.OK
+    (desk.folder / "requirements.txt").write_text("tiny==1.0\n")
+    assert desk.type(*submit, "c", *in_source).code == Exit.OK
+    desk.cluster.slurm("scontrol", "release", desk.job("b"), desk.job("c"))
+    assert [over(desk, name) for name in ("b", "c")] == ["failed", "finished"]
+    assert "is not what this was submitted with" in desk.run("b").job_log.read_text()
 
 
 def test_an_environment_that_cannot_be_made_in_the_job_fails_the_job(offline: Desk) -> None:

@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 
 from echelon.envs import EnvPlan, activation, build, plan
+from echelon.envs.lock import exclusive
 from echelon.envs.places import Place
-from echelon.envs.store import clean, in_use, kept
+from echelon.envs.store import clean, kept
 from echelon.errors import EchelonError
 
 pytestmark = pytest.mark.slow
@@ -335,6 +336,62 @@ def test_locks_of_pipenv_and_uv(tmp_path: Path, uv: str) -> None:
     assert says(planned, "import mine; print(mine.tiny.version)") == "1.0"
 
 
+BACKEND = """
+import os, zipfile
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    name, info = "mine-1-py3-none-any.whl", "mine-1.dist-info"
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as archive:
+        archive.write("mine.py")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: mine\\nVersion: 1\\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return name
+"""
+ITS_PROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "mine"
+version = "1"
+"""
+
+
+@pytest.mark.parametrize("kind", ["requirements", "uv.lock"])
+def test_a_local_project_is_installed_as_it_is_now(tmp_path: Path, uv: str, kind: str) -> None:
+    folder = source(tmp_path / "source", **{"requirements.txt": "./lib\n"})
+    lib = source(folder / "lib", **{"backend.py": BACKEND, "pyproject.toml": ITS_PROJECT})
+    if kind == "uv.lock":
+        (folder / "requirements.txt").unlink()
+        asked = 'name = "all"\nversion = "1"\nrequires-python = ">=3.9"\ndependencies = ["mine"]\n'
+        text = f'[project]\n{asked}[tool.uv.sources]\nmine = {{ path = "./lib" }}\n'
+        (folder / "pyproject.toml").write_text(text)
+    for value in ("1", "2"):
+        (lib / "mine.py").write_text(f"value = {value}\n")
+        if kind == "uv.lock":
+            subprocess.run([uv, "lock", "-q", "--no-index"], cwd=folder, check=True)
+        planned = plan(folder)
+        build(planned, lambda _: None)
+        assert says(planned, "import mine; print(mine.value)") == value
+
+
+def test_a_venv_that_a_job_runs_in_is_not_rebuilt(tmp_path: Path, uv: str) -> None:
+    folder = source(tmp_path / "source", **{"requirements.txt": "tiny==1.0\n"})
+    planned = plan(folder, "source")
+    build(planned, lambda _: None)
+    (folder / "requirements.txt").write_text("tiny==2.0\n")
+    job = ["bash", "-c", "\n".join([*activation(planned), "echo in; read -r _"])]
+    with subprocess.Popen(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout
+        running.stdout.readline()
+        with pytest.raises(EchelonError, match="a job runs in it"):
+            build(plan(folder, "source"), lambda _: None)
+        running.communicate("\n")
+    build(plan(folder, "source"), lambda _: None)
+    assert says(planned, "import tiny; print(tiny.version)") == "2.0"
+
+
 def test_clean_leaves_what_is_used(tmp_path: Path, uv: str) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "tiny\n"})
     planned = plan(folder)
@@ -353,7 +410,8 @@ def test_clean_leaves_what_is_used(tmp_path: Path, uv: str) -> None:
         assert running.stdout
         assert running.stdin
         running.stdout.readline()
-        assert in_use(Place(planned.folder))
+        with exclusive(Place(planned.folder).use) as alone:
+            assert not alone
         assert f"kept {planned.key}: a job runs in it" in cleaned(everything=True)
         running.stdin.write("\n")
     assert not (tmp_path / "cache" / "envs" / "half").exists()

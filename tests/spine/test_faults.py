@@ -311,7 +311,7 @@ def test_nan_names_the_step_and_the_last_good_snapshot(how: str, tmp_path: Path)
         all_done = _by_hand(case, tmp_path, "trainer.save.steps=3")
     folder = only_run(tmp_path)
     good = folder / "snapshots" / "step-000000006"
-    said = f"the loss is nan at step 8; the last good snapshot is {good}"
+    said = f"the loss is nan at step 8; the last snapshot is {good}"
     assert good.exists()
     for done in all_done:
         assert done.code == 1

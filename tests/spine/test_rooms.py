@@ -51,6 +51,7 @@ LEVELS = {
 BESIDE = {
     ("runs", "config"),
     ("view", "jobs"),
+    ("launch", "track"),
     ("cli", "entry"),
     ("cli", "explain"),
     ("cli", "recommend"),

@@ -201,3 +201,8 @@ def test_the_table_in_the_docs_holds() -> None:
         else:
             shown = meaning.replace("\0", "|").replace("⏎", "\n").partition(", with ")[0]
             assert [f"`{shlex.join(argv)}`" for argv in argvs(text)] == shown.split(" and "), row
+
+
+def test_a_carriage_return_may_end_the_file() -> None:
+    [command] = parse("python a.py\r", "f")
+    assert command.argv == ["python", "a.py"]

@@ -84,6 +84,12 @@ def test_what_another_package_needs_is_said_to_be_that() -> None:
     assert "could not be built: deep, which another package needs" in fault.what
 
 
+def test_no_password_of_a_requirement_is_told() -> None:
+    wanted = [Wanted("deep @ https://user:canary@h/deep-1-py3-none-any.whl", SOURCE / "r.txt", 1)]
+    (fault,) = faults("ERROR: No matching distribution found for deep", wanted, SOURCE, Path("/l"))
+    assert "deep @ https://****@h/deep-1" in fault.what
+
+
 def test_other_reasons_are_told() -> None:
     full = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
     (fault,) = faults(full, WANTED, SOURCE, Path("/l"))

@@ -121,3 +121,4 @@ def test_passwords_are_not_shown() -> None:
     assert hidden(text) == (
         "Looking in https://****@host/simple, git+ssh://****@h/r and https://host/a@b"
     )
+    assert hidden("https://user:a@b@host/simple") == "https://****@host/simple"

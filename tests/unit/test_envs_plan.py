@@ -140,6 +140,20 @@ def test_a_copy_of_the_source_has_the_same_environment(
     assert plan(one, environ=environ).key == plan(two, environ=environ).key
 
 
+def test_wheels_of_the_source_are_the_same_in_a_copy(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    one = source(tmp_path / "one", **{"requirements.txt": "--find-links ./wheels\nsix\n"})
+    source(one / "wheels", **{"six.whl": "1"})
+    two = tmp_path / "two"
+    shutil.copytree(one, two)
+    assert plan(one, environ=environ).key == plan(two, environ=environ).key
+    (two / "wheels" / "six.whl").write_text("2")
+    assert plan(one, environ=environ).key != plan(two, environ=environ).key
+    beside = plan(two, "source", environ, beside=one)
+    assert beside.folder == one / ".venv"
+
+
 def test_what_decides_changes_the_key(tmp_path: Path, environ: dict[str, str]) -> None:
     folder = source(
         tmp_path / "s",
@@ -292,6 +306,14 @@ def test_a_pipfile_without_a_lock_needs_pipenv(tmp_path: Path, environ: dict[str
         ({"environment.yml": CONDA}, "none of micromamba, mamba and conda"),
         ({"environment.yml": "a: [\n"}, "environment.yml is not YAML"),
         ({"environment.yml": "name: x\n"}, "no list of dependencies"),
+        ({"environment.yml": f"{CONDA}    - x @ http://h/x.whl\n"}, "come over plain http"),
+        ({"environment.yml": f"{CONDA}    - --index-url http://h/\n"}, "come over plain http"),
+        ({"environment.yml": f"{CONDA}    - -e ./x\n"}, "environment.yml:7: -e ./x would link"),
+        ({"environment.yml": f"{CONDA}    - ../x\n"}, "environment.yml:7: ../x is outside"),
+        (
+            {"pyproject.toml": f'{PROJECT}[tool.uv.sources]\nSix = {{path = "six"}}\n'},
+            "pyproject.toml:4: [tool.uv.sources] says where six comes from",
+        ),
     ],
 )
 def test_bad_files_are_a_sentence(

@@ -358,6 +358,8 @@ def test_a_zip_that_is_cut_damaged_or_something_else(packed: bytes) -> None:
     assert "Bad CRC-32" in refused(bytes(damaged))[0]
     assert "given.zip is not a whole zip file" in refused(b"<html>not found</html>")[0]
     assert "given.zip is not a whole zip file" in refused(b"")[0]
+    no_utf8 = zipped({"ratings.csv": RATINGS, "é": b""}).replace("é".encode(), b"\xff\xff")
+    assert "given.zip is not a whole zip file" in refused(no_utf8)[0]
     assert refused(zipped({"names.csv": b"a,b\n"})) == [
         "given.zip holds no ratings: looked for ratings.csv, ratings.dat, u.data"
     ]
@@ -384,6 +386,27 @@ def test_a_damaged_set_that_is_there_says_to_remove_it() -> None:
     told = [str(fault) for fault in caught.value.faults]
     assert "line 2: rating is 'x', not a number" in told[0]
     assert f"rm -r data/{SMALL}" in told[1]
+
+
+@pytest.mark.parametrize("kind", ["zip", "folder"])
+def test_a_bad_set_does_not_stand_in_the_way_of_the_mended_one(kind: str, tmp_path: Path) -> None:
+    given = tmp_path / "given" / (f"{SMALL}.zip" if kind == "zip" else SMALL)
+
+    def make(ratings: bytes) -> None:
+        given.parent.mkdir(exist_ok=True)
+        if kind == "zip":
+            given.write_bytes(zipped({"ratings.csv": ratings}))
+        else:
+            given.mkdir(exist_ok=True)
+            (given / "ratings.csv").write_bytes(ratings)
+
+    make(RATINGS + b"1,2,x,4\n")
+    with pytest.raises(EchelonError) as caught:
+        dispatch(["data", "movielens", "--from", str(given)])
+    [fault] = caught.value.faults
+    assert fault.what == f"{given}/ratings.csv, line 4: rating is 'x', not a number"
+    make(RATINGS)
+    assert dispatch(["data", "movielens", "--from", str(given)]) == 0
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -74,11 +74,11 @@ def test_the_format_with_double_colons(tmp_path: Path) -> None:
     folder = a_set(
         tmp_path / "ml-1m", "1::1193::5::978300760\n2::661::3::978302109\n", "ratings.dat"
     )
-    movies = "661::Café: the Movie (1996)::Animation|Children's\n"
+    movies = "661::Café:: the Movie (1996)::Animation|Children's\n"
     (folder / "movies.dat").write_bytes(movies.encode("latin-1"))
     ratings = load(folder)
     assert rows(ratings) == [(1, 1193, 5.0, 978300760), (2, 661, 3.0, 978302109)]
-    assert ratings.titles() == ["Café: the Movie (1996)", "movie 1193"]
+    assert ratings.titles() == ["Café:: the Movie (1996)", "movie 1193"]
     assert ratings.genres() == [["Animation", "Children's"], []]
 
 
@@ -225,6 +225,12 @@ def test_a_folder_that_cannot_be_written_has_its_cache_elsewhere(
     assert what.count("Permission denied") == 2
 
 
+def test_a_user_without_a_home_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where nobody is known
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert rows(load(a_set(tmp_path / "a", HEADER + GOOD))) == [(1, 2, 3.0, 4)]
+
+
 def test_what_somebody_prepared_is_used_where_nothing_can_be_written(shared: Path) -> None:
     folder = a_set(shared / "a", HEADER + GOOD)
     first = load(folder)
@@ -280,6 +286,9 @@ GOOD = "1,2,3.0,4\n"
         ("1,300000000,1.0,5\n", "line 2: movieId is 300000000; ids reach from 0 to 268,435,455"),
         ("1.5,3,1.0,5\n", "line 2: userId is '1.5', not a whole number"),
         ("1,3,1.0,yesterday\n", "line 2: timestamp is 'yesterday', not a whole number"),
+        (GOOD + "1,3,1e300,5\n", "line 3: rating is 1e300, too large"),
+        (GOOD + f"1,3,1,{'9' * 20}\n", f"line 3: timestamp is {'9' * 20}, too large"),
+        (GOOD + "0x1,3,1.0,5\n", "line 3: userId is '0x1', not a whole number"),
         (GOOD + "1,3\n", "line 3: 2 values where 4 belong: '1,3'"),
         (GOOD + "1,3,1.0,5,6\n", "line 3: 5 values where 4 belong: '1,3,1.0,5,6'"),
     ],

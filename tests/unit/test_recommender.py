@@ -122,11 +122,31 @@ def test_the_gain_is_torchmetrics_own() -> None:
     assert float(ours.compute()) == pytest.approx(float(theirs.compute()), abs=1e-6)
 
 
+@pytest.mark.parametrize("score", [float("nan"), 0.0])
+def test_scores_that_say_nothing_gain_nothing(score: float) -> None:
+    gain = DiscountedGain(10)
+    gain.update(torch.full((4, 30), score), torch.tensor([0, 1, 2, 29]))
+    assert float(gain.compute()) == 0
+
+
 def test_recall_is_the_share_of_users_whose_movie_is_among_the_first_ten() -> None:
     scores = torch.arange(30.0).repeat(4, 1)
     recall = ranking_metrics(30)["recall"]
     recall.update(scores, torch.tensor([29, 20, 19, 0]))
     assert float(recall.compute()) == 0.5
+
+
+def test_there_may_be_fewer_movies_than_are_looked_at() -> None:
+    recall = ranking_metrics(4)["recall"]
+    recall.update(torch.randn(3, 4), torch.tensor([0, 1, 3]))
+    assert float(recall.compute()) == 1
+
+
+def test_parameters_astray_are_a_loss_that_is_not_finite(taste: Taste) -> None:
+    ratings = _ratings([9, 4])
+    histories = Histories(ratings, np.arange(13))
+    torch.nn.init.constant_(taste.vectors.weight, 1e200)
+    assert not taste.left_out(histories.pages(torch.tensor([0, 1]))).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ import pytest
 
 from echelon.config.schema import Launch, Track, Trainer
 from echelon.config.settings import described
+from echelon.errors import Exit
+from echelon.runs import Run
 from echelon.track.screen import Bar, Lines, Screen, screen
-from echelon.track.summary import sparkline
+from echelon.track.summary import sparkline, summary
 
 LINE = {"step": 3, "epoch": 1, "loss": 0.25, "samples_per_s": 1234.5}
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -92,3 +94,15 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 65536)
     except OSError:  # how a terminal says that nobody writes any more
         return b""
+
+
+@pytest.mark.parametrize(("chosen", "ascii_only"), [("C", True), ("C.UTF-8", False)])
+def test_last_words_in_letters_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, ascii_only: bool
+) -> None:
+    monkeypatch.setenv("LC_ALL", chosen)
+    run = Run(tmp_path)
+    run.metrics_file.write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
+    said = summary(run, Exit.OK, 2, 2, 1.0, "", {})
+    assert said.isascii() == ascii_only
+    assert ("1 #_ 0.5" if ascii_only else "1 █▁ 0.5") in said

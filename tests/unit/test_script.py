@@ -87,9 +87,24 @@ def test_gpus_by_node_by_task_or_as_gres(mode: str, request_: str, option: str) 
 
 def test_set_up_lines_stand_before_the_training() -> None:
     lines = planned("launch.setup=['module load cuda','. venv/bin/activate']").script.splitlines()
-    at = lines.index("# launch.setup")
+    at = lines.index("# launch.setup") + 1
     assert lines[at + 1 : at + 3] == ["module load cuda", ". venv/bin/activate"]
     assert at < next(i for i, line in enumerate(lines) if line.startswith("srun "))
+
+
+def test_a_set_up_line_that_fails_ends_the_job(bench: Bench, tmp_path: Path) -> None:
+    """But not what fails within a function or a file of somebody else's."""
+    (tmp_path / "profile").write_text("false\ntrue\n")
+    fine = ["f() {", "false", "true", "}", "f", f". {tmp_path}/profile", "false || :"]
+    for bad in (["false"], ["g() { return 3; }", "g"], ["no-such-program"]):
+        for lines, works in ((fine, True), ([*fine, *bad], False)):
+            config = compose(["launch=slurm", "run.name=a", f"run.dir={tmp_path}/runs"])
+            config = replace(config, launch=replace(config.launch, setup=lines))
+            done = bench.run(slurm.plan(config, HERE), 0)
+            assert (done.returncode == 0) is works, done.stderr
+            code = (tmp_path / "runs" / "a" / "exit").read_text()
+            assert code == f"{done.returncode}\n"
+            assert works or "error: launch.setup fails with " in done.stderr
 
 
 def test_a_plan_of_4096_nodes_says_where_each_rank_is(

@@ -13,8 +13,10 @@ import pytest
 
 from echelon import runs
 from echelon.cli import dispatch, guarded
+from echelon.config.check import name_fault
 from echelon.config.compose import compose
 from echelon.config.defaults import NONE, load, secrets_of
+from echelon.envs import plan as plan_environment
 from echelon.errors import EchelonError, Exit
 from echelon.launch.slurm import script
 from echelon.runs import Run, find_runs, open_run
@@ -23,7 +25,7 @@ from echelon.submit.commands import parse, quote
 from echelon.submit.missing import require_all_there
 from echelon.submit.modes import see, words_of
 from echelon.submit.plan import Request, Submission
-from echelon.submit.send import prepare
+from echelon.submit.send import prepared
 from echelon.submit.show import exact
 from echelon.submit.source import keep, survey
 
@@ -147,6 +149,11 @@ def test_more_than_an_array_takes_are_several(here: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("SLURM_CONF", str(here / "slurm.conf"))
     jobs = planned("python main.py\n" * 12).jobs()
     assert [len(job.configs) for job in jobs] == [5, 5, 2]
+    for size in (0, 1):
+        (here / "slurm.conf").write_text(f"MaxArraySize={size}\n")
+        jobs = planned("python main.py\n" * 2).jobs()
+        assert [job.array for job in jobs] == [None, None]
+        assert "#SBATCH --job-name=a-1\n" in jobs[1].script
 
 
 def test_commands_of_different_shapes_are_jobs_of_their_own(here: Path) -> None:
@@ -175,6 +182,10 @@ def test_variables_are_refused_unless_they_are_asked_for(here: Path) -> None:
     assert "$y" not in found
     [entry] = planned("# echelon: expand\npython main.py $HOME/x").entries
     assert entry.config.program[:2] == ["bash", "-c"]
+    text = '# echelon: expand\nOUT="my dir/$N" A=b$N printenv OUT A'
+    [entry] = planned(text, env="none").entries
+    done = subprocess.run(entry.config.program, env={"N": "1"}, capture_output=True, text=True)
+    assert done.stdout == "my dir/1\nb1\n"
 
 
 def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
@@ -189,6 +200,33 @@ def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
     )
     for name in ("a b", "a\nb", "$(x)", ";", "-x", "x" * 101):
         assert "is no name for a run" in told("python main.py", name=name)
+    for script_ in (f"{'x' * 240}.py", "-x.py", ".py"):
+        assert name_fault(runs.new_name(["python", script_])) is None
+
+
+def test_what_was_queued_before_a_refusal_is_told(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And which file decides the environment, where two could."""
+    sbatch = f"""#!/bin/sh
+[ "$1" = --test-only ] && exec cat > /dev/null
+[ -e {here}/once ] && {{ echo 'sbatch: error: full' >&2; exit 1; }}
+touch {here}/once; echo 7
+"""
+    for name, text in {"sbatch": sbatch, "squeue": "#!/bin/sh\n"}.items():
+        (here / name).write_text(text)
+        (here / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    (here / "experiment_configurations.txt").write_text("python main.py\nsrun python main.py\n")
+    (here / "requirements.txt").touch()
+    (here / "pyproject.toml").write_text("[project]\nname = 'x'\nversion = '1'\n")
+    assert guarded(lambda: dispatch(["submit", "--build", "job", "--name", "a"])) == Exit.USAGE
+    told = capsys.readouterr()
+    assert told.out.startswith("job 7: run a-0 in")
+    assert "requirements.txt decides, not pyproject.toml" in told.err
+    assert "error: full" in told.err
+    assert "job 7: run a-0" in told.err
+    assert "`scancel 7` takes it back" in told.err
 
 
 def test_without_slurm_another_way_is_offered(
@@ -254,6 +292,91 @@ def test_a_copy_has_what_git_would_know(here: Path) -> None:
     assert survey(here, here / "runs").left_out == ("data",)
 
 
+def test_what_is_hard_to_copy(here: Path) -> None:
+    """A clone within, links that go in circles, pipes, and git as its user likes it."""
+    git("init", "-q")
+    git("add", "main.py")
+    git("commit", "-qm", "first")
+    git("init", "-q", "clone")
+    (here / "clone" / "a.py").touch()
+    (here / "one").symlink_to("two")
+    (here / "two").symlink_to("one")
+    (here / "main.py").write_text("print('edited')\n")
+    for key, value in {"color.ui": "always", "diff.noprefix": "1", "diff.external": "x"}.items():
+        git("config", key, value)
+    source = survey(here, here / "runs")
+    assert source.files == ("clone/a.py", "main.py", "one", "two")
+    copy = keep(source, here / "runs" / "a")
+    assert (copy / "one").is_symlink()
+    diff = (here / "runs" / "a" / "source.diff").read_text()
+    assert diff.startswith("diff --git a/main.py b/main.py\n")
+    (here / "plain").mkdir()
+    os.mkfifo(here / "plain" / "pipe")
+    (here / "plain" / "a.py").touch()
+    (here / ".gitignore").write_text("plain\n")
+    assert survey(here / "plain", here / "runs").files == ("a.py",)
+
+
+def test_secrets_stay_where_they_are(here: Path) -> None:
+    git("init", "-q")
+    (here / "secrets").write_text("A=1\n")
+    git("add", "-A")
+    git("commit", "-qm", "by mistake")
+    (here / "secrets").write_text("A=canary\n")
+    source = planned("python main.py", f"launch.secrets={here}/secrets").source
+    assert source.files == ("commands.txt", "main.py")
+    keep(source, here / "runs" / "a")
+    for file in (here / "runs").rglob("*"):
+        assert file.is_dir() or b"canary" not in file.read_bytes()
+    commands = ("API_KEY={} python main.py", "python main.py --key {}", "python main.py token={}")
+    for command in (text.format(KEY) for text in commands):
+        found = told(command)
+        assert "commands.txt:1: what looks like a secret" in found
+        assert KEY not in found
+    assert planned(f"python main.py data/{KEY}.csv --commit {KEY}")
+
+
+def test_a_name_in_use_keeps_its_code(here: Path) -> None:
+    def used(name: str, group: str | None) -> Run:
+        run = runs.create(compose([f"run.name={name}"]))
+        run.update_status(state="queued", launcher="slurm")
+        folder = here / "runs" / (group or name)
+        folder.mkdir(exist_ok=True)
+        (folder / runs.SUBMISSION).touch()
+        return run
+
+    def refused(text: str, name: str) -> str:
+        submission = planned(text, "launch=local", name=name, env="none")
+        with pytest.raises(EchelonError) as caught, prepared(submission, os.environ):
+            pass
+        return str(caught.value)
+
+    used("b-3", "b")
+    assert "b-3 of that name is not over yet" in refused("python main.py", "b")
+    assert "b-3 of that name is not over yet" in refused("python main.py\n" * 2, "b")
+    used("c", None)
+    assert "c is one run" in refused("python main.py\n" * 2, "c")
+    assert "c of that name is not over" in refused("python main.py", "c")
+    used("d-1", None)
+    with prepared(planned("python main.py", "launch=local", name="d"), os.environ):
+        assert "d is being submitted by process" in refused("python main.py", "d")
+    with prepared(planned("python main.py", "launch=local", name="d"), os.environ):
+        pass
+
+
+def test_an_environment_is_that_of_the_copy(here: Path) -> None:
+    (here / "requirements.txt").write_text("six\n")
+    submission = planned("python main.py", "launch=local", build="job")
+    with prepared(submission, os.environ | {"ECHELON_CACHE": "cache"}) as kept:
+        (here / "requirements.txt").write_text("rich\n")
+        assert kept.environment
+        assert kept.environment.source == kept.copy
+        assert kept.environment.key == plan_environment(kept.copy).key
+        lines = "\n".join(kept.enter())
+        assert f"ECHELON_CACHE={here}/cache " in lines
+        assert kept.environment.key in lines.splitlines()[-1], "what is there is looked at last"
+
+
 def test_a_plain_folder_works_as_well(here: Path) -> None:
     for folder in ("__pycache__", ".git", "runs", "pkg/__pycache__"):
         (here / folder).mkdir(parents=True)
@@ -279,6 +402,20 @@ def test_data_that_is_not_copied_is_told(here: Path) -> None:
     (here / "data" / "x.csv").touch()
     assert "add --link data" in told("python main.py --in=data/x.csv")
     assert planned("python main.py --in=data/x.csv", links=("data",))
+    (here / ".gitignore").write_text("data\n.venv\ngen.py\n*.csv\nrequirements.txt\nwandb\n")
+    (here / "pkg" / "data").mkdir(parents=True)
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / "wandb").mkdir()
+    (here / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    for name in ("pkg/a.py", "pkg/gen.py", "pkg/x.csv", "requirements.txt"):
+        (here / name).touch()
+    assert "add --link pkg/x.csv" in told("python main.py pkg/x.csv", env="none")
+    assert "add --link pkg/gen.py" in told("python pkg/gen.py", env="none")
+    assert "add --link .venv" in told(".venv/bin/python main.py", env="none")
+    assert "requirements.txt is in the source folder, but is not copied" in told("python main.py")
+    (here / "requirements.txt").unlink()
+    assert planned("python pkg/a.py --logger=wandb pkg runs")
+    assert planned("python main.py", links=("pkg/data", "data/x.csv", "pkg/data", "data"))
     assert "--link nowhere" in told("python main.py", links=("nowhere",))
     assert "is not inside the source" in told("python main.py", links=("../x",))
 
@@ -301,6 +438,8 @@ def test_no_place_for_the_copy(here: Path) -> None:
 
 def test_runs_are_found_by_name_number_and_group(here: Path) -> None:
     config = compose(["run.dir=runs"])
+    (here / "runs" / "a").mkdir(parents=True)
+    (here / "runs" / "a" / runs.SUBMISSION).touch()
     for number in (0, 1, 2, 10):
         named = compose([f"run.name=a-{number}"])
         runs.create(named).job_file.write_text(f"7_{number}\n")
@@ -319,7 +458,10 @@ def test_runs_are_found_by_name_number_and_group(here: Path) -> None:
     assert open_run("8") == Run(single.folder)
     with pytest.raises(EchelonError, match="a is 4 runs"):
         open_run("a")
-    for nothing in ("9", "7_3", "[", "*", "a-"):
+    for number in (1, 2):  # submitted one by one, so that they are no group
+        alone = runs.create(compose([f"run.name=c-{number}"]))
+        (alone.folder / runs.SUBMISSION).touch()
+    for nothing in ("9", "7_3", "[", "*", "a-", "c"):
         with pytest.raises(EchelonError, match="no run"):
             find_runs(nothing)
 
@@ -378,14 +520,20 @@ def test_secrets_are_read_from_a_file_of_ones_own(here: Path) -> None:
     with pytest.raises(EchelonError, match="chmod 600"):
         secrets_of(str(file))
     with pytest.raises(EchelonError, match="chmod 600"):
-        prepare(planned("python main.py"), [])
+        prepared(planned("python main.py"), os.environ).__enter__()
     file.chmod(0o600)
     assert secrets_of(str(file)) == {"WANDB_API_KEY": KEY, "EMPTY": ""}
     [job] = planned("python main.py").jobs()
     assert KEY not in job.script
     begin = job.script.index("# launch.secrets")
     lines = job.script[begin : job.script.index("unset line")]
-    for mode, code in ((0o600, 0), (0o644, 1)):
+    file.write_bytes(f"X=\xff\nWANDB_API_KEY={KEY}\r\n".encode("latin-1"))
+    for mode, code in ((0o600, 0), (0o644, 1), (0o700, 1)):
         file.chmod(mode)
-        text = f'run={here}\n{lines}\n[ "$WANDB_API_KEY" = {KEY} ]'
+        if code == 0:
+            assert secrets_of(str(file)) == {"X": os.fsdecode(b"\xff"), "WANDB_API_KEY": KEY}
+        else:
+            with pytest.raises(EchelonError, match="chmod 600"):
+                secrets_of(str(file))
+        text = f'fail() {{ exit "$1"; }}\n{lines}\n[ "$WANDB_API_KEY" = {KEY} ]'
         assert subprocess.run(["bash", "-c", text], capture_output=True).returncode == code

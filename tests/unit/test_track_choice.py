@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from echelon.errors import EchelonError
 from echelon.runs import Run
 from echelon.track import key, wandb_run
 from echelon.track.choice import require
+from echelon.track.lines import better
 
 KEY = "0123456789abcdef" * 3
 ONLINE = compose(["track=wandb"])
@@ -98,6 +100,11 @@ def test_without_a_server_no_key_is_needed(mode: str) -> None:
     require(ONLINE, {"WANDB_MODE": mode})
 
 
+def test_a_mode_that_wandb_has_not_is_told() -> None:
+    with pytest.raises(EchelonError, match="WANDB_MODE=ofline: there is no such mode"):
+        require(ONLINE, {"WANDB_MODE": "ofline"})
+
+
 # --- the key ------------------------------------------------------------------------------------
 
 
@@ -110,6 +117,7 @@ def test_without_a_server_no_key_is_needed(mode: str) -> None:
         ({"WANDB_API_KEY": KEY + " x"}, "WANDB_API_KEY does not have the form of a key"),
         ({"WANDB_IDENTITY_TOKEN_FILE": "/a/file"}, None),
         ({"WANDB_BASE_URL": "http://mine:8080"}, "there is no key for mine:8080"),
+        ({"WANDB_BASE_URL": "http://me:secret@mine:80"}, "there is no key for mine:80"),
     ],
 )
 def test_keys_in_variables(env: Mapping[str, str], wrong: str | None) -> None:
@@ -153,3 +161,12 @@ def test_the_best_so_far(tmp_path: Path) -> None:
     assert not best.beaten_by({"step": 3, "eval_acc": 0.4})
     assert best.beaten_by({"step": 4, "eval_acc": 0.6})
     assert best.shown() == {"best/acc": 0.6, "best/step": 4}
+
+
+@pytest.mark.parametrize(("best_is", "best"), [("min", 0.25), ("max", 0.5)])
+def test_what_is_not_finite_is_never_the_best(best_is: str, best: float) -> None:
+    trainer = compose([f"trainer.best_is={best_is}"]).trainer
+    values = [math.nan, math.inf, 0.5, math.nan, -math.inf, 0.25]
+    found = wandb_run.Best(trainer, [{"step": i, "eval_loss": v} for i, v in enumerate(values)])
+    assert found.shown()["best/loss"] == best
+    assert better(0.5, math.nan, best_is)

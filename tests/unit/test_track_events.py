@@ -71,8 +71,10 @@ def test_a_folder_that_is_gone_is_filled_again(tmp_path: Path) -> None:
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     config = Config(track=Track(tensorboard=TensorBoard(use=True, folder=str(folder))))
-    write(Run(tmp_path / "a"), 0, [at(1, 0.5)], config)
-    assert curve(folder, "train/loss") == [(1, 0.5)]
+    for name, loss in (("a", 0.5), ("b", 0.25)):
+        write(Run(tmp_path / name), 0, [at(1, loss)], config)
+    assert curve(folder / "a", "train/loss") == [(1, 0.5)]
+    assert curve(folder / "b", "train/loss") == [(1, 0.25)]
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(

@@ -119,6 +119,17 @@ def test_broken_folders_are_shown_as_such(
         assert echelon(capsys, "show", name)[0] == 0
 
 
+def test_numbers_beyond_all_bounds_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge = 10**400
+    odd = [{"step": 1, "loss": huge, "samples": huge, "samples_per_s": 1, "time": huge}]
+    make_run(tmp_path / "runs", "a", [*lines(), *odd], status={"started": huge, "since": huge})
+    for words in (["runs"], ["show", "a"], ["jobs", "--all"]):
+        code, _, err = echelon(capsys, *words)
+        assert code == 0, err
+
+
 def test_a_later_version_is_read_as_far_as_it_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +257,7 @@ def test_what_cannot_be_asked(
     assert said in err
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 140])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
 def test_a_terminal_is_never_too_narrow(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

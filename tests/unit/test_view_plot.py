@@ -78,6 +78,31 @@ def test_runs_by_name_by_folder_and_by_pattern(
     assert ("empty: no numbers to draw, left out" in err) == ("*" in words)
 
 
+def test_a_run_may_be_called_like_a_pattern(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "runs", "a[1] $x_$", lines())
+    for name in ("a.html", "a.svg"):
+        code, _, err = verb(capsys, "plot", "a[1] $x_$", "-o", name)
+        assert code == 0, err
+    assert drawn_names(tmp_path / "a.html") == ["a[1] $x_$"]
+    assert "$x_$" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_best"),
+    [
+        *((name, "max") for name in ("acc", "BinaryAccuracy", "top5_acc", "recall@10", "mAP50")),
+        *((name, "max") for name in ("F1Score", "r2", "hit_rate", "mean_iou", "score")),
+        *((name, "min") for name in ("mape", "smape", "accumulated_error", "loss", "chitchat")),
+    ],
+)
+def test_what_is_better_by_its_name(tmp_path: Path, name: str, is_best: str) -> None:
+    run = make_run(tmp_path / "runs", "a", [{"step": 1, f"eval_{name}": 1.0}])
+    [record], _ = records([run])
+    assert load(record).curves[f"eval_{name}"].is_best == is_best
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -100,6 +100,17 @@ def test_it_fits(
     assert out.count("┤") == 9, "three numbers on each of three axes"
 
 
+def test_a_narrow_table_says_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "runs", "a", lines())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = echelon(capsys, "show", "a")
+    [head] = [line for line in out.splitlines() if "METRIC" in line]
+    assert head.split() == ["METRIC", "BEST", "LAST"]
+
+
 def test_ascii_is_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,8 @@ FILE = "echelon.yaml"
 _VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
 _SHORT = {"secrets": "launch.secrets"}
 _SECRET_NAME = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"[0-9a-fA-F]{32,}|(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}")
+_TOKEN = r"(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}"
+_SECRET_VALUE = re.compile(rf"[0-9a-fA-F]{{32,}}|{_TOKEN}")
 
 
 class Default(NamedTuple):
@@ -150,19 +151,27 @@ def _value(key: str, node: Any) -> Any:
 # --- secrets ---
 
 
+def has_secret(text: str) -> bool:
+    """By its look, or by the name before it; a hash alone may be that of a commit."""
+    name, given, value = text.partition("=")
+    if given and _SECRET_NAME.search(name) and _SECRET_VALUE.search(value):
+        return True
+    return re.search(rf"(^|[=\s]){_TOKEN}($|\s)", text) is not None
+
+
 def secrets_of(file: str) -> dict[str, str]:
     """Variables of a file that nobody else may read."""
     path = Path(file).expanduser()
     try:
         found = path.stat()
-        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+        if stat.S_IMODE(found.st_mode) not in (0o600, 0o400) or found.st_uid != os.getuid():
             raise EchelonError(
                 Fault(
-                    f"launch.secrets={file} may be read by others, or is not yours",
+                    f"launch.secrets={file} has a mode other than 0600 and 0400, or is not yours",
                     f"chmod 600 {path}",
                 )
             )
-        lines = path.read_text().splitlines()
+        lines = [line.removesuffix("\r") for line in os.fsdecode(path.read_bytes()).split("\n")]
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise EchelonError(Fault(f"launch.secrets={file}: {why}", "mend the path")) from None

@@ -172,7 +172,8 @@ class TensorBoard:
     use: bool = False
     """Set by track=tensorboard."""
     folder: str | None = None
-    """Where its event files go; default: `tensorboard` in the run's folder."""
+    """Its event files go into a folder of the run's name in there; default: `tensorboard` in the
+    run's folder."""
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,28 @@ import shlex
 from echelon.envs.places import Place
 from echelon.envs.plan import EnvPlan
 
+_REMOVAL_S = 60
+
 
 def activation(plan: EnvPlan) -> list[str]:
     """For a batch script, in bash, after it went to the copy of the source.
 
     The shell keeps a shared lock for as long as it lives, so that `echelon env clean` sees the
-    job from any host that shares the cache.
+    job from any host that shares the cache. One that removes it just now is waited for: only
+    after these lines can be told whether it is there.
     """
     if plan.kind == "none":
         return []
     place = Place(plan.folder)
     quoted, use = shlex.quote(str(place.folder)), shlex.quote(str(place.use))
     return [
+        f"touch -c -- {use} 2>/dev/null || :",
+        f"if exec {{ECHELON_ENV_FD}}<{use}; then flock -s -w {_REMOVAL_S} "
+        '"$ECHELON_ENV_FD" || :; fi 2>/dev/null',
         "unset PYTHONHOME",
         *(_conda(quoted) if plan.kind == "conda" else [f"export VIRTUAL_ENV={quoted}"]),
         f'export PATH={quoted}/bin"${{PATH:+:$PATH}}"',
         *_own_code(plan),
-        f"touch -c -- {use} 2>/dev/null || :",
-        f"if exec {{ECHELON_ENV_FD}}<{use}; then flock -s -n "
-        '"$ECHELON_ENV_FD" || :; fi 2>/dev/null',
     ]
 
 

@@ -23,7 +23,7 @@ from typing import IO
 from echelon.envs import pipfile
 from echelon.envs.failures import faults
 from echelon.envs.indexes import hidden
-from echelon.envs.lock import Held, held
+from echelon.envs.lock import Held, exclusive, held
 from echelon.envs.places import Place, unwritable
 from echelon.envs.plan import EnvPlan
 from echelon.envs.requirements import Read
@@ -119,14 +119,23 @@ def _build(plan: EnvPlan, place: Place, lock: Held, say: Say) -> None:
 
 def _require_ours(plan: EnvPlan, place: Place) -> None:
     """In the cache all is ours; a .venv in the source may be somebody's work."""
-    in_source = place.folder == plan.source / ".venv"
-    if in_source and place.folder.exists() and not place.made() and not place.building.exists():
+    if place.folder.name != ".venv" or not place.folder.exists():
+        return
+    if not place.made() and not place.building.exists():
         raise EchelonError(
             Fault(
                 f"{place.folder} is there already and was not made by echelon",
                 "remove it, or use --where cache",
             )
         )
+    with exclusive(place.use) as alone:
+        if not alone:
+            raise EchelonError(
+                Fault(
+                    f"{place.folder} would have to be rebuilt, and a job runs in it",
+                    "wait for it, or keep environments apart with --where cache",
+                )
+            )
 
 
 def _require_mine(plan: EnvPlan, lock: Held) -> None:

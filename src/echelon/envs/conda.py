@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.envs.requirements import Read, Wanted, decoded, shown
-from echelon.envs.requirements import read as read_requirements
+from echelon.envs.requirements import Read, Wanted, add_line, decoded
 from echelon.errors import EchelonError, Fault
 
 TOOLS = ("micromamba", "mamba", "conda")
@@ -57,24 +56,15 @@ def command(tool: str, file: Path, folder: Path) -> tuple[str, ...]:
 def _add_pip(
     found: Read, lines: list[str], file: Path, source: Path, environ: Mapping[str, str]
 ) -> None:
-    """conda gives them to pip; -r files in there decide too."""
+    """conda gives them to pip as they are; -r files in there decide too."""
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     for line in lines:
         number = _line_of(text, line)
-        if include := re.match(r"(?:-r|--requirement)[ =]*(.+)", line):
-            target = source / include[1].strip()
-            if not target.is_file():
-                what = f"{shown(file, source)}:{number}: there is no {include[1].strip()}"
-                found.faults.append(Fault(what, "make it, or edit the line"))
-                continue
-            more = read_requirements(target, source, environ)
-            found.files += more.files
-            found.wanted += more.wanted
-            found.urls += more.urls
-            found.local += more.local
-            found.faults += more.faults
+        if re.match(r"(-e|--editable)\b", line):
+            what = f"{file.name}:{number}: {line} would link to one copy of the source for ever"
+            found.faults.append(Fault(what, "leave out the -e"))
         else:
-            found.wanted.append(Wanted(line, file, number))
+            add_line(found, line, file, number, source, environ)
 
 
 def _load(file: Path) -> tuple[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -72,8 +73,10 @@ def _files(folder: Path) -> Iterator[Path]:
 def _content(file: Path) -> str:
     try:
         state = file.stat()
+        if not stat.S_ISREG(state.st_mode):
+            return ""  # a pipe would be waited for
         if state.st_size > _BIG:
             return f"{state.st_size} {state.st_mtime_ns}"
         return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:  # a dangling link, a socket
+    except OSError as error:  # a dangling link
         return str(error.errno)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from echelon.envs.indexes import hidden
 from echelon.envs.requirements import Wanted
 from echelon.errors import Fault
 
@@ -81,7 +82,7 @@ def _where(log: str, wanted: list[Wanted], source: Path) -> str:
     for name in names:
         for want in wanted:
             if want.name == name:
-                return f": {want.text.partition(' --hash=')[0]} ({want.where(source)})"
+                return f": {hidden(want.text.partition(' --hash=')[0])} ({want.where(source)})"
     return f": {names[0]}, which another package needs" if names else ""
 
 

@@ -201,8 +201,8 @@ def insecure(url: str, where: str) -> Fault:
 
 
 def hidden(text: str) -> str:
-    """Without the passwords that URLs in it carry."""
-    return re.sub(r"(?<=://)[^/\s@'\"]+@", "****@", text)
+    """Without the passwords that URLs in it carry, which may have an @ of their own."""
+    return re.sub(r"(?<=://)[^/\s'\"]+@", "****@", text)
 
 
 # --- pip's files ---

@@ -68,6 +68,28 @@ def taken(path: Path) -> _Flock | _Lease | None:
         return _Lease.taken(path)
 
 
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[bool]:
+    """Whether nobody holds it, on any host that shares the file, for as long as the block lasts.
+    Not told by a file system without locks, where the last use must do."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = True
+    except BlockingIOError:
+        alone = False
+    except OSError:  # no locks here
+        alone = True
+    try:
+        yield alone
+    finally:
+        os.close(file)
+
+
 def owner(path: Path) -> str:
     """For messages; what is in the file is only a note."""
     for file in (_lease(path), path):

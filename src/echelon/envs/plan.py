@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,9 +92,11 @@ def plan(
     where: str = "cache",
     environ: Mapping[str, str] = os.environ,
     python: str = sys.executable,
+    beside: Path | None = None,
 ) -> EnvPlan:
     """Pure but for reading: the same files, Python and settings give the same key anywhere, so a
-    copy of the source finds the environment of the original. Raises with all faults."""
+    copy of the source finds the environment of the original. `beside` is the folder whose .venv it
+    is to be, where that is not the copy's. Raises with all faults."""
     source = _checked(Path(source), where)
     there = _there(source)
     if not there:
@@ -118,7 +120,8 @@ def plan(
     if faults:
         raise EchelonError(*faults)
     request = _Request(source, kind, found, lost, who, indexes, builder, tool, environ)
-    return _planned(request, where)
+    in_source = (beside or source) / ".venv" if where == "source" else None
+    return _planned(request, in_source)
 
 
 class _Request(NamedTuple):
@@ -199,9 +202,9 @@ def _uv(path: str, beside: Path) -> str | None:
     return shutil.which("uv", path=path) or shutil.which("uv", path=str(beside))
 
 
-def _planned(r: _Request, where: str) -> EnvPlan:
+def _planned(r: _Request, in_source: Path | None = None) -> EnvPlan:
     key = _key(r)
-    folder = r.source / ".venv" if where == "source" else environments(r.environ) / key
+    folder = in_source or environments(r.environ) / key
     _require_usable(folder)
     recipe = _recipe(r, folder)
     commands = [shlex.join(step) for step in recipe.steps]
@@ -225,12 +228,16 @@ def _key(r: _Request) -> str:
     """Of what the builder is given, so that a comment or a linter's setting changes nothing."""
     asis = r.builder in ("pipenv", "conda") or r.kind == "uv.lock"
     contents = [[f.name, f.read_bytes().hex()] for f in r.found.files if f.name != "pyproject.toml"]
+    # Folders of wheels in the source count by what is in them: a copy has them elsewhere.
+    own = {path.as_uri() for path in r.found.local}
+    links = tuple(link for link in r.indexes.find_links if link not in own)
     python = [r.who.platform, r.who.machine, r.who.libc]
     if r.kind != "conda":
         python += [r.who.version, r.who.build, r.who.implementation, r.who.base]
     return digest_of(
         [
-            *(1, r.kind, r.builder, bool(r.tool), python, r.indexes.decides()),
+            *(2, r.kind, r.builder, bool(r.tool), python),
+            replace(r.indexes, find_links=links).decides(),
             [w.text for w in r.found.wanted],
             [w.text for w in r.found.constraints],
             contents if asis else [],
@@ -299,7 +306,7 @@ def _install(r: _Request, place: Place, installer: str) -> tuple[str, ...]:
     python = str(place.python())
     start = (r.tool, "pip", "install", "--python", python)
     words = [*(start if r.tool else (python, "-m", "pip", "install"))]
-    words += r.indexes.options(installer)
+    words += [*_refresh(r), *r.indexes.options(installer)]
     words += ["--requirement", str(place.inputs / "requirements.txt")]
     if r.found.constraints:
         words += ["--constraint", str(place.inputs / "constraints.txt")]
@@ -311,7 +318,14 @@ def _sync(r: _Request) -> tuple[str, ...]:
     and not an ImportError in the job."""
     words = (r.tool, "sync", "--locked", "--no-dev", "--no-install-project", "--no-editable")
     no_index = ("--no-index",) if r.indexes.no_index else ()
-    return (*words, *no_index, "--python", r.who.executable, "--project", str(r.source))
+    where = ("--python", r.who.executable, "--project", str(r.source))
+    return (*words, *_refresh(r), *no_index, *where)
+
+
+def _refresh(r: _Request) -> tuple[str, ...]:
+    """uv would install a local project as it once built it: it looks for edits in its
+    pyproject.toml alone. What comes from an index is then asked for, and not fetched again."""
+    return ("--refresh",) if r.tool and any(path.is_dir() for path in r.found.local) else ()
 
 
 def _pipenv(r: _Request) -> EnvPlan:
@@ -322,7 +336,7 @@ def _pipenv(r: _Request) -> EnvPlan:
     request = r._replace(
         kind="requirements", found=found, lost=(), indexes=indexes, builder=builder
     )
-    return _planned(request, "cache")
+    return _planned(request)
 
 
 def _text(lines: tuple[Wanted, ...] | list[Wanted]) -> str:

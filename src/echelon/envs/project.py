@@ -9,10 +9,12 @@ brings them, at the price of an environment per edit).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from echelon.envs import toml
 from echelon.envs.requirements import Read, Wanted, outside, within
@@ -63,7 +65,21 @@ def read(source: Path) -> tuple[Read, dict[str, Any]]:
         elif "://" in url:
             found.urls.append((url, f"pyproject.toml:{number}"))
         found.wanted.append(Wanted(text, file, number))
+    found.faults += _unlocked_sources(found.wanted, pyproject)
     return found, pyproject
+
+
+def _unlocked_sources(wanted: list[Wanted], pyproject: dict[str, Any]) -> Iterator[Fault]:
+    """An index may have something else by that name."""
+    uv = toml.table(toml.table(pyproject.get("tool")).get("uv"))
+    named = {canonicalize_name(name) for name in toml.table(uv.get("sources"))}
+    for want in wanted:
+        if want.name in named:
+            yield Fault(
+                f"pyproject.toml:{want.number}: [tool.uv.sources] says where {want.name} comes "
+                "from, which is followed only by a lock",
+                "run `uv lock`: uv.lock then decides",
+            )
 
 
 def read_lock(source: Path) -> tuple[Read, dict[str, Any]]:

@@ -93,6 +93,13 @@ def read(file: Path, source: Path, environ: Mapping[str, str]) -> Read:
     return found
 
 
+def add_line(
+    found: Read, line: str, file: Path, number: int, source: Path, environ: Mapping[str, str]
+) -> None:
+    """One that stands in a file of another kind."""
+    _line(line, _Place(file, number, source, False), environ, (file,), found)
+
+
 def check_urls(found: Read, trusted: Iterable[str]) -> list[Fault]:
     """After all options are known: a later --trusted-host vouches for an earlier line."""
     hosts = [*trusted, *(value for name, value in found.options if name == "--trusted-host")]
@@ -151,12 +158,17 @@ def _read_file(
         )
         return
     for number, raw in _logical_lines(text):
-        place = _Place(file, number, source, constraint)
-        line = _expanded(raw, place, environ, found)
-        if line.startswith("-"):
-            _option(line, place, environ, (*above, file), found)
-        else:
-            _requirement(line, place, found)
+        _line(raw, _Place(file, number, source, constraint), environ, (*above, file), found)
+
+
+def _line(
+    raw: str, place: _Place, environ: Mapping[str, str], above: tuple[Path, ...], found: Read
+) -> None:
+    line = _expanded(raw, place, environ, found)
+    if line.startswith("-"):
+        _option(line, place, environ, above, found)
+    else:
+        _requirement(line, place, found)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.envs.build import remove, size
-from echelon.envs.lock import taken
+from echelon.envs.lock import exclusive, taken
 from echelon.envs.places import Place, environments, unwritable
 
 
@@ -68,13 +67,6 @@ def clean(
     return freed
 
 
-def in_use(place: Place) -> bool:
-    """Whether a job holds its lock, on any host that shares the file. Not told by a file system
-    without locks, where the last use must do."""
-    with _exclusive(place.use) as alone:
-        return not alone
-
-
 def _kept(place: Place) -> Kept:
     times = [0.0]
     for path in (place.use, place.log, place.folder):
@@ -91,7 +83,7 @@ def _removed(one: Kept, dry_run: bool, say: Callable[[str], None]) -> int:
         say(f"kept {one.key}: it is being built")
         return 0
     try:
-        with _exclusive(place.use) as alone:
+        with exclusive(place.use) as alone:
             if not alone:
                 say(f"kept {one.key}: a job runs in it")
                 return 0
@@ -117,24 +109,3 @@ def _remove_beside(place: Place) -> None:
     shutil.rmtree(place.inputs, ignore_errors=True)
     for path in (place.log, place.building, place.use, place.lock):
         path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[bool]:
-    """Whether nobody else holds it, for as long as the block lasts."""
-    try:
-        file = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        alone = True
-    except BlockingIOError:
-        alone = False
-    except OSError:  # no locks here
-        alone = True
-    try:
-        yield alone
-    finally:
-        os.close(file)

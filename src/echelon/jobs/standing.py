@@ -21,6 +21,8 @@ ACTIVE = ("starting", "queued", "requeued", "running")
 _JOB = re.compile(r"\d+(_\d+)?")
 _TAIL = 8 * 1024
 """So much of the end of metrics.jsonl holds enough lines to tell the pace."""
+_YEAR_9999 = 253370764800
+"""In seconds since 1970: what lies beyond is a time that no calendar has."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class _Facts:
     @property
     def started(self) -> float:
         started = self.status.get("started")
-        if isinstance(started, (int, float)):
+        if isinstance(started, (int, float)) and abs(started) < _YEAR_9999:
             return float(started)
         with contextlib.suppress(OSError):
             return self.run.config_file.stat().st_mtime

@@ -96,6 +96,10 @@ class Agent(SimpleElasticAgent):
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
 
+    def was_killed(self, local_rank: int) -> bool:
+        """Whether it ended without a chance to say its last words."""
+        return self._codes.get(local_rank, -signal.SIGKILL) < 0
+
     # --- what torch's agent calls ---
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

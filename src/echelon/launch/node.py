@@ -25,6 +25,7 @@ from echelon.launch.slurm import requeue, script
 from echelon.launch.slurm.queue import this_job
 from echelon.launch.zygote import Zygote
 from echelon.runs import Run
+from echelon.track import wandb_run
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -93,7 +94,10 @@ class _Service:
             return self._failed(self._line.agree(0, failure))
         if result.is_failed():
             assert agent.failure is not None
-            return self._failed(agent.failure)
+            code = self._failed(agent.failure)
+            if self._node.rank == 0 and agent.was_killed(0):
+                _speak_for_rank_0(run)
+            return code
         self._line.part()
         code = int(max(result.return_values.values()))
         _note_program(run, self._node, self._config, "finished" if code == Exit.OK else "preempted")
@@ -185,6 +189,12 @@ def _note_start(run: Run, node: Node, config: Config) -> None:
         run.update_status(launcher=kind, job=this_job(os.environ), world=world)
     else:
         run.update_status(**launched("env" if kind == "env" else "local", node.count, world))
+
+
+def _speak_for_rank_0(run: Run) -> None:
+    """Killed, it could not say how to send what wandb keeps in its files."""
+    for title, text in wandb_run.last_words(run).items():
+        print(f"  {title:<10}{text}", file=sys.stderr, flush=True)
 
 
 def _note_program(run: Run, node: Node, config: Config, state: str) -> None:

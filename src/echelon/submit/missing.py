@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from echelon.errors import EchelonError, Fault, nearest
 from echelon.submit.plan import Entry, Submission
+from echelon.submit.source import Source
+
+_LOGS = "wandb"
+"""A folder that nobody means: the word is the name of a program, a module, a tracker."""
 
 
 def require_all_there(submission: Submission, env: Mapping[str, str]) -> None:
@@ -17,6 +23,7 @@ def require_all_there(submission: Submission, env: Mapping[str, str]) -> None:
         for entry in submission.entries
         for fault in (*_program_faults(entry, submission, env), *_data_faults(entry, submission))
     ]
+    faults += _environment_faults(submission)
     if faults:
         raise EchelonError(*dict.fromkeys(faults))
 
@@ -53,13 +60,39 @@ def _found(program: str, entry: Entry, s: Submission, env: Mapping[str, str]) ->
 
 def _data_faults(entry: Entry, s: Submission) -> Iterator[Fault]:
     """A path that is there now, and will not be where the job runs."""
-    missing = set(s.source.left_out)
-    for word in entry.command.words:
+    program, *arguments = entry.command.words
+    for word in [program, *arguments] if "/" in program.text else arguments:
         path = os.path.normpath(word.text.rpartition("=")[2])
-        top = path.partition("/")[0]
-        if top in missing and (s.source.folder / path).exists():
-            yield Fault(
-                f"{entry.command.file}:{word.line}: {path} is in the source folder, but git "
-                "ignores it, so that it is not copied",
-                f"add --link {top} to have it linked to, or give an absolute path",
-            )
+        if os.path.isabs(path) or path.startswith("..") or path in (".", _LOGS):
+            continue
+        there = s.source.folder / path
+        if _exists(there) and there != s.folder.parent and not s.source.has(path):
+            yield _not_copied(f"{entry.command.file}:{word.line}: {path}", _to_link(path, s.source))
+
+
+def _environment_faults(s: Submission) -> Iterator[Fault]:
+    """It is made of the copy."""
+    for file in s.environment.files if s.environment else ():
+        name = os.path.relpath(file, s.source.folder)
+        if not s.source.has(name):
+            yield _not_copied(name, name)
+
+
+def _exists(path: Path) -> bool:
+    """A word of any length may be asked about."""
+    with contextlib.suppress(OSError, ValueError):
+        return path.exists()
+    return False
+
+
+def _to_link(path: str, source: Source) -> str:
+    """The whole of what is left out, where nothing of it is copied."""
+    top = path.partition("/")[0]
+    return path if source.has(top) else top
+
+
+def _not_copied(what: str, link: str) -> Fault:
+    return Fault(
+        f"{what} is in the source folder, but is not copied: git ignores it, or it is no code",
+        f"add --link {link} to have it linked to, or give an absolute path",
+    )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from echelon import runs
 from echelon.config.check import faults_of, name_fault
 from echelon.config.compose import compose
-from echelon.config.defaults import Defaults
+from echelon.config.defaults import Defaults, has_secret
 from echelon.config.schema import Config
 from echelon.envs import EnvPlan, activation
 from echelon.envs import plan as plan_environment
@@ -80,6 +81,8 @@ class Submission:
     source: Source
     environment: EnvPlan | None
     build: str
+    where: str
+    """The environment is kept: cache or source."""
 
     @property
     def kind(self) -> str:
@@ -95,29 +98,43 @@ class Submission:
 
     @property
     def runs(self) -> list[Run]:
-        return [Run(Path(c.run.dir) / str(c.run.name)) for c in self.configs]
+        return [Run.of(config) for config in self.configs]
 
     def enter(self) -> list[str]:
         """Lines of the shell that make and enter the environment."""
         if self.environment is None:
             return []
-        made = [] if self.build == "login" else [self._building()]
-        whole = shlex.quote(str(self.environment.folder / MARKER))
-        there = f"[ -e {whole} ] || {{ echo error: there is no {whole} >&2; fail 1; }}"
-        return [*made, there, *activation(self.environment)]
+        made = [] if self.build == "login" else [self._building(self.environment)]
+        folder = self.environment.folder
+        key, marker = f'"key": "{self.environment.key}"', shlex.quote(str(folder / MARKER))
+        told = shlex.quote(f"error: {folder} is not what this was submitted with; submit it again")
+        there = f"grep -qsF '{key}' {marker} || {{ echo {told} >&2; fail 1; }}"
+        return [*made, *activation(self.environment), there]
 
-    def _building(self) -> str:
+    def _building(self, environment: EnvPlan) -> str:
+        cache = shlex.quote(str(environment.folder.parents[1]))  # as seen from here
         words = ["-m", "echelon", "env", "build", "--source", str(self.copy), "--where", "cache"]
-        return f"{script.python(self.configs[0])} {shlex.join(words)} || fail $?"
+        python = script.python(self.configs[0])
+        return f"ECHELON_CACHE={cache} {python} {shlex.join(words)} || fail $?"
+
+    def from_copy(self, env: Mapping[str, str]) -> Submission:
+        """With the environment that the copy asks for: what is edited while it is built gets
+        neither into it nor under its key."""
+        if self.environment is None:
+            return self
+        source = self.source.folder
+        found = plan_environment(self.copy, where=self.where, environ=env, beside=source)
+        return replace(self, environment=found)
 
     def jobs(self) -> list[Job]:
         """Of one shape each, so that Slurm can take them together."""
+        if self.kind != "slurm":
+            return []
         scene = script.Scene(self.copy, tuple(self.enter()))
         found = []
         for alike in _alike(self.configs):
-            if len(alike) == 1:
-                run = Run(Path(alike[0].run.dir) / str(alike[0].run.name))
-                found.append(Job(alike, script.render(alike[0], run, scene), None))
+            if len(alike) == 1 or array.max_size(os.environ) <= 1:
+                found += [Job([c], script.render(c, Run.of(c), scene), None) for c in alike]
             else:
                 arrays = array.arrays(alike, scene)
                 found += [Job(each.configs, each.script, each) for each in arrays]
@@ -152,7 +169,7 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
     read = commands.read(file)
     config = _composed(request, defaults, read[0])
     place = Path(config.run.dir).absolute()
-    surveyed = survey(source, place, request.links)
+    surveyed = survey(source, place, request.links, config.launch.secrets)
     visible = visible_count(env) if config.launch.kind == "local" else 0
     chosen = config.mode if "mode" in _keys(request) else None
     entries = _entries(read, config, chosen, surveyed.folder, visible)
@@ -165,6 +182,7 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
         surveyed,
         environment,
         request.build,
+        request.env,
     )
 
 
@@ -197,7 +215,7 @@ def _entries(
     for command in read:
         try:
             way = modes.see(command, config, chosen, source, visible)
-            faults += _unasked_variables(command, way)
+            faults += [*_unasked_variables(command, way), *_secrets(command)]
             own = modes.with_way(config, command, way)
             faults += faults_of(own)
             entries.append(Entry(command, way, own))
@@ -217,6 +235,21 @@ def _unasked_variables(command: Command, way: Way) -> Iterator[Fault]:
                 "who is to fill it in",
                 "the job's shell: write the line `# echelon: expand` above; nobody: put it into "
                 "single quotes",
+            )
+
+
+def _secrets(command: Command) -> Iterator[Fault]:
+    """Scripts and files of runs hold the words of a command."""
+    words = [(word.line, word.text) for word in command.words]
+    words += [(b.line, f"{a.text}={b.text}") for a, b in pairwise(command.words)]  # --key VALUE
+    words += [(value.line, f"{name}={value.text}") for name, value in command.variables]
+    for line, text in words:
+        if has_secret(text):
+            yield Fault(
+                f"{command.file}:{line}: what looks like a secret would be written to files "
+                "that others may read",
+                "put it into a file of KEY=VALUE lines with mode 0600, and name that with "
+                "launch.secrets=PATH",
             )
 
 

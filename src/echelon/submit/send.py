@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon import envs
 from echelon.config.defaults import secrets_of
+from echelon.envs.lock import owner, taken
+from echelon.envs.show import warnings
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.jobs.standing import stand
 from echelon.launch.slurm import array, launcher
-from echelon.runs import SUBMISSION, Run, write_json
+from echelon.runs import SUBMISSION, Run, numbered_after, write_json
 from echelon.submit.plan import Job, Submission
 from echelon.submit.source import keep
 
@@ -37,29 +40,65 @@ class Queued(NamedTuple):
         return {"job": self.job, "runs": [run.name for run in self.runs]}
 
 
-def prepare(submission: Submission, jobs: Sequence[Job]) -> None:
-    """Everything but the jobs; Slurm is asked first whether it would take them."""
+@contextlib.contextmanager
+def prepared(submission: Submission, env: Mapping[str, str]) -> Iterator[Submission]:
+    """Everything but the jobs; Slurm is asked first whether it would take them. The name is held
+    until they are queued."""
     if secrets := submission.configs[0].launch.secrets:
         secrets_of(secrets)  # by the job itself; that it can is seen to now
     if submission.kind == "slurm":
         launcher.require_sbatch(_HERE)
-        for job in jobs:
+        for job in submission.jobs():
             launcher.require_accepted(job.script)
-    _require_over(submission.runs)
-    keep(submission.source, submission.folder)  # first: a build takes long enough to edit a file
-    write_json(submission.folder / SUBMISSION, submission.to_dict())
-    environment = submission.environment
-    if environment is not None and submission.build == "login":
-        envs.build(environment, _say)
+    with _holding(submission):
+        _require_over(submission)
+        keep(submission.source, submission.folder)
+        submission = submission.from_copy(env)
+        write_json(submission.folder / SUBMISSION, submission.to_dict())
+        if environment := submission.environment:
+            for line in warnings(environment):
+                _say(line)
+            if submission.build == "login":
+                envs.build(environment, _say)
+        yield submission
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _require_over(runs: Sequence[Run]) -> None:
+@contextlib.contextmanager
+def _holding(submission: Submission) -> Iterator[None]:
+    """Two at once would queue jobs in one folder."""
+    file = submission.folder.with_name(f".{submission.name}.lock")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = taken(file)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise EchelonError(
+            Fault(f"{file} cannot be written: {why}", "give another place with run.dir=PATH")
+        ) from error
+    if lock is None:
+        what = f"{submission.name} is being submitted by {owner(file)}"
+        raise EchelonError(Fault(what, "choose another --name, or wait for it"))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _require_over(submission: Submission) -> None:
     """Jobs in the queue would find other code than they were submitted with."""
-    known = [run for run in runs if run.config_file.exists()]
+    alone = Run(submission.folder)
+    if len(submission.entries) > 1 and alone.config_file.exists():
+        what = f"{submission.name} is one run, and cannot be the name of several too"
+        raise EchelonError(Fault(what, "choose another --name"))
+    # A run of such a name may have been submitted on its own, with code of its own.
+    own = {submission.folder, *(run.folder for run in submission.runs)}
+    others = [alone, *numbered_after(submission.name, submission.folder.parent)]
+    ours = [r for r in others if r.folder in own or not (r.folder / SUBMISSION).exists()]
+    known = [run for run in ours if run.config_file.exists()]
     standings, _ = stand(known) if known else ([], "")
     if at_work := [s for s in standings if s.active]:
         names = ", ".join(s.run for s in at_work[:3]) + ", …" * (len(at_work) > 3)
@@ -71,16 +110,26 @@ def _require_over(runs: Sequence[Run]) -> None:
         )
 
 
-def queue(jobs: Sequence[Job]) -> list[Queued]:
-    found = []
+def queue(jobs: Sequence[Job]) -> Iterator[Queued]:
+    """One after the other. When one is refused, those before it are in the queue all the same."""
+    before: list[Queued] = []
     for job in jobs:
-        if job.array is not None:
-            number, runs = array.queue(job.array)
-        else:
-            number, run = launcher.queue(job.configs[0], job.script)
-            runs = [run]
-        found.append(Queued(number, runs))
-    return found
+        try:
+            before.append(_queued(job))
+        except EchelonError as error:
+            left = [
+                Fault(f"{each} was queued before that", f"`scancel {each.job}` takes it back")
+                for each in before
+            ]
+            raise EchelonError(*error.faults, *left, exit=error.exit) from error
+        yield before[-1]
+
+
+def _queued(job: Job) -> Queued:
+    if job.array is not None:
+        return Queued(*array.queue(job.array))
+    number, run = launcher.queue(job.configs[0], job.script)
+    return Queued(number, [run])
 
 
 def entered(lines: Sequence[str], folder: Path, env: dict[str, str]) -> dict[str, str]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
@@ -41,6 +42,14 @@ class Source:
     """None outside of git, or before the first commit."""
     untracked: tuple[str, ...] = ()
     """Files among those copied that no commit and no diff knows."""
+    hidden: tuple[str, ...] = ()
+    """What git may know, and others may not."""
+
+    def has(self, path: str) -> bool:
+        """Whether the copy will have something there."""
+        kept = (*self.files, *self.links)
+        above = {path, *map(str, PurePath(path).parents)}  # one may be a link to a folder
+        return any(name in above or name.startswith(f"{path}/") for name in kept)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -54,15 +63,18 @@ class Source:
         }
 
 
-def survey(folder: Path, runs: Path, links: Sequence[str] = ()) -> Source:
-    """What would be copied; the folder of all runs never is."""
+def survey(
+    folder: Path, runs: Path, links: Sequence[str] = (), secrets: str | None = None
+) -> Source:
+    """What would be copied; the folder of all runs and a file of secrets never are."""
     if not folder.is_dir():
         raise EchelonError(
             Fault(f"--source {folder} is no folder", "name the folder that the commands run in")
         )
     folder = folder.resolve()
-    linked = tuple(os.path.normpath(link) for link in links)
-    skipped = [runs.resolve(), *(folder / link for link in linked)]
+    linked = _outermost(links)
+    own = [Path(os.path.realpath(Path(secrets).expanduser()))] if secrets else []
+    skipped = [runs.resolve(), *own, *(folder / link for link in linked)]
     tracked, untracked = _listed_by_git(folder)
     loose = [name for name in untracked if not _NEVER & set(Path(name).parts)]
     if tracked is None:
@@ -70,13 +82,13 @@ def survey(folder: Path, runs: Path, links: Sequence[str] = ()) -> Source:
     files = sorted(
         name
         for name in {*tracked, *loose}
-        if os.path.lexists(folder / name) and not _is_in(folder / name, skipped)
+        if _is_copied(folder / name) and not _is_in(folder / name, skipped)
     )
     _require_links(folder, linked, files)
     size = sum(os.lstat(folder / name).st_size for name in files)
     _require_small(folder, files, size)
     tops = {name.partition("/")[0] for name in (*files, *linked)}
-    there = {p.name for p in folder.iterdir() if p.resolve() != runs.resolve()}
+    there = {p.name for p in folder.iterdir() if os.path.realpath(p) != str(runs.resolve())}
     commit = (_git(folder, "rev-parse", "HEAD") or b"").decode().strip() or None
     in_git = commit is not None or bool(tracked)
     return Source(
@@ -87,6 +99,7 @@ def survey(folder: Path, runs: Path, links: Sequence[str] = ()) -> Source:
         linked,
         commit,
         tuple(sorted(set(loose) & set(files))) if in_git else (),
+        tuple(str(file.relative_to(folder)) for file in own if file.is_relative_to(folder)),
     )
 
 
@@ -105,8 +118,7 @@ def keep(source: Source, into: Path) -> Path:
             (partial / name).symlink_to(source.folder / name)
         write_json(into / "source.json", source.to_dict())
         if source.commit:
-            diff = _git(source.folder, "diff", "--binary", "HEAD", "--", ".")
-            (into / "source.diff").write_bytes(diff or b"")
+            (into / "source.diff").write_bytes(_diff(source))
         partial.rename(copy)
     except OSError as error:
         raise EchelonError(
@@ -119,6 +131,13 @@ def keep(source: Source, into: Path) -> Path:
     return copy
 
 
+def _diff(source: Source) -> bytes:
+    """That `git apply` takes, whatever the user likes to see."""
+    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+    but = (f":(exclude,literal){name}" for name in source.hidden)
+    return _git(source.folder, "diff", "--binary", *plain, "HEAD", "--", ".", *but) or b""
+
+
 def _copy(folder: Path, name: str, into: Path) -> None:
     original, copy = folder / name, into / name
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +145,7 @@ def _copy(folder: Path, name: str, into: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # an editor's, gone since it was listed
             shutil.copy2(original, copy)
         return
-    target = original.resolve()
+    target = Path(os.path.realpath(original))  # a loop of links stays one
     if target.is_relative_to(folder):  # stays inside the copy, also where it was absolute
         copy.symlink_to(os.path.relpath(target, original.parent.resolve()))
     else:
@@ -164,6 +183,20 @@ def _require_small(folder: Path, files: Sequence[str], size: int) -> None:
 # --- which files ---
 
 
+def _outermost(links: Sequence[str]) -> tuple[str, ...]:
+    """Each once, and none within another."""
+    names = list(dict.fromkeys(os.path.normpath(link) for link in links))
+    return tuple(n for n in names if not any(n.startswith(f"{other}/") for other in names))
+
+
+def _is_copied(path: Path) -> bool:
+    """Files and links. Reading a pipe would wait for who writes to it."""
+    with contextlib.suppress(OSError):
+        mode = os.lstat(path).st_mode
+        return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+    return False
+
+
 def _walked(folder: Path, skipped: Sequence[Path]) -> Iterator[str]:
     for at, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(at, name))]
@@ -183,10 +216,11 @@ def _listed_by_git(folder: Path) -> tuple[list[str] | None, list[str]]:
     others = _git(folder, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or others is None or not tracked + others:  # or all of it is ignored
         return None, []
-    return _with_submodules(folder, _names(tracked)), _names(others)
+    return _with_inner(folder, _names(tracked)), _with_inner(folder, _names(others))
 
 
-def _with_submodules(folder: Path, names: list[str]) -> list[str]:
+def _with_inner(folder: Path, names: list[str]) -> list[str]:
+    """Submodules and clones, which git lists by their folder alone."""
     found = []
     for name in names:
         inside = folder / name

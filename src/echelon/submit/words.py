@@ -93,6 +93,10 @@ class _Building:
         self.has_variables = True
         self.plain = False
 
+    def end_name(self) -> None:
+        """What follows may need quotes, and NAME= may not be in them: it is cut off as it is."""
+        self._flush()
+
     def _flush(self) -> None:
         self.shell += shlex.quote(self.literal) if self.literal else ""
         self.literal = ""
@@ -229,6 +233,8 @@ class Reader:
                 word.assigned = word.text
             self._at += 1
             word.add(character)
+            if word.assigned is not None and word.assigned == word.text[:-1]:
+                word.end_name()
 
     def _single(self, word: _Building) -> None:
         end = self._text.find("'", self._at + 1)
@@ -340,7 +346,9 @@ class Reader:
         """Of a line's end there, as Unix or Windows writes it; 0 for anything else."""
         if self._peek(ahead) == "\n":
             return 1
-        return 2 if self._peek(ahead) == "\r" and self._peek(ahead + 1) == "\n" else 0
+        if self._peek(ahead) != "\r":
+            return 0
+        return {"\n": 2, "": 1}.get(self._peek(ahead + 1), 0)
 
     def _at_newline(self) -> bool:
         return self._newline_length(0) > 0

@@ -8,7 +8,7 @@ import time
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.launch.slurm.array import max_array_size
+from echelon.launch.slurm.array import max_size
 from echelon.launch.slurm.launcher import require_accepted, submit
 from echelon.launch.slurm.queue import queued
 from echelon.launch.slurm.script import render_workers
@@ -27,7 +27,7 @@ def script(sweep: Sweep, config: Config, parallel: int) -> str:
 
 def check(sweep: Sweep, config: Config, parallel: int) -> None:
     """Before anything is written."""
-    most = max_array_size(os.environ) - 1
+    most = max_size(os.environ) - 1
     if parallel > most:
         raise EchelonError(
             Fault(f"--parallel {parallel}, but an array has at most {most} tasks here", "ask less")

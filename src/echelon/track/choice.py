@@ -9,8 +9,8 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 
-from echelon.config.schema import Config
-from echelon.errors import EchelonError, Fault
+from echelon.config.schema import WANDB_MODES, Config
+from echelon.errors import EchelonError, Fault, nearest
 from echelon.runs import Run
 from echelon.track import events, key, wandb_run
 from echelon.track.apart import Apart
@@ -77,7 +77,10 @@ def _missing(config: Config, env: Mapping[str, str]) -> Iterator[Fault]:
     for name, used in chosen.items():
         if used and importlib.util.find_spec(name) is None:
             yield Fault(f"track={name}, but {name} is not installed", _install(name))
-    if not _wants_wandb(config, env) or wandb_run.mode_of(config, env) != "online":
+    mode = wandb_run.mode_of(config, env)
+    if config.track.wandb.use and mode not in WANDB_MODES:
+        yield Fault(f"WANDB_MODE={mode}: there is no such mode", nearest(mode, WANDB_MODES))
+    if not _wants_wandb(config, env) or mode != "online":
         return
     if reason := key.problem(env):
         yield Fault(

@@ -21,8 +21,9 @@ from echelon.track.lines import Line, axes, curves
 
 
 def folder_of(config: Config, run_folder: Path) -> Path:
+    """In one that is chosen, every run has its own: in the same, each would purge the others."""
     chosen = config.track.tensorboard.folder
-    return Path(chosen).absolute() if chosen else run_folder / "tensorboard"
+    return Path(chosen).absolute() / run_folder.name if chosen else run_folder / "tensorboard"
 
 
 class Events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import netrc
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ def problem(env: Mapping[str, str]) -> str | None:
         return None
     server, key, where = _found(env)
     if key is None:
-        return f"there is no key for {urlsplit(server).netloc}"
+        return f"there is no key for {host_of(server)}"
     return None if _KEY.fullmatch(key) else f"{where} does not have the form of a key"
 
 
@@ -39,13 +40,18 @@ def _found(env: Mapping[str, str]) -> tuple[str, str | None, str]:
         return server, given, "WANDB_API_KEY"
     if kept := settings.get("api_key"):
         return server, kept, "the key of `wandb login`"
-    host = urlsplit(server).netloc
+    host = host_of(server)
     return server, _in_netrc(env, host), f"the key for {host}"
+
+
+def host_of(server: str) -> str:
+    """Fit to be shown: a password may stand before it."""
+    return urlsplit(server).netloc.rpartition("@")[2]
 
 
 def _settings(env: Mapping[str, str]) -> dict[str, str]:
     """Of `wandb login` and `wandb init`."""
-    home = Path(env.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    home = Path(env.get("WANDB_CONFIG_DIR") or _home() / ".config" / "wandb")
     parser = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
         parser.read([home / "settings", Path("wandb") / "settings"])
@@ -54,9 +60,14 @@ def _settings(env: Mapping[str, str]) -> dict[str, str]:
 
 def _in_netrc(env: Mapping[str, str], host: str) -> str | None:
     given = env.get("NETRC")
-    names = [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    names = [Path(given)] if given else [_home() / ".netrc", _home() / "_netrc"]
     for path in names:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
             if found := netrc.netrc(path).authenticators(host):
                 return found[2] or None
     return None
+
+
+def _home() -> Path:
+    """Or a folder that is not there, for a user without one, as in some containers."""
+    return Path(os.path.expanduser("~"))

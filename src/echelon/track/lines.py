@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 from echelon.errors import Exit
@@ -35,3 +36,12 @@ def curves(line: Line) -> dict[str, float]:
         for key, value in line.items()
         if key not in (*_AXES, _CLOCK)
     }
+
+
+def better(value: float, best: float | None, best_is: str) -> bool:
+    """NaN is better than nothing only by mistake: no later value would ever be better than it."""
+    if not math.isfinite(value):
+        return False
+    if best is None or not math.isfinite(best):  # as a snapshot may say that is there already
+        return True
+    return value < best if best_is == "min" else value > best

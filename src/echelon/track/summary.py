@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import Exit
+from echelon.letters import beyond_ascii, in_ascii
 from echelon.runs import Run
 from echelon.track.jsonl import read
 
 _BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.:-=+*#"
 
 
 def summary(
@@ -40,7 +43,10 @@ def summary(
         "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
     }
     lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]
-    return "\n".join([first, *lines])
+    text = "\n".join([first, *lines])
+    if beyond_ascii(sys.stderr, os.environ):
+        return text
+    return in_ascii(text).translate(str.maketrans(_BARS, _ASCII_BARS))
 
 
 def sparkline(values: list[float], width: int = 32) -> str:

@@ -22,17 +22,15 @@ from typing import Any
 from echelon.config.schema import Config, Trainer, flatten
 from echelon.errors import Exit
 from echelon.runs import Run, write_json
-from echelon.track import key
+from echelon.track import key, wandb_file
 from echelon.track.apart import Mark, Say, brief
-from echelon.track.lines import Line, axes, curves
+from echelon.track.lines import Line, axes, better, curves
 from echelon.track.summary import short
 
 _INIT_S, _FINISH_S = 10.0, 15.0
 """WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise. The training runs on while a server is
 waited for at the start; what it logs waits too."""
 _SETTLES_S = 30.0
-_HEADER = 7
-"""Bytes at the beginning of a file of wandb's."""
 _UNSENT = (
     "not all of it reached its server; everything is in its files, and the last words of the run "
     "say how to send them"
@@ -80,7 +78,9 @@ def last_words(run: Run) -> dict[str, str]:
 def _holds_rows(folder: Path) -> bool:
     """`wandb sync` marks what it has sent, and stops at a file that a kill left empty."""
     files = list(folder.glob("*.wandb"))
-    return any(f.stat().st_size > _HEADER for f in files) and not any(folder.glob("*.synced"))
+    return any(f.stat().st_size > wandb_file.HEADER for f in files) and not any(
+        folder.glob("*.synced")
+    )
 
 
 def abandon() -> None:
@@ -110,6 +110,7 @@ class WandbRun:
         self._words = _hear(say)
         self._online = not self._wandb.offline
         self._folder = Path(self._wandb.dir).parent.name
+        self._last_folder = str(_state(run).get("last", ""))
         self._remember(unsent=self._folder)
         self._wandb.define_metric("step")
         self._wandb.define_metric("*", step_metric="step")
@@ -119,13 +120,16 @@ class WandbRun:
 
     def has(self, before: Mark) -> int:
         """How many lines it has. A server knows to which row it heard the last start, so that what
-        a kill kept from it needs no `wandb sync`."""
-        last = _state(self._run)["unsent"][-2:-1]
-        heard = int(self._wandb.step) - before.first_row
-        if not self._online or not last or last[0].startswith("offline") or heard < 0:
-            return before.lines
-        self._remember(sent=last[0])
-        return before.first_line + heard
+        a kill kept from it needs no `wandb sync`; without one, the file of that start tells."""
+        last = self._last_folder
+        if self._online and not last.startswith("offline"):
+            heard = int(self._wandb.step) - before.first_row
+            if last not in _state(self._run)["unsent"] or heard < 0:
+                return before.lines
+            self._remember(sent=last)
+            return before.first_line + heard
+        files = list((self._run.folder / "wandb" / last).glob("*.wandb")) if last else []
+        return before.first_line + wandb_file.rows(files[0]) if files else before.lines
 
     def put(self, line: Line, row: int) -> None:
         """A row has wandb's own number, which must grow; curves are drawn over our `step`, which
@@ -155,7 +159,7 @@ class WandbRun:
         state = _state(self._run)
         names = [name for name in (*state["unsent"], unsent) if name and name != sent]
         url = {"url": self._wandb.url} if self._online else {}
-        write_json(self._run.wandb_file, state | url | {"unsent": names})
+        write_json(self._run.wandb_file, state | url | {"unsent": names, "last": self._folder})
 
 
 def open_wandb(
@@ -289,7 +293,7 @@ class Best:
 
     def __init__(self, trainer: Trainer, past: Sequence[Line]) -> None:
         self._name = trainer.best
-        self._sign = 1 if trainer.best_is == "min" else -1
+        self._best_is = trainer.best_is
         self._line: Line | None = None
         for line in past:
             self.beaten_by(line)
@@ -298,7 +302,7 @@ class Best:
         key = f"eval_{self._name}"
         if key not in line:
             return False
-        if self._line is not None and self._sign * line[key] >= self._sign * self._line[key]:
+        if not better(line[key], self._line[key] if self._line else None, self._best_is):
             return False
         self._line = line
         return True

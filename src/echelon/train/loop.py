@@ -17,7 +17,7 @@ from echelon.data.order import EpochOrder, batches_per_epoch
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.pulse import Pulse
 from echelon.runs import Run
-from echelon.track.lines import Line, Tracker
+from echelon.track.lines import Line, Tracker, better
 from echelon.track.screen import Screen
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
@@ -198,9 +198,7 @@ class Training:
         if self.group.world.rank != 0 and (told := self.group.first_failure(_WAIT_FOR_WORD_S)):
             return PeerFailed(told)
         self._report_saved(self.writer.wait() if self.writer else [])
-        stands = (
-            f"the last good snapshot is {self.last_saved}" if self.last_saved else "none was saved"
-        )
+        stands = f"the last snapshot is {self.last_saved}" if self.last_saved else "none was saved"
         return EchelonError(
             Fault(
                 f"the loss is {loss} at step {step}; {stands}",
@@ -258,8 +256,7 @@ class Training:
                     f"trainer.best={name}, but no such number is evaluated", nearest(name, results)
                 )
             )
-        sign = 1 if self.config.trainer.best_is == "min" else -1
-        if self.best is None or sign * results[name] < sign * self.best:
+        if better(results[name], self.best, self.config.trainer.best_is):
             self.best, self.best_is_new = results[name], True
 
     def save(self) -> None:

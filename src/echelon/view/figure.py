@@ -57,11 +57,11 @@ def _figure(sheet: Sheet) -> Figure:
         axes = figure.add_subplot(down, across, number)
         _draw(axes, panel, sheet)
     if sheet.title:
-        figure.suptitle(sheet.title, fontsize=12, fontweight="bold")
+        figure.suptitle(_literal(sheet.title), fontsize=12, fontweight="bold")
     handles = [_sample(run) for run in range(len(sheet.runs))]
     figure.legend(
         handles,
-        [str(run) for run in sheet.runs],
+        [_literal(str(run)) for run in sheet.runs],
         loc="outside lower center",
         ncols=columns,
         frameon=False,
@@ -69,6 +69,11 @@ def _figure(sheet: Sheet) -> Figure:
         handlelength=2.6,
     )
     return figure
+
+
+def _literal(name: str) -> str:
+    """A name with two dollars is no formula."""
+    return name.replace("$", r"\$")
 
 
 def _legend_columns(sheet: Sheet, wide: float) -> int:
@@ -93,7 +98,7 @@ def _draw(axes: Axes, panel: Panel, sheet: Sheet) -> None:
         axes.set_ylim(low / 1.2 if panel.log else low - (panel.top - low) / 20, panel.top)
     if panel.log:
         _number_decades(axes)
-    axes.set_title(panel.metric, fontsize=10.5, fontweight="bold")
+    axes.set_title(_literal(panel.metric), fontsize=10.5, fontweight="bold")
     axes.set_title(panel.notes, loc="right", fontsize=8, color="#6b7078")
     axes.set_xlabel(sheet.x, color="#50555c")
     if max(x for line in panel.lines for x in line.xs) >= 10_000:

@@ -256,7 +256,8 @@ def _lines(
 ) -> list[Text]:
     lines = []
     for number, (cells, aside) in enumerate(zip(zip(*table, strict=True), asides, strict=True)):
-        line = Text(plain(_joined(cells, widths)), "bold" if number == 0 else "")
+        row = _joined(cells, widths)
+        line = Text(plain(row if beside else cut(row, width)), "bold" if number == 0 else "")
         if number:
             state = widths[0] + GAP
             line.stylize("bold", 0, widths[0])

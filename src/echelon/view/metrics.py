@@ -26,8 +26,12 @@ _NOT_CURVES = {"step", "epoch", "samples", "time"}
 _ON_REQUEST = {"lr", "samples_per_s"}
 """Drawn only when they are named."""
 _HIGHER_IS_BETTER = re.compile(
-    r"acc|auc|f1|recall|precision|ndcg|mrr|map|hit|r2|bleu|rouge|iou|dice|psnr|ssim|corr|score"
+    r"(?<![a-z])(acc|accuracy|auc|auroc|auprc|f1|recall|precision|ndcg|mrr|map|hits?|r2|bleu"
+    r"|rouge[a-z]?|m?iou|dice|psnr|ssim|corr|correlation|pearson|spearman|(f1|r2)?scores?)(?![a-z])"
 )
+"""Whole words: `mape` and `accumulated_error` are errors."""
+_NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
+"""In a name such as `BinaryAccuracy`."""
 _HEAD_BYTES = 4096
 _PAUSE_S = 60.0
 """What takes less is none."""
@@ -101,7 +105,8 @@ def _curve(name: str, record: Record) -> Curve:
     bare = name.removeprefix("eval_")
     if name == f"eval_{record.best_name}":
         return Curve(name, record.best_is)
-    return Curve(name, "max" if _HIGHER_IS_BETTER.search(bare.lower()) else "min")
+    words = _NEXT_WORD.sub("_", bare).lower()
+    return Curve(name, "max" if _HIGHER_IS_BETTER.search(words) else "min")
 
 
 def _is_training(line: dict[str, Any]) -> bool:

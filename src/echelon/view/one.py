@@ -18,7 +18,7 @@ from rich.text import Text
 
 from echelon.errors import Exit
 from echelon.jobs.table import STYLES, UNBROKEN, columns
-from echelon.letters import beyond_ascii, duration, plain
+from echelon.letters import beyond_ascii, cut, duration, plain
 from echelon.runs import Run
 from echelon.track.summary import short, spoken
 from echelon.view.canvas import ASCII, BRAILLE, Panel, beside, drawn
@@ -64,8 +64,8 @@ def show_run(where: str, root: str, as_json: bool) -> int:
     width = min(columns(screen), 200)
     _print_head(seen, screen, width)
     screen.print()
-    for line in _results(seen.metrics):
-        screen.print(plain(line))
+    for line in _results(seen.metrics, width):
+        screen.print(plain(cut(line, width)))
     for line in _curves(seen, _PIPED if columns(screen) == UNBROKEN else width):
         screen.print(line)
     screen.print()
@@ -162,7 +162,7 @@ def _when(seen: Seen) -> str:
     """`started` is of the last time that it was typed, the first line of metrics of the first."""
     started, lines = seen.record.standing.started, seen.metrics.lines
     begun = lines[0]["time"] if lines else started
-    text = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(begun, started)))
+    text = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0, min(begun, started))))
     again = ", went on" if begun < started else ","
     text += f"{again} {duration(time.time() - started)} ago"
     if seen.worked_s is None:
@@ -198,14 +198,16 @@ def _progress(seen: Seen) -> str:
 # --- results and curves ---
 
 
-def _results(metrics: Metrics) -> list[str]:
+def _results(metrics: Metrics, width: int) -> list[str]:
     curves = [c for c in metrics.curves.values() if c.name != "samples_per_s"]
-    lines = []
+    lines: list[str] = []
     if curves:
         head = ("METRIC", "BEST", "AT STEP", "", "LAST", "AT STEP")
         rows = [head, *(_result(curve) for curve in curves)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [_aligned(row, widths) for row in rows]
+        for kept in _LAYOUTS:
+            lines = _aligned(rows, kept)
+            if max(map(len, lines)) <= width:
+                break
     if metrics.not_finite:
         lines.append(f"  {metrics.not_finite} values were not finite and are left out")
     return lines
@@ -219,13 +221,18 @@ def _result(curve: Curve) -> tuple[str, ...]:
     return (curve.name, digits(curve.values[at]), str(curve.steps[at]), how, *last)
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+_LAYOUTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (0, 1, 4)]
+"""Of columns. The first that fits is taken."""
+
+
+def _aligned(rows: Sequence[Sequence[str]], kept: Sequence[int]) -> list[str]:
     left = (0, 3)
-    cells = [
-        f"{c:<{w}}" if i in left else f"{c:>{w}}"
-        for i, (c, w) in enumerate(zip(row, widths, strict=True))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(f"{row[i]:<{widths[i]}}" if i in left else f"{row[i]:>{widths[i]}}" for i in kept)
+        for row in rows
     ]
-    return ("  " + "  ".join(cells)).rstrip()
+    return [f"  {line}".rstrip() for line in lines]
 
 
 def _curves(seen: Seen, width: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -51,9 +52,17 @@ def _named(words: Sequence[str], root: str) -> list[Run]:
     """Each once, in the order they were named; those of a pattern by name, 9 before 10."""
     found: dict[Path, Run] = {}
     for word in words:
-        for run in _matching(word, root) if glob.has_magic(word) else [find(word, root)]:
+        for run in _meant(word, root):
             found.setdefault(run.folder, run)
     return list(found.values())
+
+
+def _meant(word: str, root: str) -> list[Run]:
+    if not glob.has_magic(word):
+        return [find(word, root)]
+    with contextlib.suppress(EchelonError):  # a run may be called a[1]
+        return [find(word, root)]
+    return _matching(word, root)
 
 
 def _matching(pattern: str, root: str) -> list[Run]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from echelon.jobs.standing import Standing, stand
 from echelon.runs import Run, subject
 
 _SIGNS_OF_A_RUN = ("config.json", "status.json", "metrics.jsonl")
+_LARGEST = sys.float_info.max
 _ENDED_IN_ORDER = ("finished", "preempted")
 """States that are written together with the best value."""
 
@@ -90,7 +92,7 @@ class Record:
 
     def count(self, key: str) -> int | None:
         value = self.status.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return int(value) if is_number(value) and isinstance(value, int) else None
 
     def section(self, name: str) -> dict[str, Any]:
         value = self.config.get(name)
@@ -98,10 +100,10 @@ class Record:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """JSON has true, Python's also has NaN; neither can be compared or drawn."""
+    """JSON has true and integers without end, Python's also has NaN; none can be drawn."""
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def records(runs: Iterable[Run]) -> tuple[list[Record], str]:

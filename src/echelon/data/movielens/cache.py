@@ -30,7 +30,7 @@ import xxhash
 from echelon.data.movielens.formats import Source, find, unreadable
 from echelon.data.movielens.prepare import COLUMN_TYPES, ID_FILES, flush, prepare
 from echelon.data.movielens.ratings import Ratings
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, Exit, Fault
 
 _VERSION = 1
 """Of the prepared form; part of the fingerprint."""
@@ -55,9 +55,12 @@ def load(folder: str | Path) -> Ratings:
 
 def _homes(folder: Path) -> list[Path]:
     """Where the cache may be, the best place first."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     own = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
-    return [folder / ".echelon", caches / "echelon" / "movielens" / own]
+    homes = [folder / ".echelon"]
+    with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
+        homes.append(caches.expanduser() / "echelon" / "movielens" / own)
+    return homes
 
 
 # --- finding ------------------------------------------------------------------------------------
@@ -225,6 +228,7 @@ def _unwritten(home: Path, error: OSError) -> EchelonError:
             Fault(
                 f"no space left for the prepared form of the ratings in {home}; nothing was kept",
                 "make room: it takes 20 bytes a rating",
-            )
+            ),
+            exit=Exit.FAILED,
         )
     return EchelonError(Fault(f"{error.filename or home}: {error.strerror or error}", "try again"))

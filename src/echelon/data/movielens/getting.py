@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,20 @@ def _from(given: Path, size: str | None, to: Path) -> Path:
     folder = to / (folder_name(size) if size else name)
     if not _present(folder):
         copy(source, folder) if source else unpack(given, folder)
+        _require_sound(folder, source.folder if source else given)
     return folder
+
+
+def _require_sound(folder: Path, given: Path) -> None:
+    """What cannot be used does not stay: it would stand in the way once its source is mended."""
+    try:
+        load(folder)
+    except EchelonError as error:
+        if error.exit == Exit.FAILED:  # a full disk, for which the set can do nothing
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        faults = [Fault(f.what.replace(str(folder), str(given)), f.do) for f in error.faults]
+        raise EchelonError(*faults, exit=error.exit) from error
 
 
 def _fetched(size: str, to: Path, waits_s: Sequence[float]) -> Path:

@@ -49,7 +49,15 @@ def _rows(source: Source, file: Iterator[str]) -> Iterator[tuple[int, list[str]]
     separator = "::" if source.format.separator == "::" else "|"
     for row, line in enumerate(file, 1):
         text = line.rstrip("\r\n")
-        yield row, text.split(separator) if text else []
+        yield row, _fields(text, separator) if text else []
+
+
+def _fields(text: str, separator: str) -> list[str]:
+    """A title may hold `::` itself."""
+    fields = text.split(separator)
+    if separator != "::" or len(fields) <= 3:
+        return fields
+    return [fields[0], separator.join(fields[1:-1]), fields[-1]]
 
 
 def _movie(source: Source, fields: list[str], genres: list[str]) -> Movie:

@@ -12,6 +12,8 @@ from echelon.errors import Fault
 
 LARGEST_ID = (1 << 28) - 1
 """A thousand times MovieLens' own; tables by original id stay small."""
+_LARGEST_RATING = 3.4e38
+_TOO_LATE = 1 << 63
 _MOST_TOLD = 5
 _WHOLE = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -63,11 +65,16 @@ def _value_wrong(name: str, value: str) -> str | None:
     if not value:
         return f"no {name}"
     if name == "rating":
-        return None if _DECIMAL.fullmatch(value) else f"{name} is {_short(value)}, not a number"
+        if not _DECIMAL.fullmatch(value):
+            return f"{name} is {_short(value)}, not a number"
+        return None if abs(float(value)) <= _LARGEST_RATING else f"{name} is {value}, too large"
     if not _WHOLE.fullmatch(value):
         return f"{name} is {_short(value)}, not a whole number"
-    if name != "timestamp" and not 0 <= int(value) <= LARGEST_ID:
-        return f"{name} is {value}; ids reach from 0 to {LARGEST_ID:,}"
+    number = float(value)  # an int of thousands of digits is refused by Python
+    if name == "timestamp":
+        return None if abs(number) < _TOO_LATE else f"{name} is {value[:60]}, too large"
+    if not 0 <= number <= LARGEST_ID:
+        return f"{name} is {value[:60]}; ids reach from 0 to {LARGEST_ID:,}"
     return None
 
 

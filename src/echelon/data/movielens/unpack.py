@@ -87,7 +87,7 @@ def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(archive) as opened:
             yield opened
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         what = f"{archive} is not a whole zip file: {error or 'it ends too early'}"
         raise EchelonError(Fault(what, do)) from error
     except OSError as error:

@@ -25,7 +25,8 @@ class DiscountedGain(Metric):
     def update(self, scores: Tensor, target: Tensor) -> None:
         """Scores [users, items] and the item of each user."""
         own = scores.gather(1, target[:, None])
-        above = (scores > own).sum(1)
+        # What ties counts as above, and so does NaN: else scores that say nothing would be perfect.
+        above = (~(scores < own)).sum(1) - 1
         self.gain += (1 / torch.log2(above.double() + 2))[above < self.k].sum()
         self.users += len(target)
 

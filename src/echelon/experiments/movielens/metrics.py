@@ -19,5 +19,5 @@ def ranking_metrics(items: int) -> dict[str, Any]:
 
     from echelon.experiments.movielens.gain import DiscountedGain
 
-    recall = MulticlassAccuracy(items, top_k=K, average="micro", validate_args=False)
+    recall = MulticlassAccuracy(items, top_k=min(K, items), average="micro", validate_args=False)
     return {"ndcg": DiscountedGain(K), "recall": recall}

@@ -133,7 +133,10 @@ class Taste(nn.Module):
         moment = torch.zeros_like(gram[..., 0]).index_add(
             0, pages.owner, (rest[:, None] @ design)[:, 0]
         )
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        # Parameters that have gone astray make no error of LAPACK's but a loss that is not finite.
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        factor = factor.masked_fill((failed != 0)[:, None, None], torch.nan)
+        inverse = torch.cholesky_inverse(factor)
         return _Solved(design, rest, inverse, (inverse @ moment[..., None])[..., 0])
 
 

@@ -31,6 +31,10 @@ class Array(NamedTuple):
 def submit_all(configs: Sequence[Config], dry_run: bool) -> int:
     """All as one array, or as few as the cluster takes."""
     _require_one_shape(configs)
+    if max_size(os.environ) <= 1:
+        raise EchelonError(
+            Fault("this cluster takes no job arrays (MaxArraySize)", "type a command for each run")
+        )
     for array in arrays(configs):
         if dry_run:
             print(array.script)
@@ -43,7 +47,7 @@ def submit_all(configs: Sequence[Config], dry_run: bool) -> int:
 def arrays(configs: Sequence[Config], scene: script.Scene | None = None) -> list[Array]:
     """Of runs that Slurm need not tell apart."""
     found = []
-    for part in _chunks(configs, max_array_size(os.environ) - 1):
+    for part in _chunks(configs, max_size(os.environ) - 1):
         listing = _listing(part)
         text = script.render_array(part[0], listing, len(part), scene)
         found.append(Array(part, listing, text))
@@ -68,8 +72,7 @@ def queue(array: Array) -> tuple[str, list[Run]]:
 
 
 def _listing(configs: Sequence[Config]) -> Path:
-    first = configs[0].run
-    return Path(first.dir).absolute() / f".{first.name}.array"
+    return Run.of(configs[0]).listing_file
 
 
 def _chunks(configs: Sequence[Config], size: int) -> Iterator[Sequence[Config]]:
@@ -88,7 +91,7 @@ def _require_one_shape(configs: Sequence[Config]) -> None:
         )
 
 
-def max_array_size(env: Mapping[str, str]) -> int:
+def max_size(env: Mapping[str, str]) -> int:
     """From the cluster's own file where it can be read, without asking the controller."""
     for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
         try:

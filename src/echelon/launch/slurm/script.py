@@ -97,6 +97,7 @@ def _render(
             "",
             *begin,
             'rm -f "$run/exit" "$run/.code"',
+            'fail() { echo "$1" > "$run/exit"; exit "$1"; }',
             *_set_up(config.launch),
             *(_enter(scene) if scene else ()),
             "",
@@ -227,8 +228,17 @@ def _gpu_option(launch: Launch, tasks: int) -> str:
 
 
 def _set_up(launch: Launch) -> list[str]:
-    lines = ["", "# launch.setup", *launch.setup] if launch.setup else []
-    return [*lines, *_read_secrets(launch.secrets)] if launch.secrets else lines
+    lines = ["", "# launch.setup", _ON_ERROR, *launch.setup, "trap - ERR"]
+    secrets = _read_secrets(launch.secrets) if launch.secrets else ()
+    return [*(lines if launch.setup else ()), *secrets]
+
+
+_ON_ERROR = (
+    "trap 'code=$?; if [ ${#BASH_SOURCE[@]} -le 1 ]; then "
+    'echo "error: launch.setup fails with $code at: $BASH_COMMAND" >&2; fail "$code"; fi\' ERR'
+)
+"""Not `set -e`, which would end the job within functions and files of others, such as `module`,
+that were never written for it."""
 
 
 def _read_secrets(file: str) -> Iterator[str]:
@@ -237,18 +247,17 @@ def _read_secrets(file: str) -> Iterator[str]:
     yield from ("", "# launch.secrets: KEY=VALUE lines of a file that is its owner's alone.")
     yield f'case "$(stat -Lc %a:%u {where})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
     yield f"  echo error: {where} is not yours alone >&2"
-    yield '  echo 1 > "$run/exit"'
-    yield "  exit 1 ;;"
+    yield "  fail 1 ;;"
     yield "esac"
     yield 'while IFS= read -r line || [ -n "$line" ]; do'
-    yield '  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "$line"; fi'
+    yield "  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export \"${line%$'\\r'}\"; fi"
     yield f"done < {where}"
     yield "unset line"
 
 
 def _enter(scene: Scene) -> Iterator[str]:
-    yield from ("", 'fail() { echo "$1" > "$run/exit"; exit "$1"; }')
     if scene.folder:
+        yield ""
         yield "# The code as it was when this was submitted."
         yield f"cd {shlex.quote(str(scene.folder))} || fail 1"
     if scene.environment:
@@ -306,7 +315,7 @@ def render_workers(
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in [*where, *_options(config, procs)]),
             "",
-            f"run={shlex.quote(str(logs.parent))}",
+            'fail() { exit "$1"; }',
             *_set_up(config.launch),
             "",
             "# TERM: preempted or cancelled. Whether the worker goes on is then for Slurm to say.",

@@ -57,7 +57,7 @@ def _entity(file: SweepFile, server: Server) -> str:
     except Silent as error:
         raise EchelonError(
             Fault(
-                f"wandb's server at {server.url} does not answer: {error}",
+                f"wandb's server at {key.host_of(server.url)} does not answer: {error}",
                 "try again later, or go without a server: --engine embedded",
             ),
             exit=Exit.FAILED,
