@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from echelon.experiments.movielens.metrics import rating_metrics
 from echelon.experiments.movielens.opened import (
+    SplitSettings,
     column,
     fingerprint,
     frozen,
@@ -23,13 +24,9 @@ from echelon.train.experiment import Experiment
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SplitSettings):
     """Documented with their defaults in conf/experiment/movielens_dot.yaml."""
 
-    data: str
-    split: str
-    held_out: float
-    split_seed: int
     dim: int
     tower: list[int]
     sparse: bool

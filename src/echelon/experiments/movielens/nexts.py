@@ -19,18 +19,20 @@ from echelon.data.movielens import Ratings
 from echelon.data.movielens.ratings import Array
 from echelon.experiments.movielens.histories import Histories
 from echelon.experiments.movielens.metrics import ranking_metrics
-from echelon.experiments.movielens.opened import fingerprint, frozen, opened, require_positive
+from echelon.experiments.movielens.opened import (
+    SplitSettings,
+    fingerprint,
+    frozen,
+    opened,
+    require_positive,
+)
 from echelon.train.experiment import Experiment, Predict
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SplitSettings):
     """Documented with their defaults in conf/experiment/movielens_ranking.yaml."""
 
-    data: str
-    split: str
-    held_out: float
-    split_seed: int
     dim: int
     window: int
     lr: float

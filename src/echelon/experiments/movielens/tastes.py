@@ -26,6 +26,7 @@ from echelon.data.movielens.ratings import Array
 from echelon.experiments.movielens.histories import Histories, Pages, one_user
 from echelon.experiments.movielens.metrics import rating_metrics
 from echelon.experiments.movielens.opened import (
+    SplitSettings,
     column,
     fingerprint,
     frozen,
@@ -36,13 +37,9 @@ from echelon.train.experiment import Experiment, Predict
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SplitSettings):
     """Documented with their defaults in conf/experiment/movielens.yaml."""
 
-    data: str
-    split: str
-    held_out: float
-    split_seed: int
     dim: int
     metadata: bool
     lr: float
