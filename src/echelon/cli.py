@@ -803,6 +803,13 @@ far go on, the others save and end; strict judges from the first trial on, else 
     )
     parser.add_argument("--name", help="of the sweep (default: that in the file, or the file's)")
     parser.add_argument("--storage", metavar="URL", help="a database of Optuna's for the results")
+    parser.add_argument(
+        "--lease",
+        type=_lease,
+        default=30.0,
+        metavar="SECONDS",
+        help="a worker of another host that is silent for so long has lost its trial (default: 30)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would happen and stop")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--wait", action="store_true", help="slurm: look on to the end")
@@ -825,12 +832,20 @@ far go on, the others save and end; strict judges from the first trial on, else 
         given.name,
         Path(given.dir),
         given.storage,
+        given.lease,
         given.dry_run,
         given.json,
         given.wait,
         given.engine,
     )
     return sweep(Path(given.file), given.overrides, wanted, composed, start)
+
+
+def _lease(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) >= 6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not 6 or more: workers show life every 2 s")
 
 
 def _sweep_show(words: list[str]) -> int:

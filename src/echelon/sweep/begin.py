@@ -35,6 +35,7 @@ def prepare(
     name: str | None,
     root: Path,
     storage: str | None,
+    lease_s: float,
     compose: Compose,
 ) -> Prepared:
     """Checked whole; nothing is written yet."""
@@ -51,10 +52,10 @@ def prepare(
     sweep = Sweep(root.absolute() / chosen)
     what = subject(file, words)
     cap = _cap(file)
-    settings = Settings(what.words, what.program, {}, cap, storage=storage)
+    settings = Settings(what.words, what.program, {}, cap)
     first = _checked(settings, file, sweep.run(0), compose)
     metric = file.metric or _metric_of(file, first)
-    settings = Settings(what.words, what.program, asdict(metric), cap, storage=storage)
+    settings = Settings(what.words, what.program, asdict(metric), cap, 0, storage, lease_s)
     _require_the_same(sweep, file, settings)
     return Prepared(sweep, settings, first)
 

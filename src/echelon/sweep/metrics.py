@@ -23,6 +23,11 @@ def key_of(name: str, program: bool) -> str:
     return f"eval_{rest if slash and folder == 'eval' else name}"
 
 
+def spoken(key: str) -> str:
+    """The other way round."""
+    return f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}"
+
+
 class History:
     """Of one metric. A run that goes on from a snapshot writes its file anew, shorter; so does this
     read it then."""

@@ -28,6 +28,7 @@ class Wanted(NamedTuple):
     name: str | None
     root: Path
     storage: str | None
+    lease_s: float
     dry_run: bool
     as_json: bool
     wait: bool
@@ -38,7 +39,8 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
     file = read(path)
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
-    prepared = prepare(file, words, wanted.name, wanted.root, wanted.storage, compose)
+    where = (wanted.name, wanted.root, wanted.storage, wanted.lease_s)
+    prepared = prepare(file, words, *where, compose)
     on_slurm = prepared.first.launch.kind == "slurm"
     if wanted.dry_run:
         return _plan(file, prepared, wanted, start, on_slurm)

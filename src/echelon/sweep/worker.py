@@ -19,7 +19,7 @@ from echelon.sweep.book import Book, Lost, Taken
 from echelon.sweep.file import SweepFile
 from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.lease import worker_name
-from echelon.sweep.metrics import History, key_of
+from echelon.sweep.metrics import History, key_of, spoken
 from echelon.sweep.program import METRICS, expanded
 from echelon.sweep.world import Forking, Starter, Stepping, World
 
@@ -130,8 +130,11 @@ class _Worker:
 
     def _no_metric(self, number: int, history: History) -> str:
         name = self._metric
-        known = ", ".join(sorted(history.seen)) or "nothing"
-        return f"trial {number} never reported the metric {name!r}; it reported {known}"
+        program = bool(self._settings.program)
+        known = ", ".join(sorted(name if program else spoken(name) for name in history.seen))
+        return (
+            f"trial {number} never reported the metric {name!r}; it reported {known or 'nothing'}"
+        )
 
 
 def trial_config(

@@ -1,0 +1,225 @@
+"""Sweeps as a person types them: refused before anything runs, stopped, gone on with, looked at."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ECHELON, is_a_sentence_and_a_hint, run, start, started, until
+
+from echelon.cli import dispatch, guarded
+from echelon.errors import Exit
+from echelon.runs import Run
+
+CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "sweep_kills.py"
+SLOW = """\
+import time
+from dataclasses import dataclass
+import echelon, torch
+from echelon.data.toy import linear_data
+
+@dataclass
+class Settings:
+    lr: float = 0.1
+
+def loss(output, target):
+    time.sleep(0.02)
+    return torch.nn.functional.mse_loss(output, target)
+
+def experiment(cfg: Settings):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    data = linear_data(512, 4, 0.1, 0)
+    return echelon.Experiment(model, optimizer, loss, train_data=data, eval_data=data)
+
+if __name__ == "__main__":
+    echelon.main(experiment)
+"""
+TINY = "samples: {value: 512}, eval_samples: {value: 64}"
+
+
+def file(folder: Path, text: str, name: str = "s.yml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """`echelon sweep` in this process, up to where workers would start."""
+    monkeypatch.chdir(tmp_path)
+
+    def type_it(text: str, *words: str) -> tuple[int, str, str]:
+        code = guarded(lambda: dispatch(["sweep", file(tmp_path, text), *words]))
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return type_it
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "says"),
+    [
+        ("parameters: {lrr: {values: [1]}}\n", (), "s.yml:2: lrr=1: there is no such setting"),
+        ("parameters: {lr: {values: [a]}}\n", (), "s.yml:2: lr=a: "),
+        ("parameters: {lr: {values: [0.1, fast]}}\n", (), "s.yml:2: lr=fast: "),
+        ("parameters: {trainer.epochs: {values: [1, -1]}}\n", (), "trainer.epochs=-1 is below 0"),
+        ("parameters: {launch.procs: {values: [1]}}\n", (), "not for a sweep to choose"),
+        ("parameters: {lr: {value: 1}}\n", ("run.name=x",), "run.name=x is the same for all"),
+        ("parameters: {lr: {value: 1}}\n", ("--name", "a b"), "is no name for a run"),
+        ("parameters: {lr: {value: 1}}\n", ("experiment=nope",), "there is no such experiment"),
+        ("parameters: {lr: {min: 2, max: 1}}\n", (), "s.yml:2: lr has min=2 > max=1"),
+        ("parameters: {lr: {value: 1}}\n", ("launch.nodes=2",), "does not use it"),
+        ("command: [prog]\nparameters: {lr: {value: 1}}\n", (), "there is no metric"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    typed: Any, tmp_path: Path, text: str, words: tuple[str, ...], says: str
+) -> None:
+    code, _, err = typed("method: grid\n" + text, *words)
+    assert code == Exit.USAGE
+    assert says in err
+    assert is_a_sentence_and_a_hint(err)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.yml"]
+
+
+def test_a_search_without_end_is_refused(typed: Any) -> None:
+    code, _, err = typed("method: random\nparameters: {lr: {min: 0.1, max: 0.2}}\n")
+    assert code == Exit.USAGE
+    assert "would never end" in err
+
+
+def test_the_nearest_name_is_said(typed: Any) -> None:
+    _, _, err = typed("method: grid\nparameters: {hiden: {values: [1]}}\n")
+    assert "did you mean 'hidden'?" in err
+
+
+def test_a_dry_run_says_what_would_happen(typed: Any, tmp_path: Path) -> None:
+    text = "method: grid\nparameters: {lr: {values: [0.1, 1e-2]}, hidden: {min: 1, max: 3}}\n"
+    code, out, err = typed(text, "--dry-run", "--parallel", "2")
+    assert code == Exit.OK
+    assert out.startswith("sweep s: 6 trials, 2 at once")
+    assert "grid for the smallest eval/loss" in out
+    assert "1e-2 is read as the number 0.01" in err
+    code, out, _ = typed(text, "launch=slurm", "launch.nodes=2", "--dry-run", "--json")
+    told = json.loads(out)
+    assert told["run_cap"] == 6
+    assert "#SBATCH --array=0-0\n" in told["script"]
+    assert "#SBATCH --nodes=2\n" in told["script"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_such_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", "show", "nope", "--dir", str(tmp_path)]
+    assert guarded(lambda: dispatch(words)) == Exit.NOT_FOUND
+    assert "no sweep 'nope'" in capsys.readouterr().err
+
+
+# --- with workers ---
+
+
+@pytest.mark.slow
+def test_a_sweep_is_stopped_gone_on_with_and_looked_at(tmp_path: Path) -> None:
+    """Every trial on two processes; Ctrl-C in the middle of the first."""
+    text = """\
+method: grid
+name: my search
+metric: {name: loss}
+program: slow.py
+parameters:
+  lr: {values: [0.05, 1e-4]}
+  trainer: {parameters: {epochs: {value: 8}}}
+early_terminate: {type: hyperband, min_iter: 2, eta: 2}
+"""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = (*ECHELON, "sweep", file(tmp_path, text), "launch=local", "launch.procs=2")
+    first = Run(tmp_path / "runs" / "my-search-0")
+    with started(words, tmp_path) as running:
+        until(lambda: first.newest_step() or running.process.poll() is not None, 90, "a snapshot")
+        running.process.send_signal(signal.SIGINT)
+        done = running.wait()
+    assert done.code == Exit.PREEMPTED, done.err
+    assert done.left == []
+    assert "the same command goes on" in done.err
+
+    done = run(words, tmp_path)
+    assert done.code == Exit.OK, done.err
+    assert done.left == []
+    assert "going on with run my-search-0 after step" in first.log_file(0).read_text()
+    shown = run((*ECHELON, "sweep", "show", "my-search", "--json", "--plot", "p.html"), tmp_path)
+    told = json.loads(shown.out)
+    assert (told["results"], told["run_cap"]) == (2, 2)
+    good, bad = told["trials"]
+    assert (good["state"], bad["state"]) == ("finished", "pruned")
+    assert good["evaluations"] == 8
+    assert bad["evaluations"] < 8
+    assert told["best"]["parameters"] == {"lr": 0.05}
+    second = Run(tmp_path / "runs" / "my-search-1")
+    assert second.status()["state"] == "preempted"  # asked to save, not killed
+    assert second.newest_step() > 0
+    page = (tmp_path / "p.html").read_text()
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    listed = run((*ECHELON, "runs", "--json"), tmp_path)
+    names = [each["run"] for each in json.loads(listed.out)["runs"]]
+    assert sorted(names) == ["my-search-0", "my-search-1"]
+
+    other = file(tmp_path, text.replace("0.05", "0.06"))
+    refused = run((*ECHELON, "sweep", other), tmp_path)
+    assert refused.code == Exit.USAGE
+    assert "is another one: parameters" in refused.err
+
+
+@pytest.mark.slow
+def test_sweeps_that_come_to_nothing_say_why(tmp_path: Path) -> None:
+    """All trials fail; the metric is never reported; and a program of another kind that works."""
+    (tmp_path / "other.py").write_text(
+        "import json, os, sys\n"
+        "x = float(sys.argv[1].removeprefix('--x='))\n"
+        "with open(os.environ['ECHELON_METRICS'], 'a') as file:\n"
+        "    print(json.dumps({'score': x * x}), file=file)\n"
+    )
+    texts = {
+        "failing": "metric: {name: loss}\nparameters: {lr: {values: [1e30, 2e30, 3e30, 4e30]}}\n",
+        "silent": "metric: {name: accuracy}\nparameters: {lr: {values: [0.1, 0.2]}, "
+        f"{TINY}}}\n",
+        "program": "metric: {name: score, goal: maximize}\nprogram: other.py\n"
+        "parameters: {x: {values: [1, 3, 2]}}\n",
+    }
+    commands = {
+        name: start(
+            (*ECHELON, "sweep", file(tmp_path, "method: grid\n" + text, f"{name}.yml"), "--json"),
+            tmp_path,
+        )
+        for name, text in texts.items()
+    }
+    done = {name: command.wait() for name, command in commands.items()}
+    assert done["failing"].code == Exit.FAILED
+    assert "the first 3 trials failed: the loss is " in done["failing"].err
+    assert json.loads(done["failing"].out)["results"] == 3
+    assert done["silent"].code == Exit.FAILED
+    says = "trial 0 never reported the metric 'accuracy'; it reported eval/loss"
+    assert says in done["silent"].err
+    assert done["program"].code == Exit.OK, done["program"].err
+    assert json.loads(done["program"].out)["best"]["parameters"] == {"x": 3}
+    assert [each.left for each in done.values()] == [[], [], []]
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    words = ("--trials", "5", "--kills", "3", "--epochs", "3", "--pause-s", "8")
+    done = subprocess.run(
+        [sys.executable, str(CAMPAIGN), *words, "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["results"] == 5
