@@ -56,8 +56,8 @@ def engine(method: str, trials: int, workers: int) -> dict[str, Any]:
     return {
         "trials": trials,
         "workers": workers,
-        "ms_per_trial": round(1000 * seconds / trials, 2),
-        "ms_in_engine_alone": _ms(sorted(spent)),
+        "ms_per_trial_of_all_workers": round(1000 * seconds / trials, 2),
+        "ms_of_cpu_per_trial": _ms(sorted(spent)),
     }
 
 

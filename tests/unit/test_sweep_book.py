@@ -17,7 +17,7 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.sweep import lease as leases
 from echelon.sweep.book import Book, Lost, Taken
-from echelon.sweep.early import stops
+from echelon.sweep.early import band, stops
 from echelon.sweep.file import Early
 from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.journal import Journal
@@ -265,13 +265,24 @@ def test_a_target_ends_the_sweep(tmp_path: Path) -> None:
 
 def test_early_stopping() -> None:
     early = Early((1, 3), eta=3.0)
-    assert not stops(early, [9.0], [[1.0]])  # too few to judge
-    assert stops(early, [9.0], [[1.0], [2.0]])
-    assert not stops(early, [0.5], [[1.0], [2.0]])
-    assert not stops(early, [0.5, 99.0], [[1.0], [2.0]])  # between two bands by the lower one
-    assert stops(early, [0.5, 1.0, 5.0], [[1.0] * 3, [2.0] * 3])
-    assert stops(Early((1,), 3.0, strict=True), [9.0], [[1.0]])
-    assert not stops(early, [], [[1.0], [2.0], [3.0]])
+    assert [band(early, evaluations) for evaluations in range(5)] == [0, 1, 1, 3, 3]
+    assert not stops(early, 9.0, [1.0])  # too few to judge
+    assert stops(early, 9.0, [1.0, 2.0])
+    assert not stops(early, 0.5, [1.0, 2.0])
+    assert not stops(early, 1.5, [1.0, 2.0, 3.0, 4.0, 5.0])  # two of six go on
+    assert stops(Early((1,), 3.0, strict=True), 9.0, [1.0])
+
+
+def test_a_trial_is_judged_at_its_band(tmp_path: Path) -> None:
+    text = RANDOM + "  x: {min: 0.0, max: 1.0}\n"
+    text += "early_terminate: {type: hyperband, min_iter: 2, eta: 2}\nmetric: {name: a}\n"
+    sweep = made(tmp_path, text, goal="maximize")
+    books = [Book(sweep, name) for name in "ab"]
+    good, bad = (taken for book in books if isinstance(taken := book.take(), Taken))
+    assert not books[0].report(good, [0.1, 0.9])
+    assert not books[1].report(bad, [0.99])
+    assert books[1].report(bad, [0.99, 0.8])
+    assert not books[0].report(good, [0.1, 0.9, 0.2])  # still by its second evaluation
 
 
 def test_pruned_trials_do_not_win(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from echelon.sweep import lease as leases
-from echelon.sweep.early import stops
+from echelon.sweep.early import band, stops
 from echelon.sweep.folder import Sweep
 from echelon.sweep.lease import Lease, Watch
 from echelon.sweep.lock import Lock
@@ -144,10 +144,14 @@ class Book:
             return self._own(self._new(len(trials)), None)
 
     def _new(self, number: int) -> optuna.Trial:
-        self.study.sampler = sampler(self._file.method, self._settings.seed, number)
+        self._draw_for(number)
         if self._file.method == "grid":
             self.study.enqueue_trial(combination(self._file.searched, number))
         return self.study.ask()
+
+    def _draw_for(self, number: int) -> None:
+        method, seed = self._file.method, self._settings.seed
+        self.study.sampler = sampler(method, seed, number, self.study.sampler)
 
     def _begun(self, trial: optuna.trial.FrozenTrial) -> optuna.Trial:
         """One whose worker is gone, perhaps before it had any value."""
@@ -155,7 +159,7 @@ class Book:
             return self.study.ask()
         from optuna.trial import Trial
 
-        self.study.sampler = sampler(self._file.method, self._settings.seed, trial.number)
+        self._draw_for(trial.number)
         return Trial(self.study, trial._trial_id)
 
     def _own(self, trial: optuna.Trial, before: Lease | None) -> Taken:
@@ -179,8 +183,9 @@ class Book:
             return beaten
 
     def report(self, taken: Taken, history: Sequence[float]) -> bool:
-        """Note what a trial has come to; whether it is to stop here."""
-        with self._changing():
+        """Note what a trial has come to; whether it is to stop here. Not worth a wait for the disk:
+        a machine that goes down leaves it in the run's own file."""
+        with self._lock:
             self._require_mine(taken)
             trials = self._trials()
             mine = next(trial for trial in trials if trial.number == taken.number)
@@ -188,15 +193,15 @@ class Book:
                 self.study._storage.set_trial_intermediate_value(
                     mine._trial_id, step, history[step - 1]
                 )
-        if self._file.early is None:
+        early, sign = self._file.early, self._metric.sign
+        if early is None or not (reached := band(early, len(history))):
             return False
-        sign = self._metric.sign
-        others = [self._result(trial).history for trial in trials if trial.number != taken.number]
-        return stops(
-            self._file.early,
-            [sign * value for value in history],
-            [[sign * value for value in other] for other in others],
-        )
+        others = [
+            sign * trial.intermediate_values[reached]
+            for trial in trials
+            if trial.number != taken.number and reached in trial.intermediate_values
+        ]
+        return stops(early, sign * history[reached - 1], others)
 
     def end(self, taken: Taken, state: str, cause: str = "", fatal: bool = False) -> None:
         """The result, once and for all."""

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from echelon.sweep.file import Early
 
 
-def stops(early: Early, mine: Sequence[float], others: Sequence[Sequence[float]]) -> bool:
-    """Whether a trial stops after its last evaluation; in all histories less is better.
+def band(early: Early, evaluations: int) -> int:
+    """The highest one that a trial has reached; 0 before the first."""
+    return max((band for band in early.bands if band <= evaluations), default=0)
 
-    It is judged at the highest band that it has reached, among all that were ever there, and goes
-    on when it is one of the best 1/eta of them. So it may be stopped late, when better ones come:
-    nobody waits for others, as in ASHA.
-    """
-    band = max((band for band in early.bands if band <= len(mine)), default=0)
-    if band == 0:
-        return False
-    there = sorted([mine[band - 1], *(h[band - 1] for h in others if len(h) >= band)])
+
+def stops(early: Early, mine: float, others: Sequence[float]) -> bool:
+    """Whether a trial stops, by its value and those of all that were ever at its band; less is
+    better. It goes on when it is one of the best 1/eta of them. It is asked after every evaluation,
+    so it may be stopped late, when better ones come: nobody waits for others, as in ASHA."""
+    there = sorted([mine, *others])
     if len(there) < early.eta and not early.strict:
         return False
     go_on = max(1, int(len(there) / early.eta))
-    return mine[band - 1] > there[go_on - 1]
+    return mine > there[go_on - 1]

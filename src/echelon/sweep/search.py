@@ -17,15 +17,22 @@ if TYPE_CHECKING:
 _BELOW_1 = 1 - 1e-9
 
 
-def sampler(method: str, seed: int, number: int) -> optuna.samplers.BaseSampler:
+def sampler(
+    method: str, seed: int, number: int, before: optuna.samplers.BaseSampler
+) -> optuna.samplers.BaseSampler:
     """Of one trial. It is made anew for each from its number, so that two workers never draw the
     same, and a random search is the same one however many workers share it."""
     import optuna
 
     of_trial = (seed * 1_000_003 + number) % 2**32
-    if method == "bayes":
-        return optuna.samplers.TPESampler(seed=of_trial, constant_liar=True)
-    return optuna.samplers.RandomSampler(seed=of_trial)
+    if method != "bayes":
+        return optuna.samplers.RandomSampler(seed=of_trial)
+    made = optuna.samplers.TPESampler(seed=of_trial, constant_liar=True)
+    if isinstance(before, optuna.samplers.TPESampler):
+        # Which parameters there are, as found in all trials so far: at a thousand of them most of
+        # what an answer costs.
+        made._search_space = before._search_space
+    return made
 
 
 def combination(parameters: Sequence[Parameter], number: int) -> dict[str, Any]:
