@@ -126,7 +126,9 @@ def test_no_such_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_sweep_is_stopped_gone_on_with_and_looked_at(tmp_path: Path) -> None:
+def test_a_sweep_is_stopped_gone_on_with_and_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every trial on two processes; Ctrl-C in the middle of the first."""
     text = """\
 method: grid
@@ -153,8 +155,11 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     assert done.code == Exit.OK, done.err
     assert done.left == []
     assert "going on with run my-search-0 after step" in first.log_file(0).read_text()
-    shown = run((*ECHELON, "sweep", "show", "my-search", "--json", "--plot", "p.html"), tmp_path)
-    told = json.loads(shown.out)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    show = ["sweep", "show", "my-search", "--json", "--plot", "p.html"]
+    assert guarded(lambda: dispatch(show)) == Exit.OK
+    told = json.loads(capsys.readouterr().out)
     assert (told["results"], told["run_cap"]) == (2, 2)
     good, bad = told["trials"]
     assert (good["state"], bad["state"]) == ("finished", "pruned")
@@ -166,14 +171,13 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     assert second.newest_step() > 0
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    listed = run((*ECHELON, "runs", "--json"), tmp_path)
-    names = [each["run"] for each in json.loads(listed.out)["runs"]]
+    assert guarded(lambda: dispatch(["runs", "--json"])) == Exit.OK
+    names = [each["run"] for each in json.loads(capsys.readouterr().out)["runs"]]
     assert sorted(names) == ["my-search-0", "my-search-1"]
 
     other = file(tmp_path, text.replace("0.05", "0.06"))
-    refused = run((*ECHELON, "sweep", other), tmp_path)
-    assert refused.code == Exit.USAGE
-    assert "is another one: parameters" in refused.err
+    assert guarded(lambda: dispatch(["sweep", other])) == Exit.USAGE
+    assert "is another one: parameters" in capsys.readouterr().err
 
 
 @pytest.mark.slow

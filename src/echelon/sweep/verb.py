@@ -115,8 +115,9 @@ def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_
     if file.early:
         bands = ", ".join(str(band) for band in file.early.bands if band < 10_000)
         print(f"after {bands} evaluations the best 1/{file.early.eta:g} go on")
+    width = max(len(name) for name in file.parameters)
     for p in file.parameters.values():
-        print(f"  {p.name:<20}{p.distribution} {_range(p)}")
+        print(f"  {p.name:<{width}}  {p.distribution} {_range(p)}")
     if on_slurm:
         print(f"\n{slurm.script(sweep, prepared.first, wanted.parallel)}")
         return Exit.OK
