@@ -88,7 +88,7 @@ def test_every_word_arrives_and_every_failure_is_one(desk: Desk) -> None:
     assert set(states.values()) == {("finished", 0)}
     assert len(states) == len(NASTY) + 2
     array = desk.run("all-0").job().partition("_")[0]
-    assert desk.cluster.job_state(f"{array}_{failed}") == "FAILED"
+    desk.cluster.wait_for_job(f"{array}_{failed}", "FAILED")
     assert f"==> all-{failed} <==" in desk.type("logs", array).out
     assert not list(desk.folder.rglob("hacked"))
 
