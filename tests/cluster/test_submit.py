@@ -161,7 +161,7 @@ def test_an_environment_that_cannot_be_made_in_the_job_fails_the_job(offline: De
     done = desk.type("submit", *words)
     assert done.code != Exit.OK
     assert "tiny==9.9" in desk.run().job_log.read_text()
-    assert desk.cluster.job_state(desk.job()) == "FAILED"
+    desk.cluster.wait_for_job(desk.job(), "FAILED")
 
 
 def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:
