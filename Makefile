@@ -11,7 +11,7 @@ help:           ## this list
 
 demo: $(READY)  ## train a toy on two processes and look at it
 	@.venv/bin/echelon train launch=local launch.procs=2 hidden=64 samples=8192 trainer.epochs=6
-	@echo "  here        . .venv/bin/activate  puts echelon on the PATH"
+	@echo "  here      . .venv/bin/activate  puts echelon on the PATH"
 
 test: check     ## everything that runs on a CPU
 	@$(MAKE) --no-print-directory -j2 --output-sync=target slow-here slow-cluster

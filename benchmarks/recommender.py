@@ -38,7 +38,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Figure, Result, environment, figure, in_turns, ratios
-from steps import on_terminal, optional
+from steps import optional, trained
 
 ROUNDS = 9
 BATCH = 1024
@@ -131,11 +130,7 @@ def alternate(setting: str, rounds: int, batch: int) -> dict[str, list[float]]:
     here = Path(__file__).resolve()
     words = [f"experiment={here}:experiment", *overrides(setting, batch), f"run.dir={folder}/runs"]
     try:
-        said = on_terminal([sys.executable, "-m", "echelon", "train", *words], env, folder)
-        if not answer.exists():
-            raise RuntimeError(f"echelon train gave no figures; it said:\n{said[-3000:]}")
-        seconds: dict[str, list[float]] = json.loads(answer.read_text())
-        return seconds
+        return trained(words, env, folder, answer)
     finally:
         shutil.rmtree(folder)
 

@@ -120,13 +120,20 @@ def alternate(
     here = Path(__file__).resolve()
     words = [f"experiment={here}:experiment", *overrides(procs), f"run.dir={folder / 'runs'}"]
     try:
-        said = on_terminal([sys.executable, "-m", "echelon", "train", *words], env, folder)
-        if not answer.exists():
-            raise RuntimeError(f"echelon train gave no figures; it said:\n{said[-3000:]}")
-        seconds: dict[str, list[float]] = json.loads(answer.read_text())
-        return seconds
+        return trained(words, env, folder, answer)
     finally:
         shutil.rmtree(folder)
+
+
+def trained(
+    words: list[str], env: dict[str, str], folder: Path, answer: Path
+) -> dict[str, list[float]]:
+    """The seconds that an `echelon train` of this kind writes down."""
+    said = on_terminal([sys.executable, "-m", "echelon", "train", *words], env, folder)
+    if not answer.exists():
+        raise RuntimeError(f"echelon train gave no figures; it said:\n{said[-3000:]}")
+    seconds: dict[str, list[float]] = json.loads(answer.read_text())
+    return seconds
 
 
 def on_terminal(command: list[str], env: dict[str, str], folder: Path) -> str:

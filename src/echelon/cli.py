@@ -99,10 +99,7 @@ def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
         "settings (those of the experiment are given by their bare names, e.g. lr=0.1):\n\n"
         + described(),
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
+    _add_plan(parser)
     parser.add_argument(
         "-m",
         "--multirun",
@@ -136,10 +133,7 @@ def _run(words: list[str]) -> int:
         "  mode=wandb       for `wandb agent`: one of them, its trial on all nodes\n\n"
         "`echelon train --help` lists the settings of launch.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
+    _add_plan(parser)
     parser.add_argument("program", nargs="*", metavar="-- PROGRAM ARGS")
     options, program = _split(words)
     given = parser.parse_intermixed_args(options)
@@ -908,6 +902,13 @@ VERBS = {
     "node": Verb("be one node of a run; scripts call this", _node),
     "wandb-job": Verb("be the job of a wandb agent; scripts call this", _trial),
 }
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
 
 
 def _add_dir(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -114,14 +114,18 @@ def train_all(
         from echelon.launch.slurm.array import submit_all
 
         _with_secrets(configs[0], "slurm", dry_run)
-
         return submit_all(configs, dry_run)
-    codes: list[int] = []
-    for config in configs:
-        codes.append(start(config, dry_run))
-        if codes[-1] in (Exit.PREEMPTED, Exit.INTERRUPTED):  # who stops one means them all
+    return max(_until_stopped(start(config, dry_run) for config in configs))
+
+
+def _until_stopped(codes: Iterable[int]) -> list[int]:
+    """Who stops one run means those after it too."""
+    made: list[int] = []
+    for code in codes:
+        made.append(code)
+        if code in (Exit.PREEMPTED, Exit.INTERRUPTED):
             break
-    return max(codes)
+    return made
 
 
 def run_program(
@@ -180,13 +184,13 @@ def _run_here(submission: Submission) -> int:
 
     variables = entered(submission.enter(), submission.copy, dict(os.environ))
     os.chdir(submission.copy)
-    codes = []
-    for config in submission.configs:
+
+    def start_afresh(config: Config) -> int:
         os.environ.clear()
         os.environ.update(variables)
-        codes.append(start(config))
-        if codes[-1] in (Exit.PREEMPTED, Exit.INTERRUPTED):  # who stops one means them all
-            break
+        return start(config)
+
+    codes = _until_stopped(map(start_afresh, submission.configs))
     return next((code for code in codes if code), Exit.OK)
 
 
@@ -302,7 +306,7 @@ def _require_idle(config: Config) -> None:
     """Two at once would write over each other's snapshots."""
     from echelon.launch.process import is_alive
 
-    run = runs.Run(Path(config.run.dir).absolute() / (config.run.name or ""))
+    run = runs.Run.of(config)
     status = run.status() if config.run.name else {}
     at_work = status.get("state") in ("starting", "running")
     if at_work and is_alive(status.get("process")):

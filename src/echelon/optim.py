@@ -115,10 +115,7 @@ class RowAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             dense: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
@@ -195,10 +192,7 @@ class RowSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
@@ -208,6 +202,13 @@ class RowSGD(Optimizer):
             if dense:
                 torch._foreach_add_(dense, [p.grad for p in dense], alpha=-group["lr"])
         return loss
+
+
+def _evaluated(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _add_rows(p: Tensor, grad: Tensor, factor: float) -> None:

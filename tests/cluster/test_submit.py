@@ -88,7 +88,7 @@ def test_every_word_arrives_and_every_failure_is_one(desk: Desk) -> None:
     assert set(states.values()) == {("finished", 0)}
     assert len(states) == len(NASTY) + 2
     array = desk.run("all-0").job().partition("_")[0]
-    assert desk.cluster.job_state(f"{array}_{failed}") == "FAILED"
+    desk.cluster.wait_for_job(f"{array}_{failed}", "FAILED")
     assert f"==> all-{failed} <==" in desk.type("logs", array).out
     assert not list(desk.folder.rglob("hacked"))
 
@@ -161,7 +161,7 @@ def test_an_environment_that_cannot_be_made_in_the_job_fails_the_job(offline: De
     done = desk.type("submit", *words)
     assert done.code != Exit.OK
     assert "tiny==9.9" in desk.run().job_log.read_text()
-    assert desk.cluster.job_state(desk.job()) == "FAILED"
+    desk.cluster.wait_for_job(desk.job(), "FAILED")
 
 
 def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:

@@ -158,6 +158,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         (".", "is a folder", Exit.USAGE),
         ("binary.txt", "is no text file", Exit.USAGE),
         ("latin.txt", "is no text file", Exit.USAGE),
+        ("/dev/zero", "is larger than 64 MB", Exit.USAGE),
     ):
         with pytest.raises(EchelonError, match=told.replace("?", r"\?")) as caught:
             read(tmp_path / name)

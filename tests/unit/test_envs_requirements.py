@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echelon.envs.requirements import Read, check_urls, read
@@ -181,6 +181,10 @@ def test_a_link_out_of_the_source_is_outside(tmp_path: Path) -> None:
     assert "outside of the source folder" in said(parsed(source, "./lib\n"))
 
 
+@example(text="/\0")
+@example(text="./" + "x" * 300)
+@example(text="-r " + "x" * 300)
+@example(text="--find-links ./" + "x" * 300)
 @given(text=st.text(max_size=200))
 def test_no_text_breaks_the_reader(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("any")

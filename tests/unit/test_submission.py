@@ -492,6 +492,7 @@ def test_the_typed_stands_above_the_project_above_the_user(here: Path) -> None:
         ("launch:\n  kind: slurm\n", "echelon.yaml:2: there is no default 'launch.kind'"),
         ("x: 1\n", "echelon.yaml:1: there is no default 'x'"),
         ("a: [\n", "echelon.yaml:2 cannot be read"),
+        ("- partition\n", "echelon.yaml is no list of settings"),
         ("wandb:\n  api_key: x\n", "echelon.yaml:2: wandb.api_key looks like a secret"),
         (f"wandb:\n  entity: {KEY}\n", "echelon.yaml:2: wandb.entity looks like a secret"),
         (f"launch:\n  setup: [export K={KEY}]\n", "echelon.yaml:2: launch.setup looks like"),

@@ -93,6 +93,9 @@ def _read(file: Path, faults: list[Fault]) -> Iterator[tuple[str, Default]]:
         return
     if tree is None:
         return
+    if not isinstance(tree, yaml.MappingNode):
+        faults.append(Fault(f"{file} is no list of settings", "write lines such as partition: gpu"))
+        return
     for key, node in _leaves(tree, ""):
         where = f"{file}:{node.start_mark.line + 1}"
         if (fault := _fault(key, node, where)) is not None:

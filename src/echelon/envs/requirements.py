@@ -157,6 +157,10 @@ def _read_file(
             Fault(f"{shown(file, source)} cannot be read: {reason.lower()}", "mend the file")
         )
         return
+    if "\0" in text:  # no path or name has one
+        what = f"{shown(file, source)} is no text file: it has a zero byte in it"
+        found.faults.append(Fault(what, "mend the file"))
+        return
     for number, raw in _logical_lines(text):
         _line(raw, _Place(file, number, source, constraint), environ, (*above, file), found)
 
@@ -259,7 +263,7 @@ def _include(
         found.faults.append(
             Fault(f"{place}: the files include each other in a circle: {chain}", "break it")
         )
-    elif not target.is_file():
+    elif not os.path.isfile(target):  # pathlib raises for a name that is too long
         found.faults.append(
             Fault(
                 f"{place}: {value} is included, and there is no such file",
@@ -283,7 +287,9 @@ def _folder_of_links(value: str, place: _Place, found: Read) -> str:
     if os.path.isabs(value):
         return value
     beside = place.file.parent / value
-    relative = os.path.relpath(beside if beside.exists() else place.source / value, place.source)
+    relative = os.path.relpath(
+        beside if os.path.exists(beside) else place.source / value, place.source
+    )
     folder = within(relative, place.source)
     if folder is None:
         found.faults.append(outside(value, str(place)))
@@ -338,7 +344,7 @@ def _local(text: str, place: _Place, found: Read) -> None:
     target = within(path, place.source)
     if target is None:
         found.faults.append(outside(path, str(place)))
-    elif not target.exists():
+    elif not os.path.exists(target):
         found.faults.append(
             Fault(f"{place}: there is no {path} in the source folder", f"make it, or edit {place}")
         )

@@ -26,6 +26,7 @@ from echelon.launch.slurm.queue import this_job
 from echelon.launch.zygote import Zygote
 from echelon.runs import Run
 from echelon.track import wandb_run
+from echelon.track.summary import titled
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -193,8 +194,8 @@ def _note_start(run: Run, node: Node, config: Config) -> None:
 
 def _speak_for_rank_0(run: Run) -> None:
     """Killed, it could not say how to send what wandb keeps in its files."""
-    for title, text in wandb_run.last_words(run).items():
-        print(f"  {title:<10}{text}", file=sys.stderr, flush=True)
+    for line in titled(wandb_run.last_words(run)):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _note_program(run: Run, node: Node, config: Config, state: str) -> None:

@@ -11,6 +11,10 @@ from echelon.submit.words import Bad, Command, Reader
 DEFAULT_FILE = "experiment_configurations.txt"
 
 
+_LARGEST = 64 << 20
+"""A device or a pipe may have no end."""
+
+
 def read(file: Path) -> list[Command]:
     """All commands of a file, or one EchelonError with every fault in it."""
     return parse(_text(file), str(file))
@@ -18,7 +22,8 @@ def read(file: Path) -> list[Command]:
 
 def _text(file: Path) -> str:
     try:
-        data = file.read_bytes()
+        with file.open("rb") as opened:
+            data = opened.read(_LARGEST + 1)
     except IsADirectoryError:
         raise EchelonError(
             Fault(f"--configs {file} is a folder", f"name a file in it: --configs {file}/FILE")
@@ -30,6 +35,13 @@ def _text(file: Path) -> str:
         raise EchelonError(
             Fault(f"{file} cannot be read: {why}", "see its owner and mode")
         ) from None
+    if len(data) > _LARGEST:
+        raise EchelonError(
+            Fault(
+                f"{file} is larger than {_LARGEST >> 20} MB, too much to be typed",
+                "give a file of commands, one a line",
+            )
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:

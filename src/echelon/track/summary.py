@@ -42,11 +42,15 @@ def summary(
         "look": f"echelon show {spoken(run)}",
         "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
     }
-    lines = [f"  {name:<10}{value}" for name, value in rows.items() if value]
-    text = "\n".join([first, *lines])
+    text = "\n".join([first, *titled(rows)])
     if beyond_ascii(sys.stderr, os.environ):
         return text
     return in_ascii(text).translate(str.maketrans(_BARS, _ASCII_BARS))
+
+
+def titled(rows: Mapping[str, str]) -> list[str]:
+    """A line for each that says something."""
+    return [f"  {title:<10}{text}" for title, text in rows.items() if text]
 
 
 def sparkline(values: list[float], width: int = 32) -> str:

@@ -25,7 +25,7 @@ from echelon.gpus import visible_count
 from echelon.launch.process import launched
 from echelon.pulse import Pulse
 from echelon.runs import Run, launch_id
-from echelon.track.summary import summary
+from echelon.track.summary import summary, titled
 from echelon.train.group import Group, PeerFailed, meet
 from echelon.train.loop import Training, train
 from echelon.train.output import Output
@@ -148,8 +148,8 @@ class Rank:
     def _close_trackers(self) -> None:
         if self.training is None:
             return
-        for title, text in self.training.close_trackers(Exit.FAILED).items():
-            print(f"  {title:<10}{text}", file=sys.stderr, flush=True)
+        for line in titled(self.training.close_trackers(Exit.FAILED)):
+            print(line, file=sys.stderr, flush=True)
 
     def _cause(self, error: BaseException) -> Failure:
         """The first failure of the world, which need not be this rank's."""

@@ -116,7 +116,7 @@ def _refused(words: str) -> EchelonError:
 
 
 def _require_not_active(config: Config) -> None:
-    run = Run(Path(config.run.dir).absolute() / str(config.run.name))
+    run = Run.of(config)
     job = run.job()
     word = queued([job] if job else []).words.get(job)
     if word is not None and word.active:
