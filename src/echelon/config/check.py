@@ -7,10 +7,13 @@ import string
 from collections.abc import Iterator
 
 from echelon.config.schema import (
+    CAPTURES,
     GPU_REQUESTS,
     LAUNCHERS,
     MODES,
+    PRECISIONS,
     PROGRESS,
+    REPLICAS,
     SCHEDULES,
     WANDB_MODES,
     Config,
@@ -57,6 +60,8 @@ def _numbers(config: Config) -> Iterator[Fault]:
         "trainer.loader_workers": (t.loader_workers, 0),
         "trainer.epochs": (t.epochs, 0),
         "trainer.steps": (t.steps, 0),
+        "trainer.profile": (t.profile, 1),
+        "replica.devices": (config.replica.devices, 1),
         "launch.procs": (launch.procs, 1),
         "launch.threads": (launch.threads, 1),
         "launch.max_restarts": (launch.max_restarts, 0),
@@ -98,6 +103,9 @@ def _choices(config: Config) -> Iterator[Fault]:
         "mode": (config.mode, MODES),
         "trainer.schedule": (config.trainer.schedule, SCHEDULES),
         "trainer.best_is": (config.trainer.best_is, ("min", "max")),
+        "trainer.precision": (config.trainer.precision, PRECISIONS),
+        "trainer.capture": (config.trainer.capture, CAPTURES),
+        "replica.kind": (config.replica.kind, REPLICAS),
         "track.progress": (config.track.progress, PROGRESS),
     }
     for key, (value, known) in choices.items():

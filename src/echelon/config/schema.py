@@ -18,6 +18,9 @@ PROGRESS = ("auto", "bar", "lines", "none")
 LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
 MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
+PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+CAPTURES = ("auto", "always", "never")
+REPLICAS = ("ddp", "fsdp")
 WANDB_MODES = ("online", "offline", "disabled")
 
 
@@ -138,6 +141,33 @@ class Trainer:
     """Set it when some parameters take no part in some steps, at a small cost per step."""
     loader_workers: int = 0
     """Processes per rank that fetch samples of a Dataset; tensors need none."""
+    precision: str = "float32"
+    """Of the computation: float32, tf32 (faster matrix products), bf16 or fp16 (with a scaler);
+    weights and the optimizer stay float32."""
+    compile: bool = False
+    """Compile the forward and backward pass with torch.compile."""
+    capture: str = "auto"
+    """The whole step as one CUDA graph: `auto` where it can be, `always` (an error where it cannot)
+    or `never`."""
+    profile: int | None = None
+    """Steps to record for a trace in the run's folder, after some to warm up."""
+
+
+@dataclass(frozen=True)
+class ReplicaChoice:
+    """What one copy of the model is made of."""
+
+    kind: str = "ddp"
+    """`ddp`: every process holds the whole model; `fsdp`: the processes hold it together, each a
+    shard of every layer."""
+    devices: int = 1
+    """Devices of one process, for a model whose layers lie on several."""
+    checkpoint: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a
+    third more computation."""
+    blocks: list[str] = field(default_factory=list)
+    """Classes of the layers that are sharded and recomputed one by one, e.g. [Block]; default:
+    the layers of the longest ModuleList or Sequential."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +224,7 @@ class Config:
     experiment: dict[str, Any] = field(default_factory=dict)
     """`entry` (MODULE:FUNCTION or FILE.py:FUNCTION) and the experiment's own settings."""
     trainer: Trainer = field(default_factory=Trainer)
+    replica: ReplicaChoice = field(default_factory=ReplicaChoice)
     launch: Launch = field(default_factory=Launch)
     track: Track = field(default_factory=Track)
     run: RunChoice = field(default_factory=RunChoice)
@@ -223,7 +254,11 @@ class Config:
         """The flat settings that decide the numbers of a run, as opposed to where, how long and
         how often it runs. A resumed run must agree on these."""
         flat = flatten(self.to_dict())
-        return {k: v for k, v in flat.items() if k.startswith(_DECIDES_NUMBERS)}
+        return {
+            k: v
+            for k, v in flat.items()
+            if k.startswith(_DECIDES_NUMBERS) and _NOT_SAID_BEFORE.get(k) != v
+        }
 
     def fingerprint(self) -> str:
         text = json.dumps(self.numbers(), sort_keys=True)
@@ -237,7 +272,10 @@ _DECIDES_NUMBERS = (
     "trainer.clip",
     "trainer.schedule",
     "trainer.warmup_steps",
+    "trainer.precision",
 )
+_NOT_SAID_BEFORE = {"trainer.precision": "float32"}
+"""Settings that older snapshots do not name, with what was meant."""
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
