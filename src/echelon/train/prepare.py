@@ -13,7 +13,7 @@ from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
-from echelon.train.capture import Capture, not_captured, obstacle
+from echelon.train.capture import WORTH, Capture, not_captured, obstacle
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
@@ -83,7 +83,9 @@ def _capture(t: Training) -> Capture | None:
     trainer, size = t.config.trainer, t.group.world.size
     if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
         return None
-    reason = obstacle(t.experiment, t.source, t.device, size, t.total_steps - t.step)
+    steps = t.total_steps - t.step
+    reason = f"only {steps} steps are left" if trainer.capture == "auto" and steps < WORTH else None
+    reason = reason or obstacle(t.experiment, t.source, t.device, size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
         return Capture(t.replica.whole_step, model, t.source, trainer, size)
