@@ -35,7 +35,7 @@ def plan(config: Config, here: Here) -> Plan:
     hosts = [here.host if node == rank else f"node {node}" for node in range(count)]
     return Plan(
         "env",
-        places(hosts, [procs] * count, here.visible),
+        places(hosts, [procs] * count, here.visible, config.replica.devices),
         variables(config, procs, here.env) | network_variables(config, host, here.env),
         (
             f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"

@@ -14,7 +14,7 @@ def plan(config: Config, here: Here) -> Plan:
     procs = process_count(config, here.visible)
     return Plan(
         "local",
-        places([here.host], [procs], here.visible),
+        places([here.host], [procs], here.visible, config.replica.devices),
         variables(config, procs, here.env),
         (
             "import torch once",
