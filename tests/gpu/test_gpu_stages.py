@@ -89,7 +89,7 @@ def test_two_processes_of_two_devices(tmp_path: Path) -> None:
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=1e-3)
 
 
-# ---- one GPU and the CPU --------------------------------------------------------------------------
+# ---- one GPU and the CPU ------------------------------------------------------------------------
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import subjects
 import torch
 from helpers import Trained, differing, losses, metrics, state_at, train_world
 from staged import by_hand, deep, free
@@ -51,6 +52,16 @@ def test_a_rank_without_a_sample(tmp_path: Path) -> None:
     assert differing(_last(one), _last(two)) == []
 
 
+def test_tables_by_rows_on_two_stages(tmp_path: Path) -> None:
+    words = ("trainer.batch_size=5", "trainer.clip=0.5")
+    one, two = (
+        train_world(tmp_path, 2, *words, more, name=name, experiment=subjects.tables)
+        for name, more in {"one": "replica.devices=1", "two": TWO}.items()
+    )
+    assert differing(_last(one), _last(two)) == []
+    assert "cpu stage 0: users" in two.said
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_a_run_goes_on_with_other_stages(tmp_path: Path, before: int, after: int) -> None:
     words = (*WORDS, "optimizer=adam", "trainer.save.steps=1")
@@ -61,7 +72,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path, before: int, after: int
             tmp_path, 1, *words, more, f"replica.devices={stages}", name="cut", experiment=deep
         )
     assert differing(_last(whole), _last(ended)) == []
-    assert "goes on" in ended.said or "step 5" in ended.said
+    assert "going on with run cut after step 5" in ended.said
 
 
 def test_layers_placed_by_hand(tmp_path: Path) -> None:

@@ -115,6 +115,15 @@ def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str
             ["launch=local: 2 processes × 2 devices", "1     here  1           cuda:2, cuda:3"],
         ),
         (
+            [LOCAL, "launch.procs=2"],
+            local_plan,
+            5,
+            [
+                "launch=local: 2 processes × 2 devices",
+                "3. leave 1 of 5 devices idle: launch.procs=2 × replica.devices=2",
+            ],
+        ),
+        (
             ["launch=slurm", "launch.nodes=2", "launch.gpus_per_node=4", "run.name=a"],
             slurm_plan,
             0,

@@ -213,6 +213,22 @@ def test_a_model_that_cannot_be_cut(model: nn.Module, what: str, do: str) -> Non
     assert do in fault.do
 
 
+def test_a_forward_that_mixes_stages_is_told_before_the_first_step() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[3](self.layers[2](x)) + self.layers[0](x)  # type: ignore[no-any-return]
+
+    with pytest.raises(EchelonError) as told:
+        _placed(Skips(), torch.zeros(2, 8))
+    [fault] = told.value.faults
+    assert "the forward of Skips uses tensors of two stages at once: Expected all" in fault.what
+    assert "def experiment(cfg, devices)" in fault.do
+
+
 def test_layers_that_an_experiment_forgot_to_place() -> None:
     with pytest.raises(EchelonError) as told:
         accept(_experiment(Free()), ("cuda:0", "cuda:1"), (OTHER, OTHER))

@@ -15,7 +15,16 @@ from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
 from echelon.launch.node import network_variables, serve, variables
-from echelon.launch.plan import Here, Node, Plan, on_failure, places, process_count, what_runs
+from echelon.launch.plan import (
+    Here,
+    Node,
+    Plan,
+    left_idle,
+    on_failure,
+    places,
+    process_count,
+    what_runs,
+)
 from echelon.runs import Run
 
 if TYPE_CHECKING:
@@ -42,6 +51,7 @@ def plan(config: Config, here: Here) -> Plan:
             + (", which this node hosts" if rank == 0 else ""),
             f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
             + what_runs(config),
+            *left_idle(config, procs, here.visible),
             on_failure(config),
         ),
     )

@@ -122,6 +122,14 @@ def places(
     return tuple(found)
 
 
+def left_idle(config: Config, procs: int, visible: int) -> tuple[str, ...]:
+    """The step that says so; of replicas of one device, the table says enough."""
+    each = config.replica.devices
+    left = visible - procs * each
+    given = f"launch.procs={procs} × replica.devices={each}"
+    return (f"leave {left} of {visible} devices idle: {given}",) if each > 1 and left > 0 else ()
+
+
 def on_failure(config: Config) -> str:
     if not config.launch.max_restarts:
         return "on a failure end them all and say which rank failed first"
