@@ -9,16 +9,19 @@ from typing import Any
 import torch
 
 from echelon.config.schema import Config
-from echelon.data.batches import WholeBatches, source_of
+from echelon.data.batches import TensorSource, WholeBatches, source_of
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
+from echelon.train.capture import Capture, not_captured, obstacle
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
+from echelon.train.optimizers import Ways, fuse
 from echelon.train.output import Output
+from echelon.train.precision import Precision
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
@@ -44,8 +47,11 @@ def prepare(
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
     stages = _place(experiment, config, world, by_hand)
+    ways = Ways(experiment.optimizer)
+    precision = Precision(trainer.precision, device)
+    precision.use(experiment)
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
-    evaluator = _evaluator(experiment, config, group, devices, pulse)
+    evaluator = _evaluator(experiment, config, group, devices, pulse, precision)
     group.all_ready("built", _BUILD_TIMEOUT_S)
     group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
@@ -59,11 +65,14 @@ def prepare(
         stop=stop,
         pulse=pulse,
         device=device,
+        ways=ways,
     )
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
-    training.replica = Replica(experiment, world, device, trainer, pulse)
+    fuse(experiment, device)
+    training.replica = Replica(experiment, world, device, trainer, precision, pulse)
+    training.replica.capture = _capture(training)
     experiment.model.train()
     if world.rank == 0:
         _say(_opening(training, stages))
@@ -88,6 +97,22 @@ def _place(experiment: Experiment, config: Config, world: World, by_hand: bool) 
     return place(experiment, world.devices, devices, Sample(few.data, share / few.mine))
 
 
+def _capture(t: Training) -> Capture | None:
+    """The step as a CUDA graph, where it is wished and can be."""
+    trainer, size = t.config.trainer, t.group.world.size
+    if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
+        return None
+    if len(t.group.world.devices) > 1:
+        not_captured("the model lies on several devices", trainer.capture == "always")
+        return None
+    reason = obstacle(t.experiment, t.source, t.device, size, t.total_steps - t.step)
+    if reason is None and isinstance(t.source, TensorSource):
+        model = t.experiment.model
+        return Capture(t.replica.whole_step, model, t.source, trainer, size)
+    not_captured(reason or "", trainer.capture == "always")
+    return None
+
+
 def _backend(device: torch.device, share_devices: bool) -> str:
     """NCCL for GPUs, except that it refuses two ranks on one; gloo for what lies on the CPU."""
     on_gpu = device.type == "cuda" and not share_devices
@@ -100,13 +125,14 @@ def _evaluator(
     group: Group,
     devices: Sequence[torch.device],
     pulse: Pulse,
+    precision: Precision,
 ) -> Evaluator | None:
     if experiment.eval_data is None:
         return None
     first, last = devices[0], devices[-1]
     source = source_of(experiment.eval_data, "eval_data", config.trainer.loader_workers, first)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
-    return Evaluator(experiment, source, size, group, first, last, pulse.beat)
+    return Evaluator(experiment, source, size, group, first, last, pulse.beat, precision)
 
 
 def _go_on(training: Training) -> None:
