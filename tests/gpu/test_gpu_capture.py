@@ -74,12 +74,11 @@ def test_a_run_repeats_itself(tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (["host_random=true"], "draws random numbers on the host"),
-        (["counter=true"], "model.calls changes from step to step"),
+        (["counter=true"], "the model's calls changes from step to step"),
         (["reads=true"], "capture"),
         (["optimizer=Adagrad"], "Adagrad keeps numbers of its step on the host"),
         (["dataset=true"], "the data is a Dataset"),
         (["own_schedule=true"], "a schedule of its own"),
-        (["trainer.epochs=1", "samples=320"], "only 10 steps are left"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -96,6 +95,11 @@ def test_what_cannot_be_captured_is_trained_without(
     assert must.returncode not in (0, 75)
     assert "trainer.capture=always" in must.stderr
     assert "Traceback" not in must.stderr
+
+
+def test_a_short_run_is_not_worth_a_capture(tmp_path: Path) -> None:
+    words = [f"experiment={EXPERIMENTS}:experiment", "trainer.steps=10"]
+    assert "only 10 steps are left" in train(tmp_path, "short", *words)[1]
 
 
 def test_stopped_at_any_step_and_resumed_the_curve_goes_on(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from echelon.train.tables import tables_of
 _WARM = 3
 """Steps before the capture; the last of them is watched."""
 
-_WORTH = 64
-"""A capture takes as long as about a hundred small steps."""
+WORTH = 64
+"""Steps. A capture takes as long as about a hundred small steps."""
 
 Step = Callable[[Any, int, int], Tensor]
 
@@ -102,7 +102,7 @@ _ELSEWHERE = "another rank cannot capture its step"
 
 
 def obstacle(
-    experiment: Experiment, source: Source, device: torch.device, world_size: int, steps: int
+    experiment: Experiment, source: Source, device: torch.device, world_size: int
 ) -> str | None:
     """Why the steps of this run cannot be captured, as far as is known before the first."""
     if device.type != "cuda":
@@ -117,8 +117,6 @@ def obstacle(
         return "the rows that ranks send each other differ in number"
     if world_size > 1 and next(experiment.model.buffers(), None) is not None:
         return "the model's buffers are spread between ranks at every step"
-    if steps < _WORTH:
-        return f"only {steps} steps are left"
     return capturable(experiment.optimizer, device)
 
 

@@ -41,7 +41,7 @@ def train(t: Training) -> Exit:
             t.replica.step(batch, total, t.wishes())
             t.advance(total)
             if t.due_log():
-                t.mark()
+                t.log()
             if not t.time_to_look():
                 continue
             wishes = t.look()
@@ -205,7 +205,7 @@ class Training:
                 raise self._not_finite(loss, step)
             self._losses.append(loss)
             if self._marked and self._marked[0]["step"] == step:
-                self._log(self._marked.popleft())
+                self._write(self._marked.popleft())
         return told[-1].wishes if len(told) == 1 else _any(told)
 
     def _not_finite(self, loss: float, step: int) -> Exception:
@@ -224,7 +224,7 @@ class Training:
 
     # --- between steps ---
 
-    def mark(self) -> None:
+    def log(self) -> None:
         """A line of metrics is due for this step; its loss comes with the next look."""
         now, (then, samples) = time.monotonic(), self._since
         self._since = (now, self.samples)
@@ -239,7 +239,7 @@ class Training:
         }
         self._marked.append(line)
 
-    def _log(self, line: Line) -> None:
+    def _write(self, line: Line) -> None:
         losses, self._losses = self._losses, []
         if not self.trackers:
             return

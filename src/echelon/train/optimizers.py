@@ -57,7 +57,7 @@ def capturable(optimizer: Optimizer, device: torch.device) -> str | None:
         if not (known or group.get("fused") or "capturable" in group):
             return f"{type(optimizer).__name__} keeps numbers of its step on the host"
     for group in optimizer.param_groups:
-        if "capturable" in group and not group.get("fused"):
+        if "capturable" in group:
             group["capturable"] = True
         if not isinstance(group["lr"], Tensor):
             group["lr"] = torch.tensor(float(group["lr"]), device=device)

@@ -14,7 +14,7 @@ from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
-from echelon.train.capture import Capture, not_captured, obstacle
+from echelon.train.capture import WORTH, Capture, not_captured, obstacle
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
@@ -105,7 +105,9 @@ def _capture(t: Training) -> Capture | None:
     if len(t.group.world.devices) > 1:
         not_captured("the model lies on several devices", trainer.capture == "always")
         return None
-    reason = obstacle(t.experiment, t.source, t.device, size, t.total_steps - t.step)
+    steps = t.total_steps - t.step
+    reason = f"only {steps} steps are left" if trainer.capture == "auto" and steps < WORTH else None
+    reason = reason or obstacle(t.experiment, t.source, t.device, size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
         return Capture(t.replica.whole_step, model, t.source, trainer, size)
