@@ -32,6 +32,7 @@ def faults_of(config: Config) -> list[Fault]:
         *_numbers(config),
         *_choices(config),
         *_launch(config),
+        *_replica(config),
         *_ranks(config),
         *_track(config),
     ]
@@ -160,6 +161,48 @@ def _launch(config: Config) -> Iterator[Fault]:
             )
     elif launch.procs and (fault := batch_fault(config.trainer.batch_size, launch.procs)):
         yield fault
+
+
+def _replica(config: Config) -> Iterator[Fault]:
+    each, launch = config.replica.devices, config.launch
+    if each <= 1:
+        return
+    if config.replica.kind == "fsdp":
+        yield Fault(
+            f"replica.devices={each}, but replica.kind=fsdp shards layers over processes of one "
+            "device each",
+            "leave replica.devices out, or replica.kind",
+        )
+    if launch.share_devices:
+        yield Fault(
+            f"replica.devices={each} is for models that fill several devices, but "
+            "launch.share_devices=true puts several processes on one",
+            "leave one of the two out",
+        )
+    if config.trainer.capture == "always":
+        yield Fault(
+            f"trainer.capture=always is of one device, but replica.devices={each}",
+            "leave one of the two out",
+        )
+    if launch.gpus_per_node:
+        yield from _replicas_of_a_node(launch.gpus_per_node, each, launch.procs)
+
+
+def _replicas_of_a_node(gpus: int, each: int, procs: int | None) -> Iterator[Fault]:
+    """GPUs may be left over where the number of processes is given: then it is meant."""
+    room, left = divmod(gpus, each)
+    if procs is not None and procs > room:
+        yield Fault(
+            f"launch.procs={procs} with replica.devices={each} take {procs * each} devices, but "
+            f"launch.gpus_per_node={gpus}",
+            f"ask for {procs * each}, or set launch.procs={room}" if room else f"ask for {each}",
+        )
+    elif procs is None and left:
+        fewer = f"{room * each} or " if room else ""
+        yield Fault(
+            f"launch.gpus_per_node={gpus} does not divide by replica.devices={each}",
+            f"ask for {fewer}{(room + 1) * each}",
+        )
 
 
 OF_ONE_LAUNCHER = {

@@ -284,7 +284,7 @@ class Training:
             return
         self.saved_step = self.step
         self.pulse.rest()  # an earlier save may still be on its way to a slow disk
-        parts = collect(self.experiment, self.ways, self.group, self.device)
+        parts = collect(self.experiment, self.ways, self.group)
         if self.writer is not None:
             self.writer.save(self.step, parts, self._info(), best=self.best_is_new)
         self.best_is_new = False
