@@ -19,7 +19,7 @@ from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
-from echelon.train.optimizers import Ways, fuse
+from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
 from echelon.train.replica import Replica
@@ -47,6 +47,7 @@ def prepare(
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
     stages = _place(experiment, config, world, by_hand)
+    follow(experiment.optimizer)
     ways = Ways(experiment.optimizer)
     precision = Precision(trainer.precision, device)
     precision.use(experiment)
