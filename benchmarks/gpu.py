@@ -6,8 +6,8 @@ Steps: as in steps.py, one process, the toy on the GPU; Echelon captures its ste
 as it does by default, and writes metrics every 10 steps. "bare" has its ready batches on the GPU,
 and so have Ignite and Fabric; "tutorial" is the bare loop over a per-sample Dataset and a
 DataLoader with no worker, and Accelerate and Lightning (everything off) are given that loader.
-Peers that are not installed are left out. The save is that of snapshots.py with its 600 MB on the GPU. Drawing is
-the whole share of one of 8 ranks, as tensors, on the device. Under three minutes.
+Peers that are not installed are left out. The save is that of snapshots.py with its 600 MB on the
+GPU. Drawing is the whole share of one of 8 ranks, as tensors, on the device. Under three minutes.
 """
 
 from __future__ import annotations
