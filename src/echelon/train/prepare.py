@@ -18,9 +18,11 @@ from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
 from echelon.train.output import Output
+from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
+from echelon.train.speed import speed_of
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
 from echelon.train.writer import Writer
@@ -58,6 +60,10 @@ def prepare(
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
+    training.profile = profile_of(
+        trainer.profile, training.step, training.total_steps, run.traces, world.rank, device
+    )
+    training.speed = speed_of(experiment, config, group)
     training.replica = Replica(experiment, world, device, trainer, pulse)
     experiment.model.train()
     if world.rank == 0:
@@ -66,6 +72,7 @@ def prepare(
         training.writer = Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
+    training.speed.restart(training.step, training.samples)
     return training
 
 

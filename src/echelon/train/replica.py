@@ -25,6 +25,7 @@ from echelon.data.batches import Batch
 from echelon.optim import Merger
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, Predict, predict_default
+from echelon.train.speed import Moments
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
 from echelon.world import World
 
@@ -67,6 +68,7 @@ class Replica:
         self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
         self._optimize = _Unlabelled(experiment.optimizer)
         self._pending: list[Tensor] = []
+        self.sampled: Moments | None = None
         self._wishes = Wishes()
         tables = tables_of(experiment.model)
         self._objective = _Objective(experiment, device, list(tables.values()))
@@ -81,6 +83,8 @@ class Replica:
     def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._backward(batch, total, wishes)
+        if self.sampled is not None:
+            self.sampled.put("reduced")
         optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -95,6 +99,8 @@ class Replica:
             self.experiment.schedule.step()
         for p in self.parameters:
             p.grad = None
+        if self.sampled is not None:
+            self.sampled.put("stepped")
 
     def _clip(self, most: float) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -152,6 +158,8 @@ class Replica:
             with nullcontext() if last else self._no_sync():
                 loss = self._ddp(data, weight)
                 self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+                if self.sampled is not None and self.world_size > 1:
+                    self.sampled.watch(loss)
                 loss.backward()
         if self._exchange is not None:
             self._exchange()
