@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import Trained, snapshot_steps, train_world
+from helpers import Trained, losses, snapshot_steps, train_config, train_world
 from launching import is_a_sentence_and_a_hint
 from looked_at import experiment
 
+from echelon.config.compose import compose
 from echelon.track import jsonl
 
 PARTS = ("data_ms", "compute_ms", "communication_ms", "optimizer_ms")
@@ -54,6 +55,19 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     split = [line for line in lines(done) if set(PARTS) <= line.keys()]
     waited = sum(line["communication_ms"] for line in split) / len(split)
     assert waited > 20, "rank 0's lines: it waits for the 30 ms of the other"
+
+
+@pytest.mark.slow
+def test_the_transformer_trains_alike_in_one_process_and_two(tmp_path: Path) -> None:
+    small = ("samples=64", "eval_samples=8", "trainer.epochs=1", "trainer.log_steps=1")
+    curves = []
+    for ranks in (1, 2):
+        words = ("experiment=transformer", *small, f"run.dir={tmp_path}", f"run.name=n{ranks}")
+        done = train_config(tmp_path, ranks, compose([*words, "launch.threads=1"]))
+        assert done.codes == [0] * ranks, done.said
+        curves.append(losses(done.run))
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
 # --- profiles ---

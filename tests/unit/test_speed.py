@@ -64,7 +64,7 @@ def test_a_line_has_what_was_measured_since_the_last() -> None:
 
 def test_a_step_without_borders_within_is_not_split() -> None:
     """As one that is captured as a CUDA graph."""
-    moments = Moments(on_gpu=False)
+    moments = Moments(CPU)
     moments.put("given")
     assert not moments.passed()
     moments.put("stepped")
@@ -75,7 +75,7 @@ def test_a_step_without_borders_within_is_not_split() -> None:
 
 
 def test_the_own_gradients_are_there_before_other_callbacks_of_the_backward_pass() -> None:
-    moments = Moments(on_gpu=False)
+    moments = Moments(CPU)
     weight = torch.ones(3, requires_grad=True)
     order: list[bool] = []
 

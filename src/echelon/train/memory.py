@@ -199,7 +199,7 @@ def _ways(
         each = trainer.eval_batch_size or trainer.batch_size
         if each > 1:
             yield f"trainer.eval_batch_size={each // 2}"
-    large_model = held.peak > 0 and held.always > held.peak / 2
+    large_model = not held.parameters or held.always > held.peak / 2 > 0
     for_activations = list(_smaller_steps(config, world, evaluating))
     if not large_model:
         yield from for_activations

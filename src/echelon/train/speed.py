@@ -43,19 +43,20 @@ _COUNT_AFTER_S = 3.0
 class Moments:
     """When one step passed its borders."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.begun = time.perf_counter()
-        self._on_gpu = on_gpu
+        self._device = device
+        self._on_gpu = device.type == "cuda"
         self._at: dict[str, Any] = {}
         self.put("asked")
 
     def put(self, border: str) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._at[border] = event
-        else:
+        if not self._on_gpu:
             self._at[border] = time.perf_counter()
+        elif not torch.cuda.is_current_stream_capturing():  # there it would be noted, not passed
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._at[border] = event
 
     def watch(self, loss: Tensor) -> None:
         """Note when its backward pass is through, before DDP's own callback waits for the others:
@@ -145,7 +146,7 @@ class Speed:
             if self._skip:
                 self._skip -= 1
             else:
-                sampled = Moments(self._on_gpu)
+                sampled = Moments(self._devices[0])
             batch = next(every, None)
             if batch is None:
                 return
