@@ -73,6 +73,7 @@ def overrides(size: str, device: str, many: int) -> list[str]:
         f"samples={BATCH * many}",
         f"trainer.batch_size={BATCH}",
         "trainer.clip=1.0",
+        "trainer.save.epochs=null",
         "trainer.keep_last=1",
         "track.progress=lines",
         *fast,
@@ -204,7 +205,8 @@ def hand_tuned(t: Any) -> Callable[[int], None]:
     from echelon.experiments.transformer import Transformer, token_loss
 
     device, on_gpu = t.device, t.device.type == "cuda"
-    model = Transformer(**globals()["_sizes"]).to(device)
+    with torch.device(device):
+        model = Transformer(**globals()["_sizes"])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu
     )
