@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from echelon.data.batches import Batch
+from echelon.data.batches import Batch, Cut
 from echelon.train.experiment import Experiment, predict_default
 
 # Teraflops of dense matrix products by NVIDIA's data sheets: bf16 and fp16 (accumulated in
@@ -69,9 +69,9 @@ class Flops:
         self.counted = False
         self.per_sample: float | None = None
 
-    def see(self, batch: Batch) -> None:
+    def see(self, batch: Batch | Cut) -> None:
         """Keep the shapes of a batch; all are alike."""
-        if self._batch is None and batch.data is not None:
+        if self._batch is None and batch.mine:
             shapes = tree_map_only(Tensor, lambda t: t.to("meta"), batch.data)
             self._batch = Batch(shapes, batch.mine)
 

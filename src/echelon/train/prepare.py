@@ -8,16 +8,19 @@ from typing import Any
 import torch
 
 from echelon.config.schema import Config
-from echelon.data.batches import source_of
+from echelon.data.batches import TensorSource, source_of
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
+from echelon.train.capture import WORTH, Capture, not_captured, obstacle
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
+from echelon.train.optimizers import Ways, fuse
 from echelon.train.output import Output
+from echelon.train.precision import Precision
 from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
@@ -41,8 +44,11 @@ def prepare(
     seed_all(config.seed)  # the same weights on every rank
     experiment = build_experiment(run.entry(config, world.node_rank), config.settings)
     experiment.model.to(device)
+    ways = Ways(experiment.optimizer)
+    precision = Precision(trainer.precision, device)
+    precision.use(experiment)
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
-    evaluator = _evaluator(experiment, config, group, device, pulse)
+    evaluator = _evaluator(experiment, config, group, device, pulse, precision)
     group.all_ready("built", _BUILD_TIMEOUT_S)
     group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
@@ -56,6 +62,7 @@ def prepare(
         stop=stop,
         pulse=pulse,
         device=device,
+        ways=ways,
     )
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
@@ -64,7 +71,9 @@ def prepare(
         trainer.profile, training.step, training.total_steps, run.traces, world.rank, device
     )
     training.speed = speed_of(experiment, config, group)
-    training.replica = Replica(experiment, world, device, trainer, pulse)
+    fuse(experiment, device)
+    training.replica = Replica(experiment, world, device, trainer, precision, pulse)
+    training.replica.capture = _capture(training)
     experiment.model.train()
     if world.rank == 0:
         _say(_opening(training))
@@ -76,6 +85,21 @@ def prepare(
     return training
 
 
+def _capture(t: Training) -> Capture | None:
+    """The step as a CUDA graph, where it is wished and can be."""
+    trainer, size = t.config.trainer, t.group.world.size
+    if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
+        return None
+    steps = t.total_steps - t.step
+    reason = f"only {steps} steps are left" if trainer.capture == "auto" and steps < WORTH else None
+    reason = reason or obstacle(t.experiment, t.source, t.device, size)
+    if reason is None and isinstance(t.source, TensorSource):
+        model = t.experiment.model
+        return Capture(t.replica.whole_step, model, t.source, trainer, size)
+    not_captured(reason or "", trainer.capture == "always")
+    return None
+
+
 def _backend(device: torch.device, share_devices: bool) -> str:
     """NCCL for GPUs, except that it refuses two ranks on one; gloo for what lies on the CPU."""
     on_gpu = device.type == "cuda" and not share_devices
@@ -83,13 +107,18 @@ def _backend(device: torch.device, share_devices: bool) -> str:
 
 
 def _evaluator(
-    experiment: Experiment, config: Config, group: Group, device: torch.device, pulse: Pulse
+    experiment: Experiment,
+    config: Config,
+    group: Group,
+    device: torch.device,
+    pulse: Pulse,
+    precision: Precision,
 ) -> Evaluator | None:
     if experiment.eval_data is None:
         return None
     source = source_of(experiment.eval_data, "eval_data", config.trainer.loader_workers, device)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
-    return Evaluator(experiment, source, size, group, device, pulse.beat)
+    return Evaluator(experiment, source, size, group, device, pulse.beat, precision)
 
 
 def _go_on(training: Training) -> None:

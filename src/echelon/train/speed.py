@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from echelon.config.schema import Config
-from echelon.data.batches import Batch
+from echelon.data.batches import Batch, Cut
 from echelon.train.experiment import Experiment
 from echelon.train.flops import Flops, peak_flops
 from echelon.train.group import Group
@@ -138,7 +138,7 @@ class Speed:
         """What was done since the last line was no training."""
         self._since = (time.monotonic(), step, samples)
 
-    def feed(self, batches: Iterable[Batch], replica: Sampled) -> Iterator[Batch]:
+    def feed(self, batches: Iterable[Batch | Cut], replica: Sampled) -> Iterator[Batch | Cut]:
         """The batches; now and then one whose step is sampled."""
         every = iter(batches)
         while True:
