@@ -58,7 +58,7 @@ def explained(
     error: BaseException, config: Config, world: World, run: Run | None, training: Training | None
 ) -> EchelonError:
     """In sentences: for the person whose model it is, who knows its traceback by heart."""
-    on_gpu = world.devices[0] != "cpu"
+    on_gpu = torch.device(world.devices[0]).type == "cuda"
     held = Held.of(training)
     evaluating = any(f.name == "evaluate" for f in traceback.extract_tb(error.__traceback__))
     what = [_asked(str(error), world, on_gpu), *held.told(_share(config, world), on_gpu)]

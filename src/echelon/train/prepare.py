@@ -43,6 +43,7 @@ def prepare(
         torch.cuda.set_device(device)
     seed_all(config.seed)  # the same weights on every rank
     experiment = build_experiment(run.entry(config, world.node_rank), config.settings)
+    speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     experiment.model.to(device)
     ways = Ways(experiment.optimizer)
     precision = Precision(trainer.precision, device)
@@ -70,7 +71,7 @@ def prepare(
     training.profile = profile_of(
         trainer.profile, training.step, training.total_steps, run.traces, world.rank, device
     )
-    training.speed = speed_of(experiment, config, group)
+    training.speed = speed
     fuse(experiment, device)
     training.replica = Replica(experiment, world, device, trainer, precision, pulse)
     training.replica.capture = _capture(training)

@@ -98,7 +98,7 @@ class Split(NamedTuple):
 
 
 def speed_of(experiment: Experiment, config: Config, group: Group) -> Speed:
-    """Before the replica wraps the model."""
+    """Before anything wraps the model, as operations are counted on a copy."""
     world = group.world
     devices = [torch.device(name) for name in world.devices[: config.replica.devices]]
     flops = None
