@@ -33,15 +33,15 @@ class Screen:
     def __init__(self, total_steps: int = 0, step: int = 0) -> None:
         self.total = total_steps
         self.next_draw = 0.0
-        self.latest: dict[str, Any] | None = None
+        self.latest: dict[str, Any] = {}
 
     def progress(self, line: dict[str, Any]) -> None:
         """A line of training metrics, drawn at most so often, with the last of what it has not."""
-        self.latest = line = line if self.latest is None else self.latest | line
+        self.latest.update(line)
         now = time.monotonic()
         if now >= self.next_draw:
             self.next_draw = now + self.draw_every_s
-            self.draw(line)
+            self.draw(self.latest)
 
     def draw(self, line: dict[str, Any]) -> None: ...
 
@@ -113,6 +113,6 @@ class Bar(Screen):
         self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
-        if self.latest is not None:
+        if self.latest:
             self.draw(self.latest)
         self._bar.stop()

@@ -1,8 +1,8 @@
 """How fast a run trains, and what its steps spend their time on.
 
-Samples/s and ms/step are of all steps. Their split is of sampled ones, at most one in a hundredth
-of a second, so that it costs nothing: a moment is noted at each border of such a step. On a GPU the
-moments are events in its stream, read when they have passed: nobody ever waits for them.
+Samples/s and ms/step are of all steps. Their split is of sampled ones, at most twenty a second, so
+that it costs next to nothing: a moment is noted at each border of such a step. On a GPU the moments
+are events in its stream, read when they have passed: nobody ever waits for them.
 
     asked ─ data ─ given ─ compute ─ own ─ communication ─ reduced ─ optimizer ─ stepped
 
@@ -31,7 +31,7 @@ from echelon.train.stragglers import Own, Stragglers
 
 _FIRST = 3
 """The first steps allocate memory and choose kernels: they say nothing of the others."""
-_SAMPLE_EVERY_S = 0.01
+_SAMPLE_EVERY_S = 0.05
 _MOST_BETWEEN = 1023
 _KEPT = 64
 """Sampled steps that wait to be read, where lines of metrics are rare."""
