@@ -22,9 +22,11 @@ from echelon.train.loop import Training
 from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
+from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
+from echelon.train.speed import speed_of
 from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
@@ -46,6 +48,7 @@ def prepare(
     seed_all(config.seed)  # the same weights on every rank
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
+    speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     stages = _place(experiment, config, world, by_hand)
     follow(experiment.optimizer)
     ways = Ways(experiment.optimizer)
@@ -71,6 +74,10 @@ def prepare(
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
+    training.profile = profile_of(
+        trainer.profile, training.step, training.total_steps, run.traces, world.rank, device
+    )
+    training.speed = speed
     fuse(experiment, device)
     training.replica = Replica(experiment, world, device, trainer, precision, pulse)
     training.replica.capture = _capture(training)
@@ -81,6 +88,7 @@ def prepare(
         training.writer = Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
+    training.speed.restart(training.step, training.samples)
     return training
 
 
