@@ -1,4 +1,4 @@
-"""The command line: verbs, each loading its room when it is called."""
+"""The command line: verbs, each loading its room, and all that takes time, when it is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon import __version__
@@ -143,6 +142,8 @@ def _run(words: list[str]) -> int:
 
 
 def _submit(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "submit",
         "Run the commands of a file as Slurm jobs: one run for each, several as an array, in the "
@@ -318,6 +319,8 @@ def _node(words: list[str]) -> int:
 
 
 def _trial(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "wandb-job",
         "Be a wandb agent's job, or what it starts. Batch scripts call this; nobody types it.",
@@ -361,6 +364,8 @@ def _resume(words: list[str]) -> int:
 
 
 def _jobs(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "jobs",
         "Show runs, the newest first: those that are active and the last ten.",
@@ -451,6 +456,8 @@ def _cancel(words: list[str]) -> int:
 
 
 def _runs(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "runs",
         "List runs and what came of them, the newest first: the notebook of results. `echelon "
@@ -506,6 +513,8 @@ snapshots: [{step, best, folder}], files: {name: path}}. What is not known is nu
 
 
 def _plot(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "plot",
         "Draw the curves of runs together, a panel per metric, into a .png, .svg or .html file, "
@@ -598,6 +607,8 @@ def _count(text: str) -> int:
 
 
 def _data(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "data",
         "Get a data set: download it, or take it from a file; check it, unpack it and prepare it.",
@@ -621,6 +632,8 @@ def _data(words: list[str]) -> int:
 
 
 def _env(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "env",
         "The environment that a source folder asks for: build it, show it, clean the cache.",
@@ -664,6 +677,8 @@ def _days(text: str) -> float:
 
 
 def _doctor(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "doctor",
         "Look at this machine: Python, torch, driver, GPUs, disks, limits, network, clients. Then "
@@ -768,6 +783,8 @@ def _seconds(text: str) -> float:
 
 
 def _sweep(words: list[str]) -> int:
+    from pathlib import Path
+
     if words[:1] == ["show"]:
         return _sweep_show(words[1:])
     parser = _parser(
@@ -843,6 +860,8 @@ def _lease(text: str) -> float:
 
 
 def _sweep_show(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "sweep show",
         "Show a sweep: its best trials, what failed, which parameters matter.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.gpus.processes import name_of
@@ -62,15 +61,14 @@ def only(node: Node, users: Sequence[str], wanted: Sequence[int]) -> Node:
     gpus = [gpu for gpu in node.gpus if not wanted or gpu.index in wanted]
     if users:
         gpus = [gpu for gpu in (_of_users(gpu, users) for gpu in gpus) if gpu.everyone()]
-    return replace(node, gpus=tuple(gpus))
+    return node._replace(gpus=tuple(gpus))
 
 
 def _of_users(gpu: Gpu, users: Sequence[str]) -> Gpu:
-    return replace(
-        gpu,
+    return gpu._replace(
         processes=tuple(p for p in gpu.processes if p.user in users),
         slices=tuple(
-            replace(part, processes=tuple(p for p in part.processes if p.user in users))
+            part._replace(processes=tuple(p for p in part.processes if p.user in users))
             for part in gpu.slices
         ),
     )

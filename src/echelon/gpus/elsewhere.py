@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
 
@@ -107,7 +106,7 @@ def _ask(there: There, sent: bytes) -> Node:
 def _heard(there: There, line: str) -> Node | None:
     told = line.partition(MARK)[2]
     with suppress(ValueError, KeyError, TypeError):
-        return replace(from_dict(json.loads(told)), host=there.host)
+        return from_dict(json.loads(told))._replace(host=there.host)
     return None
 
 
@@ -144,7 +143,7 @@ class Feed:
         age = time.monotonic() - self._heard
         if age <= max(_STALE_S, 3 * self._every_s):
             return self._node
-        return replace(self._node, fault=self._fault, stale_s=age)
+        return self._node._replace(fault=self._fault, stale_s=age)
 
     def close(self) -> None:
         self._over.set()

@@ -8,15 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from echelon.errors import Exit
 from echelon.gpus import choose
-from echelon.gpus.lines import plain_lines
 from echelon.gpus.look import Machine
 from echelon.gpus.snapshot import VERSION, Node, to_dict
-from echelon.gpus.table import painted, table
-from echelon.letters import plain
 
 _PATIENCE_S = 3.0
 """For the first answers, before those that came are shown."""
@@ -24,8 +21,7 @@ _PATIENCE_S = 3.0
 Look = Callable[[], list[Node]]
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """As it was typed."""
 
     users: tuple[str, ...] = ()
@@ -155,12 +151,18 @@ def _print(nodes: Sequence[Node], wanted: Wanted) -> None:
     if sys.stdout.isatty():
         lines = _drawn(nodes, wanted)
     else:
+        from echelon.gpus.lines import plain_lines
+        from echelon.letters import plain
+
         lines = [*map(plain, plain_lines(nodes))] or _nobody(wanted)
     print("\n".join(lines), flush=True)
 
 
 def _drawn(nodes: Sequence[Node], wanted: Wanted, clock: str = "") -> list[str]:
     import shutil  # takes longer to import than all lines of a pipe take
+
+    from echelon.gpus.table import painted, table
+    from echelon.letters import plain
 
     width = shutil.get_terminal_size().columns
     colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
