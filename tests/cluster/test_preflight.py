@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 from desk import Desk
 from doors import sshd
+from scenes import Scene, gpu
 
 from echelon.errors import Exit
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 OURS = os.environ.get("PYTHONPATH", "")
-DEAD_GPU = """
-class NVMLError(Exception): pass
-def nvmlDeviceGetHandleByIndex(index): raise NVMLError("GPU is lost")
-def nvmlDeviceGetCount(): return 1
-def nvmlInit(): pass
-nvmlShutdown = nvmlInit
-"""
 ANOTHER_WORLD = """
 mount --bind "$0/hosts" /etc/hosts && mount --bind "$0/faults" "$0/only" &&
 mount -t tmpfs -o ro none "$0/work" && exec "$@"
@@ -70,8 +64,9 @@ def test_name_version_folder_and_gpu_of_a_node(desk: Desk, tmp_path: Path) -> No
     metadata = tmp_path / "faults" / "torch-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
-    (tmp_path / "faults" / "pynvml.py").write_text(DEAD_GPU)
-    with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path):
+    driver = Scene(tmp_path / "driver", gpu(0), gpu(1, code=15)).library.parent
+    more = f"SetEnv LD_LIBRARY_PATH={driver}\n"
+    with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path, more):
         config = tmp_path / "config"
         config.write_text(f"Host {odd}\n    Port 2225\n" + desk.cluster.ssh_config.read_text())
         python = f"{tmp_path / 'only'}:{OURS}"
@@ -83,7 +78,7 @@ def test_name_version_folder_and_gpu_of_a_node(desk: Desk, tmp_path: Path) -> No
     assert f"{first} leads to {wrong} here" in found[odd, "name"]
     assert found[odd, "versions"].startswith("torch is 9.9.9, but")
     assert found[odd, "folder"].endswith("is neither shared nor can it be made there")
-    assert found[odd, "gpus"] == "GPU 0: GPU is lost"
+    assert found[odd, "gpus"] == "GPU 1: lost: reboot or reset"
     told = [c["found"] for c in report["checks"] if c["check"] == "all-reduce"]
     assert set(told) == {f"not tried: see versions of {odd}"}
 

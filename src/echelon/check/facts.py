@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon import __version__
-from echelon.check.wheels import Version
-from echelon.gpus import visible_count
+from echelon.check.wheels import Version, version
+from echelon.gpus import nvml, visible_count
+from echelon.gpus.look import FAULTS, NO_GPU
+from echelon.gpus.nvml import NvmlError
 from echelon.track import key
 
 _COMMAND_S = 8.0
@@ -72,6 +74,12 @@ class Driver(NamedTuple):
     """In place of a device, what NVML said of one that does not answer."""
 
 
+class NoDriver(NamedTuple):
+    said: str
+    is_broken: bool = False
+    """Rather than not there."""
+
+
 class Disk(NamedTuple):
     what: str
     path: str
@@ -101,7 +109,7 @@ class Facts:
     extras: Mapping[str, bool]
     torch: Torch | str
     """Or why there is none."""
-    driver: Driver | str
+    driver: Driver | NoDriver
     visible: int
     nvcc: str | None
     port: str
@@ -209,37 +217,22 @@ def how_it_ended(code: int, said: str) -> str:
     return f"killed by signal {-code}: {last}" if code < 0 else last
 
 
-def ask_nvml() -> Driver | str:
+def ask_nvml() -> Driver | NoDriver:
     try:
-        import pynvml
+        with nvml.opened() as library:
+            devices = [_device(library, index) for index in range(library.count())]
+            return Driver(library.driver() or "?", version(library.cuda()), devices)
+    except NvmlError as error:
+        said = NO_GPU.get(error.code, str(error))
+        return NoDriver(said, is_broken=error.code != nvml.NO_LIBRARY)
 
-        pynvml.nvmlInit()
-    except Exception as error:  # no package, no library, no driver, no permission
-        return str(error) or type(error).__name__
+
+def _device(library: nvml.Nvml, index: int) -> Device | str:
     try:
-        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        return Driver(
-            _text(pynvml.nvmlSystemGetDriverVersion()),
-            (cuda // 1000, cuda % 1000 // 10) if cuda else None,
-            [_device(pynvml, i) for i in range(int(pynvml.nvmlDeviceGetCount()))],
-        )
-    except pynvml.NVMLError as error:
-        return str(error)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _device(nvml: Any, index: int) -> Device | str:
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        return Device(_text(nvml.nvmlDeviceGetName(handle)), (int(major), int(minor)))
-    except nvml.NVMLError as error:
-        return str(error)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        device = library.device(index)
+        return Device(device.name() or "?", device.capability() or (0, 0))
+    except NvmlError as error:
+        return FAULTS.get(error.code, str(error))
 
 
 # --- programs ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from echelon.check.facts import Device, Disk, Driver, Facts, Limit, Torch
+from echelon.check.facts import Device, Disk, Driver, Facts, Limit, NoDriver, Torch
 from echelon.check.smoke import Rank
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict
 from echelon.check.wheels import Version, install_line, is_built_for, least_cuda, version
@@ -75,8 +75,9 @@ def torch(f: Facts) -> Iterator[Verdict]:
 
 
 def driver(f: Facts) -> Iterator[Verdict]:
-    if isinstance(f.driver, str):
-        yield Verdict("driver", NONE, f"no NVIDIA driver: {f.driver}")
+    if isinstance(f.driver, NoDriver):
+        do = "nvidia-smi; sudo modprobe nvidia, or restart the machine" * f.driver.is_broken
+        yield Verdict("driver", WARN if do else NONE, f.driver.said, do)
         return
     cuda = f.driver.cuda
     found = f"{f.driver.version}, supports CUDA up to {_dotted(cuda)}"

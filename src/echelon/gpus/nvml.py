@@ -80,6 +80,19 @@ class Device(NamedTuple):
     def fan_percent(self) -> int | None:
         return self.nvml.number("nvmlDeviceGetFanSpeed", self.handle)
 
+    def capability(self) -> tuple[int, int] | None:
+        major, minor = c_uint(), c_uint()
+        name = "nvmlDeviceGetCudaComputeCapability"
+        told = self.nvml.told(name, self.handle, byref(major), byref(minor))
+        return (major.value, minor.value) if told else None
+
+    def memory_errors(self) -> int:
+        """That could not be corrected, since the driver was loaded; 0 without ECC."""
+        errors, uncorrected, since_loaded = c_ulonglong(), c_uint(1), c_uint(0)
+        name = "nvmlDeviceGetTotalEccErrors"
+        self.nvml.told(name, self.handle, uncorrected, since_loaded, byref(errors))
+        return errors.value
+
     def memory(self) -> Memory | None:
         newer = (c_ulonglong * 5)()  # version, total, reserved, free, used
         newer[0] = ctypes.sizeof(newer) | 2 << 24
