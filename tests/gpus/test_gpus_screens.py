@@ -119,6 +119,12 @@ def test_several_machines_are_named_in_every_line_of_a_pipe() -> None:
     assert seen.endswith("(seen 17 s ago)")
 
 
+def test_what_does_not_fit_is_seen_to_be_cut() -> None:
+    lines = drawn([NODE], 20).splitlines()
+    assert "  0   97%   61.0/14…" in lines
+    assert all(len(line) < 20 or line.endswith("…") for line in lines)
+
+
 def test_a_machine_that_is_silent_says_since_when() -> None:
     stale = Node("n3", "no answer", "550.1", "12.4", NODE.gpus[:1], stale_s=17.2)
     assert "n3 · 1 GPU, 0 idle" in drawn([stale], 100)
@@ -177,6 +183,7 @@ def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(stag
             return before + wanted
 
         first = until(b"12%")
+        assert re.search(rb" \d\d:\d\d:\d\d\x1b\[2;", first), "a full line's last letter stays"
         assert first.startswith(b"\x1b[?1049h\x1b[?25l"), "a page of its own"
         scene.set(gpu(0, use=11), gpu(1, use=13))
         later = until(b"13%")

@@ -142,6 +142,13 @@ def test_grep_finds_all_of_a_process_in_its_line(stage: Stage, gpus: Typed) -> N
     assert found == [f"GPU 1  pid {pid}  {choose.me()}  57.2 GiB     0s  python train.py"]
 
 
+def test_a_title_is_shown_whole(stage: Stage, gpus: Typed) -> None:
+    """As setproctitle leaves it: all in the first word, with paths further on."""
+    with working("/opt/bin/ray::train /data/shard-1 on 3") as pid:
+        stage(gpu(0), process(pid))
+        assert gpus()[1].endswith("  ray::train /data/shard-1 on 3\n")
+
+
 # --- free ones ---
 
 

@@ -124,10 +124,10 @@ class Conductor:
             if message and "hello" in message:
                 self._here.add(message["node"])
             ended = [line for line in self._lines if line.gone()]
-            lost = {n for line in ended for n in line.nodes}
+            lost = {n for line in ended for n in line.nodes} | self._here
             if time.monotonic() > deadline or (set(missing) <= lost and self._said.empty()):
-                return {n: line.gone() for line in self._lines for n in line.nodes if n in missing}
-        return {}
+                break
+        return {n: o.gone() for o in self._lines for n in o.nodes if n not in self._here}
 
     def ask(
         self, orders: dict[int, dict[str, Any]], do: str, limit_s: float, together: bool = False

@@ -280,10 +280,12 @@ def _fast(link: Link, slow: set[Link]) -> bool:
     return not any(set(link[:2]) == set(k[:2]) for k in slow)
 
 
-def slow(links: Sequence[Link]) -> list[Link]:
-    """Those worth a second look, or without a rate."""
+def slow(links: Sequence[Link], in_comparison: bool = False) -> list[Link]:
+    """Those worth a second look, or without a rate; or only those that are fast by themselves, but
+    not beside the others."""
     usual = median([k.rate for k in links if k.rate is not None] or [0.0])
-    return [k for k in links if k.rate is None or _is_slow(k.rate, usual)]
+    found = [k for k in links if k.rate is None or _is_slow(k.rate, usual)]
+    return [k for k in found if not in_comparison or (k.rate or 0.0) >= _SLOW]
 
 
 def _is_slow(rate: float, usual: float) -> bool:

@@ -3,6 +3,7 @@ and a slow connection keeps up."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ from types import FrameType
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # a page of its own, no cursor, lines do not wrap
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that know how
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Screen:
@@ -27,7 +29,7 @@ class Screen:
             sys.stdout.write("\x1b[2J")
         page = fitting(lines, size.lines)
         changed = [
-            f"\x1b[{number};1H{line}\x1b[K"
+            f"\x1b[{number};1H{line}{_rest(line, size.columns)}"
             for number, line in enumerate(page, 1)
             if number > len(self._shown) or self._shown[number - 1] != line
         ]
@@ -36,6 +38,11 @@ class Screen:
             sys.stdout.write(f"{_BEGIN}{''.join(changed)}{rest}{_END}")
             sys.stdout.flush()
         self._shown = page
+
+
+def _rest(line: str, columns: int) -> str:
+    """Erases what stood there. A full line leaves the cursor on its last letter, not after it."""
+    return "\x1b[K" if len(_STYLE.sub("", line)) < columns else ""
 
 
 def fitting(lines: Sequence[str], height: int) -> list[str]:

@@ -43,11 +43,14 @@ def table(nodes: Sequence[Node], width: int, me: str = "", clock: str = "") -> l
 
 def _clipped(line: Line, width: int) -> Line:
     """A line that wraps would push the rest off the screen."""
+    if sum(len(text) for text, _ in line) <= width:
+        return line
     clipped: Line = []
+    left = width - 1
     for text, style in line:
-        clipped.append((text[:width], style))
-        width = max(0, width - len(text))
-    return clipped
+        clipped.append((text[:left], style))
+        left = max(0, left - len(text))
+    return [*clipped, ("…", "")]
 
 
 def _heading(node: Node, width: int, clock: str) -> Line:
