@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from echelon.check.facts import (
+    EXTRAS,
     Device,
     Disk,
     Driver,
@@ -278,3 +281,13 @@ def test_wrong_numbers_are_told() -> None:
     assert (step.state, together.state) == (FAIL, FAIL)
     assert "computes wrongly" in step.found
     assert "the sum is wrong on rank 0" in together.found
+
+
+def test_every_extra_is_looked_for() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    names = re.findall(
+        r"^(\w+) = \[", project.partition("[project.optional-dependencies]")[2], re.M
+    )
+    for ours, package in EXTRAS.items():
+        assert re.search(rf'^{ours} = \["{package}>=', project, re.M)
+    assert set(EXTRAS) == set(names[: names.index("bench")]) - {"dev"}

@@ -39,9 +39,10 @@ _TIME_ERROR = 5
 """adjtimex(2): nobody keeps this clock right."""
 _UNLIMITED = resource.RLIM_INFINITY
 EXTRAS = {
+    "movielens": "pyarrow",
     "wandb": "wandb",
     "tensorboard": "tensorboard",
-    "movielens": "pyarrow",
+    "sweep": "optuna",
     "plot": "matplotlib",
 }
 """Of pyproject.toml, each by the package that it brings."""

@@ -329,7 +329,7 @@ def smoke(ranks: Sequence[Rank]) -> Iterator[Verdict]:
             yield Verdict(name, FAIL, f"{found}: this device computes wrongly", do)
         else:
             found = f"trained, loss {rank.loss[0]:.3g} to {rank.loss[1]:.3g}"
-            yield Verdict(name, OK, f"{found}, {rank.step_s:.1f} s with its start")
+            yield Verdict(name, OK, f"{found}, {rank.step_s:.2g} s with its start")
     yield _all_reduce(ranks)
 
 
@@ -339,7 +339,7 @@ def _all_reduce(ranks: Sequence[Rank]) -> Verdict:
     first = blamed[0] if blamed else 0
     if all(rank.sum_right for rank in ranks):
         took_s = max(rank.reduce_s for rank in ranks)
-        found = f"{backend} across {len(ranks)}, the sum is right, {took_s:.1f} s with its start"
+        found = f"{backend} across {len(ranks)}, the sum is right, {took_s:.2g} s with its start"
         return Verdict("all-reduce", OK, found)
     if any(rank.sum_right is False for rank in ranks):
         wrong = next(n for n, rank in enumerate(ranks) if rank.sum_right is False)

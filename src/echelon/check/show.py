@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -50,21 +50,41 @@ def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
             print("\t".join(" ".join(field.split()) for field in fields).rstrip())
         return
     wide = max(map(len, names)) + 2
-    screen.print(Text(" " * wide + "  ".join(CHECKS), "bold"))
-    for node, name in enumerate(names):
-        row = Text(f"{name:<{wide}}")
-        for check in CHECKS:
-            mine = [v for n, v in findings if n == node and v.check == check]
-            state = worst(mine) if mine else NONE
-            row += Text(f"{SHOWN[state]:<{len(check) + 2}}", STYLES[state])
-        screen.print(row)
+    for checks in _beside(screen.width - wide):
+        screen.print(Text(" " * wide + "  ".join(checks), "bold"))
+        for node, name in enumerate(names):
+            row = Text(f"{name:<{wide}}")
+            for check in checks:
+                mine = [v for n, v in findings if n == node and v.check == check]
+                state = worst(mine) if mine else NONE
+                row += Text(f"{SHOWN[state]:<{len(check) + 2}}", STYLES[state])
+            row.rstrip()
+            screen.print(row)
+        screen.print()
     for node, verdict in findings:
         slowest = verdict.check == "link" and verdict.found.endswith("slowest node")
         if verdict.state in (WARN, FAIL) or slowest:
-            screen.print()
-            screen.print(_state(verdict, f"{names[node]}, {verdict.check}: {verdict.found}"))
+            told = f"{names[node]}, {verdict.check}: {verdict.found}"
+            first, *more = textwrap.wrap(told, max(_LEAST, screen.width) - 6)
+            screen.print(_state(verdict, first))
+            for line in more:
+                screen.print(" " * 6 + line)
             if verdict.do:
                 screen.print(Text(f"      → {verdict.do}", "cyan"))
+            screen.print()
+    fails = sum(verdict.state == FAIL for _, verdict in findings)
+    screen.print(f"not ready: {fails} to mend" if fails else "ready")
+
+
+def _beside(width: int) -> Iterator[list[str]]:
+    """The checks, as many beside each other as there is room for."""
+    row: list[str] = []
+    for check in CHECKS:
+        if row and len("  ".join([*row, check])) > width:
+            yield row
+            row = []
+        row.append(check)
+    yield row
 
 
 def _state(verdict: Verdict, text: str) -> Text:
