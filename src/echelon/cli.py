@@ -749,7 +749,7 @@ terminal it asks, elsewhere it needs --yes and else stops with code 2. The exit 
 host cannot be reached or is not ready yet; then mend what it says and type the same again.""",
     )
     parser.add_argument("what", choices=["ssh"])
-    parser.add_argument("host", metavar="HOST", help="a name or address, or USER@HOST")
+    parser.add_argument("host", metavar="HOST", help="a name or address; USER@HOST, HOST:PORT")
     parser.add_argument("--user")
     parser.add_argument("--port", type=int)
     parser.add_argument("--name", metavar="ALIAS", help="what to call it (default: HOST)")

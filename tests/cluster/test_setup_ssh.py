@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from desk import Desk
+from bed import LIMIT_S
+from desk import ECHELON, Desk
 from doors import HIDE, sshd
 
 from echelon.errors import Exit
@@ -83,6 +87,51 @@ def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path
     assert f"fail\techelon\tlaunch=ssh starts {sys.executable}, which is not there" in done.out
     assert f"{sys.executable} -m pip install echelon==" in done.out
     assert "once that is mended:  echelon train launch=ssh" in done.out
+
+
+def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> None:
+    address = desk.cluster.addresses[desk.cluster.nodes[0]]
+    config, key, known = tmp_path / "config", tmp_path / "key", tmp_path / "known"
+    common = f"Host *\n  UserKnownHostsFile {known}\n  GlobalKnownHostsFile none\n"
+    config.write_text(common + "  IdentityAgent none\n")
+    before = config.read_bytes()
+    words = ("setup", "ssh", f"root@{address}:22", "--name", "pod")
+    words += ("--key", str(key), "--config", str(config))
+    for no in ("n\n", "\n", "\x04"):
+        code, said = conversation(words, ("write it? [y/N] ", no))
+        assert (code, said.split("\r\n")[-2]) == (Exit.USAGE, "nothing was written"), said
+        assert (config.read_bytes(), key.exists()) == (before, False)
+    agreed = ("write it? [y/N] ", "y\n")
+    code, said = conversation(words, agreed, ("(yes/no/[fingerprint])? ", "no\n"))
+    assert code == Exit.NOT_READY, said
+    assert "ssh does not know the key of pod: Host key verification failed." in said
+    assert not known.exists()
+    assert "Host pod\n" in config.read_text()
+    code, said = conversation(words, ("(yes/no/[fingerprint])? ", "yes\n"))
+    assert code == Exit.NOT_READY, said
+    assert "pod is known to ssh already, and is used as it is:" in said
+    assert f"error: pod does not take the key yet: root@{address}: Permission denied" in said
+    assert address in known.read_text()
+
+
+def conversation(words: tuple[str, ...], *turns: tuple[str, str]) -> tuple[int, str]:
+    """At a terminal of its own: each answer once its question is there. The code, and all that
+    was to be seen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp(ECHELON[0], [*ECHELON, *words])
+    said, heard = b"", 0
+    left = list(turns)
+    while select.select([terminal], [], [], LIMIT_S)[0]:
+        try:
+            said += os.read(terminal, 65536)
+        except OSError:  # Linux's way to say that it is closed
+            break
+        if left and left[0][0].encode() in said[heard:]:
+            heard = len(said)
+            os.write(terminal, left.pop(0)[1].encode())
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.decode()
 
 
 def mode(path: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import pwd
 import shlex
 import subprocess
 import sys
@@ -49,9 +48,9 @@ class Wanted:
 
 
 def setup_ssh(wanted: Wanted) -> int:
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # as ssh does, whatever HOME says
-    config = Path(wanted.config).absolute() if wanted.config else home / ".ssh" / "config"
-    key = Path(wanted.key).expanduser().absolute() if wanted.key else _usual_key(home)
+    usual = entries.home() / ".ssh"
+    config = Path(wanted.config).expanduser().absolute() if wanted.config else usual / "config"
+    key = Path(wanted.key).expanduser().absolute() if wanted.key else usual / "id_ed25519"
     entry = entries.read(wanted.host, wanted.user, wanted.port, wanted.alias, key)
     launch = Launch(kind="ssh", ssh=_ssh_command(wanted.config, config))
     remote.require_ssh(launch)
@@ -68,10 +67,6 @@ def setup_ssh(wanted: Wanted) -> int:
         _install(launch, entry)
     _log_in(launch, entry, bool(there))
     return _report(launch, entry)
-
-
-def _usual_key(home: Path) -> Path:
-    return home / ".ssh" / "id_ed25519"
 
 
 def _ssh_command(given: str | None, config: Path) -> str:
@@ -98,10 +93,14 @@ def _agreed(entry: Entry, config: Path, yes: bool) -> bool:
             file=sys.stderr,
         )
         return False
-    if input("write it? [y/N] ").strip().lower() in ("y", "yes"):
-        return True
-    print("nothing was written", file=sys.stderr)
-    return False
+    try:
+        answer = input("write it? [y/N] ").strip().lower()
+    except EOFError:
+        answer = ""
+        print()
+    if answer not in ("y", "yes"):
+        print("nothing was written", file=sys.stderr)
+    return answer in ("y", "yes")
 
 
 def _write(entry: Entry, config: Path) -> None:
@@ -172,19 +171,21 @@ def _install(launch: Launch, entry: Entry) -> None:
 
 
 def _log_in(launch: Launch, entry: Entry, was_there: bool) -> None:
-    """At a terminal ssh may ask whether the host's key is right; nobody else can know."""
+    """At a terminal ssh may ask whether the host's key is right; nobody else can know, and to find
+    out takes a person as long as it takes."""
     if not was_there:
         print(f"the public key, for a provider's page:\n\n{_shown(keys.public(entry.key))}")
     sys.stdout.flush()
-    ask = [] if sys.stdin.isatty() else ["-o", "BatchMode=yes"]
+    asks = sys.stdin.isatty()
+    ask = [] if asks else ["-o", "BatchMode=yes"]
     words = [*remote.ssh_words(launch), *ask, "-T", "-o", "ConnectTimeout=10", "--", entry.alias]
     try:
         done = subprocess.run(
             [*words, "true"],
-            stdin=None if sys.stdin.isatty() else subprocess.DEVNULL,
+            stdin=None if asks else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=_CONNECT_S,
+            timeout=None if asks else _CONNECT_S,
         )
     except subprocess.TimeoutExpired:
         raise _closed(launch, entry, f"no answer within {_CONNECT_S:g} s") from None
@@ -193,7 +194,7 @@ def _log_in(launch: Launch, entry: Entry, was_there: bool) -> None:
 
 
 def _closed(launch: Launch, entry: Entry, said: str) -> EchelonError:
-    words = remote.last_words(said) or "ssh says nothing"
+    words = remote.last_words(said, 1) or "ssh says nothing"
     if "host key" in said.lower():
         hint = f"type `{launch.ssh} {entry.alias}` once, and compare the fingerprint it shows"
         what = f"ssh does not know the key of {entry.alias}: {words}"
