@@ -62,18 +62,16 @@ def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
         authorized = home / ".ssh" / "authorized_keys"
         assert authorized.read_text() == f"{public}\n"
         assert mode(authorized) == 0o600
-
-        real.write_text(written)
-        before = (key.read_bytes(), real.read_bytes())
-        ready = desk.type(*words, "--yes")
-        assert ready.code == Exit.OK, ready.out + ready.err
-        assert "pod is known to ssh already" in ready.out
-        assert (key.read_bytes(), real.read_bytes()) == before
-        line = ready.out.strip().splitlines()[-1]
+        assert "pod is known to ssh already" in installed.out
+        line = installed.out.strip().splitlines()[-1]
         wanted = f"\"launch.ssh='ssh -F {config}'\""
         assert line == f"ready:  echelon train launch=ssh 'launch.hosts=[pod]' {wanted}"
-        assert "\ttorch\t" in ready.out
-        assert "\tall-reduce\t" in ready.out, "a step was trained there"
+        assert "\ttorch\t" in installed.out
+        assert "\tall-reduce\t" in installed.out, "a step was trained there"
+
+        real.write_text(written)
+        by_the_key_alone = ["ssh", "-F", str(config), "-o", "BatchMode=yes", "pod", "true"]
+        assert subprocess.run(by_the_key_alone, timeout=60).returncode == 0
 
 
 def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path) -> None:
@@ -106,12 +104,14 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> No
     assert code == Exit.NOT_READY, said
     assert "ssh does not know the key of pod: Host key verification failed." in said
     assert not known.exists()
-    assert "Host pod\n" in config.read_text()
+    before = (key.read_bytes(), config.read_bytes())
+    assert b"Host pod\n" in before[1]
     code, said = conversation(words, ("(yes/no/[fingerprint])? ", "yes\n"))
     assert code == Exit.NOT_READY, said
     assert "pod is known to ssh already, and is used as it is:" in said
     assert f"error: pod does not take the key yet: root@{address}: Permission denied" in said
     assert address in known.read_text()
+    assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"
 
 
 def conversation(words: tuple[str, ...], *turns: tuple[str, str]) -> tuple[int, str]:

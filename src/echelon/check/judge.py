@@ -228,7 +228,8 @@ def _clock(seen: Seen, node: int) -> Iterator[Verdict]:
         return
     ahead_s = clock["ahead_s"]
     away_s = max(0.0, abs(ahead_s) - clock["round_s"] / 2)
-    found = f"{abs(ahead_s):.3g} s {'ahead of' if ahead_s > 0 else 'behind'} {seen.name(0)}'s"
+    away = f"{abs(ahead_s):.3g} s" if abs(ahead_s) >= 1 else f"{1000 * abs(ahead_s):.2g} ms"
+    found = f"{away} {'ahead of' if ahead_s > 0 else 'behind'} {seen.name(0)}'s"
     state = FAIL if away_s > _CLOCK_FAIL_S else WARN if away_s > _CLOCK_WARN_S else OK
     do = "sudo timedatectl set-ntp true, on that node" if state != OK else ""
     yield Verdict("clock", state, found, do)
