@@ -251,11 +251,11 @@ exit codes: 6 there is no GPU, 7 fewer are free than asked for""",
     parser.add_argument(
         "--user", action="append", default=[], metavar="NAME", help="only theirs; `me`; repeatable"
     )
-    parser.add_argument("--gpu", default="", metavar="0,2", help="only these; also 4-7")
+    parser.add_argument("--gpu", metavar="0,2", help="only these; also 4-7")
     parser.add_argument(
         "--free", nargs="?", type=_some, const=0, metavar="N", help="print N that are idle, or all"
     )
-    parser.add_argument("--hosts", default="", metavar="A,B", help="other machines, over ssh")
+    parser.add_argument("--hosts", metavar="A,B", help="other machines, over ssh")
     parser.add_argument(
         "--slurm",
         nargs="?",
@@ -266,17 +266,17 @@ exit codes: 6 there is no GPU, 7 fewer are free than asked for""",
     parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="e.g. 'ssh -F FILE'")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(words)
-    elsewhere = bool(given.hosts) or given.slurm is not None
+    elsewhere = given.hosts is not None or given.slurm is not None
     if given.free is not None and (elsewhere or given.watch or given.user):
         parser.error("--free is about all GPUs of this machine, once")
     from echelon.gpus import choose, show
 
     wanted = show.Wanted(
         tuple(choose.me() if name == "me" else name for name in given.user),
-        tuple(choose.indices(given.gpu)) if given.gpu else (),
+        () if given.gpu is None else tuple(choose.indices(given.gpu)),
         given.json,
         given.watch,
-        tuple(choose.hosts(given.hosts)) if given.hosts else (),
+        () if given.hosts is None else tuple(choose.hosts(given.hosts)),
         given.slurm,
         given.ssh,
     )
@@ -293,7 +293,7 @@ def _interval(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.1 <= float(text) <= 86400:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: 0.1 s is the least")
+    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: give 0.1 to 86400 s")
 
 
 def _node(words: list[str]) -> int:
