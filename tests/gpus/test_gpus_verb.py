@@ -172,7 +172,8 @@ def test_free(stage: Stage, gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     code, out, err = gpus("--free")
     assert (code, out) == (Exit.BUSY, ""), "an empty list would hide all GPUs from CUDA"
-    assert err == "none is idle; `echelon gpus` shows who uses them\n"
+    among = "among those that CUDA_VISIBLE_DEVICES leaves"
+    assert err == f"none is idle {among}; `echelon gpus` shows who uses them\n"
 
 
 def test_free_where_cuda_counts_otherwise(
@@ -338,3 +339,6 @@ def test_a_launch_is_told_who_is_there(stage: Stage) -> None:
         assert len(company(["cuda:0"], {"CUDA_VISIBLE_DEVICES": "2,0"})) == 1
         assert company(["cpu"], {}) == []
     assert one.startswith("GPU 1 is in use: ")
+    stage(gpu(0, used=9 * GIB, use=50), gpu(1))
+    [unseen] = company(["cuda:0", "cuda:1"], {})
+    assert unseen.startswith("GPU 0 is in use: by somebody who cannot be seen, 9.0 GiB; ")

@@ -85,11 +85,13 @@ class Line:
             reader.join(1)
         return Gone(code, "\n".join(self._last))
 
-    def end(self) -> None:
-        """By its input; what does not listen is killed."""
+    def hang_up(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
+
+    def end(self) -> None:
+        """After hanging up; what does not listen is killed."""
         try:
             self.process.wait(3)
         except subprocess.TimeoutExpired:
@@ -112,6 +114,8 @@ class Conductor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for line in self._lines:  # all before one is waited for
+            line.hang_up()
         with contextlib.ExitStack() as stack:
             for line in self._lines:
                 stack.callback(line.end)

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,7 +164,7 @@ def _quick(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
         "visible": visible_count(env),
         "port": _port_trouble(),
         "disks": [
-            disk("here", Path.cwd()),
+            _disk_here(),
             disk("runs", runs),
             disk("tmp", Path(tempfile.gettempdir())),
             disk("home", Path(env.get("HOME") or "/")),
@@ -206,9 +207,10 @@ def child(module: str, limit_s: float) -> dict[str, Any] | str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {limit_s:g} s"
-    if done.returncode == 0 and done.stdout.strip():
-        loaded: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return loaded
+    for line in reversed(done.stdout.splitlines() if done.returncode == 0 else []):
+        with suppress(ValueError):  # an ending program may say more
+            loaded: dict[str, Any] = json.loads(line)
+            return loaded
     return how_it_ended(done.returncode, done.stderr)
 
 
@@ -280,12 +282,27 @@ def _ssh() -> Tool | None:
 
 def disk(what: str, path: Path) -> Disk:
     """Of a folder that may yet have to be made."""
-    path = path.absolute()
-    there = next(p for p in (path, *path.parents) if p.is_dir())
+    path = Path(_here()) / path
+    there = next(p for p in (path, *path.parents) if os.path.isdir(p))
     found = os.statvfs(there)
     inodes = found.f_favail if found.f_files else None
     writable = os.access(there, os.W_OK | os.X_OK)
     return Disk(what, str(path), found.f_bavail * found.f_frsize, inodes, writable)
+
+
+def _disk_here() -> Disk:
+    """Which somebody may have removed: then nothing can be written, and torch cannot be loaded."""
+    here = _here()
+    found = disk("here", Path(here))
+    return found if os.path.isdir(here) else found._replace(writable=False)
+
+
+def _here() -> str:
+    """As it was called, of a folder that is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.environ.get("PWD") or "/"
 
 
 def _space(path: Path) -> tuple[int, int] | None:

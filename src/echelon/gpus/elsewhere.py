@@ -26,6 +26,7 @@ from echelon.gpus.told import MARK
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=2"),
+    *("-o", "ControlMaster=no"),  # a connection that others share would keep our pipes open
 )
 _ANSWER_S = 30.0
 _AT_ONCE = 64

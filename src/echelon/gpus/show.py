@@ -40,7 +40,8 @@ def show(wanted: Wanted) -> int:
         if not any(node.gpus for node in nodes) and not (wanted.every_s and _is_elsewhere(wanted)):
             return _no_gpu(nodes, wanted)
         choose.require_there(wanted.gpus, [len(node.gpus) for node in nodes])
-        choose.require_known(wanted.users, nodes)
+        if not _is_elsewhere(wanted):  # who has an account there cannot be known here
+            choose.require_known(wanted.users, nodes)
         if wanted.every_s is None:
             _print(_chosen(nodes, wanted), wanted)
             return Exit.OK
@@ -59,7 +60,9 @@ def show_free(count: int | None, wanted: Wanted) -> int:
         asked = f"{count} are wanted, but " if count else ""
         some = f"only {len(found)} is" if len(found) == 1 else f"only {len(found)} are"
         here = some if found else "none is"
-        print(f"{asked}{here} idle; `echelon gpus` shows who uses them", file=sys.stderr)
+        among = " among those that CUDA_VISIBLE_DEVICES leaves"
+        among = among if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        print(f"{asked}{here} idle{among}; `echelon gpus` shows who uses them", file=sys.stderr)
         return Exit.BUSY
     chosen = found[:count]
     print(json.dumps({"version": VERSION, "free": chosen}) if wanted.as_json else ",".join(chosen))

@@ -22,6 +22,7 @@ from echelon.setup import entry as entries
 from echelon.setup import key as keys
 from echelon.setup.entry import Entry
 
+_OPTIONS = ("-T", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 _CONNECT_S = 60.0
 _DOCTOR_S = 300.0
 _INSTALL = """umask 077
@@ -154,8 +155,8 @@ def _require_read(launch: Launch, entry: Entry, config: Path) -> None:
 def _install(launch: Launch, entry: Entry) -> None:
     """By whatever lets one in now: a password at the terminal, another key, an agent."""
     public = keys.public(entry.key)
-    words = [*remote.ssh_words(launch), "-o", "IdentitiesOnly=no", "-o", "ConnectTimeout=10"]
-    words += ["-T", "--", entry.alias, shlex.join(["sh", "-c", _INSTALL])]
+    words = [*remote.ssh_words(launch), "-o", "IdentitiesOnly=no", *_OPTIONS]
+    words += ["--", entry.alias, shlex.join(["sh", "-c", _INSTALL])]
     done = subprocess.run(words, input=public + "\n", text=True, stderr=subprocess.PIPE)
     if done.returncode:
         raise EchelonError(
@@ -178,7 +179,7 @@ def _log_in(launch: Launch, entry: Entry, was_there: bool) -> None:
     sys.stdout.flush()
     asks = sys.stdin.isatty()
     ask = [] if asks else ["-o", "BatchMode=yes"]
-    words = [*remote.ssh_words(launch), *ask, "-T", "-o", "ConnectTimeout=10", "--", entry.alias]
+    words = [*remote.ssh_words(launch), *ask, *_OPTIONS, "--", entry.alias]
     try:
         done = subprocess.run(
             [*words, "true"],
