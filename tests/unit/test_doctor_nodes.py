@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,6 +202,14 @@ def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(nodes: int) -> 
     assert len(every) == len(set(every))
     if nodes <= 8:
         assert len(every) == nodes * (nodes - 1) // 2
+
+
+def test_what_was_not_tried_for_want_of_time_is_no_good_news() -> None:
+    late = replace(seen(reduces={}), reduces={}, not_reduced="not tried: out of time")
+    assert {f.verdict.state for f in judge(late) if f.verdict.check == "all-reduce"} == {NONE}
+    found = [f.verdict for f in judge(replace(late, out_of_time=True))]
+    told = {v.do for v in found if v.check == "all-reduce" and v.state == WARN}
+    assert told == {"give it more time: --limit SECONDS"}
 
 
 # --- on a screen ---

@@ -53,6 +53,7 @@ class Seen:
     reduced_bytes: int = 0
     not_reduced: str = ""
     """Why no all-reduce was tried."""
+    out_of_time: bool = False
 
     def name(self, node: int) -> str:
         return str(self.looks.get(node, {}).get("host") or self.names[node])
@@ -300,9 +301,11 @@ def _rate(rate: float) -> str:
 
 def _reduced(seen: Seen) -> Iterator[Finding]:
     if seen.not_reduced:
+        more = "give it more time: --limit SECONDS"
+        late = (WARN, seen.not_reduced, more) if seen.out_of_time else (NONE, seen.not_reduced)
         for node in range(len(seen.names)):
             if node not in seen.absent:
-                yield Finding(node, Verdict("all-reduce", NONE, seen.not_reduced))
+                yield Finding(node, Verdict("all-reduce", *late))
         return
     took_s = [r["s"] for a in seen.reduces.values() for r in a.get("ranks", ()) if not r["trouble"]]
     nccls = {r.get("nccl") for a in seen.reduces.values() for r in a.get("ranks", ())} - {None}

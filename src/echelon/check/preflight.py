@@ -181,7 +181,7 @@ def _all_reduce(conductor: Conductor, seen: Seen, places: Places, deadline: floa
         counts[node] = min(procs, visible) if procs and visible else procs or max(1, visible)
     left_s = deadline - time.monotonic() - 1
     if left_s < 3:
-        return replace(seen, not_reduced="not tried: out of time; give more with --limit SECONDS")
+        return replace(seen, not_reduced="not tried: out of time", out_of_time=True)
     first = seen.looks[0]
     common = {
         "host": first["address"],
