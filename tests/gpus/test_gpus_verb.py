@@ -342,3 +342,14 @@ def test_a_launch_is_told_who_is_there(stage: Stage) -> None:
     stage(gpu(0, used=9 * GIB, use=50), gpu(1))
     [unseen] = company(["cuda:0", "cuda:1"], {})
     assert unseen.startswith("GPU 0 is in use: by somebody who cannot be seen, 9.0 GiB; ")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_training_of_the_same_shell_is_company(stage: Stage, shared: bool) -> None:
+    """Unless they are ranks that share a device on purpose."""
+    ask = "from echelon.gpus.busy import company; "
+    ask += f"print(len(company(['cuda:0'], {{}}, shared={shared})))"
+    with working("python train.py") as beside:
+        env = stage(gpu(0), process(beside, gib=3)).environment()
+        told = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True)
+    assert told.stdout == f"{0 if shared else 1}\n"
