@@ -189,6 +189,11 @@ def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(stag
         later = until(b"13%")
         assert b"\x1b[4;1H" in later
         assert b"11%" not in later[later.index(b"\x1b[4;1H") :], "what stays is not sent again"
+        process.send_signal(signal.SIGTSTP)
+        until(b"\x1b[?25h\x1b[?1049l")
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), "as Ctrl-Z does"
+        process.send_signal(signal.SIGCONT)
+        assert b"\x1b[?1049h\x1b[?25l" in until(b"13%"), "all of it again"
         process.send_signal(signal.SIGINT)
         until(b"\x1b[?25h\x1b[?1049l")
         assert process.wait(timeout=10) == 0

@@ -3,6 +3,7 @@ and a slow connection keeps up."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -20,6 +21,10 @@ _STYLE = re.compile(r"\x1b\[[\d;]*m")
 class Screen:
     def __init__(self) -> None:
         self._shown: list[str] = []
+        self._size = (0, 0)
+
+    def forget(self) -> None:
+        """The terminal shows something else by now."""
         self._size = (0, 0)
 
     def draw(self, lines: Sequence[str]) -> None:
@@ -54,16 +59,26 @@ def fitting(lines: Sequence[str], height: int) -> list[str]:
 
 @contextmanager
 def screen() -> Iterator[Screen]:
-    """Whatever ends it, the terminal is as it was."""
+    """Whatever ends or stops it, the terminal is as it was."""
+    drawn = Screen()
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    def stop(number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z, until `fg`. Past Python's own buffer, which may be in use."""
+        os.write(sys.stdout.fileno(), _LEAVE.encode())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.write(sys.stdout.fileno(), _ENTER.encode())
+        drawn.forget()
+
+    handlers = ((signal.SIGTERM, end), (signal.SIGTSTP, stop))
+    before = {number: signal.signal(number, does) for number, does in handlers}
     sys.stdout.write(_ENTER)
     try:
-        yield Screen()
+        yield drawn
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, did in before.items():
+            signal.signal(number, did)
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()
