@@ -114,6 +114,24 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> No
     assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"
 
 
+def test_a_key_that_asks_for_its_passphrase_needs_an_agent(desk: Desk, tmp_path: Path) -> None:
+    host = desk.cluster.nodes[0]
+    key, config = tmp_path / "key", tmp_path / "config"
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(key)]
+    subprocess.run(make, check=True, timeout=60)
+    with sshd(desk.cluster, host, [2228], 'exec "$@"', tmp_path, f"AuthorizedKeysFile {key}.pub\n"):
+        own = f"Host {host}\n  Port 2228\n  IdentityFile {key}\n  BatchMode no\n"
+        theirs = desk.cluster.ssh_config.read_text()
+        config.write_text(
+            own + theirs.replace(str(desk.cluster.kind.folder / "ssh/client"), "none")
+        )
+        words = ("setup", "ssh", host, "--config", str(config))
+        code, said = conversation(words, (f"Enter passphrase for key '{key}': ", "secret\n"))
+    assert code == Exit.NOT_READY, said
+    assert "login  not without a question: root@" in said
+    assert f"ssh-add {key}: launch=ssh cannot answer questions" in said
+
+
 def conversation(words: tuple[str, ...], *turns: tuple[str, str]) -> tuple[int, str]:
     """At a terminal of its own: each answer once its question is there. The code, and all that
     was to be seen."""

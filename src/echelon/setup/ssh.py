@@ -25,6 +25,7 @@ from echelon.setup.entry import Entry
 _OPTIONS = ("-T", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 _CONNECT_S = 60.0
 _DOCTOR_S = 300.0
+_SSH_FAILS = 255
 _INSTALL = """umask 077
 mkdir -p ~/.ssh && cd ~/.ssh && touch authorized_keys && IFS= read -r key &&
 { grep -qxF "$key" authorized_keys || printf '%s\n' "$key" >> authorized_keys; }
@@ -238,7 +239,10 @@ def _ask(launch: Launch, entry: Entry) -> list[Verdict]:
     try:  # a login may print words of its own before
         told: dict[str, Any] = json.loads(text[text.index("{") :])
     except ValueError:
-        said = remote.last_words(done.stderr.decode(errors="replace")) or "it said nothing"
+        said = remote.last_words(done.stderr.decode(errors="replace"), 1) or "it said nothing"
+        if done.returncode == _SSH_FAILS:  # but it let one in before, at a terminal
+            hint = f"ssh-add {shlex.quote(str(entry.key))}: launch=ssh cannot answer questions"
+            return [Verdict("login", FAIL, f"not without a question: {said}", hint)]
         hint = f"install Python there, at {sys.executable} as here: launch=ssh starts it"
         return [Verdict("python", FAIL, f"no Python answers: {said}", hint)]
     if "checks" in told:
