@@ -235,6 +235,9 @@ def test_a_narrow_screen(
     assert shown[-1] == "not ready: 1 to mend"
     matrix(wrong.names, judge(seen()))
     assert capsys.readouterr().out.endswith("ready\n")
+    monkeypatch.setenv("LC_ALL", "C")
+    matrix(wrong.names, judge(wrong))
+    assert capsys.readouterr().out.isascii()
 
 
 def test_a_link_that_is_slow_beside_the_others_gets_more_chances() -> None:

@@ -329,7 +329,8 @@ def _one_reduced(seen: Seen, node: int, took_s: float, nccls: set[Any]) -> Verdi
         return Verdict("all-reduce", FAIL, found, "echelon doctor, on that node")
     if len(nccls) > 1:
         return Verdict("all-reduce", FAIL, f"NCCL is {ranks[0]['nccl']} of {nccls}", "see versions")
-    speed = f", {size(seen.reduced_bytes)} in {took_s:.3g} s" if took_s else ""
+    alone = len(ranks) == 1 and len(seen.reduces) == 1
+    speed = f", {size(seen.reduced_bytes)} in {took_s:.3g} s" if took_s and not alone else ""
     backend = ranks[0]["backend"] + (f" {ranks[0]['nccl']}" if ranks[0].get("nccl") else "")
     return Verdict("all-reduce", OK, f"{backend}, the sum is right{speed}")
 
