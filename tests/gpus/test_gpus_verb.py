@@ -292,6 +292,26 @@ def test_a_machine_without_our_python(
     assert "use 11%" in out
 
 
+OLD_PYTHON = """\
+#!/bin/sh
+now="import sys; sys.version_info = (3, 8, 18); sys.version = '3.8.18 (default)'; $2"
+shift 2
+exec {python} -c "$now" "$@"
+"""
+
+
+def test_a_machine_whose_python_is_too_old(
+    hosts: str, gpus: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "python3.8"
+    old.write_text(OLD_PYTHON.format(python=sys.executable))
+    old.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(old))
+    code, _, err = gpus("--hosts", "a", "--ssh", hosts)
+    assert code == Exit.NO_GPU
+    assert err == "a: no GPU: cannot be reached: Python 3.9 is the least, there is 3.8.18\n"
+
+
 @pytest.mark.slow
 def test_a_lost_connection_is_stale_and_comes_back(
     hosts: str, tmp_path: Path, watching: Callable[..., subprocess.Popen[str]]

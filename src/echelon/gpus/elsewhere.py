@@ -35,7 +35,10 @@ _STALE_S = 3.0
 _SENT = ("nvml", "snapshot", "processes", "ended", "look", "told")
 """In the order in which they import each other."""
 _START = 'p=$1; command -v "$p" >/dev/null 2>&1 || p=python3; exec "$p" -c "$2" "$3" "$4"'
-_READ = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+_READ = (
+    "import sys; sys.version_info < (3, 9) and sys.exit('Python 3.9 is the least, there is ' + "
+    "sys.version.split()[0]); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+)
 _LOAD = """\
 import types
 for name, text in SOURCES:
