@@ -32,6 +32,7 @@ pytest.importorskip("wandb")
 
 KEY = "5ecre7" * 7
 EXPERIMENT = f"experiment={HERE / 'subjects.py'}:regression"
+LEASE_S = 60.0
 SIZE = ("samples=16", "eval_samples=4", "trainer.batch_size=8", "trainer.epochs=1")
 
 
@@ -184,7 +185,7 @@ def prepared(tmp_path: Path) -> tuple[SweepFile, Prepared]:
     path = tmp_path / "s.yml"
     path.write_text(FILE)
     file = read(path)
-    return file, prepare(file, SIZE, None, tmp_path / "runs", None, composed)
+    return file, prepare(file, SIZE, None, tmp_path / "runs", None, LEASE_S, composed)
 
 
 def test_no_server_makes_no_sweep(
