@@ -858,12 +858,9 @@ def _sweep_show(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     _add_dir(parser)
     given = parser.parse_args(words)
-    from echelon.sweep.book import Book
-    from echelon.sweep.folder import open_sweep
-    from echelon.sweep.show import show
+    from echelon.sweep.verb import look
 
-    picture = Path(given.plot) if given.plot else None
-    return show(Book(open_sweep(given.name, given.dir)), given.json, given.all, picture)
+    return look(given.name, given.dir, given.json, given.all, given.plot)
 
 
 def _explain(words: list[str]) -> int:

@@ -49,8 +49,13 @@ class Result(NamedTuple):
     """A trial as it stands."""
 
     number: int
+    """In the order in which they were begun."""
+    name: str
+    """The number; on wandb's server, its id there."""
+    run: str
+    """The name of its run."""
     state: str
-    """running, finished, pruned or failed."""
+    """running, preempted, finished, pruned or failed."""
     value: float | None
     values: dict[str, Any]
     history: list[float]
@@ -89,7 +94,8 @@ class Book:
         values = trial.user_attrs.get(_VALUES) or {}
         state = self._states.get(trial.state, "running")
         cause = str(trial.user_attrs.get(_CAUSE, ""))
-        return Result(trial.number, state, value, values, history, cause)
+        run, number = self.sweep.run(trial.number).name, trial.number
+        return Result(number, str(number), run, state, value, values, history, cause)
 
     def _best(self, history: Sequence[float]) -> float | None:
         if not history:

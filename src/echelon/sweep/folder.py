@@ -13,6 +13,8 @@ from echelon.sweep import marked
 from echelon.sweep.file import Metric, SweepFile, understood
 
 _VERSION = 1
+_FILES = ("sweep.json", "wandb.json")
+"""Of a sweep searched here, of one on wandb's server."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Sweep:
     @property
     def settings_file(self) -> Path:
         return self.folder / "sweep.json"
+
+    @property
+    def server_file(self) -> Path:
+        return self.folder / "wandb.json"
 
     @property
     def copy(self) -> Path:
@@ -108,9 +114,9 @@ class Sweep:
 def open_sweep(where: str, root: str) -> Sweep:
     """By name or path."""
     for folder in (Path(where), Path(root) / where):
-        if (folder / "sweep.json").exists():
+        if any((folder / file).exists() for file in _FILES):
             return Sweep(folder.resolve())
-    known = {path.parent.name for path in Path(root).glob("*/sweep.json")}
+    known = {path.parent.name for file in _FILES for path in Path(root).glob(f"*/{file}")}
     raise EchelonError(
         Fault(
             f"no sweep {where!r} here or in {Path(root).absolute()}",

@@ -13,6 +13,7 @@ from echelon.sweep import slurm
 from echelon.sweep.begin import Prepared, prepare
 from echelon.sweep.book import Book
 from echelon.sweep.file import SweepFile, read
+from echelon.sweep.folder import open_sweep
 from echelon.sweep.given import written
 from echelon.sweep.report import report
 from echelon.sweep.show import show, watching
@@ -52,6 +53,13 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
         from echelon.sweep.wandb.engine import serve
 
         return serve(file, prepared, wanted.parallel)
+    if prepared.sweep.server_file.exists():
+        raise EchelonError(
+            Fault(
+                f"the sweep {prepared.sweep.name} in {prepared.sweep.folder} is on wandb's server",
+                "go on with it with --engine wandb, or choose another name with --name",
+            )
+        )
     if on_slurm:
         slurm.check(prepared.sweep, prepared.first, wanted.parallel)
     prepared.sweep.write(prepared.settings, path.read_text())
@@ -60,13 +68,25 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
     return _here(prepared, wanted)
 
 
+def look(name: str, root: str, as_json: bool, all_of_them: bool, picture: str | None) -> int:
+    """`echelon sweep show`, whoever searches."""
+    sweep = open_sweep(name, root)
+    if sweep.server_file.exists():
+        from echelon.sweep.wandb.look import looked_at
+
+        told = looked_at(sweep)
+    else:
+        told = report(Book(sweep))
+    return show(told, as_json, all_of_them, Path(picture) if picture else None)
+
+
 def _here(prepared: Prepared, wanted: Wanted) -> int:
     name = prepared.sweep.name
     with watching() as screen:
         code = supervise(prepared.sweep, wanted.parallel, screen.tell)
     book = Book(prepared.sweep)
-    show(book, wanted.as_json)
-    told = report(book, importance=False)
+    told = report(book)
+    show(told, wanted.as_json)
     if code == Exit.OK and told.ending and told.best is None:
         raise EchelonError(
             Fault(f"the sweep {name} ended: {told.ending}", "mend it and choose another --name"),
@@ -86,7 +106,7 @@ def _queue(prepared: Prepared, wanted: Wanted) -> int:
         print(f"  look at it  echelon sweep show {sweep.name}")
         return Exit.OK
     slurm.follow(sweep)
-    return show(Book(sweep), wanted.as_json)
+    return show(report(Book(sweep)), wanted.as_json)
 
 
 def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_slurm: bool) -> int:

@@ -20,17 +20,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from echelon.config.outside import Trial
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.jobs.standing import stand_of
 from echelon.launch.process import is_alive
 from echelon.runs import Run
 from echelon.sweep.begin import Prepared
 from echelon.sweep.file import SweepFile
 from echelon.sweep.folder import Settings
+from echelon.sweep.lock import Lock
 from echelon.sweep.metrics import History, key_of
 from echelon.sweep.wandb import creation, record
 from echelon.sweep.wandb.client import Server, Silent
-from echelon.sweep.wandb.process import Process, command_of
+from echelon.sweep.wandb.process import Process, command_of, following
 from echelon.sweep.wandb.record import DONE, Told
 from echelon.track import wandb_run
 
@@ -52,8 +53,10 @@ def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
     creation.require(os.environ)
     settings, folder = prepared.settings, prepared.sweep.folder
     folder.mkdir(parents=True, exist_ok=True)
-    server, sweep = creation.opened(file, settings, folder)
-    return _Office(server, sweep, settings, folder, [_Agent() for _ in range(parallel)]).work()
+    with Lock(prepared.sweep.lock, f"the sweep {prepared.sweep.name} is at work already"):
+        server, sweep = creation.opened(file, settings, folder)
+        agents = [_Agent() for _ in range(parallel)]
+        return _Office(server, sweep, settings, folder, agents).work()
 
 
 @dataclass
@@ -183,7 +186,7 @@ class _Office:
 
     def _begin(self, agent: _Agent, told: Told) -> None:
         record.keep(self.folder, replace(told, state="running"))
-        agent.told, agent.process = told, self._process(told.trial())
+        agent.told, agent.process = told, self._process(told)
         agent.beat_at = 0.0
         given = "  ".join(f"{name}={value}" for name, value in told.trial().values.items())
         _say(f"trial {told.id} begins: {given}")
@@ -196,9 +199,13 @@ class _Office:
                 self._begin(agent, told)
                 return
 
-    def _process(self, trial: Trial) -> Process:
+    def _process(self, told: Told) -> Process:
+        """A job of Slurm's outlives whoever looked at it, and is looked at again."""
+        run, trial = self._run(told), told.trial()
+        standing = stand_of(run) if run.status().get("launcher") == "slurm" else None
+        queued = standing is not None and standing.job and standing.active
         command = command_of(self.settings, trial, self.folder.parent)
-        return Process.start(trial, command, self.folder)
+        return Process.start(trial, following(run) if queued else command, self.folder)
 
     def _stop(self, agent: _Agent) -> None:
         """The server wants no more of it: save, end, do not come back."""
