@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -113,6 +114,26 @@ def test_a_dry_run_says_what_would_happen(typed: Any, tmp_path: Path) -> None:
     assert told["run_cap"] == 6
     assert "#SBATCH --array=0-0\n" in told["script"]
     assert "#SBATCH --nodes=2\n" in told["script"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [("1", "this cluster takes no job arrays"), ("3", "an array has at most 2 tasks here")],
+)
+def test_a_cluster_whose_arrays_are_small(
+    typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, says: str
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "slurm.conf").write_text(f"MaxArraySize={size}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    text = "method: grid\nparameters: {lr: {values: [0.1, 0.2]}}\n"
+    code, _, err = typed(text, "launch=slurm", "--parallel", "3")
+    assert code == Exit.USAGE
+    assert says in err
+    assert is_a_sentence_and_a_hint(err)
     assert not (tmp_path / "runs").exists()
 
 

@@ -13,7 +13,7 @@ from echelon.sweep import slurm
 from echelon.sweep.begin import Prepared, prepare
 from echelon.sweep.book import Book
 from echelon.sweep.file import SweepFile, read
-from echelon.sweep.folder import open_sweep
+from echelon.sweep.folder import Sweep, open_sweep
 from echelon.sweep.given import written
 from echelon.sweep.report import report
 from echelon.sweep.show import show, watching
@@ -61,7 +61,7 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
             )
         )
     if on_slurm:
-        slurm.check(prepared.sweep, prepared.first, wanted.parallel)
+        slurm.check(prepared, wanted.parallel)
     prepared.sweep.write(prepared.settings, path.read_text())
     if on_slurm:
         return _queue(prepared, wanted)
@@ -81,32 +81,39 @@ def look(name: str, root: str, as_json: bool, all_of_them: bool, picture: str | 
 
 
 def _here(prepared: Prepared, wanted: Wanted) -> int:
-    name = prepared.sweep.name
     with watching() as screen:
         code = supervise(prepared.sweep, wanted.parallel, screen.tell)
-    book = Book(prepared.sweep)
-    told = report(book)
-    show(told, wanted.as_json)
-    if code == Exit.OK and told.ending and told.best is None:
-        raise EchelonError(
-            Fault(f"the sweep {name} ended: {told.ending}", "mend it and choose another --name"),
-            exit=Exit.FAILED,
-        )
-    if code != Exit.OK:
-        print("the same command goes on with this sweep", file=sys.stderr)
+    if code == Exit.OK:
+        return _outcome(prepared.sweep, wanted.as_json)
+    show(report(Book(prepared.sweep)), wanted.as_json)
+    print("the same command goes on with this sweep", file=sys.stderr)
     return code
+
+
+def _outcome(sweep: Sweep, as_json: bool) -> int:
+    """Of a sweep whose workers are gone by themselves."""
+    told = report(Book(sweep))
+    show(told, as_json)
+    if told.ending and told.best is None:
+        what, do = f"ended: {told.ending}", "mend it and choose another --name"
+    elif not told.ending and told.done < told.cap:
+        what = f"is not over, but its workers are: {told.done} of {told.cap} results"
+        do = f"see {sweep.logs}; the same command goes on with it"
+    else:
+        return Exit.OK
+    raise EchelonError(Fault(f"the sweep {sweep.name} {what}", do), exit=Exit.FAILED)
 
 
 def _queue(prepared: Prepared, wanted: Wanted) -> int:
     sweep = prepared.sweep
     Book(sweep)  # made here, so that no worker has to wait for another
-    job = slurm.submit_workers(sweep, prepared.first, wanted.parallel)
+    job = slurm.submit_workers(prepared, wanted.parallel)
     print(f"job {job}: {wanted.parallel} workers of sweep {sweep.name} in {sweep.folder}")
     if not wanted.wait:
         print(f"  look at it  echelon sweep show {sweep.name}")
         return Exit.OK
     slurm.follow(sweep)
-    return show(report(Book(sweep)), wanted.as_json)
+    return _outcome(sweep, wanted.as_json)
 
 
 def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_slurm: bool) -> int:
@@ -123,7 +130,7 @@ def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_
             "parameters": {p.name: p.distribution for p in file.parameters.values()},
             "words": settings.words,
             "program": settings.program,
-            "script": slurm.script(sweep, prepared.first, wanted.parallel) if on_slurm else None,
+            "script": slurm.script(prepared, wanted.parallel) if on_slurm else None,
         }
         print(json.dumps(told, indent=2))
         return Exit.OK
@@ -139,7 +146,7 @@ def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_
     for p in file.parameters.values():
         print(f"  {p.name:<{width}}  {p.distribution} {_range(p)}")
     if on_slurm:
-        print(f"\n{slurm.script(sweep, prepared.first, wanted.parallel)}")
+        print(f"\n{slurm.script(prepared, wanted.parallel)}")
         return Exit.OK
     print("\nA trial:")
     return start(prepared.first, dry_run=True)
