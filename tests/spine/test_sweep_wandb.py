@@ -262,7 +262,7 @@ def test_what_our_agents_have_run_is_shown(
     words = ["sweep", "show", "s", "--dir", str(folder.parent)]
     assert dispatch(words) == 0
     shown = capsys.readouterr().out
-    head = "sweep s: 11 of 4 results (9 finished, 1 pruned, 1 failed, 1 preempted)"
+    head = "sweep s: 11 of 4 results (9 finished, 1 pruned, 1 failed, 1 waiting)"
     assert shown.startswith(f"{head}; best eval/loss 0 in trial t0\n")
     assert "trial t10 failed: it broke" in shown
     assert f"best run    echelon show {SWEEP}-t0\n" in shown

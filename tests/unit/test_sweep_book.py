@@ -157,7 +157,9 @@ def test_a_trial_that_is_at_work_is_waited_for_and_given_back_ones_go_first(tmp_
     taken = a.take()
     assert isinstance(taken, Taken)
     assert b.take() is True
+    assert [result.state for result in b.results()] == ["running"]
     a.give_back(taken, on_purpose=True)
+    assert [result.state for result in b.results()] == ["waiting"]
     again = b.take()
     assert isinstance(again, Taken)
     assert (again.number, again.values) == (taken.number, taken.values)

@@ -7,7 +7,7 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from echelon.sweep.book import Book, Result
+from echelon.sweep.book import ENDED, Book, Result
 from echelon.sweep.file import Metric
 from echelon.sweep.folder import Sweep
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 _ENOUGH = 8
 """Results below which nothing is said about importance: it would be noise."""
-
-
-ENDED = ("finished", "pruned", "failed")
 
 
 class Report(NamedTuple):
@@ -46,7 +43,7 @@ class Report(NamedTuple):
 
     def counts(self) -> dict[str, int]:
         states = [result.state for result in self.results]
-        return {s: states.count(s) for s in (*ENDED, "running", "preempted")}
+        return {s: states.count(s) for s in (*ENDED, "running", "waiting")}
 
     @property
     def open(self) -> list[Result]:

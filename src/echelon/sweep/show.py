@@ -116,6 +116,8 @@ class Lines:
 
 
 def _line(told: Report, result: Result) -> str:
+    if result.state == "waiting":
+        return f"trial {result.name} waits for a worker"
     if result.state == "running":
         return f"trial {result.number}: {given.listed(result.values)}"
     value = "" if result.value is None else f", {told.metric.name} {result.value:.6g}"

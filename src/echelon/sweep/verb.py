@@ -108,7 +108,8 @@ def _queue(prepared: Prepared, wanted: Wanted) -> int:
     sweep = prepared.sweep
     Book(sweep)  # made here, so that no worker has to wait for another
     job = slurm.submit_workers(prepared, wanted.parallel)
-    print(f"job {job}: {wanted.parallel} workers of sweep {sweep.name} in {sweep.folder}")
+    workers = f"{wanted.parallel} worker{'s' * (wanted.parallel > 1)}"
+    print(f"job {job}: {workers} of sweep {sweep.name} in {sweep.folder}")
     if not wanted.wait:
         print(f"  look at it  echelon sweep show {sweep.name}")
         return Exit.OK

@@ -38,10 +38,10 @@ def work(folder: str, slot: str, compose: Compose) -> int:
     sweep = Sweep(Path(folder))
     in_job = "launch=slurm" in sweep.settings().words
     starter: Starter = Stepping() if in_job else Forking()  # which forks: before anything else
-    return _Worker(sweep, slot, compose, starter, in_job).run()
+    return Worker(sweep, slot, compose, starter, in_job).run()
 
 
-class _Worker:
+class Worker:
     def __init__(
         self, sweep: Sweep, slot: str, compose: Compose, starter: Starter, in_job: bool
     ) -> None:

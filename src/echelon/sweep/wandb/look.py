@@ -38,7 +38,7 @@ def looked_at(sweep: Sweep, importance: bool = True) -> Report:
 def _result(number: int, told: Told, folder: Path, key: str) -> Result:
     trial = told.trial()
     history = History(Run(folder.with_name(trial.run_name)).metrics_file, key).read()
-    state = "pruned" if told.state == "stopped" else told.state
+    state = {"stopped": "pruned", "preempted": "waiting"}.get(told.state, told.state)
     value = history[-1] if history else told.value  # the last one is what wandb goes by
     given = dict(trial.values)
     return Result(number, told.id, trial.run_name, state, value, given, history, told.cause)
