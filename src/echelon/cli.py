@@ -777,9 +777,9 @@ def _sweep(words: list[str]) -> int:
         "command typed again goes on. `echelon sweep show NAME` shows what came of it.",
         """\
 parameters are settings by their names: lr, trainer.batch_size, seed; nested ones are dotted. An
-experiment is given by experiment=NAME, by `program: FILE.py` that calls echelon.main, or as a
-parameter with one value. Another `program` or `command` is run as wandb's agent would, and appends
-a line of JSON with its metric to the file $ECHELON_METRICS after each evaluation.
+experiment is given by experiment=NAME, here or in a `command` of `echelon train`, or by `program:
+FILE.py` that calls echelon.main. Another `program` or `command` is run as wandb's agent would, and
+appends a line of JSON with its metric to the file $ECHELON_METRICS after each evaluation.
 
 metric.name is what is reported: eval/rmse, or rmse for short; the best evaluation of a trial
 counts. early_terminate counts evaluations: with min_iter, eta at min_iter, min_iter·eta, …; with

@@ -29,7 +29,6 @@ parameters:
     parameters:
       steps: {value: 60}
       batch_size: {value: 6}
-      save: {parameters: {steps: {value: 5}}}
       evaluate: {parameters: {steps: {value: 20}}}
 """
 END_S = 240.0
@@ -43,7 +42,7 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     desk.variables = {"SPINE_PAUSE_S": "0.1"}
     where = f"experiment={HERE / 'subjects.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
-    following = desk.start("sweep", "s.yml", *words, *OPTIONS)
+    following = desk.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
     sweep = Sweep(desk.folder / "runs" / "s")
     until(lambda: _saved(sweep.run(0)) and _saved(sweep.run(1)), START_S, "both are at work")
     os.kill(_worker(sweep, 0), signal.SIGKILL)  # the hosts have this machine's process numbers

@@ -72,7 +72,7 @@ def typed(
         ("parameters: {lr: {values: [a]}}\n", (), "s.yml:2: lr=a: "),
         ("parameters: {lr: {values: [0.1, fast]}}\n", (), "s.yml:2: lr=fast: "),
         ("parameters: {trainer.epochs: {values: [1, -1]}}\n", (), "trainer.epochs=-1 is below 0"),
-        ("parameters: {launch.procs: {values: [1]}}\n", (), "not for a sweep to choose"),
+        ("parameters: {launch.procs: {values: [1]}}\n", (), "s.yml:2: the sweep sets launch.procs"),
         ("parameters: {lr: {value: 1}}\n", ("run.name=x",), "run.name=x is the same for all"),
         ("parameters: {lr: {value: 1}}\n", ("--name", "a b"), "is no name for a run"),
         ("parameters: {lr: {value: 1}}\n", ("experiment=nope",), "there is no such experiment"),

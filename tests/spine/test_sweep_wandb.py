@@ -101,7 +101,7 @@ def test_every_rank_is_given_what_rank_0_took(tmp_path: Path, traced: Path) -> N
         ({"lr": "${oc.env:HOME}"}, "an interpolation"),
         ({"lrr": 0.1}, "did you mean 'lr'?"),
         ({"trainer.batch_size": 1}, "smaller than the world of 2"),
-        ({"launch.kind": "slurm"}, "which a server may not"),
+        ({"launch.kind": "slurm"}, "which it may not"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -113,7 +113,7 @@ def _composed(
 
 def _located(fault: Fault, file: SweepFile) -> Fault:
     for parameter in file.parameters.values():
-        if fault.what.startswith((f"{parameter.name}=", f"the parameter {parameter.name}")):
+        if fault.what.startswith((f"{parameter.name}=", f"the sweep sets {parameter.name}")):
             return Fault(f"{parameter.at}: {fault.what}", fault.do)
     return fault
 
