@@ -78,6 +78,13 @@ def typed(
         ("parameters: {lr: {value: 1}}\n", ("experiment=nope",), "there is no such experiment"),
         ("parameters: {lr: {min: 2, max: 1}}\n", (), "s.yml:2: lr has min=2 > max=1"),
         ("parameters: {lr: {value: 1}}\n", ("launch.nodes=2",), "does not use it"),
+        ("parameters: {lr: {value: 1}}\n", ("lr=2",), "the sweep's file has a parameter lr"),
+        ("parameters: {lr: {value: 1}}\n", ("--name", ""), "--name='' is no name"),
+        ("parameters: {lr: {value: 1}}\n", ("--dir", "/proc/x"), "/proc/x/s cannot be written"),
+        ("parameters: {lr: {value: 1}}\n", ("--storage", "no://a:pw@b"), "--storage no://a:…@b: "),
+        ("parameters: {lr: {min: 1, max: 10000000000}}\n", (), "10,000,000,000 values"),
+        ("parameters: {lr: {values: [!!python/name:os.system [1]]}}\n", (), "an object"),
+        ("parameters: {_target_: {value: 1}}\n", (), "s.yml:2: the sweep sets '_target_'"),
         ("command: [prog]\nparameters: {lr: {value: 1}}\n", (), "there is no metric"),
     ],
 )
@@ -129,7 +136,7 @@ def test_a_cluster_whose_arrays_are_small(
     (tmp_path / "slurm.conf").write_text(f"MaxArraySize={size}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    text = "method: grid\nparameters: {lr: {values: [0.1, 0.2]}}\n"
+    text = "method: grid\nparameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
     code, _, err = typed(text, "launch=slurm", "--parallel", "3")
     assert code == Exit.USAGE
     assert says in err

@@ -143,6 +143,11 @@ def test_what_is_wrong_is_named(text: str, says: str) -> None:
     assert any(says in what for what in faults(HEAD + text)), faults(HEAD + text)
 
 
+def test_what_is_no_sweep_at_all() -> None:
+    for text, says in (("", "s.yml is empty"), ("[1]", "a sweep is a mapping"), ("hi", "mapping")):
+        assert says in faults(text)[0]
+
+
 def test_all_faults_come_at_once() -> None:
     told = faults("method: magic\nparameters:\n  x: {min: 2, max: 1}\n  y: 1\nrun_cap: 0\n")
     assert len(told) == 4

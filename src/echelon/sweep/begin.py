@@ -44,7 +44,12 @@ def prepare(
         for word in words
         if (key := word.partition("=")[0]) in _FOR_THE_SWEEP
     ]
-    chosen = name or _plain(file.name or file.path.stem)
+    faults += [
+        Fault(f"{word}, but the sweep's file has a parameter {key}", "leave one of them out")
+        for word in words
+        if (key := word.partition("=")[0].removeprefix("experiment.")) in file.parameters
+    ]
+    chosen = _plain(file.name or file.path.stem) if name is None else name
     if fault := name_fault(chosen):
         faults.append(Fault(fault.what.replace("run.name", "--name"), fault.do))
     if faults:
@@ -113,7 +118,9 @@ def _composed(
 
 def _located(fault: Fault, file: SweepFile) -> Fault:
     for parameter in file.parameters.values():
-        if fault.what.startswith((f"{parameter.name}=", f"the sweep sets {parameter.name}")):
+        name = parameter.name
+        sets = (f"the sweep sets {name}", f"the sweep sets {name!r}")
+        if fault.what.startswith((f"{name}=", *sets)):
             return Fault(f"{parameter.at}: {fault.what}", fault.do)
     return fault
 
@@ -121,10 +128,8 @@ def _located(fault: Fault, file: SweepFile) -> Fault:
 def _examples(parameter: Parameter) -> Iterator[Any]:
     if parameter.values:
         yield from parameter.values[:20]
-    elif parameter.distribution == "int_uniform":
-        yield from (int(parameter.min), int(parameter.max))
-    elif (grid := parameter.grid()) is not None:
-        yield from (grid[0], grid[-1])
+    elif steps := parameter.steps:
+        yield from (parameter.at_step(steps.start), parameter.at_step(steps.stop - 1))
     elif parameter.q is not None and float(parameter.q).is_integer():
         yield int(parameter.q)
     else:

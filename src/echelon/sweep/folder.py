@@ -105,10 +105,24 @@ class Sweep:
         return Metric(**self.settings().metric)
 
     def write(self, settings: Settings, text: str) -> None:
-        for folder in (self.logs, self.folder / "leases"):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.copy.write_text(text)
-        write_json(self.settings_file, asdict(settings))
+        try:
+            for folder in (self.logs, self.folder / "leases"):
+                folder.mkdir(parents=True, exist_ok=True)
+            if settings.storage:
+                self.folder.chmod(0o700)  # its address may have a password in it
+            self.copy.write_text(text)
+            write_json(self.settings_file, asdict(settings))
+        except OSError as error:
+            raise not_writable(self.folder, error) from None
+
+
+def not_writable(folder: Path, error: OSError) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"the sweep's folder {folder} cannot be written: {(error.strerror or '').lower()}",
+            "free some space, or give another place with --dir PATH",
+        )
+    )
 
 
 def open_sweep(where: str, root: str) -> Sweep:

@@ -46,7 +46,7 @@ def combination(parameters: Sequence[Parameter], number: int) -> dict[str, Any]:
 
 
 def combinations(parameters: Sequence[Parameter]) -> int:
-    return math.prod(len(parameter.grid() or [None]) for parameter in parameters)
+    return math.prod(parameter.size or 1 for parameter in parameters)
 
 
 def suggest(trial: optuna.Trial, parameter: Parameter, grid: bool = False) -> Any:

@@ -109,7 +109,9 @@ class Lines:
     def tell(self, book: Book) -> None:
         told = report(book, importance=False)
         for result in told.results:
-            if self._known.get(result.number) == result.state:
+            known = self._known.get(result.number)
+            begins = known is None and result.state == "waiting"  # its worker is about to have it
+            if known == result.state or begins:
                 continue
             self._known[result.number] = result.state
             print(_line(told, result), file=sys.stderr, flush=True)

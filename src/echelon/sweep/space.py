@@ -65,16 +65,31 @@ class Parameter:
     def searched(self) -> bool:
         return self.distribution != "constant"
 
-    def grid(self) -> list[Any] | None:
-        """All its values; None when it has no end of them, or weights that a grid would ignore."""
-        if self.values:
-            return None if self.probabilities else list(self.values)
+    @property
+    def steps(self) -> range | None:
+        """The multiples of q it may be, of 1 where it is an integer; None: not a row of steps."""
         if self.distribution == "int_uniform":
-            return list(range(int(self.min), int(self.max) + 1))
+            return range(int(self.min), int(self.max) + 1)
         if self.distribution != "q_uniform" or self.q is None:
             return None
-        first, last = round(self.min / self.q), round(self.max / self.q)
-        return [multiple(number, self.q) for number in range(first, last + 1)]
+        return range(round(self.min / self.q), round(self.max / self.q) + 1)
+
+    @property
+    def size(self) -> int | None:
+        """How many values; None: no end of them, or weights that a grid would ignore."""
+        if self.values:
+            return None if self.probabilities else len(self.values)
+        steps = self.steps
+        return None if steps is None else steps.stop - steps.start
+
+    def grid(self) -> list[Any] | None:
+        """All its values, where it has a size."""
+        if self.size is None:
+            return None
+        return list(self.values) or [self.at_step(step) for step in self.steps or ()]
+
+    def at_step(self, step: int) -> float:
+        return multiple(step, 1 if self.q is None else self.q)
 
 
 def multiple(number: int, q: float) -> float:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import optuna
 
 
-def require() -> None:
+def require(storage: str | None = None) -> None:
+    """That Optuna is there, and the database, if it is one."""
     try:
         import optuna
     except ImportError:
@@ -25,6 +26,8 @@ def require() -> None:
             )
         ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if storage is not None:
+        _database(storage)
 
 
 def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], None]]:
@@ -54,8 +57,14 @@ def _storage(sweep: Sweep, url: str | None, lock: Lock) -> tuple[Any, Callable[[
 
         journal = Journal(sweep.journal, lock)
         return optuna.storages.JournalStorage(journal), journal.flush
+    return _database(url), lambda: None
+
+
+def _database(url: str) -> Any:
+    import optuna
+
     try:
-        return optuna.storages.RDBStorage(url), lambda: None
+        return optuna.storages.RDBStorage(url)
     except Exception as error:  # whatever a driver that is not ours may raise
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EchelonError(

@@ -18,6 +18,7 @@ from echelon.sweep.given import written
 from echelon.sweep.report import report
 from echelon.sweep.show import show, watching
 from echelon.sweep.space import Parameter
+from echelon.sweep.study import require
 from echelon.sweep.supervise import supervise
 from echelon.sweep.worker import Compose
 
@@ -43,6 +44,7 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
     where = (wanted.name, wanted.root, wanted.storage, wanted.lease_s)
     prepared = prepare(file, words, *where, compose)
     on_slurm = prepared.first.launch.kind == "slurm"
+    wanted = wanted._replace(parallel=min(wanted.parallel, prepared.settings.cap))
     if wanted.dry_run:
         return _plan(file, prepared, wanted, start, on_slurm)
     if prepared.first.launch.kind == "env":
@@ -60,6 +62,7 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
                 "go on with it with --engine wandb, or choose another name with --name",
             )
         )
+    require(wanted.storage)
     if on_slurm:
         slurm.check(prepared, wanted.parallel)
     prepared.sweep.write(prepared.settings, path.read_text())
@@ -136,7 +139,7 @@ def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_
         print(json.dumps(told, indent=2))
         return Exit.OK
     print(
-        f"sweep {sweep.name}: {settings.cap} trials, {wanted.parallel} at once, in {sweep.folder}"
+        f"sweep {sweep.name}: {settings.cap:,} trials, {wanted.parallel} at once, in {sweep.folder}"
     )
     goal = "largest" if settings.metric["goal"] == "maximize" else "smallest"
     print(f"{file.method} for the {goal} {settings.metric['name']}")

@@ -26,7 +26,7 @@ from echelon.launch.process import is_alive
 from echelon.runs import Run
 from echelon.sweep.begin import Prepared
 from echelon.sweep.file import SweepFile
-from echelon.sweep.folder import Settings
+from echelon.sweep.folder import Settings, not_writable
 from echelon.sweep.lock import Lock
 from echelon.sweep.metrics import History, key_of
 from echelon.sweep.wandb import creation, record
@@ -52,7 +52,10 @@ def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
     """
     creation.require(os.environ)
     settings, folder = prepared.settings, prepared.sweep.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_writable(folder, error) from None
     with Lock(prepared.sweep.lock, f"the sweep {prepared.sweep.name} is at work already"):
         server, sweep = creation.opened(file, settings, folder)
         agents = [_Agent() for _ in range(parallel)]
