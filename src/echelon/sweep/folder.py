@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,9 @@ class Sweep:
                 folder.mkdir(parents=True, exist_ok=True)
             if settings.storage:
                 self.folder.chmod(0o700)  # its address may have a password in it
-            self.copy.write_text(text)
+            beside = self.copy.with_name(f".{self.copy.name}.{os.getpid()}")
+            beside.write_text(text)
+            beside.replace(self.copy)  # workers of somebody else may be reading it
             write_json(self.settings_file, asdict(settings))
         except OSError as error:
             raise not_writable(self.folder, error) from None
