@@ -98,6 +98,16 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["s.yml"]
 
 
+def test_a_run_that_is_called_like_a_trial_is_none(typed: Any, tmp_path: Path) -> None:
+    """It may be left of a sweep whose folder was removed, with other values."""
+    (tmp_path / "runs" / "s-0").mkdir(parents=True)
+    (tmp_path / "runs" / "s-0" / "config.json").write_text("{}")
+    code, _, err = typed("method: grid\nparameters: {lr: {value: 1}}\n")
+    assert code == Exit.USAGE
+    assert "runs/s-0 is there already" in err
+    assert is_a_sentence_and_a_hint(err)
+
+
 def test_a_search_without_end_is_refused(typed: Any) -> None:
     code, _, err = typed("method: random\nparameters: {lr: {min: 0.1, max: 0.2}}\n")
     assert code == Exit.USAGE
@@ -246,7 +256,7 @@ def test_sweeps_that_come_to_nothing_say_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    words = ("--trials", "5", "--kills", "3", "--epochs", "3", "--pause-s", "8")
+    words = ("--trials", "3", "--kills", "2", "--epochs", "2", "--pause-s", "6")
     done = subprocess.run(
         [sys.executable, str(CAMPAIGN), *words, "--json", str(out)],
         capture_output=True,
@@ -254,4 +264,6 @@ def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(out.read_text())["results"] == 5
+    told = json.loads(out.read_text())
+    assert told["results"] == 3
+    assert sum(told["killed"].values()) > 0

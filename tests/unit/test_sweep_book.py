@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import statistics
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,19 @@ def test_a_lock_goes_with_its_holder(tmp_path: Path) -> None:
         assert held is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else")
+def test_a_sweep_of_somebody_else_s_can_be_looked_at() -> None:
+    with tempfile.TemporaryDirectory() as where:  # pytest's own are closed to others
+        Path(where).chmod(0o755)
+        sweep = made(Path(where), RANDOM + "  x: {min: 0.0, max: 1.0}\n")
+        run_of(Book(sweep, "mine"), "finished")
+        pid = os.fork()
+        if pid == 0:
+            os.setuid(65534)
+            os._exit(0 if [r.state for r in Book(sweep).results()] == ["finished"] else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_half_a_line_of_a_journal_is_cut_off(tmp_path: Path) -> None:
     path, lock = tmp_path / "j", Lock(tmp_path / "l")
     Journal(path, lock).append_logs([{"a": 1}])
@@ -305,6 +319,10 @@ def test_any_database(tmp_path: Path) -> None:
     book = Book(sweep, "a")
     run_of(book, "finished")
     assert Book(sweep).results()[0].state == "finished"
+    assert sweep.folder.stat().st_mode & 0o077 == 0
+    other = Sweep(tmp_path / "elsewhere" / "s")
+    other.write(settings, sweep.copy.read_text())
+    assert Book(other).results() == []
     sweep.write(Settings([], [], {"name": "x"}, 2, storage="nosql://me:secret@h/d"), RANDOM)
     with pytest.raises(EchelonError) as raised:
         Book(Sweep(tmp_path / "s"))

@@ -60,7 +60,8 @@ def prepare(
     settings = Settings(what.words, what.program, {}, cap)
     first = _checked(settings, file, sweep.run(0), compose)
     metric = file.metric or _metric_of(file, first)
-    settings = Settings(what.words, what.program, asdict(metric), cap, 0, storage, lease_s)
+    where = (storage, lease_s, first.launch.kind)
+    settings = Settings(what.words, what.program, asdict(metric), cap, 0, *where)
     _require_the_same(sweep, file, settings)
     return Prepared(sweep, settings, first)
 
@@ -152,6 +153,7 @@ def _require_the_same(sweep: Sweep, file: SweepFile, settings: Settings) -> None
             Fault(f"{sweep.folder} is a run, not a sweep", "choose another name with --name")
         )
     if not sweep.settings_file.exists():
+        _require_no_trials(sweep)
         return
     then, now = sweep.file(), file
     before = sweep.settings()
@@ -170,6 +172,17 @@ def _require_the_same(sweep: Sweep, file: SweepFile, settings: Settings) -> None
             Fault(
                 f"the sweep {sweep.name} in {sweep.folder} is another one: {', '.join(differs)}",
                 "choose another name with --name",
+            )
+        )
+
+
+def _require_no_trials(sweep: Sweep) -> None:
+    """A finished run of the same name would be taken for the result of a trial."""
+    for run in sweep.runs():
+        raise EchelonError(
+            Fault(
+                f"{run.folder} is there already, and is no trial of a new sweep {sweep.name}",
+                "choose another name with --name, or remove such runs",
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Settings:
     """A database that Optuna knows; default: the journal in the folder."""
     lease_s: float = 30.0
     """A worker of another host that is silent for so long has lost its trial."""
+    launcher: str = "inline"
+    """Of the trials; with slurm a worker is the batch job in which they are steps."""
     version: int = field(default=_VERSION, kw_only=True)
 
 
@@ -84,6 +87,12 @@ class Sweep:
     @property
     def job_file(self) -> Path:
         return self.folder / "job"
+
+    def runs(self) -> list[Run]:
+        """All that are called like trials."""
+        known = re.compile(re.escape(self.name) + r"-\d+")
+        found = self.folder.parent.glob(f"{self.name}-*/config.json")
+        return [Run(path.parent) for path in found if known.fullmatch(path.parent.name)]
 
     def run(self, number: int) -> Run:
         """A trial's: beside the sweep's folder, where all verbs find it."""

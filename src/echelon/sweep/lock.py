@@ -30,7 +30,7 @@ class Lock:
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._handle = _opened(self._path)
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if self._busy else 0))
             except OSError as error:
@@ -46,6 +46,15 @@ class Lock:
         self._depth -= 1
         if self._depth == 0:
             os.close(self._handle)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # somebody else's, to look at
 
 
 def _no_locks(path: Path, error: OSError) -> EchelonError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,14 +40,16 @@ def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], Non
     with lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         storage, flush = _storage(sweep, settings.storage, lock)
+        # A database may have other sweeps of this name, of other people.
+        name = str(sweep.folder) if settings.storage else sweep.name
+        with contextlib.suppress(KeyError):
+            return optuna.load_study(study_name=name, storage=storage), flush
         study = optuna.create_study(
-            study_name=sweep.name,
+            study_name=name,
             storage=storage,
             direction="maximize" if metric.goal == "maximize" else "minimize",
-            load_if_exists=True,
-            pruner=optuna.pruners.NopPruner(),
         )
-    return study, flush
+        return study, flush
 
 
 def _storage(sweep: Sweep, url: str | None, lock: Lock) -> tuple[Any, Callable[[], None]]:

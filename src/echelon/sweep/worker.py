@@ -36,7 +36,7 @@ Compose = Callable[..., Config]
 def work(folder: str, slot: str, compose: Compose) -> int:
     """Until there is no trial left, or somebody wants it to end."""
     sweep = Sweep(Path(folder))
-    in_job = "launch=slurm" in sweep.settings().words
+    in_job = sweep.settings().launcher == "slurm"
     starter: Starter = Stepping() if in_job else Forking()  # which forks: before anything else
     return Worker(sweep, slot, compose, starter, in_job).run()
 

@@ -121,8 +121,9 @@ def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str
         ) from None
     finally:
         wandb.teardown()  # its process; trials have their own
-        if was_silent is None:
-            del os.environ["WANDB_SILENT"]
+        del os.environ["WANDB_SILENT"]
+        if was_silent is not None:
+            os.environ["WANDB_SILENT"] = was_silent
     sweep = f"{entity}/{project}/{name}"
     known = {"metric": settings.metric, "cap": settings.cap, "program": bool(settings.program)}
     write_json(folder / _FILE, {"sweep": sweep, "file": file.data, **known})
