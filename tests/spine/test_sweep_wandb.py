@@ -197,7 +197,7 @@ def made(ready: Prepared, file: Mapping[str, Any]) -> Path:
     folder = ready.sweep.folder
     folder.mkdir(parents=True)
     known = {"metric": ready.settings.metric, "cap": ready.settings.cap, "program": False}
-    (folder / "wandb.json").write_text(
+    (folder / "server.json").write_text(
         json.dumps({"sweep": f"me/pro/{SWEEP}", "file": dict(file), **known})
     )
     return folder
@@ -266,6 +266,10 @@ def test_what_our_agents_have_run_is_shown(
     assert shown.startswith(f"{head}; best eval/loss 0 in trial t0\n")
     assert "trial t10 failed: it broke" in shown
     assert f"best run    echelon show {SWEEP}-t0\n" in shown
+    (folder.with_name("a-run")).mkdir()
+    (folder.with_name("a-run") / "wandb.json").touch()  # a run's own
+    with pytest.raises(EchelonError, match="known: s$"):
+        dispatch(["sweep", "show", "a-run", "--dir", str(folder.parent)])
     picture = folder / "p.html"
     assert dispatch([*words, "--json", "--plot", str(picture)]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -15,7 +15,7 @@ from echelon.sweep import marked
 from echelon.sweep.file import Metric, SweepFile, understood
 
 _VERSION = 1
-_FILES = ("sweep.json", "wandb.json")
+_FILES = ("sweep.json", "server.json")
 """Of a sweep searched here, of one on wandb's server."""
 
 
@@ -54,7 +54,7 @@ class Sweep:
 
     @property
     def server_file(self) -> Path:
-        return self.folder / "wandb.json"
+        return self.folder / "server.json"
 
     @property
     def copy(self) -> Path:

@@ -20,7 +20,7 @@ from echelon.sweep.wandb.client import Server, Silent
 from echelon.track import key
 from echelon.track.apart import brief
 
-_FILE = "wandb.json"
+_FILE = "server.json"
 _DECIDES = ("method", "metric", "parameters", "early_terminate")
 _PROJECT = "echelon"
 
