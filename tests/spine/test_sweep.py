@@ -131,6 +131,9 @@ def test_a_dry_run_says_what_would_happen(typed: Any, tmp_path: Path) -> None:
     assert told["run_cap"] == 6
     assert "#SBATCH --array=0-0\n" in told["script"]
     assert "#SBATCH --nodes=2\n" in told["script"]
+    code, out, _ = typed(text, "launch=slurm", "launch.nodes=2", "--dry-run", "--engine", "wandb")
+    assert "on wandb's server" in out
+    assert "--array" not in out  # every trial is a job of its own
     assert not (tmp_path / "runs").exists()
 
 

@@ -268,7 +268,7 @@ def test_what_our_agents_have_run_is_shown(
     assert f"best run    echelon show {SWEEP}-t0\n" in shown
     (folder.with_name("a-run")).mkdir()
     (folder.with_name("a-run") / "wandb.json").touch()  # a run's own
-    with pytest.raises(EchelonError, match="known: s$"):
+    with pytest.raises(EchelonError, match=r"known: s$"):
         dispatch(["sweep", "show", "a-run", "--dir", str(folder.parent)])
     picture = folder / "p.html"
     assert dispatch([*words, "--json", "--plot", str(picture)]) == 0

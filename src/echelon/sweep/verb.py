@@ -41,9 +41,16 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
     file = read(path)
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
+    if wanted.engine == "wandb" and wanted.storage:
+        raise EchelonError(
+            Fault(
+                "--storage is where Optuna keeps results, and with --engine wandb the server does",
+                "leave one of them out",
+            )
+        )
     where = (wanted.name, wanted.root, wanted.storage, wanted.lease_s)
     prepared = prepare(file, words, *where, compose)
-    on_slurm = prepared.first.launch.kind == "slurm"
+    on_slurm = prepared.first.launch.kind == "slurm" and wanted.engine == "embedded"
     wanted = wanted._replace(parallel=min(wanted.parallel, prepared.settings.cap))
     if wanted.dry_run:
         return _plan(file, prepared, wanted, start, on_slurm)
@@ -54,7 +61,7 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
     if wanted.engine == "wandb":
         from echelon.sweep.wandb.engine import serve
 
-        return serve(file, prepared, wanted.parallel)
+        return serve(file, prepared, wanted.parallel, wanted.as_json)
     if prepared.sweep.server_file.exists():
         raise EchelonError(
             Fault(
@@ -142,7 +149,8 @@ def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_
         f"sweep {sweep.name}: {settings.cap:,} trials, {wanted.parallel} at once, in {sweep.folder}"
     )
     goal = "largest" if settings.metric["goal"] == "maximize" else "smallest"
-    print(f"{file.method} for the {goal} {settings.metric['name']}")
+    who = " on wandb's server" if wanted.engine == "wandb" else ""
+    print(f"{file.method} for the {goal} {settings.metric['name']}{who}")
     if file.early:
         bands = ", ".join(str(band) for band in file.early.bands if band < 10_000)
         print(f"after {bands} evaluations the best 1/{file.early.eta:g} go on")

@@ -29,8 +29,10 @@ from echelon.sweep.file import SweepFile
 from echelon.sweep.folder import Settings, not_writable
 from echelon.sweep.lock import Lock
 from echelon.sweep.metrics import History, key_of
+from echelon.sweep.show import show
 from echelon.sweep.wandb import creation, record
 from echelon.sweep.wandb.client import Server, Silent
+from echelon.sweep.wandb.look import looked_at
 from echelon.sweep.wandb.process import Process, command_of, following
 from echelon.sweep.wandb.record import DONE, Told
 from echelon.track import wandb_run
@@ -44,7 +46,7 @@ _IN_A_ROW = 3
 """So many failures, and the fault is hardly the parameters'."""
 
 
-def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
+def serve(file: SweepFile, prepared: Prepared, parallel: int, as_json: bool = False) -> int:
     """Work on the sweep until its server says that it is over.
 
     What the sweep's folder holds is gone on with. The exit code is that of the trials: 1 when any
@@ -59,7 +61,12 @@ def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
     with Lock(prepared.sweep.lock, f"the sweep {prepared.sweep.name} is at work already"):
         server, sweep = creation.opened(file, settings, folder)
         agents = [_Agent() for _ in range(parallel)]
-        return _Office(server, sweep, settings, folder, agents).work()
+        office = _Office(server, sweep, settings, folder, agents, rows=not as_json)
+        try:
+            return office.work()
+        finally:
+            if as_json:
+                show(looked_at(prepared.sweep), as_json)
 
 
 @dataclass
@@ -84,6 +91,8 @@ class _Office:
     folder: Path
     """The sweep's own, beside those of its trials."""
     agents: list[_Agent]
+    rows: bool = True
+    """Print a line for each trial that ends."""
     left: list[Told] = field(default_factory=list)
     """What was begun and is to be ended before anything new."""
     failed: list[Told] = field(default_factory=list)
@@ -240,7 +249,8 @@ class _Office:
     def _note(self, told: Told) -> None:
         value = "" if told.value is None else f"{told.value:.6g}"
         given = " ".join(f"{name}={value}" for name, value in told.given.items())
-        print("\t".join((told.id, told.state, value, given)), flush=True)
+        if self.rows:
+            print("\t".join((told.id, told.state, value, given)), flush=True)
         if told.state == "failed":
             self.failed.append(told)
             self.in_a_row += 1
