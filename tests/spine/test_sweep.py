@@ -18,6 +18,7 @@ from echelon.errors import Exit
 from echelon.runs import Run
 
 CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "sweep_kills.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SLOW = """\
 import time
 from dataclasses import dataclass
@@ -163,7 +164,27 @@ def test_no_such_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no sweep 'nope'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["sweeper.yml", "movielens/sweep.yml"])
+def test_the_examples_are_sweeps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: dispatch(["sweep", str(EXAMPLES / name), "--dry-run"])) == Exit.OK
+    assert "bayes for the smallest eval/" in capsys.readouterr().out
+
+
 # --- with workers ---
+
+
+@pytest.mark.slow
+def test_the_example_as_it_is_typed(tmp_path: Path) -> None:
+    """On less data."""
+    words = ("sweep", str(EXAMPLES / "sweeper.yml"), "--parallel", "2", "samples=256")
+    done = run((*ECHELON, *words), tmp_path)
+    assert done.code == Exit.OK, done.err
+    assert done.out.startswith("sweep sweeper: 12 of 12 results (")
+    assert "best run    echelon show sweeper-" in done.out
+    done = run((*ECHELON, "sweep", "show", "sweeper", "--plot", "p.png", "--json"), tmp_path)
+    numbers = [trial["trial"] for trial in json.loads(done.out)["trials"]]
+    assert numbers == list(range(12))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
