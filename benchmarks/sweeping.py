@@ -21,11 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import HERE, Result, alone, environment, figure, ratios
+from common import HERE, Figure, Result, alone, environment, figure, ratios
 from echelon.sweep.book import Book, Taken
 from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.lock import Lock
@@ -56,7 +56,8 @@ def measure(rounds: int = ROUNDS) -> Result:
     return {
         "config": counted,
         "figures": [
-            *(figure(f"engine, {m}: a trial", ms, COST_MS, "ms") for m, ms in costs.items()),
+            *(_cost(f"engine, {m}: a trial", c, "wall", COST_MS) for m, c in costs.items()),
+            *(_cost(f"engine, {m}: CPU of all workers", c, "cpu") for m, c in costs.items()),
             figure("epochs with early stopping, × without", ratios(epochs, all_epochs), PART),
             figure("the best loss it finds, × without", ratios(best, best_of_all), AS_GOOD),
         ],
@@ -64,20 +65,32 @@ def measure(rounds: int = ROUNDS) -> Result:
     }
 
 
-def engine(method: str) -> float:
-    """Milliseconds per trial."""
+class Cost(NamedTuple):
+    """Of one trial, in milliseconds."""
+
+    wall: float
+    """All of them took so long together, divided by their number."""
+    cpu: float
+
+
+def _cost(what: str, costs: Sequence[Cost], kind: str, at_most: float | None = None) -> Figure:
+    return figure(what, [getattr(cost, kind) for cost in costs], at_most, "ms")
+
+
+def engine(method: str) -> Cost:
     with tempfile.TemporaryDirectory() as where:
         sweep = Sweep(Path(where) / "s")
         sweep.write(Settings([], [], {"name": "x"}, TRIALS), FILE.format(method=method))
         Book(sweep)
         begun = time.monotonic()
-        for pid in [_fork(lambda w=w: _work(sweep, str(w))) for w in range(WORKERS)]:
-            os.waitpid(pid, 0)
+        pids = [_fork(lambda w=w: _work(sweep, str(w))) for w in range(WORKERS)]
+        used = [os.wait4(pid, 0)[2] for pid in pids]
         seconds = time.monotonic() - begun
         results = Book(sweep).results()
     assert len(results) == TRIALS
     assert {result.state for result in results} <= {"finished", "pruned"}
-    return 1000 * seconds / TRIALS
+    spent = sum(each.ru_utime + each.ru_stime for each in used)
+    return Cost(1000 * seconds / TRIALS, 1000 * spent / TRIALS)
 
 
 def _work(sweep: Sweep, name: str) -> None:
