@@ -37,6 +37,7 @@ TITLES = {
     "environments": "Building an environment",
     "on_slurm": "On a Slurm cluster of several hosts",
     "submitting": "From typing to a job in the queue",
+    "sweeping": "What a sweep costs, and what early stopping saves",
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
     "gpu_recommender": "A large recommender on one NVIDIA GPU",

@@ -1,31 +1,38 @@
-"""What a sweep's engine costs, and what a killed worker costs the others.
+"""What a sweep's engine costs, a killed worker costs the others, and early stopping saves.
 
-    python benchmarks/sweeping.py --trials 1000 --workers 8 --json OUT
+    python benchmarks/sweeping.py [--rounds 3]
 
-* ``engine``: trials that do nothing, taken, reported and ended by several processes through the
-  book that real ones go through: the time a trial spends in the engine, and trials per second.
-* ``lock``: the holder of a lock is killed; how long the next one waits, for our lock and for those
-  of Optuna's own journal.
+* engine: 1,000 trials that do nothing, taken, reported and ended by 8 processes through the book
+  that real ones go through. What a trial costs is the time for all of them, divided by 1,000.
+* lock: the holder of a lock is killed; how long the next one waits, for our lock and for those of
+  Optuna's own journal.
+* early stopping: `echelon sweep` with the space of examples/sweeper.yml, 24 trials drawn at random,
+  once to the end and once with early_terminate. The draws are the same, so the only question is
+  which trials were stopped.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import signal
-import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import machine, versions
+from common import HERE, Figure, Result, alone, environment, figure, ratios
 from echelon.sweep.book import Book, Taken
 from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.lock import Lock
 
+ROUNDS = 3
+TRIALS, WORKERS, SEARCHED = 1000, 8, 24
+COST_MS, PART, AS_GOOD = 50.0, 0.5, 1.0
 FILE = """\
 method: {method}
 metric: {{name: x}}
@@ -38,54 +45,108 @@ early_terminate: {{type: hyperband, min_iter: 1}}
 """
 
 
-def engine(method: str, trials: int, workers: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as where:
-        folder = Path(where)
-        sweep = Sweep(folder / "s")
-        sweep.write(Settings([], [], {"name": "x"}, trials), FILE.format(method=method))
-        Book(sweep)
-        begun = time.monotonic()
-        pids = [_fork(lambda w=w: _work(sweep, folder / f"w{w}", str(w))) for w in range(workers)]
-        for pid in pids:
-            os.waitpid(pid, 0)
-        seconds = time.monotonic() - begun
-        spent = [s for w in range(workers) for s in json.loads((folder / f"w{w}").read_text())]
-        results = Book(sweep).results()
-    assert len(results) == trials
-    assert {result.state for result in results} <= {"finished", "pruned"}
+def measure(rounds: int = ROUNDS) -> Result:
+    costs = {m: [engine(m) for _ in range(rounds)] for m in ("random", "bayes")}
+    waits = {name: [after_a_kill(make)] for name, make in _locks().items()}
+    searches = [(search(seed, False), search(seed, True)) for seed in range(rounds)]
+    epochs = [sum(found.evaluations) for _, found in searches]
+    all_epochs = [sum(found.evaluations) for found, _ in searches]
+    best, best_of_all = [f.best for _, f in searches], [f.best for f, _ in searches]
+    counted = {"trials": TRIALS, "workers": WORKERS, "searched": SEARCHED, "rounds": rounds}
     return {
-        "trials": trials,
-        "workers": workers,
-        "ms_per_trial_of_all_workers": round(1000 * seconds / trials, 2),
-        "ms_of_cpu_per_trial": _ms(sorted(spent)),
+        "config": counted,
+        "figures": [
+            *(_cost(f"engine, {m}: a trial", c, "wall", COST_MS) for m, c in costs.items()),
+            *(_cost(f"engine, {m}: CPU of all workers", c, "cpu") for m, c in costs.items()),
+            figure("epochs with early stopping, × without", ratios(epochs, all_epochs), PART),
+            figure("the best loss it finds, × without", ratios(best, best_of_all), AS_GOOD),
+        ],
+        "seconds": {name: figure(f"lock, {name}", s, unit="s") for name, s in waits.items()},
     }
 
 
-def _work(sweep: Sweep, out: Path, name: str) -> None:
-    book, spent = Book(sweep, name), []
-    while True:
-        begun = time.thread_time()
-        taken = book.take()
+class Cost(NamedTuple):
+    """Of one trial, in milliseconds."""
+
+    wall: float
+    """All of them took so long together, divided by their number."""
+    cpu: float
+
+
+def _cost(what: str, costs: Sequence[Cost], kind: str, at_most: float | None = None) -> Figure:
+    return figure(what, [getattr(cost, kind) for cost in costs], at_most, "ms")
+
+
+def engine(method: str) -> Cost:
+    with tempfile.TemporaryDirectory() as where:
+        sweep = Sweep(Path(where) / "s")
+        sweep.write(Settings([], [], {"name": "x"}, TRIALS), FILE.format(method=method))
+        Book(sweep)
+        begun = time.monotonic()
+        pids = [_fork(lambda w=w: _work(sweep, str(w))) for w in range(WORKERS)]
+        used = [os.wait4(pid, 0)[2] for pid in pids]
+        seconds = time.monotonic() - begun
+        results = Book(sweep).results()
+    assert len(results) == TRIALS
+    assert {result.state for result in results} <= {"finished", "pruned"}
+    spent = sum(each.ru_utime + each.ru_stime for each in used)
+    return Cost(1000 * seconds / TRIALS, 1000 * spent / TRIALS)
+
+
+def _work(sweep: Sweep, name: str) -> None:
+    book = Book(sweep, name)
+    while taken := book.take():
         if isinstance(taken, Taken):
             value = (taken.values["a"] - 0.3) ** 2 + taken.values["c"]
             stop = book.report(taken, [value])
             book.end(taken, "pruned" if stop else "finished")
-            spent.append(time.thread_time() - begun)
-        elif taken:
-            time.sleep(0.01)
         else:
-            out.write_text(json.dumps(spent))
-            return
+            time.sleep(0.01)
 
 
-def _ms(seconds: list[float]) -> dict[str, float]:
-    """Of CPU, so that workers that wait for each other are not counted twice."""
-    last = seconds[int(0.99 * (len(seconds) - 1))]
-    return {"median": round(1000 * statistics.median(seconds), 2), "p99": round(1000 * last, 2)}
+class Found(NamedTuple):
+    evaluations: list[int]
+    """Of each trial: one after each epoch."""
+    best: float
 
 
-def after_a_kill(make: Callable[[str], Any], path: Path) -> float:
+def search(seed: int, early: bool) -> Found:
+    """On data of its own for each seed."""
+    text = (HERE.parent / "examples" / "sweeper.yml").read_text()
+    text = text.replace("method: bayes", "method: random")
+    text = re.sub(r"run_cap: \d+", f"run_cap: {SEARCHED}", text)
+    with tempfile.TemporaryDirectory() as where:
+        file = Path(where) / "s.yml"
+        file.write_text(text if early else text[: text.index("early_terminate")])
+        words = [str(file), f"seed={seed}", f"data_seed={seed}", "--parallel", "2", "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "echelon", "sweep", *words],
+            cwd=where,
+            env=environment(OMP_NUM_THREADS="1"),
+            check=True,
+            capture_output=True,
+        )
+    told = json.loads(done.stdout)
+    return Found([trial["evaluations"] for trial in told["trials"]], told["best"]["value"])
+
+
+def _locks() -> dict[str, Callable[[str], Any]]:
+    from optuna.storages.journal import JournalFileOpenLock, JournalFileSymlinkLock
+
+    return {
+        "ours": lambda path: Lock(Path(path)),
+        "Optuna's symlink": JournalFileSymlinkLock,
+        "Optuna's open": JournalFileOpenLock,
+    }
+
+
+def after_a_kill(make: Callable[[str], Any]) -> float:
     """Seconds until a lock is free whose holder was killed."""
+    with tempfile.TemporaryDirectory() as where:
+        return _freed_s(make, Path(where) / "journal")
+
+
+def _freed_s(make: Callable[[str], Any], path: Path) -> float:
     path.touch()  # the journal that it guards: its time of change says whether anyone is at it
     ready, told = os.pipe()
 
@@ -119,35 +180,5 @@ def _fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    from optuna.storages.journal import JournalFileOpenLock, JournalFileSymlinkLock
-
-    with tempfile.TemporaryDirectory() as where:
-        makers: dict[str, Callable[[str], Any]] = {
-            "ours": lambda path: Lock(Path(path)),
-            "optuna's symlink": JournalFileSymlinkLock,
-            "optuna's open": JournalFileOpenLock,
-        }
-        waits = {
-            name: round(after_a_kill(make, Path(where) / name[-4:]), 4)
-            for name, make in makers.items()
-        }
-    found = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "versions": versions(),
-        "lock_free_s_after_its_holder_was_killed": waits,
-        "engine": {m: engine(m, given.trials, given.workers) for m in ("random", "bayes")},
-    }
-    print(json.dumps(found, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    alone("measure a sweep's engine", measure, ROUNDS)

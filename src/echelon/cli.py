@@ -596,7 +596,7 @@ def _recommend(words: list[str]) -> int:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of movies")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 
@@ -794,9 +794,9 @@ def _sweep(words: list[str]) -> int:
         "command typed again goes on. `echelon sweep show NAME` shows what came of it.",
         """\
 parameters are settings by their names: lr, trainer.batch_size, seed; nested ones are dotted. An
-experiment is given by experiment=NAME, by `program: FILE.py` that calls echelon.main, or as a
-parameter with one value. Another `program` or `command` is run as wandb's agent would, and appends
-a line of JSON with its metric to the file $ECHELON_METRICS after each evaluation.
+experiment is given by experiment=NAME, here or in a `command` of `echelon train`, or by `program:
+FILE.py` that calls echelon.main. Another `program` or `command` is run as wandb's agent would, and
+appends a line of JSON with its metric to the file $ECHELON_METRICS after each evaluation.
 
 metric.name is what is reported: eval/rmse, or rmse for short; the best evaluation of a trial
 counts. early_terminate counts evaluations: with min_iter, eta at min_iter, min_iter·eta, …; with
@@ -860,7 +860,6 @@ def _lease(text: str) -> float:
 
 
 def _sweep_show(words: list[str]) -> int:
-    from pathlib import Path
 
     parser = _parser(
         "sweep show",
@@ -877,12 +876,9 @@ def _sweep_show(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     _add_dir(parser)
     given = parser.parse_args(words)
-    from echelon.sweep.book import Book
-    from echelon.sweep.folder import open_sweep
-    from echelon.sweep.show import show
+    from echelon.sweep.verb import look
 
-    picture = Path(given.plot) if given.plot else None
-    return show(Book(open_sweep(given.name, given.dir)), given.json, given.all, picture)
+    return look(given.name, given.dir, given.json, given.all, given.plot)
 
 
 def _explain(words: list[str]) -> int:

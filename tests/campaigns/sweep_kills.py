@@ -122,7 +122,7 @@ def verdict(folder: Path, trials: int, count: Counter[str]) -> dict[str, Any]:
         "lost": trials - sum(result.state == "finished" for result in rough),
         "too many": max(0, len(rough) - trials),
         "twice": sum(n > 1 for n in ends.values()),
-        "differing": sum(a != b for a, b in zip(calm, rough, strict=False)),
+        "differing": sum(a[3:] != b[3:] for a, b in zip(calm, rough, strict=False)),
         "left": count["left"],
         "wrong exits": count["wrong exits"],
     }

@@ -66,6 +66,11 @@ class Desk:
             for rank, host in enumerate(hosts)
         ]
 
+    @property
+    def address(self) -> str:
+        """Of this machine, as the hosts reach it."""
+        return self.cluster.addresses[self.cluster.nodes[0]].rpartition(".")[0] + ".1"
+
     # --- runs ---
 
     def run(self, name: str = "a") -> Run:

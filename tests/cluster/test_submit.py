@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -169,12 +168,8 @@ def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:
     pytest.importorskip("wandb")
     (desk.folder / "trial.py").write_text(TRIAL)
     (desk.folder / "sweep.txt").write_text("wandb agent --count 1 me/project/sweep\n")
-    address = subprocess.run(
-        ["getent", "hosts", desk.cluster.nodes[0]], capture_output=True, text=True, check=True
-    ).stdout.split()[0]
-    bridge = address.rpartition(".")[0] + ".1"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with sweeps.serving(bridge, "trial.py", [{"lr": 0.1}]) as server:
+    with sweeps.serving(desk.address, "trial.py", [{"lr": 0.1}]) as server:
         words = ("--configs", "sweep.txt", "--name", "a", "launch.nodes=2", "--wait")
         variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "PATH": path}
         done = desk.type("submit", *words, **variables)

@@ -8,8 +8,10 @@ import re
 import signal
 
 import pytest
+import wandb_server
 from desk import START_S, Desk
 from launching import HERE, until
+from wandb_server import SWEEP
 
 from echelon.errors import Exit
 from echelon.runs import Run
@@ -27,10 +29,10 @@ parameters:
     parameters:
       steps: {value: 60}
       batch_size: {value: 6}
-      save: {parameters: {steps: {value: 5}}}
       evaluate: {parameters: {steps: {value: 20}}}
 """
 END_S = 240.0
+ACCOUNT = {"WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"}
 OPTIONS = ("--parallel", "2", "--lease", "8", "--wait", "--json")
 
 
@@ -40,7 +42,7 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     desk.variables = {"SPINE_PAUSE_S": "0.1"}
     where = f"experiment={HERE / 'subjects.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
-    following = desk.start("sweep", "s.yml", *words, *OPTIONS)
+    following = desk.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
     sweep = Sweep(desk.folder / "runs" / "s")
     until(lambda: _saved(sweep.run(0)) and _saved(sweep.run(1)), START_S, "both are at work")
     os.kill(_worker(sweep, 0), signal.SIGKILL)  # the hosts have this machine's process numbers
@@ -53,8 +55,34 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
         run = sweep.run(number)
         assert run.status()["state"] == "finished"
         assert run.status()["world"] == 2
+        assert run.exit_file.read_text() == "0\n"
     said = sweep.run(0).log_file(0).read_text()
     assert re.search(r"going on with run s-0 after step \d+", said), said
+
+
+def test_a_parent_that_is_killed_finds_its_trial_s_job_again(desk: Desk) -> None:
+    """On wandb's server. The job goes on meanwhile; a second one would be another run there."""
+    pytest.importorskip("wandb")
+    (desk.folder / "s.yml").write_text(FILE)
+    where = f"experiment={HERE / 'subjects.py'}:regression"
+    words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
+    run = desk.run(f"{SWEEP}-trial0")
+    with wandb_server.serving(address=desk.address) as server:
+        server.sweep.trials = [{"lr": 0.1, "trainer": {"steps": 60, "evaluate": {"steps": 20}}}]
+        desk.variables = {"SPINE_PAUSE_S": "0.1", "WANDB_BASE_URL": server.url, **ACCOUNT}
+        first = desk.start("sweep", "s.yml", *words, "--engine", "wandb")
+        until(lambda: desk.step(run.name), START_S, "it is at work")
+        job = run.job()
+        first.process.kill()
+        first.process.wait()
+        done = desk.type("sweep", "s.yml", *words, "--engine", "wandb", limit_s=END_S)
+        served = dict(server.runs)
+        assert server.sweep.handed == ["trial0"]
+    assert done.code == Exit.OK, done.err
+    assert done.out.startswith("trial0\tfinished\t")
+    assert run.job() == job
+    assert len(run.status()["starts"]) == 1
+    assert [end["exitcode"] for end in served["trial0"].ends] == [0]
 
 
 def _saved(run: Run) -> bool:

@@ -18,6 +18,7 @@ import pytest
 from launching import ECHELON, Done, run, started, until
 
 from echelon.errors import Exit
+from echelon.jobs.cancel import cancel
 from echelon.jobs.reading import Log, merged
 from echelon.jobs.standing import stand_of
 from echelon.launch.process import is_alive, send, this_process
@@ -69,6 +70,20 @@ def slurm(tmp_path: Path) -> Callable[..., dict[str, str]]:
         return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
     return answering
+
+
+def test_a_trial_is_cancelled_without_its_worker(
+    tmp_path: Path, slurm: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose job goes on with the next one: scancel is not called, and not there."""
+    status = {"state": "running", "launcher": "slurm", "job": "7_0", "in_sweep": True}
+    trial = make_run(tmp_path, **status)
+    ended = make_run(tmp_path, "b", **status)
+    ended.exit_file.write_text("0\n")
+    monkeypatch.setenv("PATH", slurm("7_0|RUNNING|None")["PATH"])
+    assert cancel([trial, ended], now=False) == 0
+    assert trial.cancel_file.exists()
+    assert not ended.cancel_file.exists()
 
 
 @pytest.mark.parametrize(

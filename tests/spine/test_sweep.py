@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from echelon.errors import Exit
 from echelon.runs import Run
 
 CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "sweep_kills.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SLOW = """\
 import time
 from dataclasses import dataclass
@@ -71,12 +73,19 @@ def typed(
         ("parameters: {lr: {values: [a]}}\n", (), "s.yml:2: lr=a: "),
         ("parameters: {lr: {values: [0.1, fast]}}\n", (), "s.yml:2: lr=fast: "),
         ("parameters: {trainer.epochs: {values: [1, -1]}}\n", (), "trainer.epochs=-1 is below 0"),
-        ("parameters: {launch.procs: {values: [1]}}\n", (), "not for a sweep to choose"),
+        ("parameters: {launch.procs: {values: [1]}}\n", (), "s.yml:2: the sweep sets launch.procs"),
         ("parameters: {lr: {value: 1}}\n", ("run.name=x",), "run.name=x is the same for all"),
         ("parameters: {lr: {value: 1}}\n", ("--name", "a b"), "is no name for a run"),
         ("parameters: {lr: {value: 1}}\n", ("experiment=nope",), "there is no such experiment"),
         ("parameters: {lr: {min: 2, max: 1}}\n", (), "s.yml:2: lr has min=2 > max=1"),
         ("parameters: {lr: {value: 1}}\n", ("launch.nodes=2",), "does not use it"),
+        ("parameters: {lr: {value: 1}}\n", ("lr=2",), "the sweep's file has a parameter lr"),
+        ("parameters: {lr: {value: 1}}\n", ("--name", ""), "--name='' is no name"),
+        ("parameters: {lr: {value: 1}}\n", ("--dir", "/proc/x"), "/proc/x/s cannot be written"),
+        ("parameters: {lr: {value: 1}}\n", ("--storage", "no://a:pw@b"), "--storage no://a:…@b: "),
+        ("parameters: {lr: {min: 1, max: 10000000000}}\n", (), "10,000,000,000 values"),
+        ("parameters: {lr: {values: [!!python/name:os.system [1]]}}\n", (), "an object"),
+        ("parameters: {_target_: {value: 1}}\n", (), "s.yml:2: the sweep sets '_target_'"),
         ("command: [prog]\nparameters: {lr: {value: 1}}\n", (), "there is no metric"),
     ],
 )
@@ -88,6 +97,16 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     assert says in err
     assert is_a_sentence_and_a_hint(err)
     assert [path.name for path in tmp_path.iterdir()] == ["s.yml"]
+
+
+def test_a_run_that_is_called_like_a_trial_is_none(typed: Any, tmp_path: Path) -> None:
+    """It may be left of a sweep whose folder was removed, with other values."""
+    (tmp_path / "runs" / "s-0").mkdir(parents=True)
+    (tmp_path / "runs" / "s-0" / "config.json").write_text("{}")
+    code, _, err = typed("method: grid\nparameters: {lr: {value: 1}}\n")
+    assert code == Exit.USAGE
+    assert "runs/s-0 is there already" in err
+    assert is_a_sentence_and_a_hint(err)
 
 
 def test_a_search_without_end_is_refused(typed: Any) -> None:
@@ -113,6 +132,29 @@ def test_a_dry_run_says_what_would_happen(typed: Any, tmp_path: Path) -> None:
     assert told["run_cap"] == 6
     assert "#SBATCH --array=0-0\n" in told["script"]
     assert "#SBATCH --nodes=2\n" in told["script"]
+    code, out, _ = typed(text, "launch=slurm", "launch.nodes=2", "--dry-run", "--engine", "wandb")
+    assert "on wandb's server" in out
+    assert "--array" not in out  # every trial is a job of its own
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [("1", "this cluster takes no job arrays"), ("3", "an array has at most 2 tasks here")],
+)
+def test_a_cluster_whose_arrays_are_small(
+    typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, says: str
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "slurm.conf").write_text(f"MaxArraySize={size}\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    text = "method: grid\nparameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
+    code, _, err = typed(text, "launch=slurm", "--parallel", "3")
+    assert code == Exit.USAGE
+    assert says in err
+    assert is_a_sentence_and_a_hint(err)
     assert not (tmp_path / "runs").exists()
 
 
@@ -122,7 +164,27 @@ def test_no_such_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no sweep 'nope'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["sweeper.yml", "movielens/sweep.yml"])
+def test_the_examples_are_sweeps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: dispatch(["sweep", str(EXAMPLES / name), "--dry-run"])) == Exit.OK
+    assert "bayes for the smallest eval/" in capsys.readouterr().out
+
+
 # --- with workers ---
+
+
+@pytest.mark.slow
+def test_the_example_as_it_is_typed(tmp_path: Path) -> None:
+    """On less data."""
+    words = ("sweep", str(EXAMPLES / "sweeper.yml"), "--parallel", "2", "samples=256")
+    done = run((*ECHELON, *words), tmp_path)
+    assert done.code == Exit.OK, done.err
+    assert done.out.startswith("sweep sweeper: 12 of 12 results (")
+    assert "best run    echelon show sweeper-" in done.out
+    done = run((*ECHELON, "sweep", "show", "sweeper", "--plot", "p.png", "--json"), tmp_path)
+    numbers = [trial["trial"] for trial in json.loads(done.out)["trials"]]
+    assert numbers == list(range(12))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -218,7 +280,7 @@ def test_sweeps_that_come_to_nothing_say_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    words = ("--trials", "5", "--kills", "3", "--epochs", "3", "--pause-s", "8")
+    words = ("--trials", "3", "--kills", "2", "--epochs", "2", "--pause-s", "6")
     done = subprocess.run(
         [sys.executable, str(CAMPAIGN), *words, "--json", str(out)],
         capture_output=True,
@@ -226,4 +288,6 @@ def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(out.read_text())["results"] == 5
+    told = json.loads(out.read_text())
+    assert told["results"] == 3
+    assert sum(told["killed"].values()) > 0

@@ -18,20 +18,25 @@ from helpers import Ended, configured, spawn_world
 from launching import ECHELON, HERE, only_run
 from wandb_server import SWEEP, Server, serving
 
+from echelon.cli import dispatch
 from echelon.entry import composed
 from echelon.errors import EchelonError
 from echelon.runs import Run
 from echelon.sweep.begin import Prepared, prepare
 from echelon.sweep.file import SweepFile, read
+from echelon.sweep.lock import Lock
+from echelon.sweep.wandb import record
 from echelon.sweep.wandb.client import Server as Client
 from echelon.sweep.wandb.client import Silent
 from echelon.sweep.wandb.engine import serve
+from echelon.sweep.wandb.record import Told
 from echelon.train.worker import train_here
 
 pytest.importorskip("wandb")
 
 KEY = "5ecre7" * 7
 EXPERIMENT = f"experiment={HERE / 'subjects.py'}:regression"
+LEASE_S = 60.0
 SIZE = ("samples=16", "eval_samples=4", "trainer.batch_size=8", "trainer.epochs=1")
 
 
@@ -96,7 +101,7 @@ def test_every_rank_is_given_what_rank_0_took(tmp_path: Path, traced: Path) -> N
         ({"lr": "${oc.env:HOME}"}, "an interpolation"),
         ({"lrr": 0.1}, "did you mean 'lr'?"),
         ({"trainer.batch_size": 1}, "smaller than the world of 2"),
-        ({"launch.kind": "slurm"}, "which a server may not"),
+        ({"launch.kind": "slurm"}, "which it may not"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -184,7 +189,18 @@ def prepared(tmp_path: Path) -> tuple[SweepFile, Prepared]:
     path = tmp_path / "s.yml"
     path.write_text(FILE)
     file = read(path)
-    return file, prepare(file, SIZE, None, tmp_path / "runs", None, composed)
+    return file, prepare(file, SIZE, None, tmp_path / "runs", None, LEASE_S, composed)
+
+
+def made(ready: Prepared, file: Mapping[str, Any]) -> Path:
+    """The folder of a sweep that is on the server already."""
+    folder = ready.sweep.folder
+    folder.mkdir(parents=True)
+    known = {"metric": ready.settings.metric, "cap": ready.settings.cap, "program": False}
+    (folder / "server.json").write_text(
+        json.dumps({"sweep": f"me/pro/{SWEEP}", "file": dict(file), **known})
+    )
+    return folder
 
 
 def test_no_server_makes_no_sweep(
@@ -205,12 +221,61 @@ def test_a_folder_of_another_sweep(
     prepared: tuple[SweepFile, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, ready = prepared
-    told = {"sweep": f"me/pro/{SWEEP}", "file": dict(file.data) | {"method": "bayes"}}
-    ready.sweep.folder.mkdir(parents=True)
-    (ready.sweep.folder / "wandb.json").write_text(json.dumps(told))
+    made(ready, dict(file.data) | {"method": "bayes"})
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with pytest.raises(EchelonError, match="is another one: method"):
         serve(file, ready, 1)
+
+
+def test_a_sweep_that_is_searched_here_is_none_of_the_server_s(
+    prepared: tuple[SweepFile, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, ready = prepared
+    ready.sweep.write(ready.settings, FILE)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with pytest.raises(EchelonError, match="is searched without a server"):
+        serve(file, ready, 1)
+
+
+def test_one_at_a_time(
+    prepared: tuple[SweepFile, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one would take up the trials of the first."""
+    file, ready = prepared
+    made(ready, file.data)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with Lock(ready.sweep.lock), pytest.raises(EchelonError, match="s is at work already"):
+        serve(file, ready, 1)
+
+
+def test_what_our_agents_have_run_is_shown(
+    prepared: tuple[SweepFile, Prepared],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, ready = prepared
+    folder = made(ready, file.data)
+    states = ("finished",) * 9 + ("stopped", "failed", "preempted")
+    for number, state in enumerate(states):
+        value, cause = (number / 10, "") if state != "failed" else (None, "it broke")
+        given = {"lr": 0.01 * (number + 1)}
+        record.keep(folder, Told(f"t{number}", f"me/pro/{SWEEP}", given, state, cause, value))
+    words = ["sweep", "show", "s", "--dir", str(folder.parent)]
+    assert dispatch(words) == 0
+    shown = capsys.readouterr().out
+    head = "sweep s: 11 of 4 results (9 finished, 1 pruned, 1 failed, 1 waiting)"
+    assert shown.startswith(f"{head}; best eval/loss 0 in trial t0\n")
+    assert "trial t10 failed: it broke" in shown
+    assert f"best run    echelon show {SWEEP}-t0\n" in shown
+    (folder.with_name("a-run")).mkdir()
+    (folder.with_name("a-run") / "wandb.json").touch()  # a run's own
+    with pytest.raises(EchelonError, match=r"known: s$"):
+        dispatch(["sweep", "show", "a-run", "--dir", str(folder.parent)])
+    picture = folder / "p.html"
+    assert dispatch([*words, "--json", "--plot", str(picture)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["importance"] == {"lr": 1.0}
+    assert [trial["parameters"] for trial in told["trials"][:2]] == [{"lr": 0.01}, {"lr": 0.02}]
+    assert "trial t0 finished" in picture.read_text()
 
 
 def test_failures_in_a_row_end_it(
@@ -220,9 +285,7 @@ def test_failures_in_a_row_end_it(
 ) -> None:
     """The first cause is told; nothing of what was refused has run."""
     file, ready = prepared
-    told = {"sweep": f"me/pro/{SWEEP}", "file": dict(file.data)}
-    ready.sweep.folder.mkdir(parents=True)
-    (ready.sweep.folder / "wandb.json").write_text(json.dumps(told))
+    made(ready, file.data)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)

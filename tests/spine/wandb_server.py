@@ -1,4 +1,4 @@
-"""A stand-in for wandb's server: the part of its protocol that a run uses, on a loopback port.
+"""A stand-in for wandb's server: the part of its protocol that a run uses, on a port of its own.
 
 There is none to install. What the real client sends is kept as it came; `answer` makes the server
 ill: an HTTP status for everything, or `hang`; `then` does so once a run has been made.
@@ -81,8 +81,8 @@ class ServedSweep:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, port: int, address: str) -> None:
+        super().__init__((address, port), _Handler)
         self.runs: dict[str, ServedRun] = {}
         self.sweep = ServedSweep()
         self._turn = threading.Lock()
@@ -92,7 +92,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that is killed breaks off; that is none of the test's output."""
@@ -228,8 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(port: int = 0) -> Iterator[Server]:
-    server = Server(port)
+def serving(port: int = 0, address: str = "127.0.0.1") -> Iterator[Server]:
+    server = Server(port, address)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield server

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import statistics
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,9 @@ def test_a_trial_that_is_at_work_is_waited_for_and_given_back_ones_go_first(tmp_
     taken = a.take()
     assert isinstance(taken, Taken)
     assert b.take() is True
+    assert [result.state for result in b.results()] == ["running"]
     a.give_back(taken, on_purpose=True)
+    assert [result.state for result in b.results()] == ["waiting"]
     again = b.take()
     assert isinstance(again, Taken)
     assert (again.number, again.values) == (taken.number, taken.values)
@@ -196,6 +199,19 @@ def test_a_lock_goes_with_its_holder(tmp_path: Path) -> None:
     os.waitpid(pid, 0)
     with Lock(tmp_path / "lock") as held:
         assert held is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else")
+def test_a_sweep_of_somebody_else_s_can_be_looked_at() -> None:
+    with tempfile.TemporaryDirectory() as where:  # pytest's own are closed to others
+        Path(where).chmod(0o755)
+        sweep = made(Path(where), RANDOM + "  x: {min: 0.0, max: 1.0}\n")
+        run_of(Book(sweep, "mine"), "finished")
+        pid = os.fork()
+        if pid == 0:
+            os.setuid(65534)
+            os._exit(0 if [r.state for r in Book(sweep).results()] == ["finished"] else 1)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_half_a_line_of_a_journal_is_cut_off(tmp_path: Path) -> None:
@@ -303,6 +319,10 @@ def test_any_database(tmp_path: Path) -> None:
     book = Book(sweep, "a")
     run_of(book, "finished")
     assert Book(sweep).results()[0].state == "finished"
+    assert sweep.folder.stat().st_mode & 0o077 == 0
+    other = Sweep(tmp_path / "elsewhere" / "s")
+    other.write(settings, sweep.copy.read_text())
+    assert Book(other).results() == []
     sweep.write(Settings([], [], {"name": "x"}, 2, storage="nosql://me:secret@h/d"), RANDOM)
     with pytest.raises(EchelonError) as raised:
         Book(Sweep(tmp_path / "s"))

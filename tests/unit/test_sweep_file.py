@@ -9,11 +9,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+from echelon.config.outside import not_plain
 from echelon.errors import EchelonError
 from echelon.sweep import given, marked
 from echelon.sweep.file import SweepFile, understood
 from echelon.sweep.program import expanded, subject
-from echelon.sweep.space import DISTRIBUTIONS, not_plain
+from echelon.sweep.space import DISTRIBUTIONS
 
 HEAD = "method: random\nmetric: {name: eval/loss}\nrun_cap: 3\nparameters:\n"
 
@@ -121,8 +122,8 @@ def test_bands() -> None:
         ("  x: {values: []}\n", "x.values is []"),
         ("  x: {values: [1, 2], probabilities: [1]}\n", "x has 2 values"),
         ("  x: {values: [1, 2], probabilities: [1, 1]}\n", "are not 1 together"),
-        ("  x: {value: '${oc.env:HOME}'}\n", "is an interpolation"),
-        ("  x: {value: {_target_: os.system}}\n", "is an object"),
+        ("  x: {value: '${oc.env:HOME}'}\n", "an interpolation"),
+        ("  x: {value: {_target_: os.system}}\n", "no plain value"),
         ("  x: {value: !!python/name:os.system ''}\n", "no YAML"),
         ("  x: 3\n", "x is 3, not a mapping"),
         ("  'a b': {value: 1}\n", "'a b' is no name of a parameter"),
@@ -140,6 +141,11 @@ def test_bands() -> None:
 )
 def test_what_is_wrong_is_named(text: str, says: str) -> None:
     assert any(says in what for what in faults(HEAD + text)), faults(HEAD + text)
+
+
+def test_what_is_no_sweep_at_all() -> None:
+    for text, says in (("", "s.yml is empty"), ("[1]", "a sweep is a mapping"), ("hi", "mapping")):
+        assert says in faults(text)[0]
 
 
 def test_all_faults_come_at_once() -> None:
@@ -186,25 +192,19 @@ def _plain(value: object) -> object:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("_target_", "os.system", "would name code"),
-        ("model._target_", "os.system", "would name code"),
-        ("lr", "${oc.env:WANDB_API_KEY}", "is an interpolation"),
-        ("lr", {"a": 1}, "is an object"),
-        ("lr", "x" * 10_000_000, "10000000 characters"),
-        ("lr", [[1]], "list of lists"),
-        ("lr", float("nan"), "no finite number"),
-        ("launch.ssh", "sh -c evil", "not for a sweep to choose"),
-        ("launch", "slurm", "not for a sweep to choose"),
-        ("program", "x", "not for a sweep to choose"),
-        ("run.dir", "/", "not for a sweep to choose"),
-        ("experiment.entry", "os:system", "not for a sweep to choose"),
-        ("experiment", "/tmp/x.py:f", "would name code"),
-        ("+lr", 1, "no name of a setting"),
-        ("a=b lr", 1, "no name of a setting"),
-        ("~lr", None, "no name of a setting"),
+        ("model._target_", "os.system", "no name of a setting"),
+        ("lr", "${oc.env:WANDB_API_KEY}", "an interpolation"),
+        ("lr", "x" * 10_000_000, "10,000,000 characters"),
+        ("lr", "a\x1b[2J", "no text"),
+        ("launch.ssh", "sh -c evil", "which it may not"),
+        ("experiment", "/tmp/x.py:f", "which it may not"),
+        ("trainer.save.steps", 1, "which it may not"),
     ],
 )
-def test_what_is_no_plain_setting_is_refused(key: str, value: object, says: str) -> None:
+def test_what_a_file_may_not_set_is_what_a_server_may_not(
+    key: str, value: object, says: str
+) -> None:
+    """The rest of it: test_swept.py."""
     with pytest.raises(EchelonError, match=says) as raised:
         given.words({key: value})
     assert len(str(raised.value)) < 400

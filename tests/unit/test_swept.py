@@ -132,11 +132,11 @@ def test_what_is_no_plain_data(given: dict[str, Any]) -> None:
         *("mode", "trainer.resume", "trainer.loader_workers", "trainer.best", "trainer"),
     ],
 )
-def test_where_and_what_runs_is_not_a_servers_to_say(key: str) -> None:
-    assert f"the sweep sets {key}, which a server may not" in refusal({key: "local"})
+def test_where_and_what_runs_is_not_a_sweeps_to_say(key: str) -> None:
+    assert f"the sweep sets {key}, which it may not" in refusal({key: "local"})
     top, dot, rest = key.partition(".")
     if dot:
-        assert "which a server may not" in refusal({top: {rest: "local"}})
+        assert "which it may not" in refusal({top: {rest: "local"}})
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Settings from outside: what a sweep's server may set, and how it has to look.
+"""Settings from outside: what a sweep, its file or its server, may set, and how it looks.
 
 A person at the keyboard may say where a run goes and which code it runs. Whoever can write to a
-sweep's server may not: it sets plain values of what an experiment declares, a few of the trainer's
-settings that decide numbers, and the seed. Everything else is refused before anything is started.
+sweep's server, or hands a sweep's file on, may not: it sets plain values of what an experiment
+declares, a few of the trainer's settings that decide numbers, and the seed. Everything else is
+refused before anything is started, and the same file means the same whoever searches.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ LARGEST = 64 * 1024
 _MOST, _DEEPEST, _LONGEST, _ITEMS = 500, 6, 1000, 1000
 """Parameters, levels of nesting, characters of a text, items of a list."""
 _SHOWN_FAULTS = 20
+PLAIN = "give numbers, texts, true, false, null, or lists of these"
+_SAY = "say it on the command line, or in the sweep's command"
 
 _TRAINER = (
     "accumulate",
@@ -219,30 +222,39 @@ def _name_fault(key: str) -> Fault | None:
     top, _, rest = key.partition(".")
     if top == "trainer" and rest.partition(".")[0] not in _TRAINER:
         return Fault(
-            f"the sweep sets {shown}, which a server may not",
-            f"set it in the sweep's command; of trainer's, {nearest(rest, _TRAINER)}",
+            f"the sweep sets {shown}, which it may not",
+            f"{_SAY}; of trainer's, {nearest(rest, _TRAINER)}",
         )
     ours = {f.name for f in dataclasses.fields(Config)} - {"experiment", "trainer", "seed"}
     if top in ours or key in ("experiment", "entry", "experiment.entry"):
         return Fault(
-            f"the sweep sets {shown}, which a server may not: it decides where or what is run",
-            "set it in the sweep's command",
+            f"the sweep sets {shown}, which it may not: that decides where or what is run",
+            _SAY,
         )
     return None
 
 
 def _value_fault(key: str, value: Any) -> Fault | None:
+    wrong = not_plain(value)
+    return Fault(f"the sweep sets {key} to {wrong}", PLAIN) if wrong else None
+
+
+def not_plain(value: Any) -> str:
+    """What a value is, and why it may not become a setting; "" when it may."""
     wrong = _wrong(value)
     if wrong is None and isinstance(value, list):
         wrong = next(filter(None, map(_wrong_item, value)), None)
         wrong = f"a list of more than {_ITEMS} items" if len(value) > _ITEMS else wrong
     if wrong is None:
-        return None
-    text = repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+        return ""
+    text = repr(value[:100] if isinstance(value, str) else value) if _is_short(value) else ""
     shown = text if len(text) <= 60 else text[:59] + "…"
-    return Fault(
-        f"the sweep sets {key} to {shown}: {wrong}", "give numbers, texts, or true and false"
-    )
+    return f"{shown or type(value).__name__}: {wrong}"
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it may be written out: an integer of millions of digits may not."""
+    return isinstance(value, (str, float)) or (isinstance(value, int) and abs(value) < 2**200)
 
 
 def _wrong_item(value: Any) -> str | None:
@@ -259,6 +271,8 @@ def _wrong(value: Any) -> str | None:
             return "a mark for a missing value"
         case str() if len(value) > _LONGEST:
             return f"a text of {len(value):,} characters"
+        case str() if not all(c.isprintable() or c in "\t\n" for c in value):
+            return "characters that are no text"
         case int() if abs(value) >= 2**63:
             return "too large a number"
         case float() if not math.isfinite(value):

@@ -23,14 +23,22 @@ def cancel(runs: Sequence[Run], now: bool) -> int:
     active = [s for s in standings if s.active]
     for standing in active:
         _mark(by_folder[standing.folder])
-    _cancel_jobs([s for s in active if s.job], now)
+    alone = [s for s in active if s.job and not _is_trial(by_folder[s.folder])]
+    _cancel_jobs(alone, now)
     for standing in standings:
         if not standing.active:
             note = f" ({standing.note})" if standing.note else ""
             print(f"run {standing.run} is {standing.state}{note}: there is nothing to cancel")
         elif not standing.job:
             _cancel_process(standing, by_folder[standing.folder], now)
+        elif standing not in alone:
+            print(f"run {standing.run}: the worker of its sweep was told to end it")
     return Exit.OK
+
+
+def _is_trial(run: Run) -> bool:
+    """Of a sweep's worker, whose job is that of the trials after it as well."""
+    return bool(run.status().get("in_sweep"))
 
 
 def _out_of_reach(s: Standing, silence: str) -> Fault | None:

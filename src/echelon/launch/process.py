@@ -25,6 +25,7 @@ def launched(launcher: str, nodes: int, world: int) -> dict[str, Any]:
         "world": world,
         "process": this_process(),
         "job": None,
+        "in_sweep": False,  # whether its job is a worker's, which has others to run after it
         "started": time.time(),
         "failure": None,
     }

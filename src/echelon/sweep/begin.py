@@ -44,7 +44,12 @@ def prepare(
         for word in words
         if (key := word.partition("=")[0]) in _FOR_THE_SWEEP
     ]
-    chosen = name or _plain(file.name or file.path.stem)
+    faults += [
+        Fault(f"{word}, but the sweep's file has a parameter {key}", "leave one of them out")
+        for word in words
+        if (key := word.partition("=")[0].removeprefix("experiment.")) in file.parameters
+    ]
+    chosen = _plain(file.name or file.path.stem) if name is None else name
     if fault := name_fault(chosen):
         faults.append(Fault(fault.what.replace("run.name", "--name"), fault.do))
     if faults:
@@ -55,7 +60,8 @@ def prepare(
     settings = Settings(what.words, what.program, {}, cap)
     first = _checked(settings, file, sweep.run(0), compose)
     metric = file.metric or _metric_of(file, first)
-    settings = Settings(what.words, what.program, asdict(metric), cap, 0, storage, lease_s)
+    where = (storage, lease_s, first.launch.kind)
+    settings = Settings(what.words, what.program, asdict(metric), cap, 0, *where)
     _require_the_same(sweep, file, settings)
     return Prepared(sweep, settings, first)
 
@@ -113,7 +119,9 @@ def _composed(
 
 def _located(fault: Fault, file: SweepFile) -> Fault:
     for parameter in file.parameters.values():
-        if fault.what.startswith((f"{parameter.name}=", f"the parameter {parameter.name}")):
+        name = parameter.name
+        sets = (f"the sweep sets {name}", f"the sweep sets {name!r}")
+        if fault.what.startswith((f"{name}=", *sets)):
             return Fault(f"{parameter.at}: {fault.what}", fault.do)
     return fault
 
@@ -121,10 +129,8 @@ def _located(fault: Fault, file: SweepFile) -> Fault:
 def _examples(parameter: Parameter) -> Iterator[Any]:
     if parameter.values:
         yield from parameter.values[:20]
-    elif parameter.distribution == "int_uniform":
-        yield from (int(parameter.min), int(parameter.max))
-    elif (grid := parameter.grid()) is not None:
-        yield from (grid[0], grid[-1])
+    elif steps := parameter.steps:
+        yield from (parameter.at_step(steps.start), parameter.at_step(steps.stop - 1))
     elif parameter.q is not None and float(parameter.q).is_integer():
         yield int(parameter.q)
     else:
@@ -147,6 +153,7 @@ def _require_the_same(sweep: Sweep, file: SweepFile, settings: Settings) -> None
             Fault(f"{sweep.folder} is a run, not a sweep", "choose another name with --name")
         )
     if not sweep.settings_file.exists():
+        _require_no_trials(sweep)
         return
     then, now = sweep.file(), file
     before = sweep.settings()
@@ -165,6 +172,17 @@ def _require_the_same(sweep: Sweep, file: SweepFile, settings: Settings) -> None
             Fault(
                 f"the sweep {sweep.name} in {sweep.folder} is another one: {', '.join(differs)}",
                 "choose another name with --name",
+            )
+        )
+
+
+def _require_no_trials(sweep: Sweep) -> None:
+    """A finished run of the same name would be taken for the result of a trial."""
+    for run in sweep.runs():
+        raise EchelonError(
+            Fault(
+                f"{run.folder} is there already, and is no trial of a new sweep {sweep.name}",
+                "choose another name with --name, or remove such runs",
             )
         )
 

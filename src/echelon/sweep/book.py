@@ -32,6 +32,9 @@ _CAUSE = "cause"
 _VALUES = "values"
 
 
+ENDED = ("finished", "pruned", "failed")
+
+
 class Lost(Exception):
     """Somebody else has the trial by now."""
 
@@ -49,8 +52,13 @@ class Result(NamedTuple):
     """A trial as it stands."""
 
     number: int
+    """In the order in which they were begun."""
+    name: str
+    """The number; on wandb's server, its id there."""
+    run: str
+    """The name of its run."""
     state: str
-    """running, finished, pruned or failed."""
+    """running, waiting (begun, and nobody has it), or one of ENDED."""
     value: float | None
     values: dict[str, Any]
     history: list[float]
@@ -87,9 +95,14 @@ class Book:
         history = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
         value = trial.value if trial.state == self._finished else self._best(history)
         values = trial.user_attrs.get(_VALUES) or {}
-        state = self._states.get(trial.state, "running")
+        state = self._states.get(trial.state) or self._open(trial.number)
         cause = str(trial.user_attrs.get(_CAUSE, ""))
-        return Result(trial.number, state, value, values, history, cause)
+        run, number = self.sweep.run(trial.number).name, trial.number
+        return Result(number, str(number), run, state, value, values, history, cause)
+
+    def _open(self, number: int) -> str:
+        left = leases.is_left(leases.read(self.sweep.lease(number)))
+        return "waiting" if left else "running"
 
     def _best(self, history: Sequence[float]) -> float | None:
         if not history:

@@ -13,6 +13,8 @@ from echelon.sweep.report import Report
 
 _LINES = 400
 """Trials drawn through the parameters, the best of them: more are only a stain."""
+_FEW = 5
+"""So many different values are all named on their axis."""
 _FAR = 50.0
 """A range over which a parameter is better seen by its logarithm."""
 
@@ -88,7 +90,7 @@ def drawing(told: Report) -> Drawing:
 
 def _label(result: Result, metric: str) -> str:
     value = f"{metric} {result.value:.5g}" if result.value is not None else ""
-    return f"trial {result.number} {result.state}, {value}: {given.listed(result.values)}"
+    return f"trial {result.name} {result.state}, {value}: {given.listed(result.values)}"
 
 
 def _records(known: Sequence[Result], sign: float) -> list[tuple[int, float]]:
@@ -116,6 +118,7 @@ class _Scale:
             return
         self._low, self._high = float(min(values)), float(max(values))
         self._log = self._low > 0 and self._high > _FAR * self._low
+        self._known = sorted(set(values))
 
     def place(self, value: Any) -> float:
         if not self._numeric:
@@ -130,8 +133,8 @@ class _Scale:
         if not self._numeric:
             last = max(1, len(self._names) - 1)
             return [(i / last, name[:24]) for i, name in enumerate(self._names)]
-        if self._low == self._high:
-            return [(0.5, f"{self._low:.3g}")]
+        if len(self._known) <= _FEW:
+            return [(self.place(value), f"{value:.3g}") for value in self._known]
         low, high = self._size(self._low), self._size(self._high)
         sizes = [low + (high - low) * part for part in (0, 0.25, 0.5, 0.75, 1)]
         return [

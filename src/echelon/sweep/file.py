@@ -26,6 +26,10 @@ _REFUSED = {
 }
 
 
+_WHOLE = "give a whole number from 1 on"
+_LARGEST_GRID = 10_000
+
+
 @dataclass(frozen=True)
 class Metric:
     name: str
@@ -86,9 +90,8 @@ def read(path: Path) -> SweepFile:
 def understood(file: Marked) -> SweepFile:
     data, faults = file.data, list[Fault]()
     if not isinstance(data, dict):
-        raise EchelonError(
-            Fault(f"{file.at()}: a sweep is a mapping", "see examples/sweeper.yml for one")
-        )
+        what = f"{file.path} is empty" if data is None else f"{file.at()}: a sweep is a mapping"
+        raise EchelonError(Fault(what, "write method and parameters, as in examples/sweeper.yml"))
     faults.extend(_unknown(file, data))
     found = parameters(file, data.get("parameters"), faults)
     metric = _metric(file, data.get("metric"), faults)
@@ -141,10 +144,16 @@ def _method(
     if method != "grid":
         return
     for parameter in found.values():
-        if parameter.grid() is None:
+        size = parameter.size
+        if size is None:
             yield Fault(
                 f"{parameter.at}: {parameter.name} is {parameter.distribution}, which has no grid",
                 "list its values, use int_uniform or q_uniform, or method: random",
+            )
+        elif size > _LARGEST_GRID:
+            yield Fault(
+                f"{parameter.at}: {parameter.name} has {size:,} values, too many for a grid",
+                "give fewer, or use method: random",
             )
 
 
@@ -188,7 +197,7 @@ def _early(file: Marked, given: Any, faults: list[Fault]) -> Early | None:
         if key not in known:
             faults.append(Fault(f"{where}: hyperband has no {key!r}", nearest(key, known)))
         elif known[key] is int and (type(value) is not int or value < 1):
-            faults.append(Fault(f"{where}: {key} is {value!r}", "give a number from 1 on"))
+            faults.append(Fault(f"{where}: {key} is {value!r}", _WHOLE))
         elif key == "eta" and (not is_number(value) or value <= 1):
             faults.append(Fault(f"{where}: eta is {value!r}", "give a number above 1"))
         elif key == "strict" and not isinstance(value, bool):
@@ -226,7 +235,7 @@ def _bands(given: Mapping[str, Any]) -> tuple[int, ...]:
 def _cap(file: Marked, data: Mapping[str, Any], faults: list[Fault]) -> int | None:
     cap = data.get("run_cap")
     if cap is not None and (type(cap) is not int or cap < 1):
-        faults.append(Fault(f"{file.at('run_cap')}: run_cap is {cap!r}", "give a number from 1 on"))
+        faults.append(Fault(f"{file.at('run_cap')}: run_cap is {cap!r}", _WHOLE))
         return None
     return cap
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from echelon.sweep import marked
 from echelon.sweep.file import Metric, SweepFile, understood
 
 _VERSION = 1
+_FILES = ("sweep.json", "server.json")
+"""Of a sweep searched here, of one on wandb's server."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Settings:
     """A database that Optuna knows; default: the journal in the folder."""
     lease_s: float = 30.0
     """A worker of another host that is silent for so long has lost its trial."""
+    launcher: str = "inline"
+    """Of the trials; with slurm a worker is the batch job in which they are steps."""
     version: int = field(default=_VERSION, kw_only=True)
 
 
@@ -45,6 +51,10 @@ class Sweep:
     @property
     def settings_file(self) -> Path:
         return self.folder / "sweep.json"
+
+    @property
+    def server_file(self) -> Path:
+        return self.folder / "server.json"
 
     @property
     def copy(self) -> Path:
@@ -78,6 +88,12 @@ class Sweep:
     def job_file(self) -> Path:
         return self.folder / "job"
 
+    def runs(self) -> list[Run]:
+        """All that are called like trials."""
+        known = re.compile(re.escape(self.name) + r"-\d+")
+        found = self.folder.parent.glob(f"{self.name}-*/config.json")
+        return [Run(path.parent) for path in found if known.fullmatch(path.parent.name)]
+
     def run(self, number: int) -> Run:
         """A trial's: beside the sweep's folder, where all verbs find it."""
         return Run(self.folder.with_name(f"{self.name}-{number}"))
@@ -99,18 +115,34 @@ class Sweep:
         return Metric(**self.settings().metric)
 
     def write(self, settings: Settings, text: str) -> None:
-        for folder in (self.logs, self.folder / "leases"):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.copy.write_text(text)
-        write_json(self.settings_file, asdict(settings))
+        try:
+            for folder in (self.logs, self.folder / "leases"):
+                folder.mkdir(parents=True, exist_ok=True)
+            if settings.storage:
+                self.folder.chmod(0o700)  # its address may have a password in it
+            beside = self.copy.with_name(f".{self.copy.name}.{os.getpid()}")
+            beside.write_text(text)
+            beside.replace(self.copy)  # workers of somebody else may be reading it
+            write_json(self.settings_file, asdict(settings))
+        except OSError as error:
+            raise not_writable(self.folder, error) from None
+
+
+def not_writable(folder: Path, error: OSError) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"the sweep's folder {folder} cannot be written: {(error.strerror or '').lower()}",
+            "free some space, or give another place with --dir PATH",
+        )
+    )
 
 
 def open_sweep(where: str, root: str) -> Sweep:
     """By name or path."""
     for folder in (Path(where), Path(root) / where):
-        if (folder / "sweep.json").exists():
+        if any((folder / file).exists() for file in _FILES):
             return Sweep(folder.resolve())
-    known = {path.parent.name for path in Path(root).glob("*/sweep.json")}
+    known = {path.parent.name for file in _FILES for path in Path(root).glob(f"*/{file}")}
     raise EchelonError(
         Fault(
             f"no sweep {where!r} here or in {Path(root).absolute()}",

@@ -22,7 +22,8 @@ class Journal(BaseJournalBackend):
         self._path, self._lock = path, lock
         self._read = (0, 0)
         """So many lines end at this byte."""
-        path.touch()
+        if not path.exists():
+            path.touch()
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
         """Whole lines only: who writes is perhaps at it."""

@@ -69,6 +69,13 @@ def write(path: Path, lease: Lease) -> None:
     write_json(path, asdict(lease))
 
 
+def is_left(lease: Lease | None) -> bool:
+    """Whether nobody has the trial, as far as can be told at once."""
+    if lease is None or lease.free:
+        return True
+    return lease.space == _space() and is_alive(lease.process) is False
+
+
 @dataclass
 class Watch:
     """What one worker has seen of the others' beats."""
@@ -77,9 +84,7 @@ class Watch:
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def is_over(self, lease: Lease | None, worker: str) -> bool:
-        if lease is None or lease.free or lease.worker == worker:
-            return True
-        if lease.space == _space() and is_alive(lease.process) is False:
+        if lease is None or lease.worker == worker or is_left(lease):
             return True
         now = time.monotonic()
         beat, since = self._seen.get(lease.token, (-1, now))

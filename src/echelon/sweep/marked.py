@@ -18,6 +18,7 @@ Keys: TypeAlias = "tuple[str | int, ...]"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """What YAML 1.1, and so PyYAML, takes for text: it wants 1.0e-4."""
 _LARGEST = 1 << 20
+_YAML = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def parse(text: str, path: Path) -> Marked:
     marked = Marked(path, None, {})
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        data = _plain(node, (), marked) if node is not None else {}
+        data = _plain(node, (), marked) if node is not None else None
     except yaml.YAMLError as error:
         raise EchelonError(_not_yaml(path, error)) from None
     except RecursionError:
@@ -75,6 +76,7 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> Fault:
 
 def _plain(node: yaml.Node, keys: Keys, into: Marked) -> Any:
     into.lines[keys] = node.start_mark.line + 1
+    _require_data(node)
     if isinstance(node, yaml.MappingNode):
         return dict(_pairs(node, keys, into))
     if isinstance(node, yaml.SequenceNode):
@@ -84,16 +86,20 @@ def _plain(node: yaml.Node, keys: Keys, into: Marked) -> Any:
         number = float(node.value)
         into.notes.append(f"{into.at(*keys)}: {node.value} is read as the number {number:g}")
         return number
-    if not node.tag.startswith("tag:yaml.org,2002:"):
-        raise yaml.MarkedYAMLError(
-            problem=f"{node.tag} asks for an object, and values are plain data",
-            problem_mark=node.start_mark,
-        )
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node)
     finally:
         loader.dispose()
+
+
+def _require_data(node: yaml.Node) -> None:
+    kind = node.tag.removeprefix(_YAML)
+    if kind == node.tag or kind.startswith("python/"):
+        raise yaml.MarkedYAMLError(
+            problem=f"{kind} asks for an object, and values are plain data",
+            problem_mark=node.start_mark,
+        )
 
 
 def _pairs(node: yaml.MappingNode, keys: Keys, into: Marked) -> Iterator[tuple[str, Any]]:

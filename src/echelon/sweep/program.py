@@ -34,8 +34,8 @@ class Subject(NamedTuple):
 
 
 def subject(file: SweepFile, words: Sequence[str]) -> Subject:
-    """By the command line, then by `program` and `command`, then by the parameters."""
-    named = any(word.startswith("experiment=") for word in words) or "experiment" in file.held
+    """By the command line, then by `program` and `command`."""
+    named = any(word.startswith("experiment=") for word in words)
     if named or (file.program is None and file.command is None):
         return Subject(list(words), [])
     own = _ours(file)

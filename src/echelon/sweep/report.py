@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from echelon.sweep.book import Book, Result
+from echelon.sweep.book import ENDED, Book, Result
 from echelon.sweep.file import Metric
 from echelon.sweep.folder import Sweep
+
+if TYPE_CHECKING:
+    import optuna
 
 _ENOUGH = 8
 """Results below which nothing is said about importance: it would be noise."""
@@ -40,11 +43,15 @@ class Report(NamedTuple):
 
     def counts(self) -> dict[str, int]:
         states = [result.state for result in self.results]
-        return {s: states.count(s) for s in ("finished", "pruned", "failed", "running")}
+        return {s: states.count(s) for s in (*ENDED, "running", "waiting")}
+
+    @property
+    def open(self) -> list[Result]:
+        return [result for result in self.results if result.state not in ENDED]
 
     @property
     def done(self) -> int:
-        return sum(result.state != "running" for result in self.results)
+        return len(self.results) - len(self.open)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -64,7 +71,7 @@ class Report(NamedTuple):
     def _told(self, result: Result) -> dict[str, Any]:
         return {
             "trial": result.number,
-            "run": self.sweep.run(result.number).name,
+            "run": result.run,
             "state": result.state,
             "value": _finite(result.value),
             "parameters": result.values,
@@ -80,20 +87,21 @@ def _finite(value: float | None) -> float | None:
 def report(book: Book, importance: bool = True) -> Report:
     sweep = book.sweep
     results = book.results()
-    told = _importance(book) if importance else {}
+    told = weights(book.study) if importance else {}
     return Report(sweep, sweep.metric(), sweep.settings().cap, results, told, book.ending())
 
 
-def _importance(book: Book) -> dict[str, float]:
-    """By PED-ANOVA, which needs no other library. It compares the better trials with all."""
+def weights(study: optuna.Study) -> dict[str, float]:
+    """Of the parameters, by PED-ANOVA, which needs no other library. It compares the better trials
+    with all."""
     import optuna
 
-    finished = sum(result.state == "finished" for result in book.results())
-    if finished < _ENOUGH:
+    finished = study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
+    if len(finished) < _ENOUGH:
         return {}
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
         warnings.simplefilter("ignore")
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        found = optuna.importance.get_param_importances(book.study, evaluator=evaluator)
+        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
         return {str(name): float(part) for name, part in found.items() if math.isfinite(part)}
     return {}

@@ -41,12 +41,12 @@ def combination(parameters: Sequence[Parameter], number: int) -> dict[str, Any]:
     for parameter in reversed(parameters):
         choices = parameter.grid() or [None]
         number, place = divmod(number, len(choices))
-        values[parameter.name] = _choice(choices[place])
+        values[parameter.name] = choice(choices[place])
     return values
 
 
 def combinations(parameters: Sequence[Parameter]) -> int:
-    return math.prod(len(parameter.grid() or [None]) for parameter in parameters)
+    return math.prod(parameter.size or 1 for parameter in parameters)
 
 
 def suggest(trial: optuna.Trial, parameter: Parameter, grid: bool = False) -> Any:
@@ -55,7 +55,7 @@ def suggest(trial: optuna.Trial, parameter: Parameter, grid: bool = False) -> An
     if choices is None and parameter.distribution == "categorical":
         choices = list(parameter.values)
     if choices is not None:
-        written = [_choice(value) for value in choices]
+        written = [choice(value) for value in choices]
         return choices[written.index(trial.suggest_categorical(parameter.name, written))]
     if parameter.distribution == "int_uniform":
         return trial.suggest_int(parameter.name, int(parameter.min), int(parameter.max))
@@ -65,7 +65,7 @@ def suggest(trial: optuna.Trial, parameter: Parameter, grid: bool = False) -> An
     return multiple(round(value / parameter.q), parameter.q) if parameter.q else value
 
 
-def _choice(value: Any) -> Any:
+def choice(value: Any) -> Any:
     """Optuna has no choices that are lists."""
     return json.dumps(value) if isinstance(value, list) else value
 

@@ -25,8 +25,9 @@ _SHOWN = 10
 _LIVE = 8
 
 
-def show(book: Book, as_json: bool, all_of_them: bool = False, picture: Path | None = None) -> int:
-    told = report(book)
+def show(
+    told: Report, as_json: bool, all_of_them: bool = False, picture: Path | None = None
+) -> int:
     if picture is not None:
         plot(told, picture)
     if as_json:
@@ -42,22 +43,23 @@ def show(book: Book, as_json: bool, all_of_them: bool = False, picture: Path | N
 def _whole(told: Report, most: int | None) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(told)), Text("")]
     ranked = told.ranked()
-    parts.append(_table(told, ranked[:most]))
-    if most is not None and len(ranked) > most:
-        parts.append(Text(f"… and {len(ranked) - most} more: --all", style="dim"))
+    shown = [*ranked[:most], *(result for result in told.open if result not in ranked[:most])]
+    parts.append(_table(told, shown))
+    if more := len([result for result in ranked if result not in shown]):
+        parts.append(Text(f"… and {more} more: --all", style="dim"))
     failed = [result for result in told.results if result.state == "failed"]
     for result in failed[:3]:
-        parts.append(Text(f"trial {result.number} failed: {result.cause}", style="red"))
+        parts.append(Text(f"trial {result.name} failed: {result.cause}", style="red"))
     if len(failed) > 3:
         parts.append(Text(f"… and {len(failed) - 3} more failed", style="red"))
     if told.importance:
         bars = "  ".join(f"{name} {part:.0%}" for name, part in told.importance.items())
         parts += [Text(""), Text(f"importance  {bars}")]
     if told.best is not None:
-        run = told.sweep.run(told.best.number).name
+        family = told.best.run.removesuffix(told.best.name)
         parts += [
-            Text(f"best run    echelon show {run}"),
-            Text(f"curves      echelon plot '{told.sweep.name}-*'"),
+            Text(f"best run    echelon show {told.best.run}"),
+            Text(f"curves      echelon plot '{family}*'"),
         ]
     return Group(*parts)
 
@@ -65,7 +67,7 @@ def _whole(told: Report, most: int | None) -> RenderableType:
 def headline(told: Report) -> str:
     counts = ", ".join(f"{n} {state}" for state, n in told.counts().items() if n)
     best = told.best
-    said = f"; best {told.metric.name} {best.value:.6g} in trial {best.number}" if best else ""
+    said = f"; best {told.metric.name} {best.value:.6g} in trial {best.name}" if best else ""
     ending = f"\n{told.ending}" if told.ending else ""
     done = f"{told.done} of {told.cap} results"
     return f"sweep {told.sweep.name}: {done} ({counts or 'no trial yet'}){said}{ending}"
@@ -89,7 +91,7 @@ def _row(result: Result, names: Sequence[str]) -> list[RenderableType]:
     value = "–" if result.value is None else f"{result.value:.6g}"
     cells: list[Any] = [given.shown(result.values[n]) if n in result.values else "" for n in names]
     state = Text(result.state, style=STYLES.get(result.state, "yellow"))
-    return [str(result.number), state, value, str(len(result.history)), *cells]
+    return [result.name, state, value, str(len(result.history)), *cells]
 
 
 class Lines:
@@ -107,13 +109,17 @@ class Lines:
     def tell(self, book: Book) -> None:
         told = report(book, importance=False)
         for result in told.results:
-            if self._known.get(result.number) == result.state:
+            known = self._known.get(result.number)
+            begins = known is None and result.state == "waiting"  # its worker is about to have it
+            if known == result.state or begins:
                 continue
             self._known[result.number] = result.state
             print(_line(told, result), file=sys.stderr, flush=True)
 
 
 def _line(told: Report, result: Result) -> str:
+    if result.state == "waiting":
+        return f"trial {result.name} waits for a worker"
     if result.state == "running":
         return f"trial {result.number}: {given.listed(result.values)}"
     value = "" if result.value is None else f", {told.metric.name} {result.value:.6g}"
@@ -139,9 +145,8 @@ class Screen:
 
     def tell(self, book: Book) -> None:
         told = report(book, importance=False)
-        running = [result for result in told.results if result.state == "running"]
-        best = [result for result in told.ranked() if result.state != "running"][:_LIVE]
-        self._live.update(Group(Text(headline(told)), _table(told, [*running, *best])))
+        best = [result for result in told.ranked() if result not in told.open][:_LIVE]
+        self._live.update(Group(Text(headline(told)), _table(told, [*told.open, *best])))
 
 
 def watching() -> Lines | Screen:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from echelon.config.outside import PLAIN, not_plain
 from echelon.errors import Fault, nearest
 from echelon.sweep.marked import Keys, Marked
 
@@ -37,7 +38,6 @@ _DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1.0, "a": 1.0, "b": 1.0}
 _LISTED = ("value", "values", "probabilities")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KNOWN = {key for keys in DISTRIBUTIONS.values() for key in keys} | {"distribution", "parameters"}
-_LARGEST_TEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,31 @@ class Parameter:
     def searched(self) -> bool:
         return self.distribution != "constant"
 
-    def grid(self) -> list[Any] | None:
-        """All its values; None when it has no end of them, or weights that a grid would ignore."""
-        if self.values:
-            return None if self.probabilities else list(self.values)
+    @property
+    def steps(self) -> range | None:
+        """The multiples of q it may be, of 1 where it is an integer; None: not a row of steps."""
         if self.distribution == "int_uniform":
-            return list(range(int(self.min), int(self.max) + 1))
+            return range(int(self.min), int(self.max) + 1)
         if self.distribution != "q_uniform" or self.q is None:
             return None
-        first, last = round(self.min / self.q), round(self.max / self.q)
-        return [multiple(number, self.q) for number in range(first, last + 1)]
+        return range(round(self.min / self.q), round(self.max / self.q) + 1)
+
+    @property
+    def size(self) -> int | None:
+        """How many values; None: no end of them, or weights that a grid would ignore."""
+        if self.values:
+            return None if self.probabilities else len(self.values)
+        steps = self.steps
+        return None if steps is None else steps.stop - steps.start
+
+    def grid(self) -> list[Any] | None:
+        """All its values, where it has a size."""
+        if self.size is None:
+            return None
+        return list(self.values) or [self.at_step(step) for step in self.steps or ()]
+
+    def at_step(self, step: int) -> float:
+        return multiple(step, 1 if self.q is None else self.q)
 
 
 def multiple(number: int, q: float) -> float:
@@ -257,37 +272,6 @@ def _made(name: str, distribution: str, at: str, spec: Mapping[str, Any]) -> Par
     values = [spec["value"]] if distribution == "constant" else spec.get("values", [])
     weights = spec.get("probabilities", [])
     return Parameter(name, distribution, at, tuple(values), tuple(weights), **numbers)
-
-
-# --- plain data ---
-
-PLAIN = "values are numbers, texts, true, false, null, and lists of these"
-
-
-def not_plain(value: Any) -> str:
-    """Why a value may not become a setting; "" when it may. What comes from a server or a file
-    that others wrote must not name code, nor be resolved into a secret."""
-    if isinstance(value, bool) or value is None or isinstance(value, int):
-        return ""
-    if isinstance(value, float):
-        return "" if math.isfinite(value) else f"{value} is no finite number"
-    if isinstance(value, str):
-        if len(value) > _LARGEST_TEXT:
-            return f"a text of {len(value)} characters is too long for a setting"
-        if "${" in value:
-            return f"{_shown(value)} is an interpolation"
-        return f"{_shown(value)} has a character that is no text" if _unprintable(value) else ""
-    if isinstance(value, list):
-        if len(value) > 1000:
-            return f"a list of {len(value)} values is too long for a setting"
-        if any(isinstance(item, list) for item in value):
-            return "a list of lists is no setting"
-        return next((why for item in value if (why := not_plain(item))), "")
-    return f"{_shown(value)} is an object"
-
-
-def _unprintable(text: str) -> bool:
-    return any(not (character.isprintable() or character in "\t\n") for character in text)
 
 
 def is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     import optuna
 
 
-def require() -> None:
+def require(storage: str | None = None) -> None:
+    """That Optuna is there, and the database, if it is one."""
     try:
         import optuna
     except ImportError:
@@ -25,6 +27,8 @@ def require() -> None:
             )
         ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if storage is not None:
+        _database(storage)
 
 
 def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], None]]:
@@ -36,14 +40,16 @@ def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], Non
     with lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         storage, flush = _storage(sweep, settings.storage, lock)
+        # A database may have other sweeps of this name, of other people.
+        name = str(sweep.folder) if settings.storage else sweep.name
+        with contextlib.suppress(KeyError):
+            return optuna.load_study(study_name=name, storage=storage), flush
         study = optuna.create_study(
-            study_name=sweep.name,
+            study_name=name,
             storage=storage,
             direction="maximize" if metric.goal == "maximize" else "minimize",
-            load_if_exists=True,
-            pruner=optuna.pruners.NopPruner(),
         )
-    return study, flush
+        return study, flush
 
 
 def _storage(sweep: Sweep, url: str | None, lock: Lock) -> tuple[Any, Callable[[], None]]:
@@ -54,8 +60,14 @@ def _storage(sweep: Sweep, url: str | None, lock: Lock) -> tuple[Any, Callable[[
 
         journal = Journal(sweep.journal, lock)
         return optuna.storages.JournalStorage(journal), journal.flush
+    return _database(url), lambda: None
+
+
+def _database(url: str) -> Any:
+    import optuna
+
     try:
-        return optuna.storages.RDBStorage(url), lambda: None
+        return optuna.storages.RDBStorage(url)
     except Exception as error:  # whatever a driver that is not ours may raise
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EchelonError(

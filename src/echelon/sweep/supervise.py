@@ -13,7 +13,7 @@ from types import FrameType
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.gpus import visible_count
 from echelon.launch.zygote import die_with_parent
-from echelon.sweep.book import Book
+from echelon.sweep.book import ENDED, Book
 from echelon.sweep.folder import Sweep
 
 _LOOK_S = 0.2
@@ -29,7 +29,7 @@ def supervise(sweep: Sweep, parallel: int, tell: Callable[[Book], None]) -> int:
         done = -1
         while crew.at_work():
             tell(book)
-            ended = sum(result.state != "running" for result in book.results())
+            ended = sum(result.state in ENDED for result in book.results())
             crew.look(renew=ended != done)
             done = ended
             time.sleep(_LOOK_S)

@@ -28,7 +28,7 @@ _BEAT_S = 2.0
 _IDLE_S = 0.2
 _SAVING_S = 60.0
 """So long a world that was asked to save and end may take."""
-STOPPED, PRUNED = "asked to end", "pruned"
+STOPPED, PRUNED, CANCELLED = "asked to end", "pruned", "cancelled"
 
 Compose = Callable[..., Config]
 
@@ -36,12 +36,12 @@ Compose = Callable[..., Config]
 def work(folder: str, slot: str, compose: Compose) -> int:
     """Until there is no trial left, or somebody wants it to end."""
     sweep = Sweep(Path(folder))
-    in_job = "launch=slurm" in sweep.settings().words
+    in_job = sweep.settings().launcher == "slurm"
     starter: Starter = Stepping() if in_job else Forking()  # which forks: before anything else
-    return _Worker(sweep, slot, compose, starter, in_job).run()
+    return Worker(sweep, slot, compose, starter, in_job).run()
 
 
-class _Worker:
+class Worker:
     def __init__(
         self, sweep: Sweep, slot: str, compose: Compose, starter: Starter, in_job: bool
     ) -> None:
@@ -104,6 +104,8 @@ class _Worker:
                 why = PRUNED if self._book.report(taken, values) else ""
             if self._asked and not why:
                 why = STOPPED
+            if self._in_job and not why and run.cancel_file.exists():
+                why = CANCELLED  # elsewhere who cancels a run tells its process
             if why and not asked_at:
                 world.stop()
                 asked_at = now
@@ -118,7 +120,7 @@ class _Worker:
         if why == STOPPED or _cut_off(run, code, why):
             self._book.give_back(taken, on_purpose=why == STOPPED)
             self._asked |= self._in_job  # the job goes on in another one, with this trial first
-        elif why == PRUNED:
+        elif why == PRUNED and not self._went_through(code):
             self._book.end(taken, "pruned")
         elif code != Exit.OK:
             self._book.end(taken, "failed", _cause(run, code))
@@ -127,6 +129,10 @@ class _Worker:
         else:
             self._book.end(taken, "finished")
         say(f"trial {taken.number} ended with {code}{f', {why}' if why else ''}")
+
+    def _went_through(self, code: int) -> bool:
+        """It was at its last step when it was asked to end. A program's 0 says less."""
+        return code == Exit.OK and not self._settings.program
 
     def _no_metric(self, number: int, history: History) -> str:
         name = self._metric

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -96,7 +97,8 @@ class Stepping:
         made.code_file.unlink(missing_ok=True)
         world = config.launch.nodes * processes(config)
         begun = launched("slurm", config.launch.nodes, world)
-        made.update_status(**begun | {"process": None, "job": this_job(os.environ)})
+        job = {"process": None, "job": this_job(os.environ), "in_sweep": True}
+        made.update_status(**begun | job)
         return _Stepped(step_words(config, run, _master(os.environ)), run, variables)
 
 
@@ -119,10 +121,12 @@ class _Stepped:
             code = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             return None
-        try:  # srun gives the code of the worst node, perhaps of a dead one; node 0 knows better
-            return int(self._run.code_file.read_text())
-        except (OSError, ValueError):
-            return code
+        # srun gives the code of the worst node, perhaps of a dead one; node 0 knows better
+        with contextlib.suppress(OSError, ValueError):
+            code = int(self._run.code_file.read_text())
+        with contextlib.suppress(OSError):  # the job goes on, with another trial
+            self._run.exit_file.write_text(f"{code}\n")
+        return code
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGUSR2)  # on TERM srun would kill its tasks

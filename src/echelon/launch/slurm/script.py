@@ -306,11 +306,13 @@ def step_words(config: Config, run: Run, master: str) -> list[str]:
 
 
 def render_workers(
-    config: Config, name: str, logs: Path, command: Sequence[str], count: int
+    config: Config, logs: Path, command: Sequence[str], look: Sequence[str], count: int
 ) -> str:
-    """Of an array whose tasks each run one trial of a sweep after another."""
+    """Of an array whose tasks each run one trial of a sweep after another; `look` is the preflight
+    of such a job."""
     _require_plain(logs)
     procs = processes(config)
+    name = logs.parent.name
     where = [f"--job-name={name}", f"--array=0-{count - 1}", f'--output="{logs}/worker-%a.log"']
     return "\n".join(
         [
@@ -319,6 +321,7 @@ def render_workers(
             "",
             'fail() { exit "$1"; }',
             *_set_up(config.launch),
+            *(_look_first(look) if config.launch.preflight else ()),
             "",
             "# TERM: preempted or cancelled. Whether the worker goes on is then for Slurm to say.",
             "trap 'stopped=1' TERM",
@@ -326,7 +329,9 @@ def render_workers(
             "# It takes trials until there are none; each is a step that fills this job.",
             f"{shlex.join(command)} &",
             "worker=$!",
-            'while kill -0 "$worker" 2> /dev/null; do wait "$worker"; code=$?; done',
+            'while kill -0 "$worker" 2> /dev/null; do wait "$worker"; done  # TERM ends a wait',
+            'wait "$worker"',
+            "code=$?",
             "",
             "# Out of time with everything saved, a node lost, or killed: go on in another job.",
             f"saved={int(Exit.PREEMPTED)} killed={128 + signal.SIGKILL}",
@@ -340,6 +345,11 @@ def render_workers(
             "",
         ]
     )
+
+
+def _look_first(look: Sequence[str]) -> Iterator[str]:
+    yield from ("", "# launch.preflight: look at these very nodes first.")
+    yield f'{shlex.join(look)} || fail "$?"'
 
 
 def _srun(config: Config, tasks: int) -> str:

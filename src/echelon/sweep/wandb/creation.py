@@ -20,7 +20,7 @@ from echelon.sweep.wandb.client import Server, Silent
 from echelon.track import key
 from echelon.track.apart import brief
 
-_FILE = "wandb.json"
+_FILE = "server.json"
 _DECIDES = ("method", "metric", "parameters", "early_terminate")
 _PROJECT = "echelon"
 
@@ -67,13 +67,17 @@ def _entity(file: SweepFile, server: Server) -> str:
 
 def _known(file: SweepFile, folder: Path) -> str | None:
     """The one that this folder is of, if it is this sweep."""
-    try:
-        told = json.loads((folder / _FILE).read_text())
-    except (OSError, ValueError):
-        told = {}
-    if "sweep" not in told and not (folder / "sweep.json").exists():
+    if (folder / "sweep.json").exists():
+        raise EchelonError(
+            Fault(
+                f"the sweep {folder.name} in {folder} is searched without a server",
+                "leave --engine wandb out, or choose another name with --name",
+            )
+        )
+    if not (folder / _FILE).exists():
         return None
-    differs = [key for key in _DECIDES if told.get("file", {}).get(key) != file.data.get(key)]
+    told = read(folder)
+    differs = [key for key in _DECIDES if told["file"].get(key) != file.data.get(key)]
     if differs:
         raise EchelonError(
             Fault(
@@ -82,6 +86,21 @@ def _known(file: SweepFile, folder: Path) -> str | None:
             )
         )
     return str(told["sweep"])
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What is known here of a sweep there: sweep, file, metric, cap, program."""
+    try:
+        known = json.loads((folder / _FILE).read_text())
+        if isinstance(known, dict) and {"sweep", "file", "metric", "cap", "program"} <= {*known}:
+            return known
+        why = "it holds something else"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise EchelonError(
+        Fault(f"{folder / _FILE} cannot be read: {why}", "start another sweep"),
+        exit=Exit.NOT_FOUND,
+    )
 
 
 def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str:
@@ -102,10 +121,12 @@ def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str
         ) from None
     finally:
         wandb.teardown()  # its process; trials have their own
-        if was_silent is None:
-            del os.environ["WANDB_SILENT"]
+        del os.environ["WANDB_SILENT"]
+        if was_silent is not None:
+            os.environ["WANDB_SILENT"] = was_silent
     sweep = f"{entity}/{project}/{name}"
-    write_json(folder / _FILE, {"sweep": sweep, "file": file.data})
+    known = {"metric": settings.metric, "cap": settings.cap, "program": bool(settings.program)}
+    write_json(folder / _FILE, {"sweep": sweep, "file": file.data, **known})
     for line in said.getvalue().splitlines():
         if line.startswith("Sweep URL: "):
             print(f"sweep {sweep}: {line.removeprefix('Sweep URL: ')}", file=sys.stderr)

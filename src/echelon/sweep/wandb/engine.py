@@ -20,17 +20,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from echelon.config.outside import Trial
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.jobs.standing import stand_of
 from echelon.launch.process import is_alive
 from echelon.runs import Run
 from echelon.sweep.begin import Prepared
 from echelon.sweep.file import SweepFile
-from echelon.sweep.folder import Settings
+from echelon.sweep.folder import Settings, not_writable
+from echelon.sweep.lock import Lock
 from echelon.sweep.metrics import History, key_of
+from echelon.sweep.show import show
 from echelon.sweep.wandb import creation, record
 from echelon.sweep.wandb.client import Server, Silent
-from echelon.sweep.wandb.process import Process, command_of
+from echelon.sweep.wandb.look import looked_at
+from echelon.sweep.wandb.process import Process, command_of, following
 from echelon.sweep.wandb.record import DONE, Told
 from echelon.track import wandb_run
 
@@ -43,7 +46,7 @@ _IN_A_ROW = 3
 """So many failures, and the fault is hardly the parameters'."""
 
 
-def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
+def serve(file: SweepFile, prepared: Prepared, parallel: int, as_json: bool = False) -> int:
     """Work on the sweep until its server says that it is over.
 
     What the sweep's folder holds is gone on with. The exit code is that of the trials: 1 when any
@@ -51,9 +54,19 @@ def serve(file: SweepFile, prepared: Prepared, parallel: int) -> int:
     """
     creation.require(os.environ)
     settings, folder = prepared.settings, prepared.sweep.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    server, sweep = creation.opened(file, settings, folder)
-    return _Office(server, sweep, settings, folder, [_Agent() for _ in range(parallel)]).work()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_writable(folder, error) from None
+    with Lock(prepared.sweep.lock, f"the sweep {prepared.sweep.name} is at work already"):
+        server, sweep = creation.opened(file, settings, folder)
+        agents = [_Agent() for _ in range(parallel)]
+        office = _Office(server, sweep, settings, folder, agents, rows=not as_json)
+        try:
+            return office.work()
+        finally:
+            if as_json:
+                show(looked_at(prepared.sweep), as_json)
 
 
 @dataclass
@@ -78,6 +91,8 @@ class _Office:
     folder: Path
     """The sweep's own, beside those of its trials."""
     agents: list[_Agent]
+    rows: bool = True
+    """Print a line for each trial that ends."""
     left: list[Told] = field(default_factory=list)
     """What was begun and is to be ended before anything new."""
     failed: list[Told] = field(default_factory=list)
@@ -183,7 +198,7 @@ class _Office:
 
     def _begin(self, agent: _Agent, told: Told) -> None:
         record.keep(self.folder, replace(told, state="running"))
-        agent.told, agent.process = told, self._process(told.trial())
+        agent.told, agent.process = told, self._process(told)
         agent.beat_at = 0.0
         given = "  ".join(f"{name}={value}" for name, value in told.trial().values.items())
         _say(f"trial {told.id} begins: {given}")
@@ -196,9 +211,13 @@ class _Office:
                 self._begin(agent, told)
                 return
 
-    def _process(self, trial: Trial) -> Process:
+    def _process(self, told: Told) -> Process:
+        """A job of Slurm's outlives whoever looked at it, and is looked at again."""
+        run, trial = self._run(told), told.trial()
+        standing = stand_of(run) if run.status().get("launcher") == "slurm" else None
+        queued = standing is not None and standing.job and standing.active
         command = command_of(self.settings, trial, self.folder.parent)
-        return Process.start(trial, command, self.folder)
+        return Process.start(trial, following(run) if queued else command, self.folder)
 
     def _stop(self, agent: _Agent) -> None:
         """The server wants no more of it: save, end, do not come back."""
@@ -230,7 +249,8 @@ class _Office:
     def _note(self, told: Told) -> None:
         value = "" if told.value is None else f"{told.value:.6g}"
         given = " ".join(f"{name}={value}" for name, value in told.given.items())
-        print("\t".join((told.id, told.state, value, given)), flush=True)
+        if self.rows:
+            print("\t".join((told.id, told.state, value, given)), flush=True)
         if told.state == "failed":
             self.failed.append(told)
             self.in_a_row += 1

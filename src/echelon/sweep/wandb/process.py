@@ -25,17 +25,22 @@ from echelon.sweep.program import expanded
 from echelon.sweep.wandb import record
 
 _PR_SET_PDEATHSIG = 1
+_ECHELON = (sys.executable, "-m", "echelon")
 
 
 def command_of(settings: Settings, trial: Trial, run_dir: Path) -> list[str]:
     """An experiment takes its parameters from the agent's file, on whichever rank is the first; a
     program of another kind has them in its words."""
-    echelon = [sys.executable, "-m", "echelon"]
     words = [*settings.words, f"run.dir={written(str(run_dir))}"]
     if not settings.program:
-        return [*echelon, "train", *words]
+        return [*_ECHELON, "train", *words]
     program = expanded(settings.program, trial.values)
-    return [*echelon, "run", "--wait", *words, f"run.name={trial.run_name}", "--", *program]
+    return [*_ECHELON, "run", "--wait", *words, f"run.name={trial.run_name}", "--", *program]
+
+
+def following(run: Run) -> list[str]:
+    """To the end of its job."""
+    return [*_ECHELON, "attach", str(run.folder)]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Told:
     """Why it failed."""
     value: float | None = None
     """Of the sweep's metric, the last one."""
+    begun: float = field(default_factory=time.time)
 
     def trial(self) -> Trial:
         return trial(self.sweep, self.id, self.given)
@@ -41,12 +43,11 @@ def keep(folder: Path, told: Told) -> None:
 
 def read(folder: Path) -> list[Told]:
     """In the order in which they were begun."""
-    files = sorted(folder.glob("trial-*.json"), key=lambda path: path.stat().st_ctime_ns)
     found = []
-    for path in files:
+    for path in folder.glob("trial-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Told(**json.loads(path.read_text())))
-    return found
+    return sorted(found, key=lambda told: told.begun)
 
 
 def unfinished(folder: Path) -> list[Told]:
