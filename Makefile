@@ -27,7 +27,7 @@ check: $(READY) ## lint, types, unit tests: under a minute
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PY) -m pytest tests -m "not slow and not gpu"
+	$(PY) -m pytest tests -n auto --dist worksteal -m "not slow and not gpu"
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests -m gpu
