@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,10 @@ from echelon.train.schedule import Schedule
 from echelon.train.state import collect
 from echelon.train.stop import Stop
 from echelon.train.writer import Saved, Writer
+
+if TYPE_CHECKING:
+    from echelon.train.sharded import ShardedReplica
+    from echelon.train.shards import ShardedWriter
 
 _WAIT_FOR_WORD_S = 30.0
 
@@ -58,7 +62,8 @@ def train(t: Training) -> Exit:
 
 @dataclass
 class Training:
-    """A run in progress on one rank. Only rank 0 has trackers, a screen that shows, a writer."""
+    """A run in progress on one rank. Only rank 0 has trackers and a screen that shows; a writer
+    is rank 0's too, unless the model is sharded."""
 
     config: Config
     run: Run
@@ -70,10 +75,11 @@ class Training:
     pulse: Pulse
     device: torch.device
     schedule: Schedule = field(init=False)
-    replica: Replica = field(init=False)
+    replica: Replica | ShardedReplica = field(init=False)
     trackers: tuple[Tracker, ...] = ()
     screen: Screen = field(default_factory=Screen)
-    writer: Writer | None = None
+    writer: Writer | ShardedWriter | None = None
+    collect: Callable[[Experiment, Group, torch.device], dict[str, Any]] = collect
 
     step: int = 0
     samples: int = 0
@@ -264,7 +270,7 @@ class Training:
             return
         self.saved_step = self.step
         self.pulse.rest()  # an earlier save may still be on its way to a slow disk
-        parts = collect(self.experiment, self.group, self.device)
+        parts = self.collect(self.experiment, self.group, self.device)
         if self.writer is not None:
             self.writer.save(self.step, parts, self._info(), best=self.best_is_new)
         self.best_is_new = False

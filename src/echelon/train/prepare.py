@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.config.schema import Config
 from echelon.data.batches import source_of
@@ -13,6 +14,7 @@ from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
+from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
@@ -21,6 +23,7 @@ from echelon.train.output import Output
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
+from echelon.train.shards import ShardedWriter, collect_rows, collect_whole, folder_is_shared
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
 from echelon.train.writer import Writer
@@ -38,7 +41,10 @@ def prepare(
         torch.cuda.set_device(device)
     seed_all(config.seed)  # the same weights on every rank
     experiment = build_experiment(run.entry(config, world.node_rank), config.settings)
-    experiment.model.to(device)
+    sharded = config.replica.kind == "fsdp"
+    blocks = _blocks(experiment, config)
+    if not sharded:  # else it goes there block by block, as it need not fit
+        experiment.model.to(device)
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
     evaluator = _evaluator(experiment, config, group, device, pulse)
     group.all_ready("built", _BUILD_TIMEOUT_S)
@@ -58,12 +64,15 @@ def prepare(
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
-    training.replica = Replica(experiment, world, device, trainer, pulse)
+    if sharded:
+        _shard(training, blocks)
+    else:
+        training.replica = Replica(experiment, world, device, trainer, pulse)
     experiment.model.train()
     if world.rank == 0:
         _say(_opening(training))
         training.trackers = trackers(config, run, training.step)
-        training.writer = Writer(run.snapshots, trainer.keep_last)
+        training.writer = training.writer or Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
     return training
@@ -103,10 +112,45 @@ def _go_on(training: Training) -> None:
     training.take_up(info)
 
 
+def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
+    """The layers that are sharded or recomputed one by one."""
+    choice = config.replica
+    if choice.kind == "fsdp":
+        require_shardable(experiment.model)
+    if choice.kind != "fsdp" and not choice.checkpoint:
+        return []
+    blocks = blocks_of(experiment.model, choice.blocks)
+    if choice.checkpoint:
+        require_blocks(blocks)
+        recompute(blocks)
+    return blocks
+
+
+def _shard(t: Training, blocks: list[nn.Module]) -> None:
+    """Share the model out, and let every rank write what it then holds."""
+    # torch's part of it takes a while to import where nothing else has.
+    from echelon.train.sharded import ShardedReplica, Spare, shard
+
+    trainer, run, world = t.config.trainer, t.run, t.group.world
+    shard(t.experiment, blocks, t.device, trainer)
+    spare = Spare(t.source, t.device)
+    t.replica = ShardedReplica(t.experiment, world, t.device, trainer, t.pulse, spare)
+    if t.evaluator is not None:
+        t.evaluator.spare = Spare(t.evaluator.source, t.device)
+    if folder_is_shared(run.snapshots, t.group):
+        t.collect = collect_rows
+        t.writer = ShardedWriter(run.snapshots, trainer.keep_last, t.group)
+    else:
+        t.collect = collect_whole
+        if world.rank == 0:
+            _say(f"note: not all ranks see {run.snapshots}, so rank 0 saves for all")
+
+
 def _opening(t: Training) -> str:
     """What is about to happen, in one line."""
     size, kind = t.group.world.size, t.device.type
-    where = f"{size} processes ({kind})" if size > 1 else f"one process ({t.device})"
+    shared = ", which share the model" if t.config.replica.kind == "fsdp" else ""
+    where = f"{size} processes ({kind}){shared}" if size > 1 else f"one process ({t.device})"
     batch = t.config.trainer.batch_size
     what = f"{t.size:,} samples in batches of {batch}"
     return f"run {t.run.name}: {t.total_steps:,} steps over {what} on {where}"

@@ -66,16 +66,17 @@ def collect(experiment: Experiment, group: Group, device: torch.device) -> dict[
     rows = group.gather(rng_row(device))
     if group.world.rank != 0:
         return {}
+    return {**parts_of(experiment), "rng": {"ranks": torch.stack(rows)}}
+
+
+def parts_of(experiment: Experiment) -> dict[str, Any]:
+    """What is the same on every rank, or held by all of them together."""
     optimizer = {"optimizer": experiment.optimizer.state_dict()}
     if experiment.schedule is not None:
         optimizer["schedule"] = experiment.schedule.state_dict()
     if experiment.scaler is not None:
         optimizer["scaler"] = experiment.scaler.state_dict()
-    return {
-        "model": experiment.model.state_dict(),
-        "optimizer": optimizer,
-        "rng": {"ranks": torch.stack(rows)},
-    }
+    return {"model": experiment.model.state_dict(), "optimizer": optimizer}
 
 
 def restore(

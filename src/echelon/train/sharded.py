@@ -1,0 +1,247 @@
+"""A model that the processes hold together (torch's FSDP2): each a shard of every layer.
+
+A block's weights are gathered when it is needed and dropped after it; gradients are summed where
+their shard lies. torch asks that every rank takes part in the same passes, so a rank without a
+sample computes one of no weight. What all ranks must know (wishes, the loss) takes one small
+all-reduce per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from echelon.config.schema import Trainer
+from echelon.data.batches import Batch, Source
+from echelon.pulse import Pulse
+from echelon.train.experiment import Experiment, predict_default
+from echelon.train.pieces import row_range
+from echelon.train.replica import Told, Wishes, _pieces, _read
+from echelon.world import World
+
+_READ_EVERY_CUDA = 16
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BUCKET_BYTES = 250 << 20
+_SPARE_SAMPLES = 2
+"""One would be too few for layers that want a variance."""
+
+
+# --- sharding ---
+
+
+def shard(
+    experiment: Experiment, blocks: list[nn.Module], device: torch.device, trainer: Trainer
+) -> None:
+    """Shard the model in place, and let the optimizer train the shards instead.
+
+    The weights are rank 0's, as with DDP.
+    """
+    model = experiment.model
+    _spread_weights(model)
+    before = dict(model.named_parameters())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = _policy(trainer.precision)
+    # The innermost first, as torch takes what is left into the outer one.
+    order = {id(module): i for i, module in enumerate(model.modules())}
+    inner = sorted(blocks, key=lambda block: order[id(block)], reverse=True)
+    for block in inner:
+        if block is not model:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=_policy(trainer.precision, whole=True))
+    for module in _sharded(model):
+        # Shares of the loss are weighted by their samples already, so sums are wanted. Also,
+        # gloo's mean was a sum for a while (pytorch issue 162338).
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if trainer.unused_parameters:
+            _count_unused(module)
+    after = dict(model.named_parameters())
+    _switch(experiment.optimizer, {before[name]: after[name] for name in after}, mesh)
+
+
+def _spread_weights(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, src=0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def _policy(precision: str, whole: bool = False) -> MixedPrecisionPolicy:
+    half = _HALVES.get(precision)
+    if half is None:
+        return MixedPrecisionPolicy()
+    # The loss is computed from float32, as under autocast.
+    output = torch.float32 if whole else None
+    return MixedPrecisionPolicy(half, reduce_dtype=torch.float32, output_dtype=output)
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _count_unused(module: FSDPModule) -> None:
+    """Parameters that take no part on some ranks; torch has had this since 2.13."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True)
+
+
+def _switch(optimizer: Optimizer, now: dict[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> None:
+    """Groups keep their settings and parameters their state, of which the shard's rows are kept."""
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        old = group["params"]
+        group["params"] = [now.get(p, p) for p in old]
+        for was, p in zip(old, group["params"], strict=True):
+            if p is not was and was in optimizer.state:
+                state = optimizer.state.pop(was)
+                optimizer.state[p] = {
+                    key: _state_for(p, value, mesh, on_device) for key, value in state.items()
+                }
+
+
+def _state_for(p: nn.Parameter, value: Any, mesh: DeviceMesh, on_device: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:  # a count of steps
+        return value.to(p.device) if on_device else value
+    assert isinstance(p, DTensor)
+    value = value.to(p.device)
+    if value.shape != p.shape:
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    start, stop = row_range(len(value), mesh.get_local_rank(), mesh.size())
+    mine = value[start:stop].clone()
+    return DTensor.from_local(
+        mine, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+# --- training ---
+
+
+class Spare:
+    """What a rank without a sample computes instead: the first samples, of no weight."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self._data: Any = None
+
+    def __call__(self) -> Any:
+        if self._data is None:
+            order = _First(min(_SPARE_SAMPLES, len(self._source)))
+            [batch] = self._source.batches(order, 0, self._device)
+            self._data = batch.data
+        return self._data
+
+
+class _First:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        yield torch.arange(self.count), [self.count]
+
+
+class ShardedReplica:
+    """The step of a sharded model, with the surface of `Replica`."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        world: World,
+        device: torch.device,
+        trainer: Trainer,
+        pulse: Pulse,
+        spare: Callable[[], Any],
+    ) -> None:
+        assert isinstance(experiment.model, FSDPModule)
+        self.experiment = experiment
+        self.pulse = pulse
+        self.clip = trainer.clip
+        self.accumulate = trainer.accumulate
+        self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
+        self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
+        self._root: FSDPModule = experiment.model
+        self._buffers = list(experiment.model.buffers())
+        self._predict = experiment.predict or predict_default
+        self._spare = spare
+        self._device = device
+        self._wished = Wishes()
+        self._signal = torch.zeros(len(Wishes()) + 1, device=device)
+        self._pending: list[Tensor] = []
+
+    def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
+        """One optimizer step over this rank's share of a global batch of `total` samples."""
+        self._backward(batch, total, wishes)
+        optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if self.clip is not None:
+            self._clip(self.clip)
+        if scaler is not None:
+            scaler.step(optimizer)  # an overflow in any shard is known to all ranks by now
+            scaler.update()
+        else:
+            optimizer.step()
+        if self.experiment.schedule is not None:
+            self.experiment.schedule.step()
+        for p in self.parameters:
+            p.grad = None
+
+    def told(self) -> list[Told]:
+        """What was agreed in the steps since the last call."""
+        told = [
+            Told(Wishes(*(number > 0 for number in wishes)), loss)
+            for *wishes, loss in _read(self._pending)
+        ]
+        self._pending.clear()
+        return told
+
+    def _backward(self, batch: Batch, total: int, wishes: Wishes) -> None:
+        self._same_buffers()
+        agreed = self._wish(wishes)
+        pieces = _pieces(batch, self.accumulate)
+        for i, (data, mine) in enumerate(pieces):
+            self._root.set_requires_gradient_sync(i + 1 == len(pieces))
+            # A pass over nothing, which the others wait for, leaves no trace.
+            kept = [] if mine else [buffer.clone() for buffer in self._buffers]
+            loss = self._loss(data if mine else self._spare()) * (mine / total)
+            self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+            agreed[-1] += loss.detach()
+            scaler = self.experiment.scaler
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            for buffer, was in zip(self._buffers, kept, strict=False):
+                buffer.copy_(was)
+        dist.all_reduce(agreed)
+        self._pending.append(agreed)
+
+    def _loss(self, data: Any) -> Tensor:
+        output, target = self._predict(self.experiment.model, data)
+        return self.experiment.loss(output, target).float()
+
+    def _wish(self, wishes: Wishes) -> Tensor:
+        if wishes != self._wished:  # seldom, so writing to the device costs nothing
+            self._signal[:-1] = torch.tensor([float(w) for w in wishes])
+            self._wished = wishes
+        return self._signal.clone()
+
+    def _same_buffers(self) -> None:
+        """Rank 0's, before every step, as DDP does."""
+        if self._buffers:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
+
+    def _clip(self, most: float) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(self.parameters, most, whole)
