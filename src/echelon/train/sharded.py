@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from echelon.config.schema import Trainer
 from echelon.data.batches import Batch, Source
+from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.pieces import row_range
@@ -30,6 +31,7 @@ from echelon.world import World
 _READ_EVERY_CUDA = 16
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKET_BYTES = 250 << 20
+_NOT_FOR_SHARDS = ("Sharding propagation failed", "DTensor", "sharding strategy")
 _SPARE_SAMPLES = 2
 """One would be too few for layers that want a variance."""
 
@@ -50,21 +52,34 @@ def shard(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = _policy(trainer.precision)
     # The innermost first, as torch takes what is left into the outer one.
-    order = {id(module): i for i, module in enumerate(model.modules())}
-    inner = sorted(blocks, key=lambda block: order[id(block)], reverse=True)
-    for block in inner:
-        if block is not model:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+    for block in reversed(_apart(model, blocks)):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=_policy(trainer.precision, whole=True))
     for module in _sharded(model):
-        # Shares of the loss are weighted by their samples already, so sums are wanted. Also,
-        # gloo's mean was a sum for a while (pytorch issue 162338).
-        module.set_gradient_divide_factor(1.0)
+        # The mean as a sum that is divided: gloo's own mean is not one in every torch (its issue
+        # 162338).
         module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(float(mesh.size()))
         if trainer.unused_parameters:
             _count_unused(module)
     after = dict(model.named_parameters())
     _switch(experiment.optimizer, {before[name]: after[name] for name in after}, mesh)
+
+
+def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The blocks in the model's order, without those that share weights with other layers: torch
+    would take such weights apart, so they stay with what is around them."""
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(id(p), set()).add(id(module))
+    wanted = {id(block) for block in blocks} - {id(model)}
+
+    def alone(block: nn.Module) -> bool:
+        inside = {id(module) for module in block.modules()}
+        return all(users[id(p)] <= inside for p in block.parameters())
+
+    return [m for m in model.modules() if id(m) in wanted and alone(m)]
 
 
 def _spread_weights(model: nn.Module) -> None:
@@ -168,6 +183,7 @@ class ShardedReplica:
         self.pulse = pulse
         self.clip = trainer.clip
         self.accumulate = trainer.accumulate
+        self.world_size = world.size
         self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self._root: FSDPModule = experiment.model
@@ -191,11 +207,28 @@ class ShardedReplica:
             scaler.step(optimizer)  # an overflow in any shard is known to all ranks by now
             scaler.update()
         else:
-            optimizer.step()
+            self._optimize(optimizer)
         if self.experiment.schedule is not None:
             self.experiment.schedule.step()
         for p in self.parameters:
             p.grad = None
+
+    def _optimize(self, optimizer: Optimizer) -> None:
+        try:
+            optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(word in str(error) for word in _NOT_FOR_SHARDS):
+                raise
+            name = type(optimizer).__name__
+            raise EchelonError(
+                Fault(
+                    f"replica.kind=fsdp, but the optimizer {name} cannot train shards: "
+                    f"{str(error).splitlines()[0]}",
+                    "use one that treats every number alone, such as AdamW or SGD, or leave "
+                    "replica.kind=fsdp out",
+                ),
+                exit=Exit.FAILED,
+            ) from error
 
     def told(self) -> list[Told]:
         """What was agreed in the steps since the last call."""
@@ -214,9 +247,12 @@ class ShardedReplica:
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
             # A pass over nothing, which the others wait for, leaves no trace.
             kept = [] if mine else [buffer.clone() for buffer in self._buffers]
-            loss = self._loss(data if mine else self._spare()) * (mine / total)
+            # torch divides the sum by the number of ranks; the weight makes it the mean over
+            # samples, as in `Replica`.
+            weight = mine * self.world_size / total
+            loss = self._loss(data if mine else self._spare()) * weight
             self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
-            agreed[-1] += loss.detach()
+            agreed[-1] += loss.detach() / self.world_size
             scaler = self.experiment.scaler
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             for buffer, was in zip(self._buffers, kept, strict=False):
