@@ -21,6 +21,7 @@ from helpers import (
     snapshot_steps,
     spawn_world,
     state_at,
+    traced_lines,
     train_world,
 )
 
@@ -98,15 +99,14 @@ def test_the_curve_of_the_toy_is_ddps(tmp_path: Path, ranks: int) -> None:
     require_close(trained(tmp_path, ranks, *words, FSDP, name="fsdp", **more), whole)
 
 
-def test_an_overflow_of_one_shard_is_skipped_by_all(tmp_path: Path) -> None:
-    """A scale far too large is halved until the gradients fit, as with DDP."""
-    words = ("scale=1e38", "trainer.epochs=2")
-    whole = trained(tmp_path, 2, *words, name="ddp")
-    shared = trained(tmp_path, 2, *words, FSDP, name="fsdp")
-    require_close(shared, whole)
-    [was, now] = [state_at(run, 8)["optimizer"]["scaler"] for run in (whole, shared)]
-    assert was == now
-    assert now["scale"] < 1e38
+def test_an_overflow_is_skipped_by_all_or_none(tmp_path: Path, traced: Path) -> None:
+    """A scale far too large is halved until the gradients of every shard fit."""
+    env = {"SPINE_TRACE": str(traced)}
+    run = trained(tmp_path, 2, FSDP, "scale=1e38", name="a", env=env)
+    steps = [[n["step"] for n in traced_lines(traced, "step") if n["rank"] == r] for r in (0, 1)]
+    assert steps[0] == steps[1]
+    assert 0 < len(steps[0]) < 12
+    assert state_at(run, 12)["optimizer"]["scaler"]["scale"] < 1e38
 
 
 def test_half_precision_trains_and_keeps_whole_weights(tmp_path: Path) -> None:
