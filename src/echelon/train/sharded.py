@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -48,27 +48,27 @@ def shard(
     """
     model = experiment.model
     _spread_weights(model)
-    before = dict(model.named_parameters())
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = _policy(trainer.precision)
-    # The innermost first, as torch takes what is left into the outer one.
-    for block in reversed(_apart(model, blocks)):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=_policy(trainer.precision, whole=True))
-    for module in _sharded(model):
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
+    trained = _Trained(experiment.optimizer, mesh)
+    for module in (*_innermost_first(model, blocks), model):
+        before = dict(module.named_parameters())
+        policy = _policy(trainer.precision, whole=module is model)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        for name, p in module.named_parameters():
+            if p is not before[name]:
+                trained.switch(before[name], p)
+    for sharded in _sharded(model):
         # The mean as a sum that is divided: gloo's own mean is not one in every torch (its issue
         # 162338).
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(float(mesh.size()))
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(float(mesh.size()))
         if trainer.unused_parameters:
-            _count_unused(module)
-    after = dict(model.named_parameters())
-    _switch(experiment.optimizer, {before[name]: after[name] for name in after}, mesh)
+            _count_unused(sharded)
 
 
-def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The blocks in the model's order, without those that share weights with other layers: torch
-    would take such weights apart, so they stay with what is around them."""
+def _innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """As torch takes what is left into the outer one. Without blocks that share weights with other
+    layers: torch would take such weights apart, so they stay with what is around them."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -79,7 +79,7 @@ def _apart(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         inside = {id(module) for module in block.modules()}
         return all(users[id(p)] <= inside for p in block.parameters())
 
-    return [m for m in model.modules() if id(m) in wanted and alone(m)]
+    return [m for m in reversed(list(model.modules())) if id(m) in wanted and alone(m)]
 
 
 def _spread_weights(model: nn.Module) -> None:
@@ -91,7 +91,7 @@ def _spread_weights(model: nn.Module) -> None:
                 tensor.copy_(whole)
 
 
-def _policy(precision: str, whole: bool = False) -> MixedPrecisionPolicy:
+def _policy(precision: str, whole: bool) -> MixedPrecisionPolicy:
     half = _HALVES.get(precision)
     if half is None:
         return MixedPrecisionPolicy()
@@ -110,34 +110,46 @@ def _count_unused(module: FSDPModule) -> None:
         module.set_reduce_scatter_unused_params(True)
 
 
-def _switch(optimizer: Optimizer, now: dict[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> None:
-    """Groups keep their settings and parameters their state, of which the shard's rows are kept."""
-    for group in optimizer.param_groups:
-        on_device = bool(group.get("fused") or group.get("capturable"))
-        old = group["params"]
-        group["params"] = [now.get(p, p) for p in old]
-        for was, p in zip(old, group["params"], strict=True):
-            if p is not was and was in optimizer.state:
-                state = optimizer.state.pop(was)
-                optimizer.state[p] = {
-                    key: _state_for(p, value, mesh, on_device) for key, value in state.items()
+class _Trained:
+    """What an optimizer trains, to be switched to shards. Groups keep their settings and parameters
+    their state, of which the shard's rows are kept."""
+
+    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._places = {
+            id(p): (group, i)
+            for group in optimizer.param_groups
+            for i, p in enumerate(group["params"])
+        }
+
+    def switch(self, was: nn.Parameter, now: nn.Parameter) -> None:
+        if id(was) in self._places:
+            group, i = self._places[id(was)]
+            group["params"][i] = now
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            state = self._optimizer.state.pop(was, None)
+            if state is not None:
+                self._optimizer.state[now] = {
+                    key: self._shard_of(value, now, on_device) for key, value in state.items()
                 }
+        # Whoever still refers to it: the whole weights must not stay beside the shards.
+        was.data = was.data.new_empty(0)
 
-
-def _state_for(p: nn.Parameter, value: Any, mesh: DeviceMesh, on_device: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() == 0:  # a count of steps
-        return value.to(p.device) if on_device else value
-    assert isinstance(p, DTensor)
-    value = value.to(p.device)
-    if value.shape != p.shape:
-        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    start, stop = row_range(len(value), mesh.get_local_rank(), mesh.size())
-    mine = value[start:stop].clone()
-    return DTensor.from_local(
-        mine, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    def _shard_of(self, value: Any, p: nn.Parameter, on_device: bool) -> Any:
+        assert isinstance(p, DTensor)
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0:  # a count of steps
+            return value.to(p.device) if on_device else value
+        if value.shape != p.shape:
+            whole = value.to(p.device)
+            return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+        start, stop = row_range(len(value), self._mesh.get_local_rank(), self._mesh.size())
+        mine = value[start:stop].to(p.device, copy=True)
+        return DTensor.from_local(
+            mine, self._mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
 
 # --- training ---
