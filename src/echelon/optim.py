@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from echelon.kernels import usable
+
 _BLOCK_BYTES = 256 << 10
 """Of rows that are updated at a time: with its averages, a block stays in the second-level cache.
 All at once, a batch of 16,384 takes a third longer with the tables of ML-25M."""
@@ -102,11 +104,15 @@ class RowAdam(Optimizer):
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+        self._begin()
+
+    def _begin(self) -> None:
         self._merge = Merger()
+        self._scratch: dict[Tensor, Any] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._merge = Merger()
+        self._begin()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -122,7 +128,9 @@ class RowAdam(Optimizer):
                 grad = p.grad
                 if grad is None:
                     continue
-                if grad.is_sparse:
+                if grad.is_sparse and usable(p):
+                    self._step_rows_on_gpu(p, grad, group)
+                elif grad.is_sparse:
                     self._step_rows(p, self._merge(grad), group)
                 else:
                     dense.setdefault((p.device, p.dtype), []).append(p)
@@ -167,6 +175,26 @@ class RowAdam(Optimizer):
             for table, row in zip(wide, taken, strict=True):
                 table.index_copy_(0, at, row)
 
+    def _step_rows_on_gpu(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        from echelon.kernels.rows import Scratch, adam_rows
+
+        if grad.sparse_dim() != 1 or not p.is_contiguous():
+            self._step_rows(p, self._merge(grad), group)
+            return
+        state = self._state(p, "mean", "square", (len(p),))
+        if p not in self._scratch:
+            self._scratch[p] = Scratch(p)
+        adam_rows(
+            (p, state["mean"], state["square"]),
+            state["step"],
+            grad._indices()[0],
+            grad._values(),
+            self._scratch[p],
+            (_on_device(group["lr"], p.device), _betas_on_device(group["betas"], p.device)),
+            group["weight_decay"],
+            group["eps"],
+        )
+
     def _state(
         self, p: Tensor, first: str, second: str, steps: tuple[int, ...]
     ) -> dict[str, Tensor]:
@@ -197,10 +225,10 @@ class RowSGD(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
                 if p.grad.is_sparse:
-                    _add_rows(p, p.grad, -group["lr"])
+                    _add_rows(p, p.grad, group["lr"])
             dense = [p for p in params if not p.grad.is_sparse]
             if dense:
-                torch._foreach_add_(dense, [p.grad for p in dense], alpha=-group["lr"])
+                _add_dense(dense, [p.grad for p in dense], group["lr"])
         return loss
 
 
@@ -211,8 +239,18 @@ def _evaluated(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def _add_rows(p: Tensor, grad: Tensor, factor: float) -> None:
-    column = _flat(p)
+def _add_dense(params: list[Tensor], grads: list[Tensor], rate: Any) -> None:
+    if isinstance(rate, Tensor):  # on a GPU, where a graph reads it
+        torch._foreach_sub_(params, torch._foreach_mul(grads, rate))
+    else:
+        torch._foreach_add_(params, grads, alpha=-rate)
+
+
+def _add_rows(p: Tensor, grad: Tensor, rate: Any) -> None:
+    if isinstance(rate, Tensor):
+        p.index_add_(0, grad._indices()[0], grad._values() * -rate)
+        return
+    column, factor = _flat(p), -rate
     if column.dim() > 1 or p.device.type != "cpu":  # on a GPU, torch's way gives the same sums
         p.add_(grad, alpha=factor)
     else:
@@ -222,12 +260,13 @@ def _add_rows(p: Tensor, grad: Tensor, factor: float) -> None:
 def _adam(rows: Sequence[Tensor], grad: Tensor, weights: Tensor, group: dict[str, Any]) -> None:
     """In place, of rows whose averages are corrected already."""
     p, mean, square = rows
+    lr = float(group["lr"])
     weight1, weight2 = weights.unbind(-1)
     mean.lerp_(grad, weight1)
     square.lerp_(grad * grad, weight2)
     if group["weight_decay"]:
-        p.mul_(1.0 - group["lr"] * group["weight_decay"])
-    p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
+        p.mul_(1.0 - lr * group["weight_decay"])
+    p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-lr)
 
 
 def _weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
@@ -239,6 +278,20 @@ def _weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
     logs, rests = _constants(betas, kind, like.device)
     weights: Tensor = rests / torch.expm1(step.to(kind).unsqueeze(1) * logs)
     return weights.to(like.dtype).view(len(step), *[1] * (like.dim() - 1), 2)
+
+
+def _on_device(rate: Any, device: torch.device) -> Tensor:
+    return rate if isinstance(rate, Tensor) else _kept(float(rate), device)
+
+
+@lru_cache
+def _kept(rate: float, device: torch.device) -> Tensor:
+    return torch.tensor(rate, device=device)
+
+
+@lru_cache
+def _betas_on_device(betas: tuple[float, float], device: torch.device) -> Tensor:
+    return torch.cat(_constants(betas, torch.float32, device))
 
 
 @lru_cache

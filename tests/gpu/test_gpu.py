@@ -132,6 +132,7 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
     from echelon.data.batches import Batch
     from echelon.pulse import Pulse
     from echelon.train.experiment import Experiment
+    from echelon.train.precision import Precision
     from echelon.train.replica import Replica, Wishes, _wrap
     from echelon.world import detect
 
@@ -141,11 +142,13 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     experiment = Experiment(model, optimizer, torch.nn.functional.mse_loss, None)
-    replica = Replica(experiment, detect({}).world, device, Trainer(), Pulse())
+    precision = Precision("float32", device)
+    replica = Replica(experiment, detect({}).world, device, Trainer(), precision, Pulse())
+    replica.accumulate = 2  # through DDP, which one rank does not need
     replica._ddp = _wrap(replica._objective, unused_parameters=False, tables=[])
     data = (torch.ones(4, 2, device=device), torch.ones(4, 1, device=device))
     expected = float(torch.nn.functional.mse_loss(model(data[0]), data[1]))
-    replica._backward_in_pieces(Batch(data, 4), 4, Wishes(stop=True))
+    replica.step(Batch(data, 4), 4, Wishes(stop=True))
     [told] = replica.told()
     assert told.wishes == Wishes(stop=True)
     assert told.loss == pytest.approx(expected)

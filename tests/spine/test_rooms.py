@@ -30,6 +30,7 @@ LEVELS = {
     "gpus": 1,
     "failure": 1,
     "pulse": 1,
+    "kernels": 1,
     "data": 2,
     "optim": 2,
     "track": 2,
@@ -64,7 +65,7 @@ OUTSIDE = {"echelon", "__main__"}
 LIKE_OUTSIDE = {"conf"}
 """Holds yaml files."""
 
-TORCH_ROOMS = {"data", "optim", "train", "experiments"}
+TORCH_ROOMS = {"data", "kernels", "optim", "train", "experiments"}
 TORCH_FILES = {"launch/agent.py", "launch/meeting.py", "check/torch_facts.py", "check/reduce.py"}
 
 

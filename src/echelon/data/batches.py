@@ -18,6 +18,9 @@ from echelon.errors import EchelonError, Fault
 _BLOCK_BYTES = 8 << 20
 """Gathering many batches at once makes the cut of one nearly free; more would leave the cache."""
 
+_BLOCK_BYTES_CUDA = 64 << 20
+"""There, what counts is how seldom the host must call."""
+
 
 class Batch(NamedTuple):
     """This rank's share of one global batch."""
@@ -26,6 +29,20 @@ class Batch(NamedTuple):
     """What the experiment is given; None where this rank has no sample of the batch."""
     mine: int
     """Samples in it."""
+
+
+class Cut(NamedTuple):
+    """The same, of a block on the GPU, not yet cut out: a captured step does it by itself."""
+
+    block: tuple[Tensor, ...]
+    start: int
+    mine: int
+
+    @property
+    def data(self) -> tuple[Tensor, ...] | None:
+        if not self.mine:
+            return None
+        return tuple(_aligned(t[self.start : self.start + self.mine]) for t in self.block)
 
 
 class Order(Protocol):
@@ -65,7 +82,10 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch]:
+    home: torch.device
+    """Where the samples lie, and where an order is best drawn."""
+
+    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch | Cut]:
         """This rank's share of every global batch from number `first` on."""
         ...
 
@@ -107,6 +127,8 @@ class TensorSource:
         self.tensors = tensors
         if device.type == "cuda" and self._fits(device):
             self.tensors = tuple(t.to(device) for t in tensors)
+        self.home = self.tensors[0].device
+        self._block_bytes = _BLOCK_BYTES if self.home.type == "cpu" else _BLOCK_BYTES_CUDA
 
     def _fits(self, device: torch.device) -> bool:
         free, _ = torch.cuda.mem_get_info(device)
@@ -115,11 +137,20 @@ class TensorSource:
     def __len__(self) -> int:
         return len(self.tensors[0])
 
-    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch]:
-        home = self.tensors[0].device
+    def largest_block(self, share: int) -> int:
+        """Rows of the largest block of whole batches of `share` rows."""
+        return max(share, self._block_bytes // max(1, self.row_bytes) // share * share)
+
+    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch | Cut]:
         for indices, counts in order.blocks(first):
-            for rows, sizes in _bounded(indices.to(home), counts, self.row_bytes):
-                gathered = [t.index_select(0, rows).to(device) for t in self.tensors]
+            rows_at_once = max(1, self._block_bytes // max(1, self.row_bytes))
+            for rows, sizes in _bounded(indices.to(self.home), counts, rows_at_once):
+                gathered = tuple(t.index_select(0, rows).to(device) for t in self.tensors)
+                if self.home.type != "cpu":
+                    starts = accumulate(sizes, initial=0)
+                    for start, mine in zip(starts, sizes, strict=False):
+                        yield Cut(gathered, start, mine)
+                    continue
                 pieces = zip(*(torch.split(t, sizes) for t in gathered), strict=True)
                 for data, mine in zip(pieces, sizes, strict=True):
                     yield Batch(tuple(map(_aligned, data)) if mine else None, mine)
@@ -131,11 +162,8 @@ def _aligned(piece: Tensor) -> Tensor:
     return piece if piece.storage_offset() * piece.element_size() % 64 == 0 else piece.clone()
 
 
-def _bounded(
-    indices: Tensor, counts: list[int], row_bytes: int
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """Runs of whole batches that gather to a bounded size, or one batch where it is larger."""
-    most = max(1, _BLOCK_BYTES // max(1, row_bytes))
+def _bounded(indices: Tensor, counts: list[int], most: int) -> Iterator[tuple[Tensor, list[int]]]:
+    """Runs of whole batches of at most so many rows, or one batch where it is larger."""
     begin, size = 0, 0
     run: list[int] = []
     for count in counts:
@@ -154,6 +182,7 @@ class DatasetSource:
     def __init__(self, dataset: Any, workers: int) -> None:
         self.dataset = dataset
         self.workers = workers
+        self.home = torch.device("cpu")
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.kernels import usable
+
 _MOST_ROUNDS = 12
 
 _FIRST_BLOCK = 1 << 10
@@ -31,6 +33,9 @@ _BLOCK = 1 << 17
 """Large enough to hide the cost of calling torch, which the many small walks of `_walk_inside` are
 made of: with blocks of 32k they took more than half of the time."""
 
+_BLOCK_CUDA = 1 << 22
+"""There, drawing costs little more than calling, which the host does while steps wait."""
+
 _PIECE = 1 << 15
 """What is mixed at a time on a processor, small enough to stay in its second-level cache."""
 
@@ -39,10 +44,15 @@ def permute(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor:
     """The samples at these positions of the epoch; int64, of the same shape and device.
 
     Positions outside ``range(size)`` give indices that are taken by other positions: they are not
-    checked, as that would make an accelerator wait. It waits once per walk all the same (see
-    `_walk_inside`), unless the size is a power of two.
+    checked, as that would make an accelerator wait. Without Triton it waits once per walk all the
+    same (see `_walk_inside`), unless the size is a power of two.
     """
     mixer = _Mixer(size, seed, epoch)
+    if usable(positions):
+        from echelon.kernels.order import walk
+
+        keys = mixer.keys().to(positions.device)
+        return walk(positions, keys, size, mixer.domain, mixer.fold)
     values = positions.reshape(-1).to(mixer.word, copy=True)
     # numpy and tensors know the same operators, and numpy takes half as long to call.
     array = values.numpy() if values.device.type == "cpu" else values
@@ -70,7 +80,12 @@ class _Mixer:
         keys = _keys(seed, epoch)[: 2 * _rounds(bits)]
         self._factors = [key % self.domain | 1 for key in keys[::2]]
         self._terms = [key % self.domain for key in keys[1::2]]
-        self._fold, self._folded = fold, (self.domain - 1) >> fold
+        self.fold, self._folded = fold, (self.domain - 1) >> fold
+
+    def keys(self) -> Tensor:
+        """The factor and the term of every round, in turn."""
+        pairs = zip(self._factors, self._terms, strict=True)
+        return torch.tensor([key for pair in pairs for key in pair], dtype=self.word)
 
     def mix(self, values: Any) -> Any:
         """Overwrites and returns ``values``, an array or a tensor.
@@ -85,7 +100,7 @@ class _Mixer:
             for factor, term in zip(self._factors, self._terms, strict=True):
                 piece *= factor
                 piece += term
-                upper = piece >> self._fold
+                upper = piece >> self.fold
                 upper &= self._folded
                 piece ^= upper
             piece &= self.domain - 1
@@ -157,8 +172,8 @@ def batches_per_epoch(size: int, batch_size: int) -> int:
 class EpochOrder:
     """The indices of one rank through one epoch, in blocks of many batches.
 
-    A block keeps the cost of calling torch from being paid per batch; it holds about 128k indices,
-    or one batch where that is more.
+    A block keeps the cost of calling torch from being paid per batch; it holds about 128k indices
+    (4 M on a GPU), or one batch where that is more.
     """
 
     size: int
@@ -185,7 +200,11 @@ class EpochOrder:
         while first_batch < last:
             stop = self._run_stop(first_batch, samples)
             yield self._draw(first_batch, stop)
-            first_batch, samples = stop, min(4 * samples, _BLOCK)
+            first_batch, samples = stop, min(4 * samples, self._most)
+
+    @property
+    def _most(self) -> int:
+        return _BLOCK if torch.device(self.device).type == "cpu" else _BLOCK_CUDA
 
     def _run_stop(self, first: int, samples: int) -> int:
         """The partial batch is a run of its own, so that all batches of a run are alike."""

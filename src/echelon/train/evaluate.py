@@ -16,6 +16,7 @@ from torch import Tensor
 from echelon.data.batches import Source, WholeBatches
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.group import Group
+from echelon.train.precision import Precision
 
 Learned = list[dict[str, Tensor]]
 """Per batch: what the loss and the metrics learned, as named tensors."""
@@ -30,7 +31,9 @@ class Evaluator:
         group: Group,
         device: torch.device,
         beat: Callable[[], None],
+        precision: Precision,
     ) -> None:
+        self.precision = precision
         self.experiment = experiment
         self.source = source
         self.group = group
@@ -61,8 +64,9 @@ class Evaluator:
         predict = self.experiment.predict or predict_default
         learned: Learned = []
         for batch in self.source.batches(self.order, 0, self.device):
-            output, target = predict(self.experiment.model, batch.data)
-            loss = self.experiment.loss(output, target).double() * batch.mine
+            with self.precision.context():
+                output, target = predict(self.experiment.model, batch.data)
+                loss = self.experiment.loss(output, target).double() * batch.mine
             found = {"loss": loss.cpu(), "samples": torch.tensor(float(batch.mine)).double()}
             for name, metric in self.metrics.items():
                 if _merges(metric):
@@ -74,7 +78,8 @@ class Evaluator:
             learned.append(found)
             self.beat()
         if self.spare is not None and len(learned) < self.order.most:
-            predict(self.experiment.model, self.spare())
+            with self.precision.context():
+                predict(self.experiment.model, self.spare())
         self.beat()  # also of a rank with no batch: who hangs is behind the ranks that wait
         return learned
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from echelon.config.schema import Config, Every
-from echelon.data.batches import Batch, Source
+from echelon.data.batches import Batch, Cut, Source
 from echelon.data.order import EpochOrder, batches_per_epoch
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.pulse import Pulse
@@ -22,6 +23,7 @@ from echelon.track.screen import Screen
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group, PeerFailed
+from echelon.train.optimizers import Ways
 from echelon.train.replica import Replica, Wishes
 from echelon.train.schedule import Schedule
 from echelon.train.state import collect
@@ -42,11 +44,11 @@ def train(t: Training) -> Exit:
             t.schedule.apply(t.step)
             t.replica.step(batch, total, t.wishes())
             t.advance(total)
+            if t.due_log():
+                t.log()
             if not t.time_to_look():
                 continue
             wishes = t.look()
-            if t.due_log():
-                t.log()
             if t.due(t.config.trainer.evaluate) or wishes.evaluate:
                 t.evaluate()
             if t.due(t.config.trainer.save) or wishes.save or wishes.stop or t.best_is_new:
@@ -74,12 +76,13 @@ class Training:
     stop: Stop
     pulse: Pulse
     device: torch.device
+    ways: Ways
     schedule: Schedule = field(init=False)
     replica: Replica | ShardedReplica = field(init=False)
     trackers: tuple[Tracker, ...] = ()
     screen: Screen = field(default_factory=Screen)
     writer: Writer | ShardedWriter | None = None
-    collect: Callable[[Experiment, Group, torch.device], dict[str, Any]] = collect
+    collect: Callable[[Experiment, Ways, Group, torch.device], dict[str, Any]] = collect
 
     step: int = 0
     samples: int = 0
@@ -90,6 +93,7 @@ class Training:
     saved_step: int | None = None
 
     _losses: list[float] = field(default_factory=list)
+    _marked: deque[Line] = field(default_factory=deque)
     _evaluated_step: int | None = None
     _results: dict[str, float] = field(default_factory=dict)
 
@@ -122,11 +126,19 @@ class Training:
 
     # --- moving on ---
 
-    def rest_of_epoch(self) -> Iterator[tuple[Batch, int]]:
+    def rest_of_epoch(self) -> Iterator[tuple[Batch | Cut, int]]:
         """This rank's shares from where the run is to the end of the epoch, with global sizes."""
         epoch, offset = divmod(self.samples, self.size)
         size, world = self.config.trainer.batch_size, self.group.world
-        order = EpochOrder(self.size, size, world.rank, world.size, self.config.seed, epoch)
+        order = EpochOrder(
+            self.size,
+            size,
+            world.rank,
+            world.size,
+            self.config.seed,
+            epoch,
+            device=self.source.home,
+        )
         first = offset // size
         left = self.size - offset
         for batch in self.source.batches(order, first, self.device):
@@ -177,7 +189,8 @@ class Training:
 
     def _something_due(self) -> bool:
         trainer = self.config.trainer
-        return self.due_log() or self.due(trainer.evaluate) or self.due(trainer.save)
+        alone_and_stopped = self.stop.requested and self.group.world.size == 1
+        return alone_and_stopped or self.due(trainer.evaluate) or self.due(trainer.save)
 
     def due(self, every: Every) -> bool:
         """All is due at the end, in the loop's order, so that the last snapshot can be the best."""
@@ -191,12 +204,14 @@ class Training:
         return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps
 
     def look(self) -> Wishes:
-        """Read what all ranks know of the steps since the last look."""
+        """Read what all ranks know of the steps since the last look, and log what is marked."""
         told = self.replica.told()
         for step, (_, loss) in enumerate(told, self.step - len(told) + 1):
             if not math.isfinite(loss):
                 raise self._not_finite(loss, step)
             self._losses.append(loss)
+            if self._marked and self._marked[0]["step"] == step:
+                self._write(self._marked.popleft())
         return told[-1].wishes if len(told) == 1 else _any(told)
 
     def _not_finite(self, loss: float, step: int) -> Exception:
@@ -216,20 +231,25 @@ class Training:
     # --- between steps ---
 
     def log(self) -> None:
+        """A line of metrics is due for this step; its loss comes with the next look."""
         now, (then, samples) = time.monotonic(), self._since
         self._since = (now, self.samples)
-        losses, self._losses = self._losses, []
-        if not self.trackers:
-            return
         line = {
             "step": self.step,
             "epoch": self.epoch,
             "samples": self.samples,
-            "loss": sum(losses) / len(losses),
-            "lr": self.schedule.groups[0]["lr"],
+            "loss": math.nan,
+            "lr": self.schedule.rate,
             "samples_per_s": round((self.samples - samples) / max(1e-9, now - then), 1),
             "time": round(time.time(), 3),
         }
+        self._marked.append(line)
+
+    def _write(self, line: Line) -> None:
+        losses, self._losses = self._losses, []
+        if not self.trackers:
+            return
+        line["loss"] = sum(losses) / len(losses)
         self._track(line)
         self.screen.progress(line)
         self._report_saved(self.writer.finished() if self.writer else [])
@@ -270,7 +290,7 @@ class Training:
             return
         self.saved_step = self.step
         self.pulse.rest()  # an earlier save may still be on its way to a slow disk
-        parts = self.collect(self.experiment, self.group, self.device)
+        parts = self.collect(self.experiment, self.ways, self.group, self.device)
         if self.writer is not None:
             self.writer.save(self.step, parts, self._info(), best=self.best_is_new)
         self.best_is_new = False

@@ -9,17 +9,21 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Config
-from echelon.data.batches import source_of
+from echelon.data.batches import TensorSource, source_of
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
 from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
+from echelon.train.capture import WORTH, Capture, not_captured, obstacle
+from echelon.train.compiled import Compiled
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
+from echelon.train.optimizers import Ways, fuse
 from echelon.train.output import Output
+from echelon.train.precision import Precision
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
@@ -45,8 +49,11 @@ def prepare(
     blocks = _blocks(experiment, config)
     if not sharded:  # else it goes there block by block, as it need not fit
         experiment.model.to(device)
+    ways = Ways(experiment.optimizer)
+    precision = Precision(trainer.precision, device)
+    precision.use(experiment)
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
-    evaluator = _evaluator(experiment, config, group, device, pulse)
+    evaluator = _evaluator(experiment, config, group, device, pulse, precision)
     group.all_ready("built", _BUILD_TIMEOUT_S)
     group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
@@ -60,14 +67,17 @@ def prepare(
         stop=stop,
         pulse=pulse,
         device=device,
+        ways=ways,
     )
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
+    fuse(experiment, device)
     if sharded:
-        _shard(training, blocks)
+        _shard(training, blocks, precision)
     else:
-        training.replica = Replica(experiment, world, device, trainer, pulse)
+        training.replica = replica = Replica(experiment, world, device, trainer, precision, pulse)
+        replica.capture = _capture(training, replica)
     experiment.model.train()
     if world.rank == 0:
         _say(_opening(training))
@@ -78,6 +88,21 @@ def prepare(
     return training
 
 
+def _capture(t: Training, replica: Replica) -> Capture | None:
+    """The step as a CUDA graph, where it is wished and can be."""
+    trainer, size = t.config.trainer, t.group.world.size
+    if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
+        return None
+    steps = t.total_steps - t.step
+    reason = f"only {steps} steps are left" if trainer.capture == "auto" and steps < WORTH else None
+    reason = reason or obstacle(t.experiment, t.source, t.device, size)
+    if reason is None and isinstance(t.source, TensorSource):
+        model = t.experiment.model
+        return Capture(replica.whole_step, model, t.source, trainer, size)
+    not_captured(reason or "", trainer.capture == "always")
+    return None
+
+
 def _backend(device: torch.device, share_devices: bool) -> str:
     """NCCL for GPUs, except that it refuses two ranks on one; gloo for what lies on the CPU."""
     on_gpu = device.type == "cuda" and not share_devices
@@ -85,13 +110,18 @@ def _backend(device: torch.device, share_devices: bool) -> str:
 
 
 def _evaluator(
-    experiment: Experiment, config: Config, group: Group, device: torch.device, pulse: Pulse
+    experiment: Experiment,
+    config: Config,
+    group: Group,
+    device: torch.device,
+    pulse: Pulse,
+    precision: Precision,
 ) -> Evaluator | None:
     if experiment.eval_data is None:
         return None
     source = source_of(experiment.eval_data, "eval_data", config.trainer.loader_workers, device)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
-    return Evaluator(experiment, source, size, group, device, pulse.beat)
+    return Evaluator(experiment, source, size, group, device, pulse.beat, precision)
 
 
 def _go_on(training: Training) -> None:
@@ -126,15 +156,18 @@ def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     return blocks
 
 
-def _shard(t: Training, blocks: list[nn.Module]) -> None:
+def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
     """Share the model out, and let every rank write what it then holds."""
     # torch's part of it takes a while to import where nothing else has.
     from echelon.train.sharded import ShardedReplica, Spare, shard
 
     trainer, run, world = t.config.trainer, t.run, t.group.world
+    if trainer.compile:
+        for block in blocks:
+            block.forward = Compiled(block.forward)
     shard(t.experiment, blocks, t.device, trainer)
     spare = Spare(t.source, t.device)
-    t.replica = ShardedReplica(t.experiment, world, t.device, trainer, t.pulse, spare)
+    t.replica = ShardedReplica(t.experiment, world, t.device, trainer, precision, t.pulse, spare)
     if t.evaluator is not None:
         t.evaluator.spare = Spare(t.evaluator.source, t.device)
     if folder_is_shared(run.snapshots, t.group):

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,15 +22,18 @@ from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.config.schema import Trainer
-from echelon.data.batches import Batch
+from echelon.data.batches import Batch, Cut
 from echelon.optim import Merger
 from echelon.pulse import Pulse
+from echelon.train.capture import Capture
+from echelon.train.compiled import Compiled
 from echelon.train.experiment import Experiment, Predict, predict_default
+from echelon.train.graph import RING
+from echelon.train.precision import Precision
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
 from echelon.world import World
 
 _READ_EVERY_CUDA = 16
-"""Reading a number back makes the host wait for the device; ranks must read at the same steps."""
 
 
 class Wishes(NamedTuple):
@@ -55,6 +59,7 @@ class Replica:
         world: World,
         device: torch.device,
         trainer: Trainer,
+        precision: Precision,
         pulse: Pulse,
     ) -> None:
         self.experiment = experiment
@@ -64,12 +69,13 @@ class Replica:
         self.accumulate = trainer.accumulate
         self.world_size = world.size
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
-        self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
         self._optimize = _Unlabelled(experiment.optimizer)
         self._pending: list[Tensor] = []
         self._wishes = Wishes()
         tables = tables_of(experiment.model)
-        self._objective = _Objective(experiment, device, list(tables.values()))
+        self._objective = _Objective(experiment, device, list(tables.values()), precision)
+        if trainer.compile:
+            self._objective.loss_of = Compiled(self._objective.loss_of)  # type: ignore[method-assign]
         self._merge = Merger()
         self._ddp: nn.Module = self._objective
         self._exchange: RowExchange | None = None
@@ -77,10 +83,38 @@ class Replica:
             if tables:
                 self._exchange = RowExchange(tables, world.size)
             self._ddp = _wrap(self._objective, trainer.unused_parameters, list(tables))
+        self.capture: Capture | None = None
+        """Set where the step can be a CUDA graph."""
 
-    def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
+    @property
+    def read_every(self) -> int:
+        """Reading a number back makes the host wait for the device; ranks must read together."""
+        if self.device.type == "cpu":
+            return 1
+        captured = self.capture is not None and self.capture.graph is not None
+        return RING if captured and self.world_size == 1 else _READ_EVERY_CUDA
+
+    def step(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
-        self._backward(batch, total, wishes)
+        self._keep(wishes)
+        if self.capture is not None and self.capture.replayed(batch, total):
+            return
+        self._pending += self._captured_so_far()
+        self._pending.append(self._backward(batch.data, batch.mine, total))
+        self._update()
+
+    def whole_step(self, data: Any, mine: int, total: int) -> Tensor:
+        """The step as a graph holds it: on this device alone, but for one all-reduce."""
+        if self.world_size == 1:
+            told = self._backward(data, mine, total)
+        else:
+            self._in_pieces(data, mine, total, self._objective)
+            _average([self._objective.control, *self.parameters], self.world_size)
+            told = self._agreed()
+        self._update()
+        return told
+
+    def _update(self) -> None:
         optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -93,6 +127,9 @@ class Replica:
             self._optimize()
         if self.experiment.schedule is not None:
             self.experiment.schedule.step()
+        self.forget()
+
+    def forget(self) -> None:
         for p in self.parameters:
             p.grad = None
 
@@ -112,53 +149,55 @@ class Replica:
 
     def told(self) -> list[Told]:
         """What was agreed in the steps since the last call."""
-        if self.world_size == 1:
-            told = [Told(self._wishes, loss) for loss in _read(self._pending)]
-            self._wishes = Wishes()
-        else:
-            told = [
-                Told(Wishes(*(number > 0 for number in wishes)), loss)
-                for *wishes, loss in _read(self._pending)
-            ]
+        rows = _read([*self._pending, *self._captured_so_far()])
         self._pending.clear()
-        return told
+        if self.world_size == 1:
+            told = [Told(self._wishes, loss) for loss in rows]
+            self._wishes = Wishes()
+            return told
+        return [Told(Wishes(*(n > 0 for n in wishes)), loss) for *wishes, loss in rows]
 
-    def _backward(self, batch: Batch, total: int, wishes: Wishes) -> None:
-        if self.world_size == 1 and self.accumulate == 1:
-            loss = self._objective.loss_of(batch.data)
-            self._objective.scaled(loss).backward()  # type: ignore[no-untyped-call]
-            self._keep(wishes)
-            self._pending.append(loss.detach())
-            return
-        self._backward_in_pieces(batch, total, wishes)
+    def _captured_so_far(self) -> list[Tensor]:
+        if self.capture is None or self.capture.graph is None or not self.capture.graph.count:
+            return []
+        rows = self.capture.graph.told()
+        return list(rows.squeeze(1) if self.world_size == 1 else rows)
 
     def _keep(self, wishes: Wishes) -> None:
         """Until they are read: a clock's wish is made once, and a GPU is read every few steps."""
         if wishes != self._wishes:
             self._wishes = Wishes(*(a or b for a, b in zip(self._wishes, wishes, strict=True)))
+        if self.world_size > 1:
+            self._objective.wish(wishes)
 
-    def _no_sync(self) -> AbstractContextManager[None]:
-        ddp = self._ddp
-        return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
-
-    def _backward_in_pieces(self, batch: Batch, total: int, wishes: Wishes) -> None:
-        pieces = _pieces(batch, self.accumulate)
-        self._objective.wish(wishes)
-        self._keep(wishes)
-        for i, (data, mine) in enumerate(pieces):
-            # DDP divides the sum by the number of ranks; the weight makes it the mean over samples.
-            weight = mine * self.world_size / total
-            last = i + 1 == len(pieces)
-            with nullcontext() if last else self._no_sync():
-                loss = self._ddp(data, weight)
-                self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
-                loss.backward()
+    def _backward(self, data: Any, mine: int, total: int) -> Tensor:
+        """What is told of the step: the loss, and with several ranks what they wish."""
+        if self.world_size == 1 and self.accumulate == 1:
+            loss = self._objective.loss_of(data)
+            self._objective.scaled(loss).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        self._in_pieces(data, mine, total, self._ddp)
         if self._exchange is not None:
             self._exchange()
+        return self._agreed()
+
+    def _in_pieces(self, data: Any, mine: int, total: int, module: nn.Module) -> None:
+        pieces = _pieces(data, mine, self.accumulate)
+        for i, (piece, count) in enumerate(pieces):
+            # DDP divides the sum by the number of ranks; the weight makes it the mean over samples.
+            weight = count * self.world_size / total
+            last = i + 1 == len(pieces)
+            with nullcontext() if last else _no_sync(module):
+                loss = module(piece, weight)
+                self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+                loss.backward()
+
+    def _agreed(self) -> Tensor:
+        """The wishes and the loss of all ranks, which came with the gradients."""
         told = self._objective.control.grad
         assert told is not None
-        self._pending.append(told[-1].clone() if self.world_size == 1 else told.clone())
         self._objective.control.grad = None
+        return told[-1].clone() if self.world_size == 1 else told.clone()
 
 
 class _Unlabelled:
@@ -191,9 +230,14 @@ class _Objective(nn.Module):
     a backward pass, also one with no sample."""
 
     def __init__(
-        self, experiment: Experiment, device: torch.device, tables: list[nn.Parameter]
+        self,
+        experiment: Experiment,
+        device: torch.device,
+        tables: list[nn.Parameter],
+        precision: Precision,
     ) -> None:
         super().__init__()
+        self._precision = precision
         # First, so that its gradient lands in the last bucket, with the model's first layers.
         self.control = nn.Parameter(torch.zeros(len(Wishes()) + 1, device=device))
         self._signal = torch.zeros(len(Wishes()) + 1, device=device)
@@ -212,8 +256,9 @@ class _Objective(nn.Module):
             self._wished = wishes
 
     def loss_of(self, data: Any) -> Tensor:
-        output, target = self.predict(self.model, data)
-        return self.loss(output, target)
+        with self._precision.context():
+            output, target = self.predict(self.model, data)
+            return self.loss(output, target)
 
     def forward(self, data: Any, weight: float) -> Tensor:
         weighted = self._nothing() if data is None else self.loss_of(data) * weight
@@ -245,17 +290,33 @@ def _wrap(objective: _Objective, unused_parameters: bool, tables: list[str]) -> 
     return ddp
 
 
-def _pieces(batch: Batch, count: int) -> list[tuple[Any, int]]:
+def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _average(parameters: list[nn.Parameter], world_size: int) -> None:
+    """The mean gradients of all ranks by one all-reduce, which a graph can hold; DDP's cannot."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    for kind in dict.fromkeys(grad.dtype for grad in grads):
+        of_kind = [grad for grad in grads if grad.dtype == kind]
+        flat = torch.cat([grad.reshape(-1) for grad in of_kind]).div_(world_size)
+        dist.all_reduce(flat)
+        pieces = torch.split(flat, [grad.numel() for grad in of_kind])
+        views = [piece.view_as(grad) for piece, grad in zip(pieces, of_kind, strict=True)]
+        torch._foreach_copy_(of_kind, views)
+
+
+def _pieces(data: Any, mine: int, count: int) -> list[tuple[Any, int]]:
     """The share in `count` pieces, some of nothing, as ranks must agree on the number."""
-    if count == 1 or batch.data is None:
-        return [(batch.data, batch.mine)] + [(None, 0)] * (count - 1)
-    leaves, structure = tree_flatten(batch.data)
+    if count == 1 or data is None:
+        return [(data, mine)] + [(None, 0)] * (count - 1)
+    leaves, structure = tree_flatten(data)
     split = [leaf.tensor_split(count) for leaf in leaves]
     pieces = []
     for i in range(count):
-        mine = len(split[0][i])
-        data = tree_unflatten([column[i] for column in split], structure) if mine else None
-        pieces.append((data, mine))
+        size = len(split[0][i])
+        piece = tree_unflatten([column[i] for column in split], structure) if size else None
+        pieces.append((piece, size))
     return pieces
 
 

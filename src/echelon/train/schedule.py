@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
+
 from echelon.config.schema import Trainer
 from echelon.errors import EchelonError, Fault
 from echelon.train.experiment import Experiment
@@ -54,4 +56,14 @@ class Schedule:
             return
         self._applied = factor
         for group, peak in zip(self.groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
+            if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
+                group["lr"].fill_(peak * factor)
+            else:
+                group["lr"] = peak * factor
+
+    @property
+    def rate(self) -> float:
+        """Of the first group, at the last step."""
+        if self.own or self._applied is None:
+            return float(self.groups[0]["lr"])
+        return self.peaks[0] * self._applied

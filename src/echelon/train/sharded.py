@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from echelon.config.schema import Trainer
-from echelon.data.batches import Batch, Source
+from echelon.data.batches import Batch, Cut, Source
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.pieces import row_range
+from echelon.train.precision import Precision
 from echelon.train.replica import Told, Wishes, _pieces, _read
 from echelon.world import World
 
@@ -51,9 +52,11 @@ def shard(
     _spread_weights(model)
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     trained = _Trained(experiment.optimizer, mesh)
+    # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
+    half = _HALVES.get(trainer.precision)
+    policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
     for module in (*_innermost_first(model, blocks), model):
         before = dict(module.named_parameters())
-        policy = _policy(trainer.precision, whole=module is model)
         fully_shard(module, mesh=mesh, mp_policy=policy)
         for name, p in module.named_parameters():
             if p is not before[name]:
@@ -90,15 +93,6 @@ def _spread_weights(model: nn.Module) -> None:
             dist.broadcast(whole, src=0)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
-
-
-def _policy(precision: str, whole: bool) -> MixedPrecisionPolicy:
-    half = _HALVES.get(precision)
-    if half is None:
-        return MixedPrecisionPolicy()
-    # The loss is computed from float32, as under autocast.
-    output = torch.float32 if whole else None
-    return MixedPrecisionPolicy(half, reduce_dtype=torch.float32, output_dtype=output)
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
@@ -188,6 +182,7 @@ class ShardedReplica:
         world: World,
         device: torch.device,
         trainer: Trainer,
+        precision: Precision,
         pulse: Pulse,
         spare: Callable[[], Any],
     ) -> None:
@@ -203,12 +198,12 @@ class ShardedReplica:
         self._buffers = list(experiment.model.buffers())
         self._predict = experiment.predict or predict_default
         self._spare = spare
-        self._device = device
+        self._precision = precision
         self._wished = Wishes()
         self._signal = torch.zeros(len(Wishes()) + 1, device=device)
         self._pending: list[Tensor] = []
 
-    def step(self, batch: Batch, total: int, wishes: Wishes) -> None:
+    def step(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._backward(batch, total, wishes)
         optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
@@ -252,10 +247,10 @@ class ShardedReplica:
         self._pending.clear()
         return told
 
-    def _backward(self, batch: Batch, total: int, wishes: Wishes) -> None:
+    def _backward(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         self._same_buffers()
         agreed = self._wish(wishes)
-        pieces = _pieces(batch, self.accumulate)
+        pieces = _pieces(batch.data, batch.mine, self.accumulate)
         for i, (data, mine) in enumerate(pieces):
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
             # A pass over nothing, which the others wait for, leaves no trace.
@@ -274,8 +269,9 @@ class ShardedReplica:
         self._pending.append(agreed)
 
     def _loss(self, data: Any) -> Tensor:
-        output, target = self._predict(self.experiment.model, data)
-        return self.experiment.loss(output, target).float()
+        with self._precision.context():
+            output, target = self._predict(self.experiment.model, data)
+            return self.experiment.loss(output, target).float()
 
     def _wish(self, wishes: Wishes) -> Tensor:
         if wishes != self._wished:  # seldom, so writing to the device costs nothing

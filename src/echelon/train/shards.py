@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group
+from echelon.train.optimizers import Ways
 from echelon.train.pieces import cut, gathered, piece_name
 from echelon.train.snapshots import Entry
 from echelon.train.staging import Stage
@@ -55,21 +56,25 @@ def folder_is_shared(folder: Path, group: Group) -> bool:
     return bool(seen)
 
 
-def collect_rows(experiment: Experiment, group: Group, device: torch.device) -> dict[str, Any]:
+def collect_rows(
+    experiment: Experiment, ways: Ways, group: Group, device: torch.device
+) -> dict[str, Any]:
     """This rank's rows, as parts of names of their own."""
     world = group.world
     rows = group.gather(rng_row(device))
     parts = {
         piece_name(name, world.rank, world.size): cut(tree, world.rank)
-        for name, tree in parts_of(experiment).items()
+        for name, tree in parts_of(experiment, ways).items()
     }
     return parts | ({"rng": {"ranks": torch.stack(rows)}} if rows else {})
 
 
-def collect_whole(experiment: Experiment, group: Group, device: torch.device) -> dict[str, Any]:
+def collect_whole(
+    experiment: Experiment, ways: Ways, group: Group, device: torch.device
+) -> dict[str, Any]:
     """All rows on rank 0, tensor by tensor; nothing elsewhere."""
     rows = group.gather(rng_row(device))
-    parts = gathered(parts_of(experiment), keep=bool(rows))
+    parts = gathered(parts_of(experiment, ways), keep=bool(rows))
     return parts | {"rng": {"ranks": torch.stack(rows)}} if rows else {}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from echelon.errors import EchelonError, Fault, nearest
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group
+from echelon.train.optimizers import Ways
 
 # --- random numbers of one rank, as one row of bytes of fixed length ---
 
@@ -61,17 +62,19 @@ def _bytes(raw: bytes) -> Tensor:
 # --- the parts of a snapshot ---
 
 
-def collect(experiment: Experiment, group: Group, device: torch.device) -> dict[str, Any]:
+def collect(
+    experiment: Experiment, ways: Ways, group: Group, device: torch.device
+) -> dict[str, Any]:
     """What a snapshot holds, on rank 0; every rank takes part, for its random numbers."""
     rows = group.gather(rng_row(device))
     if group.world.rank != 0:
         return {}
-    return {**parts_of(experiment), "rng": {"ranks": torch.stack(rows)}}
+    return {**parts_of(experiment, ways), "rng": {"ranks": torch.stack(rows)}}
 
 
-def parts_of(experiment: Experiment) -> dict[str, Any]:
+def parts_of(experiment: Experiment, ways: Ways) -> dict[str, Any]:
     """What is the same on every rank, or held by all of them together."""
-    optimizer = {"optimizer": experiment.optimizer.state_dict()}
+    optimizer = {"optimizer": ways.plain(experiment.optimizer.state_dict())}
     if experiment.schedule is not None:
         optimizer["schedule"] = experiment.schedule.state_dict()
     if experiment.scaler is not None:

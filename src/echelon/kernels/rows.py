@@ -1,0 +1,151 @@
+"""One step of RowAdam on a GPU: three kernels whose work grows with the batch, and no round trip.
+
+A row that a batch looks up several times has its gradients added up first. Sorting the batch to
+find these takes longer than all the rest, so every occurrence claims the row by writing its own
+number there, one of them stays, and all add to that one's place. Sums are taken in double
+precision, so that the order in which the chip happens to add does not show in the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+_BLOCK = 1024
+"""Numbers that one program handles: rows × their width."""
+
+
+class Scratch:
+    """What the kernels need beside the table, kept from step to step."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.owners = torch.empty(len(table), dtype=torch.int32, device=table.device)
+        self.sums = torch.empty(0, dtype=torch.float64, device=table.device)
+
+    def sums_for(self, values: Tensor) -> Tensor:
+        """All zero: whoever has used a sum clears it."""
+        if self.sums.numel() < values.numel():
+            self.sums = torch.zeros(values.numel(), dtype=torch.float64, device=values.device)
+        return self.sums
+
+
+def adam_rows(
+    tables: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    numbers: Tensor,
+    values: Tensor,
+    scratch: Scratch,
+    rates: tuple[Tensor, Tensor],
+    decay: float,
+    eps: float,
+) -> None:
+    """Steps the rows `numbers` of (weights, mean, square), each once.
+
+    `rates` are the learning rate and (log beta1, log beta2, beta1 - 1, beta2 - 1), on the device.
+    """
+    if not len(numbers):
+        return
+    weights, mean, square = tables
+    width = values.numel() // len(values)
+    wide = triton.next_power_of_2(width)
+    rows = max(1, _BLOCK // wide)
+    grid = (triton.cdiv(len(numbers), rows),)
+    values = values.contiguous()
+    sums = scratch.sums_for(values)
+    shape = {"WIDTH": width, "WIDE": wide, "ROWS": rows}
+    _claim[(triton.cdiv(len(numbers), _BLOCK),)](
+        numbers, scratch.owners, len(numbers), BLOCK=_BLOCK
+    )
+    _add[grid](numbers, values, scratch.owners, sums, len(numbers), **shape)
+    _step[grid](
+        numbers,
+        scratch.owners,
+        sums,
+        weights,
+        mean,
+        square,
+        counts,
+        *rates,
+        len(numbers),
+        eps,
+        decay,
+        **shape,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _claim(numbers, owners, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present = at < count
+    tl.store(owners + tl.load(numbers + at, mask=present, other=0), at, mask=present)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add(
+    numbers,
+    values,
+    owners,
+    sums,
+    count,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = at < count
+    row = tl.load(numbers + at, mask=present, other=0)
+    owner = tl.load(owners + row, mask=present, other=0).to(tl.int64)
+    lane = tl.arange(0, WIDE)
+    mask = present[:, None] & (lane < WIDTH)[None, :]
+    value = tl.load(values + at.to(tl.int64)[:, None] * WIDTH + lane[None, :], mask=mask, other=0.0)
+    place = sums + owner[:, None] * WIDTH + lane[None, :]
+    tl.atomic_add(place, value.to(tl.float64), mask=mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def _step(
+    numbers,
+    owners,
+    sums,
+    weights,
+    mean,
+    square,
+    counts,
+    rate,
+    betas,
+    count,
+    eps,
+    decay,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = at < count
+    row = tl.load(numbers + at, mask=present, other=0)
+    mine = present & (tl.load(owners + row, mask=present, other=-1) == at)
+    lane = tl.arange(0, WIDE)
+    mask = mine[:, None] & (lane < WIDTH)[None, :]
+    place = sums + at.to(tl.int64)[:, None] * WIDTH + lane[None, :]
+    grad = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, tl.zeros_like(grad).to(tl.float64), mask=mask)
+
+    step = tl.load(counts + row, mask=mine, other=0.0) + 1.0
+    tl.store(counts + row, step, mask=mine)
+    weight1 = tl.load(betas + 2) / libdevice.expm1(step * tl.load(betas))
+    weight2 = tl.load(betas + 3) / libdevice.expm1(step * tl.load(betas + 1))
+
+    here = row[:, None] * WIDTH + lane[None, :]
+    m = tl.load(mean + here, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(square + here, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(weights + here, mask=mask, other=0.0).to(tl.float32)
+    m += weight1[:, None] * (grad - m)
+    s += weight2[:, None] * (grad * grad - s)
+    lr = tl.load(rate).to(tl.float32)
+    p -= lr * (decay * p + m / (tl.sqrt(s) + eps))
+    tl.store(mean + here, m, mask=mask)
+    tl.store(square + here, s, mask=mask)
+    tl.store(weights + here, p, mask=mask)

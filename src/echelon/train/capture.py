@@ -1,0 +1,172 @@
+"""Whether a step can be a CUDA graph, and when it becomes one.
+
+The first steps are taken as ever: they allocate what an optimizer keeps, compile what is to be
+compiled, and show whether a step does anything that a replay would not. All ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.config.schema import Trainer
+from echelon.data.batches import Batch, Cut, Source, TensorSource
+from echelon.errors import EchelonError, Fault
+from echelon.train.experiment import Experiment
+from echelon.train.graph import StepGraph
+from echelon.train.optimizers import capturable
+from echelon.train.tables import tables_of
+
+_WARM = 3
+"""Steps before the capture; the last of them is watched."""
+
+WORTH = 64
+"""Steps. A capture takes as long as about a hundred small steps."""
+
+Step = Callable[[Any, int, int], Tensor]
+
+
+class Capture:
+    """Takes steps over once it can."""
+
+    def __init__(
+        self, step: Step, model: nn.Module, source: TensorSource, trainer: Trainer, world_size: int
+    ) -> None:
+        self._step = step
+        self._model = model
+        self._source = source
+        self._batch_size = trainer.batch_size
+        self._must = trainer.capture == "always"
+        self._world_size = world_size
+        self._seen = 0
+        self._before: tuple[Any, ...] = ()
+        self.graph: StepGraph | None = None
+        self.given_up = False
+
+    def replayed(self, batch: Batch | Cut, total: int) -> bool:
+        """Whether the graph took this step; only whole batches are of its shape."""
+        if self.given_up or total != self._batch_size or not isinstance(batch, Cut):
+            return False
+        if self.graph is None:
+            self._seen += 1
+            if self._seen == _WARM:
+                self._before = _host_state(self._model)
+            if self._seen <= _WARM or not self._captured(batch, total):
+                return False
+        assert self.graph is not None
+        self.graph.replay(batch)
+        return True
+
+    def _captured(self, cut: Cut, total: int) -> bool:
+        reason = _host_change(self._before, _host_state(self._model)) or _room()
+        reason = reason if self._all_can(reason is None) else reason or _ELSEWHERE
+        if reason is None:
+            reason = self._tried(cut, total)
+            reason = reason if self._all_can(reason is None) else reason or _ELSEWHERE
+        if reason is not None:
+            self.graph, self.given_up = None, True
+            not_captured(reason, self._must)
+        return reason is None
+
+    def _tried(self, cut: Cut, total: int) -> str | None:
+        def body(data: tuple[Tensor, ...]) -> Tensor:
+            return self._step(data, cut.mine, total)
+
+        row = 1 if self._world_size == 1 else 4
+        try:
+            capacity = self._source.largest_block(cut.mine)
+            self.graph = StepGraph(body, cut, capacity, row)
+        except Exception as error:  # whatever torch or the model says of it, the step is as before
+            torch.cuda.synchronize()
+            for p in self._model.parameters():
+                p.grad = None
+            return _first_line(error)
+        return None
+
+    def _all_can(self, mine: bool) -> bool:
+        if self._world_size == 1:
+            return mine
+        can = torch.tensor(float(mine))
+        dist.all_reduce(can, dist.ReduceOp.MIN)
+        return bool(can > 0)
+
+
+_ELSEWHERE = "another rank cannot capture its step"
+
+
+def obstacle(
+    experiment: Experiment, source: Source, device: torch.device, world_size: int
+) -> str | None:
+    """Why the steps of this run cannot be captured, as far as is known before the first."""
+    if device.type != "cuda":
+        return "a CUDA graph needs an NVIDIA GPU"
+    if not isinstance(source, TensorSource):
+        return "the data is a Dataset; tensors could be kept on the GPU"
+    if source.home.type != "cuda":
+        return "the data does not fit on the GPU"
+    if experiment.schedule is not None:
+        return "the experiment has a schedule of its own, which runs on the host"
+    if world_size > 1 and tables_of(experiment.model):
+        return "the rows that ranks send each other differ in number"
+    if world_size > 1 and next(experiment.model.buffers(), None) is not None:
+        return "the model's buffers are spread between ranks at every step"
+    return capturable(experiment.optimizer, device)
+
+
+def not_captured(reason: str, must: bool) -> None:
+    if must:
+        raise EchelonError(
+            Fault(
+                f"trainer.capture=always, but the step cannot be a CUDA graph: {reason}",
+                "set trainer.capture=auto, and it is trained without",
+            )
+        )
+    print(f"the step is not captured as a CUDA graph: {reason}", file=sys.stderr)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _host_state(model: nn.Module) -> tuple[Any, ...]:
+    """What a step can change on the host, which a graph would not: random numbers, and plain
+    attributes of modules. A step that changes it is not captured."""
+    attributes = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+    _, keys, *rest = np.random.get_state(legacy=True)
+    torch_ = torch.get_rng_state().numpy().tobytes()
+    drawn = (random.getstate(), np.asarray(keys).tobytes(), rest, torch_)
+    return attributes, drawn
+
+
+def _host_change(before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
+    """Why a step with these states around it cannot be captured."""
+    if before[1] != after[1]:
+        return "the step draws random numbers on the host"
+    for (name, key), value in after[0].items():
+        if before[0].get((name, key)) != value:
+            return f"the model's {'.'.join(filter(None, (name, key)))} changes from step to step"
+    return None
+
+
+def _room() -> str | None:
+    """A graph keeps the memory of its step for itself, beside what an evaluation or a last,
+    smaller batch needs: `None` where there is enough for both."""
+    step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if 2 * step <= free + cached:
+        return None
+    return f"a step takes {step / 1e9:.1f} GB, and there are {(free + cached) / 1e9:.1f} GB free"

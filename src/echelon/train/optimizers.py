@@ -1,0 +1,89 @@
+"""How an optimizer is carried out: by fused kernels where torch has them, and so that a CUDA graph
+can hold its step. What it computes is the experiment's; snapshots never say how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from echelon.kernels import usable
+from echelon.optim import RowAdam, RowSGD
+from echelon.train.experiment import Experiment
+from echelon.train.tables import tables_of
+
+_FUSED = {
+    "cuda": (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
+    # SGD gains nothing there; Adam's step takes half the time.
+    "cpu": (torch.optim.Adam, torch.optim.AdamW),
+}
+_HOW = ("fused", "foreach", "capturable")
+
+
+def fuse(experiment: Experiment, device: torch.device) -> None:
+    """Fused kernels, unless the experiment chose otherwise or its parameters do not allow it."""
+    optimizer = experiment.optimizer
+    if type(optimizer) not in _FUSED.get(device.type, ()) or tables_of(experiment.model):
+        return
+    if not all(map(_can_fuse, optimizer.param_groups)):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    # As their constructors do when they are asked for it.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    _steps_to_device(optimizer)
+
+
+def _can_fuse(group: dict[str, Any]) -> bool:
+    undecided = group.get("fused") is None and group.get("foreach") is None
+    return (
+        undecided
+        and not group.get("differentiable")
+        and not group.get("capturable")
+        and all(p.is_floating_point() and p.layout is torch.strided for p in group["params"])
+    )
+
+
+def capturable(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Make its step one that a graph can hold, or say why it cannot be."""
+    first = optimizer.param_groups[0]["params"][0]
+    if isinstance(optimizer, RowAdam) and not usable(first):
+        return "RowAdam needs Triton for it"
+    known = isinstance(optimizer, RowAdam | RowSGD)
+    for group in optimizer.param_groups:
+        if not (known or group.get("fused") or "capturable" in group):
+            return f"{type(optimizer).__name__} keeps numbers of its step on the host"
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    _steps_to_device(optimizer)
+    return None
+
+
+def _steps_to_device(optimizer: Optimizer) -> None:
+    """A snapshot brings the counts of steps to the CPU, where plain optimizers have them."""
+    for p, state in optimizer.state.items():
+        if isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.to(p.device)
+
+
+class Ways:
+    """Remembers how the experiment wanted its optimizer carried out, for snapshots."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._wanted = [
+            {key: group[key] for key in _HOW if key in group} for group in optimizer.param_groups
+        ]
+
+    def plain(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state dict as the experiment would have it on any device."""
+        groups = [
+            {**group, **wanted, "lr": float(group["lr"])}
+            for group, wanted in zip(state["param_groups"], self._wanted, strict=True)
+        ]
+        return {**state, "param_groups": groups}

@@ -1,0 +1,78 @@
+"""Experiments for test_gpu_capture.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon import Experiment, optim
+
+
+@dataclass
+class Settings:
+    samples: int = 2000
+    optimizer: str = "SGD"
+    dropout: float = 0.0
+    norm: bool = False
+    host_random: bool = False
+    counter: bool = False
+    reads: bool = False
+    dataset: bool = False
+    own_schedule: bool = False
+
+
+class Net(nn.Module):
+    def __init__(self, cfg: Settings) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.calls = 0
+        self.first = nn.Linear(20, 64)
+        self.norm = nn.BatchNorm1d(64) if cfg.norm else nn.Identity()
+        self.drop = nn.Dropout(cfg.dropout)
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.cfg.counter
+        if self.cfg.host_random:
+            x = x * (1.0 + 0.01 * random.random())
+        y = self.last(self.drop(self.norm(torch.relu(self.first(x)))))
+        if self.cfg.reads and float(y.sum()) > 1e9:
+            return y * 0.0
+        return y
+
+
+def experiment(cfg: Settings) -> Experiment:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(cfg.samples, 20, generator=generator)
+    y = x[:, :1].tanh() + x[:, 1:2]
+    model = Net(cfg)
+    optimizer = getattr(torch.optim, cfg.optimizer)(model.parameters(), lr=0.01)
+    step = torch.optim.lr_scheduler.StepLR(optimizer, 10) if cfg.own_schedule else None
+    data: Any = torch.utils.data.TensorDataset(x, y) if cfg.dataset else (x, y)
+    return Experiment(model, optimizer, nn.functional.mse_loss, data, schedule=step)
+
+
+class Dots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(300, 16, sparse=True)
+        self.items = nn.Embedding(200, 16, sparse=True)
+        self.tower = nn.Linear(32, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        a, b = self.users(users), self.items(items)
+        return self.tower(torch.cat([a, b], 1)).squeeze(1) + (a * b).sum(1)
+
+
+def tables(cfg: Settings) -> Experiment:
+    generator = torch.Generator().manual_seed(0)
+    users = torch.randint(0, 300, (cfg.samples,), generator=generator)
+    items = torch.randint(0, 200, (cfg.samples,), generator=generator)
+    stars = torch.sin(users * 0.1) + torch.cos(items * 0.2)
+    model = Dots()
+    optimizer = getattr(optim, cfg.optimizer)(model.parameters(), lr=0.01)
+    return Experiment(model, optimizer, nn.functional.mse_loss, (users, items, stars))
