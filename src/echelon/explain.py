@@ -12,12 +12,14 @@ from echelon.world import as_json, detect, render
 
 def explain(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str]) -> int:
     given = _given(overrides)
+    each = _number(given, "replica.devices")
     detection = detect(
         env,
         rank=_number(given, "rank"),
         world_size=_number(given, "world_size"),
         master=given.get("master"),
         visible=visible_count(env),
+        devices_per_replica=1 if each is None else each,
     )
     if json_wanted:
         print(json.dumps(as_json(detection), indent=2))
@@ -28,16 +30,19 @@ def explain(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str])
     return Exit.OK
 
 
+_KEYS = ("rank", "world_size", "master", "replica.devices")
+
+
 def _given(overrides: Sequence[str]) -> dict[str, str]:
-    """Three keys, read without Hydra, which would take longer than the answer."""
+    """A few keys, read without Hydra, which would take longer than the answer."""
     given = dict(word.partition("=")[::2] for word in overrides)
-    unknown = [k for k in given if k not in ("rank", "world_size", "master")]
+    unknown = [k for k in given if k not in _KEYS]
     if unknown:
         raise EchelonError(
             *(
                 Fault(
                     f"{k}={given[k]} says nothing about the world",
-                    "give rank=, world_size= or master=",
+                    "give rank=, world_size=, master= or replica.devices=",
                 )
                 for k in unknown
             )

@@ -127,7 +127,8 @@ def test_an_unknown_verb(told: Told) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["rank=x", "world_size=2"], ["lr=3"], ["rank=3", "world_size=2"]]
+    "words",
+    [["rank=x", "world_size=2"], ["lr=3"], ["rank=3", "world_size=2"], ["replica.devices=two"]],
 )
 def test_explain_refuses_too(words: list[str], told: Told) -> None:
     code, text = told("explain", *words)

@@ -67,6 +67,13 @@ def test_two_distributed_ranks_on_chosen_devices(examples: Path) -> None:
     assert status(only_run(examples))["state"] == "finished"
 
 
+def test_model_parallel(examples: Path) -> None:
+    words = [PYTHON, "model_parallel.py", "replica.devices=2", "launch=local", "launch.procs=2"]
+    done = launching.run(words, examples)
+    _trained(done, examples, steps=3 * 64)
+    assert "on 2 processes × 2 stages (cpu stage 0, cpu stage 1: placed by the exper" in done.err
+
+
 def test_single_gpu(examples: Path) -> None:
     _trained(launching.run([PYTHON, "single_gpu.py"], examples), examples, steps=10 * 64)
 

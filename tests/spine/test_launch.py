@@ -194,6 +194,16 @@ def test_explain_under_torchruns_variables(
     assert "SLURM_PROCID" in {ignored["variable"] for ignored in told["ignored"]}
 
 
+def test_explain_a_replica_of_two_stages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert guarded(lambda: dispatch(["explain", "--json", "replica.devices=2"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["world"]["devices"] == ["cpu stage 0", "cpu stage 1"]
+    assert told["reasons"][-1]["because"] == "no CUDA device is visible: 2 stages of one CPU"
+
+
 # --- torchrun ---
 
 

@@ -124,5 +124,5 @@ def test_the_plan_says_that_the_model_is_shared_out() -> None:
 
 @pytest.mark.parametrize("other", ["replica.devices=2", "trainer.capture=always"])
 def test_what_does_not_go_with_shards(other: str) -> None:
-    with pytest.raises(EchelonError, match=f"{other} with replica.kind=fsdp"):
+    with pytest.raises(EchelonError, match=f"{other}, but replica.kind=fsdp"):
         compose(["launch=local", "launch.procs=2", "replica.kind=fsdp", other])

@@ -221,11 +221,28 @@ def test_a_section_is_not_a_value() -> None:
         (["trainer.epochs=null"], "trainer.epochs and trainer.steps are both null"),
         (["trainer.clip=0"], "trainer.clip=0.0 is not above 0"),
         (["seed=-1"], "seed=-1 is below 0"),
+        (["replica.devices=0"], "replica.devices=0 is below 1"),
+        (["replica.devices=2", "replica.kind=fsdp"], "replica.kind=fsdp shards layers"),
+        (["replica.devices=2", "launch.share_devices=true"], "puts several processes on one"),
+        (["replica.devices=2", "trainer.capture=always"], "trainer.capture=always is of one"),
+        (
+            ["replica.devices=2", "launch=slurm", "launch.gpus_per_node=5"],
+            "launch.gpus_per_node=5 does not divide by replica.devices=2",
+        ),
+        (
+            ["replica.devices=2", "launch=slurm", "launch.gpus_per_node=4", "launch.procs=3"],
+            "launch.procs=3 with replica.devices=2 take 6 devices, but launch.gpus_per_node=4",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(words: list[str], part: str) -> None:
     [what] = faults(words)
     assert part in what
+
+
+def test_gpus_left_over_on_purpose() -> None:
+    words = ["replica.devices=2", "launch=slurm", "launch.gpus_per_node=5", "launch.procs=2"]
+    assert compose(words, TYPED).launch.procs == 2
 
 
 def _told(words: list[str]) -> str:

@@ -85,6 +85,13 @@ def test_gpus_by_node_by_task_or_as_gres(mode: str, request_: str, option: str) 
     assert f"srun --export=ALL --ntasks-per-node={tasks} " in plan.script
 
 
+def test_tasks_of_srun_have_whole_replicas() -> None:
+    words = ["launch.gpus_per_node=4", "launch.gpu_request=gpus-per-task", "replica.devices=2"]
+    asked = options(planned(*words, "mode=srun", program=["true"]))
+    assert "--ntasks-per-node=2" in asked
+    assert "--gpus-per-task=2" in asked
+
+
 def test_set_up_lines_stand_before_the_training() -> None:
     lines = planned("launch.setup=['module load cuda','. venv/bin/activate']").script.splitlines()
     at = lines.index("# launch.setup") + 1

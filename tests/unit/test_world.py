@@ -532,7 +532,7 @@ def test_placed_needs_every_host() -> None:
     ("visible", "each", "devices"),
     [
         (0, 1, ("cpu",)),
-        (0, 2, ("cpu",)),
+        (0, 2, ("cpu stage 0", "cpu stage 1")),
         (2, 1, ("cuda:1",)),
         (8, 2, ("cuda:2", "cuda:3")),
         (4, 2, ("cuda:2", "cuda:3")),
@@ -548,6 +548,11 @@ def test_two_workers_on_one_device_by_accident(visible: int, each: int) -> None:
     [what] = faults({}, rank=1, world_size=2, visible=visible, devices_per_replica=each)
     assert f"local rank 1 holds cuda:{each}" in what
     assert f"{visible} CUDA device" in what
+
+
+def test_fewer_devices_than_one_replica_needs() -> None:
+    [what] = faults({}, visible=1, devices_per_replica=2)
+    assert what == "replica.devices=2, but 1 CUDA device is visible"
 
 
 def test_two_workers_on_one_device_on_purpose() -> None:

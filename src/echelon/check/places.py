@@ -32,9 +32,15 @@ class Places(NamedTuple):
     procs: list[int | None]
     """Processes on each; None: one per device."""
     commands: list[Command]
+    devices: int = 1
+    """Of one process."""
 
 
 def stations(config: Config, env: Mapping[str, str]) -> Places:
+    return _places(config, env)._replace(devices=config.replica.devices)
+
+
+def _places(config: Config, env: Mapping[str, str]) -> Places:
     launch = config.launch
     if launch.kind in ("inline", "local"):
         return Places(["this machine"], [launch.procs], [Command([*_STATION, "0"], [0])])
@@ -89,7 +95,7 @@ def _by_srun(config: Config, env: Mapping[str, str]) -> Places:
     if launch.setup and not inside:
         station = ["bash", "-c", "\n".join([*launch.setup, f"exec {shlex.join(station)}"])]
     command = Command(["srun", *options, *shape, *station], range(nodes))
-    return Places([f"node {n}" for n in range(nodes)], [processes(launch)] * nodes, [command])
+    return Places([f"node {n}" for n in range(nodes)], [processes(config)] * nodes, [command])
 
 
 _JOB = "echelon-preflight"

@@ -175,7 +175,8 @@ def _all_reduce(conductor: Conductor, seen: Seen, places: Places, deadline: floa
     counts = {}
     for node, answer in sorted(seen.looks.items()):
         procs, visible = places.procs[node], answer["visible"]
-        counts[node] = min(procs, visible) if procs and visible else procs or max(1, visible)
+        wanted = procs * places.devices if procs else visible  # every device is to be tried
+        counts[node] = min(wanted, visible) if visible else procs or 1
     left_s = deadline - time.monotonic() - 1
     if left_s < 3:
         return replace(seen, not_reduced="not tried: out of time; give more with --limit SECONDS")

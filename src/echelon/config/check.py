@@ -31,8 +31,9 @@ def faults_of(config: Config) -> list[Fault]:
     return [
         *_numbers(config),
         *_choices(config),
-        *_replica(config),
+        *_sharded(config),
         *_launch(config),
+        *_replica(config),
         *_ranks(config),
         *_track(config),
     ]
@@ -58,18 +59,10 @@ def replica_fault(config: Config, world_size: int) -> Fault | None:
     )
 
 
-def _replica(config: Config) -> Iterator[Fault]:
-    replica = config.replica
-    if replica.kind != "fsdp":
-        return
-    if replica.devices > 1:
+def _sharded(config: Config) -> Iterator[Fault]:
+    if config.replica.kind == "fsdp" and config.trainer.capture == "always":
         yield Fault(
-            f"replica.devices={replica.devices} with replica.kind=fsdp: a shard lies on one device",
-            "leave one of the two out",
-        )
-    if config.trainer.capture == "always":
-        yield Fault(
-            "trainer.capture=always with replica.kind=fsdp: a sharded step is not captured",
+            "trainer.capture=always, but replica.kind=fsdp has no step that could be captured",
             "leave one of the two out",
         )
 
@@ -186,6 +179,48 @@ def _launch(config: Config) -> Iterator[Fault]:
             )
     elif launch.procs and (fault := batch_fault(config.trainer.batch_size, launch.procs)):
         yield fault
+
+
+def _replica(config: Config) -> Iterator[Fault]:
+    each, launch = config.replica.devices, config.launch
+    if each <= 1:
+        return
+    if config.replica.kind == "fsdp":
+        yield Fault(
+            f"replica.devices={each}, but replica.kind=fsdp shards layers over processes of one "
+            "device each",
+            "leave replica.devices out, or replica.kind",
+        )
+    if launch.share_devices:
+        yield Fault(
+            f"replica.devices={each} is for models that fill several devices, but "
+            "launch.share_devices=true puts several processes on one",
+            "leave one of the two out",
+        )
+    if config.trainer.capture == "always":
+        yield Fault(
+            f"trainer.capture=always is of one device, but replica.devices={each}",
+            "leave one of the two out",
+        )
+    if launch.gpus_per_node:
+        yield from _replicas_of_a_node(launch.gpus_per_node, each, launch.procs)
+
+
+def _replicas_of_a_node(gpus: int, each: int, procs: int | None) -> Iterator[Fault]:
+    """GPUs may be left over where the number of processes is given: then it is meant."""
+    room, left = divmod(gpus, each)
+    if procs is not None and procs > room:
+        yield Fault(
+            f"launch.procs={procs} with replica.devices={each} take {procs * each} devices, but "
+            f"launch.gpus_per_node={gpus}",
+            f"ask for {procs * each}, or set launch.procs={room}" if room else f"ask for {each}",
+        )
+    elif procs is None and left:
+        fewer = f"{room * each} or " if room else ""
+        yield Fault(
+            f"launch.gpus_per_node={gpus} does not divide by replica.devices={each}",
+            f"ask for {fewer}{(room + 1) * each}",
+        )
 
 
 OF_ONE_LAUNCHER = {

@@ -39,7 +39,8 @@ class Launch:
     (plain hosts), `slurm`, or `env` (this is one node of a cluster that sets MASTER_ADDR,
     MASTER_PORT, WORLD_SIZE, the number of nodes, and NODE_RANK)."""
     procs: int | None = None
-    """Processes to start on each machine; default: one per visible device, else 1."""
+    """Processes to start on each machine; default: one per visible device, or per
+    replica.devices of them; 1 without."""
     max_restarts: int = 0
     """How often a failed world is started again from its newest snapshot."""
     threads: int | None = None
@@ -66,7 +67,8 @@ class Launch:
     nodes: int = 1
     """slurm: how many."""
     gpus_per_node: int | None = None
-    """slurm: GPUs to ask for on each node; as many processes unless launch.procs says otherwise."""
+    """slurm: GPUs to ask for on each node; as many processes, or as many as there are replicas of
+    replica.devices, unless launch.procs says otherwise."""
     gpu_request: str = "gpus-per-node"
     """slurm: how this cluster wants them asked for: gpus-per-node, gpus-per-task or gres."""
     cpus_per_node: int | None = None
@@ -161,7 +163,8 @@ class ReplicaChoice:
     """`ddp`: every process holds the whole model; `fsdp`: the processes hold it together, each a
     shard of every layer."""
     devices: int = 1
-    """Devices of one process, for a model whose layers lie on several."""
+    """Devices of one process, for a model whose layers lie on several: the experiment places them
+    (`def experiment(cfg, devices)`), or its layers are cut into stages that are even in memory."""
     checkpoint: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, a
     third more computation."""

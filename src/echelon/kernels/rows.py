@@ -2,8 +2,9 @@
 
 A row that a batch looks up several times has its gradients added up first. Sorting the batch to
 find these takes longer than all the rest, so every occurrence claims the row by writing its own
-number there, one of them stays, and all add to that one's place. Sums are taken in double
-precision, so that the order in which the chip happens to add does not show in the weights.
+number there, one of them stays, and all add to that one's place; a row that was looked up once
+needs no sum. Sums are taken in double precision, so that the order in which the chip happens to
+add does not show in the weights.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class Scratch:
 
     def __init__(self, table: Tensor) -> None:
         self.owners = torch.empty(len(table), dtype=torch.int32, device=table.device)
+        self.lookups = torch.zeros_like(self.owners)
         self.sums = torch.empty(0, dtype=torch.float64, device=table.device)
 
     def sums_for(self, values: Tensor) -> Tensor:
-        """All zero: whoever has used a sum clears it."""
+        """All zero, as the lookups are: whoever has used one clears it."""
         if self.sums.numel() < values.numel():
             self.sums = torch.zeros(values.numel(), dtype=torch.float64, device=values.device)
         return self.sums
@@ -53,16 +55,21 @@ def adam_rows(
     wide = triton.next_power_of_2(width)
     rows = max(1, _BLOCK // wide)
     grid = (triton.cdiv(len(numbers), rows),)
-    values = values.contiguous()
+    values = values.reshape(len(values), width)
+    stride = values.stride(0)
+    if width > 1 and values.stride(1) != 1:
+        values, stride = values.contiguous(), width
     sums = scratch.sums_for(values)
     shape = {"WIDTH": width, "WIDE": wide, "ROWS": rows}
     _claim[(triton.cdiv(len(numbers), _BLOCK),)](
-        numbers, scratch.owners, len(numbers), BLOCK=_BLOCK
+        numbers, scratch.owners, scratch.lookups, len(numbers), BLOCK=_BLOCK
     )
-    _add[grid](numbers, values, scratch.owners, sums, len(numbers), **shape)
+    claims = (numbers, scratch.owners, scratch.lookups)
+    _add[grid](*claims, values, stride, sums, len(numbers), **shape)
     _step[grid](
-        numbers,
-        scratch.owners,
+        *claims,
+        values,
+        stride,
         sums,
         weights,
         mean,
@@ -77,17 +84,21 @@ def adam_rows(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _claim(numbers, owners, count, BLOCK: tl.constexpr):
+def _claim(numbers, owners, lookups, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = at < count
-    tl.store(owners + tl.load(numbers + at, mask=present, other=0), at, mask=present)
+    row = tl.load(numbers + at, mask=present, other=0)
+    tl.store(owners + row, at, mask=present)
+    tl.atomic_add(lookups + row, 1, mask=present, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count"])
 def _add(
     numbers,
-    values,
     owners,
+    lookups,
+    values,
+    stride,
     sums,
     count,
     WIDTH: tl.constexpr,
@@ -97,10 +108,12 @@ def _add(
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = at < count
     row = tl.load(numbers + at, mask=present, other=0)
-    owner = tl.load(owners + row, mask=present, other=0).to(tl.int64)
+    several = present & (tl.load(lookups + row, mask=present, other=0) > 1)
+    owner = tl.load(owners + row, mask=several, other=0).to(tl.int64)
     lane = tl.arange(0, WIDE)
-    mask = present[:, None] & (lane < WIDTH)[None, :]
-    value = tl.load(values + at.to(tl.int64)[:, None] * WIDTH + lane[None, :], mask=mask, other=0.0)
+    mask = several[:, None] & (lane < WIDTH)[None, :]
+    from_batch = values + at.to(tl.int64)[:, None] * stride + lane[None, :]
+    value = tl.load(from_batch, mask=mask, other=0.0)
     place = sums + owner[:, None] * WIDTH + lane[None, :]
     tl.atomic_add(place, value.to(tl.float64), mask=mask, sem="relaxed")
 
@@ -109,6 +122,9 @@ def _add(
 def _step(
     numbers,
     owners,
+    lookups,
+    values,
+    stride,
     sums,
     weights,
     mean,
@@ -127,14 +143,16 @@ def _step(
     present = at < count
     row = tl.load(numbers + at, mask=present, other=0)
     mine = present & (tl.load(owners + row, mask=present, other=-1) == at)
+    once = mine & (tl.load(lookups + row, mask=mine, other=1) == 1)
     lane = tl.arange(0, WIDE)
     mask = mine[:, None] & (lane < WIDTH)[None, :]
+    alone, summed = mask & once[:, None], mask & (once == 0)[:, None]
+    from_batch = values + at.to(tl.int64)[:, None] * stride + lane[None, :]
     place = sums + at.to(tl.int64)[:, None] * WIDTH + lane[None, :]
-    grad = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(place, tl.zeros_like(grad).to(tl.float64), mask=mask)
+    grad = tl.load(from_batch, mask=alone, other=0.0).to(tl.float32)
+    grad += tl.load(place, mask=summed, other=0.0).to(tl.float32)
 
     step = tl.load(counts + row, mask=mine, other=0.0) + 1.0
-    tl.store(counts + row, step, mask=mine)
     weight1 = tl.load(betas + 2) / libdevice.expm1(step * tl.load(betas))
     weight2 = tl.load(betas + 3) / libdevice.expm1(step * tl.load(betas + 1))
 
@@ -146,6 +164,11 @@ def _step(
     s += weight2[:, None] * (grad * grad - s)
     lr = tl.load(rate).to(tl.float32)
     p -= lr * (decay * p + m / (tl.sqrt(s) + eps))
+    # Several threads may load the same number: none is overwritten before all have.
+    tl.debug_barrier()
+    tl.store(place, tl.zeros([ROWS, WIDE], tl.float64), mask=summed)
+    tl.store(lookups + row, tl.zeros([ROWS], tl.int32), mask=mine)
+    tl.store(counts + row, step, mask=mine)
     tl.store(mean + here, m, mask=mask)
     tl.store(square + here, s, mask=mask)
     tl.store(weights + here, p, mask=mask)

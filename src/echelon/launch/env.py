@@ -15,7 +15,16 @@ from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
 from echelon.launch.node import network_variables, serve, variables
-from echelon.launch.plan import Here, Node, Plan, on_failure, places, process_count, what_runs
+from echelon.launch.plan import (
+    Here,
+    Node,
+    Plan,
+    left_idle,
+    on_failure,
+    places,
+    process_count,
+    what_runs,
+)
 from echelon.runs import Run
 
 if TYPE_CHECKING:
@@ -35,13 +44,14 @@ def plan(config: Config, here: Here) -> Plan:
     hosts = [here.host if node == rank else f"node {node}" for node in range(count)]
     return Plan(
         "env",
-        places(hosts, [procs] * count, here.visible),
+        places(hosts, [procs] * count, here.visible, config.replica.devices),
         variables(config, procs, here.env) | network_variables(config, host, here.env),
         (
             f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
             + (", which this node hosts" if rank == 0 else ""),
             f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
             + what_runs(config),
+            *left_idle(config, procs, here.visible),
             on_failure(config),
         ),
     )

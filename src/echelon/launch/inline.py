@@ -14,6 +14,7 @@ def plan(config: Config, here: Here) -> Plan:
         world_size=config.world_size,
         master=config.master,
         visible=here.visible,
+        devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
     place = Place(world.rank, here.host, world.local_rank, world.devices)

@@ -14,7 +14,7 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.failure import Failure
 from echelon.gpus import visible_count
 from echelon.launch.node import network_variables, serve, show, variables
-from echelon.launch.plan import Node
+from echelon.launch.plan import Node, processes_for, replica_fault
 from echelon.launch.slurm.script import processes
 from echelon.runs import Run
 
@@ -65,14 +65,18 @@ def _noted(run: Run, serving: Callable[[], int]) -> int:
 
 def _procs(config: Config, rank: int, procs: int | None, env: Mapping[str, str]) -> int:
     launch, visible = config.launch, visible_count(env)
-    planned = processes(launch) if launch.kind == "slurm" else launch.procs
-    procs = procs or planned or max(1, visible)
-    procs = 1 if config.program and config.mode == "plain" else procs
+    planned = processes(config) if launch.kind == "slurm" else launch.procs
+    known, each = procs or planned, config.replica.devices
+    if config.program and config.mode == "plain":
+        known, each = 1, 1
+    where = f" on {socket.gethostname()} (node {rank})"
+    if fault := replica_fault(visible, each, known, where):
+        raise EchelonError(fault)
+    procs = known or processes_for(visible, each)
     if visible and procs > visible and not launch.share_devices:
         raise EchelonError(
             Fault(
-                f"{procs} processes are wanted on {socket.gethostname()} (node {rank}), where "
-                f"{visible} devices are visible",
+                f"{procs} processes are wanted{where}, where {visible} devices are visible",
                 f"set launch.procs={visible}, ask for more GPUs, or allow it with "
                 "launch.share_devices=true",
             )

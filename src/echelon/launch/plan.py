@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
+from echelon.world import DeviceRule
 
 _RANK_BY_RANK = 64
 """A larger world is shown node by node."""
@@ -67,7 +68,7 @@ class Plan:
         print(json.dumps(self.to_dict(), indent=2) if as_json else "\n".join(self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        yield f"launch={self.launcher}"
+        yield f"launch={self.launcher}{self._shape()}"
         yield from columns([("rank", "host", "local rank", "devices"), *self._rows()])
         if self.variables:
             yield from ("", "variables:")
@@ -77,10 +78,15 @@ class Plan:
         if self.script:
             yield from ("", "script:", *(f"  {line}" for line in self.script.splitlines()))
 
+    def _shape(self) -> str:
+        each, count = len(self.places[0].devices), len(self.places)
+        kind = "stages" if self.places[0].devices[0].startswith("cpu") else "devices"
+        return f": {count} process{'es' * (count > 1)} × {each} {kind}" if each > 1 else ""
+
     def _rows(self) -> Iterator[tuple[str, ...]]:
         if len(self.places) <= _RANK_BY_RANK:
             for place in self.places:
-                row = (str(place.rank), place.host, str(place.local_rank), " ".join(place.devices))
+                row = (str(place.rank), place.host, str(place.local_rank), ", ".join(place.devices))
                 yield row
             return
         for host, group in groupby(self.places, key=lambda place: place.host):
@@ -104,14 +110,24 @@ def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
 
 
-def places(hosts: Sequence[str], procs: Sequence[int], gpus: int) -> tuple[Place, ...]:
+def places(
+    hosts: Sequence[str], procs: Sequence[int], gpus: int, each: int = 1
+) -> tuple[Place, ...]:
     """Ranks fill node by node; with no GPU, a rank is on its node's CPU."""
     found: list[Place] = []
+    rule = DeviceRule(gpus, each)
     for host, count in zip(hosts, procs, strict=True):
         for local_rank in range(count):
-            device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
-            found.append(Place(len(found), host, local_rank, (device,)))
+            found.append(Place(len(found), host, local_rank, rule.names(local_rank)))
     return tuple(found)
+
+
+def left_idle(config: Config, procs: int, visible: int) -> tuple[str, ...]:
+    """The step that says so; of replicas of one device, the table says enough."""
+    each = config.replica.devices
+    left = visible - procs * each
+    given = f"launch.procs={procs} × replica.devices={each}"
+    return (f"leave {left} of {visible} devices idle: {given}",) if each > 1 and left > 0 else ()
 
 
 def on_failure(config: Config) -> str:
@@ -131,7 +147,10 @@ def what_runs(config: Config) -> str:
 
 
 def process_count(config: Config, visible: int) -> int:
-    procs = config.launch.procs or max(1, visible)
+    each = config.replica.devices
+    if fault := replica_fault(visible, each, config.launch.procs):
+        raise EchelonError(fault)
+    procs = config.launch.procs or processes_for(visible, each)
     if visible and procs > visible and not config.launch.share_devices:
         raise EchelonError(
             Fault(
@@ -141,3 +160,36 @@ def process_count(config: Config, visible: int) -> int:
             )
         )
     return procs
+
+
+def processes_for(visible: int, each: int) -> int:
+    """One for every `each` devices; one where there is none."""
+    return max(1, visible // each)
+
+
+def replica_fault(visible: int, each: int, procs: int | None, where: str = "") -> Fault | None:
+    """Why replicas of several devices do not fit here. Devices may be left over where the number of
+    processes was given: then it is meant."""
+    if not visible or each == 1:
+        return None
+    room, left = divmod(visible, each)
+    seen = f"{visible} device{'s are' if visible > 1 else ' is'} visible{where}"
+    if not room:
+        return Fault(
+            f"replica.devices={each}, but {seen}",
+            f"make {each} visible (CUDA_VISIBLE_DEVICES), or set replica.devices={visible}",
+        )
+    if procs is not None and procs > room:
+        return Fault(
+            f"launch.procs={procs} with replica.devices={each} take {procs * each} devices, but "
+            + seen,
+            f"set launch.procs={room}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
+        )
+    if procs is None and left:
+        return Fault(
+            f"{visible} visible devices{where} do not divide by replica.devices={each}: {room} "
+            f"replica{'s' * (room > 1)} would use {room * each}",
+            f"set CUDA_VISIBLE_DEVICES to {room * each} of them, or launch.procs={room} to leave "
+            f"{left} idle",
+        )
+    return None

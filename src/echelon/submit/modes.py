@@ -11,6 +11,7 @@ from typing import Any
 
 from echelon.config.schema import Config, Launch
 from echelon.errors import EchelonError, Fault
+from echelon.launch.plan import processes_for
 from echelon.launch.slurm.script import processes
 from echelon.submit.words import Command, Word
 
@@ -109,8 +110,8 @@ def _with_sizes(launch: Launch, command: Command, way: Way) -> Launch:
 
 def _world(config: Config, visible: int) -> int:
     if config.launch.kind == "slurm":
-        return config.launch.nodes * processes(config.launch)
-    return config.launch.procs or max(1, visible)
+        return config.launch.nodes * processes(config)
+    return config.launch.procs or processes_for(visible, config.replica.devices)
 
 
 def _argv(words: Sequence[Word]) -> list[str]:

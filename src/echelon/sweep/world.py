@@ -94,7 +94,7 @@ class Stepping:
     def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> World:
         made = runs.create(config)
         made.code_file.unlink(missing_ok=True)
-        world = config.launch.nodes * processes(config.launch)
+        world = config.launch.nodes * processes(config)
         begun = launched("slurm", config.launch.nodes, world)
         made.update_status(**begun | {"process": None, "job": this_job(os.environ)})
         return _Stepped(step_words(config, run, _master(os.environ)), run, variables)

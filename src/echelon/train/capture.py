@@ -66,10 +66,9 @@ class Capture:
 
     def _captured(self, cut: Cut, total: int) -> bool:
         reason = _host_change(self._before, _host_state(self._model)) or _room()
-        reason = reason if self._all_can(reason is None) else reason or _ELSEWHERE
+        reason = self._of_all(reason)
         if reason is None:
-            reason = self._tried(cut, total)
-            reason = reason if self._all_can(reason is None) else reason or _ELSEWHERE
+            reason = self._of_all(self._tried(cut, total))
         if reason is not None:
             self.graph, self.given_up = None, True
             not_captured(reason, self._must)
@@ -90,15 +89,13 @@ class Capture:
             return _first_line(error)
         return None
 
-    def _all_can(self, mine: bool) -> bool:
+    def _of_all(self, reason: str | None) -> str | None:
+        """All ranks capture, or none."""
         if self._world_size == 1:
-            return mine
-        can = torch.tensor(float(mine))
-        dist.all_reduce(can, dist.ReduceOp.MIN)
-        return bool(can > 0)
-
-
-_ELSEWHERE = "another rank cannot capture its step"
+            return reason
+        hindered = torch.tensor(float(reason is not None))
+        dist.all_reduce(hindered)
+        return reason or ("another rank cannot capture its step" if hindered > 0 else None)
 
 
 def obstacle(

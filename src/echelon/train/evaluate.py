@@ -30,6 +30,7 @@ class Evaluator:
         batch_size: int,
         group: Group,
         device: torch.device,
+        output_device: torch.device,
         beat: Callable[[], None],
         precision: Precision,
     ) -> None:
@@ -38,6 +39,7 @@ class Evaluator:
         self.source = source
         self.group = group
         self.device = device
+        self.output_device = output_device
         self.beat = beat
         world = group.world
         self.order = WholeBatches(len(source), batch_size, world.rank, world.size)
@@ -89,7 +91,7 @@ class Evaluator:
             given = self.experiment.metrics
             made = given() if callable(given) and not hasattr(given, "update") else given
             named = _named(made)
-            self._metrics = {k: metric.to(self.device) for k, metric in named.items()}
+            self._metrics = {k: metric.to(self.output_device) for k, metric in named.items()}
             for metric in self._metrics.values():
                 metric.sync_on_compute = metric._to_sync = False  # rank 0 computes alone
         return self._metrics
@@ -107,14 +109,15 @@ class Evaluator:
                 self._merge_states(name, metric, in_order)
             else:
                 for found in in_order:
-                    metric.update(found["output"].to(self.device), found["target"].to(self.device))
+                    where = self.output_device
+                    metric.update(found["output"].to(where), found["target"].to(where))
             results |= _numbers(name, metric.compute())
         return results
 
     def _merge_states(self, name: str, metric: Any, in_order: Learned) -> None:
         merged: dict[str, Any] | None = None
         for count, found in enumerate(in_order, 1):
-            for key, value in _state_from(name, metric, found, self.device).items():
+            for key, value in _state_from(name, metric, found, self.output_device).items():
                 setattr(metric, key, value)
             metric._update_count = count
             if merged is not None:

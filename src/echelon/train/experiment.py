@@ -122,15 +122,25 @@ def declared_settings(function: Callable[..., Any]) -> type | None:
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 
-def build_experiment(entry: str, settings: Mapping[str, Any]) -> Experiment:
-    """Call the experiment function with its settings and check what it returns."""
+def takes_devices(function: Callable[..., Any]) -> bool:
+    """Whether the experiment places its layers itself."""
+    return "devices" in inspect.signature(function).parameters
+
+
+def build_experiment(
+    entry: str, settings: Mapping[str, Any], devices: tuple[torch.device, ...]
+) -> tuple[Experiment, bool]:
+    """Call the experiment function with its settings and check what it returns; and whether it has
+    placed its layers itself."""
     function = load_function(entry)
     declared = declared_settings(function)
     cfg = declared(**settings) if declared else types.SimpleNamespace(**settings)
-    made = function(cfg) if inspect.signature(function).parameters else function()
+    placed = takes_devices(function)
+    own = [name for name in inspect.signature(function).parameters if name != "devices"]
+    made = function(*([cfg] if own else []), **({"devices": devices} if placed else {}))
     _check(made, entry)
     experiment: Experiment = made
-    return experiment
+    return experiment, placed
 
 
 def _check(made: Any, entry: str) -> None:

@@ -82,7 +82,7 @@ class Training:
     trackers: tuple[Tracker, ...] = ()
     screen: Screen = field(default_factory=Screen)
     writer: Writer | ShardedWriter | None = None
-    collect: Callable[[Experiment, Ways, Group, torch.device], dict[str, Any]] = collect
+    collect: Callable[[Experiment, Ways, Group], dict[str, Any]] = collect
 
     step: int = 0
     samples: int = 0
@@ -290,7 +290,7 @@ class Training:
             return
         self.saved_step = self.step
         self.pulse.rest()  # an earlier save may still be on its way to a slow disk
-        parts = self.collect(self.experiment, self.ways, self.group, self.device)
+        parts = self.collect(self.experiment, self.ways, self.group)
         if self.writer is not None:
             self.writer.save(self.step, parts, self._info(), best=self.best_is_new)
         self.best_is_new = False

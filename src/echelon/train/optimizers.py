@@ -22,6 +22,14 @@ _FUSED = {
 _HOW = ("fused", "foreach", "capturable")
 
 
+def follow(optimizer: Optimizer) -> None:
+    """Bring what some optimizers make at once, as Adagrad does, to where the parameters went."""
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(p.device)
+
+
 def fuse(experiment: Experiment, device: torch.device) -> None:
     """Fused kernels, unless the experiment chose otherwise or its parameters do not allow it."""
     optimizer = experiment.optimizer

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.config.schema import Config
-from echelon.data.batches import TensorSource, source_of
+from echelon.data.batches import TensorSource, WholeBatches, source_of
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
@@ -21,16 +22,18 @@ from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
-from echelon.train.optimizers import Ways, fuse
+from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
 from echelon.train.shards import ShardedWriter, collect_rows, collect_whole, folder_is_shared
+from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
 from echelon.train.writer import Writer
+from echelon.world import World
 
 _BUILD_TIMEOUT_S = 3600.0
 """Ranks may need very different times to prepare data; a failure is told at once all the same."""
@@ -40,20 +43,23 @@ def prepare(
     config: Config, run: Run, group: Group, stop: Stop, pulse: Pulse, output: Output
 ) -> Training:
     trainer, world = config.trainer, group.world
-    device = torch.device(world.devices[0])
+    devices = devices_of(world)
+    device = devices[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seed_all(config.seed)  # the same weights on every rank
-    experiment = build_experiment(run.entry(config, world.node_rank), config.settings)
+    entry = run.entry(config, world.node_rank)
+    experiment, by_hand = build_experiment(entry, config.settings, devices)
     sharded = config.replica.kind == "fsdp"
+    # Shards go to their device block by block, as all of them together need not fit.
+    stages = [] if sharded else _place(experiment, config, world, by_hand)
     blocks = _blocks(experiment, config)
-    if not sharded:  # else it goes there block by block, as it need not fit
-        experiment.model.to(device)
+    follow(experiment.optimizer)
     ways = Ways(experiment.optimizer)
     precision = Precision(trainer.precision, device)
     precision.use(experiment)
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
-    evaluator = _evaluator(experiment, config, group, device, pulse, precision)
+    evaluator = _evaluator(experiment, config, group, devices, pulse, precision)
     group.all_ready("built", _BUILD_TIMEOUT_S)
     group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
@@ -80,7 +86,7 @@ def prepare(
         replica.capture = _capture(training, replica)
     experiment.model.train()
     if world.rank == 0:
-        _say(_opening(training))
+        _say(_opening(training, stages))
         training.trackers = trackers(config, run, training.step)
         training.writer = training.writer or Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
@@ -88,10 +94,27 @@ def prepare(
     return training
 
 
+def _place(experiment: Experiment, config: Config, world: World, by_hand: bool) -> list[Stage]:
+    devices, cpu = devices_of(world), torch.device("cpu")
+    if len(devices) == 1:
+        experiment.model.to(devices[0])
+        return []
+    if by_hand:
+        return accept(experiment, world.devices, devices)
+    data = source_of(experiment.train_data, "train_data", 0, cpu)
+    # Two, as some layers do not take one.
+    few = next(data.batches(WholeBatches(min(2, len(data)), 2, 0, 1), 0, cpu))
+    share = config.trainer.batch_size / world.size / config.trainer.accumulate
+    return place(experiment, world.devices, devices, Sample(few.data, share / few.mine))
+
+
 def _capture(t: Training, replica: Replica) -> Capture | None:
     """The step as a CUDA graph, where it is wished and can be."""
     trainer, size = t.config.trainer, t.group.world.size
     if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
+        return None
+    if len(t.group.world.devices) > 1:
+        not_captured("the model lies on several devices", trainer.capture == "always")
         return None
     steps = t.total_steps - t.step
     reason = f"only {steps} steps are left" if trainer.capture == "auto" and steps < WORTH else None
@@ -113,15 +136,16 @@ def _evaluator(
     experiment: Experiment,
     config: Config,
     group: Group,
-    device: torch.device,
+    devices: Sequence[torch.device],
     pulse: Pulse,
     precision: Precision,
 ) -> Evaluator | None:
     if experiment.eval_data is None:
         return None
-    source = source_of(experiment.eval_data, "eval_data", config.trainer.loader_workers, device)
+    first, last = devices[0], devices[-1]
+    source = source_of(experiment.eval_data, "eval_data", config.trainer.loader_workers, first)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
-    return Evaluator(experiment, source, size, group, device, pulse.beat, precision)
+    return Evaluator(experiment, source, size, group, first, last, pulse.beat, precision)
 
 
 def _go_on(training: Training) -> None:
@@ -138,7 +162,7 @@ def _go_on(training: Training) -> None:
     if info is None:
         return
     parts = {p: snapshot.load(p) for p in ("optimizer", "rng")} if snapshot else {}
-    restore(training.experiment, parts, group, training.device)
+    restore(training.experiment, parts, group)
     training.take_up(info)
 
 
@@ -179,11 +203,16 @@ def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
             _say(f"note: not all ranks see {run.snapshots}, so rank 0 saves for all")
 
 
-def _opening(t: Training) -> str:
+def _opening(t: Training, stages: Sequence[Stage]) -> str:
     """What is about to happen, in one line."""
     size, kind = t.group.world.size, t.device.type
-    shared = ", which share the model" if t.config.replica.kind == "fsdp" else ""
-    where = f"{size} processes ({kind}){shared}" if size > 1 else f"one process ({t.device})"
+    where = f"{size} processes ({kind})" if size > 1 else f"one process ({t.device})"
+    if stages:
+        kind = "stages" if kind == "cpu" else "devices"
+        count = f"{size} processes" if size > 1 else "one process"
+        where = f"{count} × {len(t.group.world.devices)} {kind} ({described(stages)})"
+    if t.config.replica.kind == "fsdp":
+        where += ", which share the model"
     batch = t.config.trainer.batch_size
     what = f"{t.size:,} samples in batches of {batch}"
     return f"run {t.run.name}: {t.total_steps:,} steps over {what} on {where}"

@@ -144,8 +144,11 @@ class Replica:
                 p.grad = sparse_grad(*self._merge(p.grad), p)
         scaled = [p.grad for p in self.parameters if p.grad is not None]
         scaled = [grad._values() if grad.is_sparse else grad for grad in scaled]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(scaled)))
-        torch._foreach_mul_(scaled, (most / (norm + 1e-6)).clamp(max=1.0))
+        norms = [norm.to(self.device) for norm in torch._foreach_norm(scaled)]
+        factor = (most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
+        for device in {grad.device for grad in scaled}:
+            there = [grad for grad in scaled if grad.device == device]
+            torch._foreach_mul_(there, factor.to(device))
 
     def told(self) -> list[Told]:
         """What was agreed in the steps since the last call."""
@@ -271,7 +274,7 @@ class _Objective(nn.Module):
     def _nothing(self) -> Tensor:
         """Zero gradients for every parameter, from no sample; none for a table, where they would
         be as large as the table."""
-        zeros = [p.flatten()[:1].sum() * 0.0 for p in self._dense]
+        zeros = [(p.flatten()[:1].sum() * 0.0).to(self._signal.device) for p in self._dense]
         return torch.stack(zeros).sum() if zeros else torch.zeros_like(self._signal[0])
 
 

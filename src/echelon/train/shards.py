@@ -25,6 +25,7 @@ from echelon.train.group import Group
 from echelon.train.optimizers import Ways
 from echelon.train.pieces import cut, gathered, piece_name
 from echelon.train.snapshots import Entry
+from echelon.train.stages import devices_of
 from echelon.train.staging import Stage
 from echelon.train.state import parts_of, rng_row
 from echelon.train.writer import (
@@ -56,12 +57,10 @@ def folder_is_shared(folder: Path, group: Group) -> bool:
     return bool(seen)
 
 
-def collect_rows(
-    experiment: Experiment, ways: Ways, group: Group, device: torch.device
-) -> dict[str, Any]:
+def collect_rows(experiment: Experiment, ways: Ways, group: Group) -> dict[str, Any]:
     """This rank's rows, as parts of names of their own."""
     world = group.world
-    rows = group.gather(rng_row(device))
+    rows = group.gather(rng_row(*devices_of(group.world)))
     parts = {
         piece_name(name, world.rank, world.size): cut(tree, world.rank)
         for name, tree in parts_of(experiment, ways).items()
@@ -69,11 +68,9 @@ def collect_rows(
     return parts | ({"rng": {"ranks": torch.stack(rows)}} if rows else {})
 
 
-def collect_whole(
-    experiment: Experiment, ways: Ways, group: Group, device: torch.device
-) -> dict[str, Any]:
+def collect_whole(experiment: Experiment, ways: Ways, group: Group) -> dict[str, Any]:
     """All rows on rank 0, tensor by tensor; nothing elsewhere."""
-    rows = group.gather(rng_row(device))
+    rows = group.gather(rng_row(*devices_of(group.world)))
     parts = gathered(parts_of(experiment, ways), keep=bool(rows))
     return parts | {"rng": {"ranks": torch.stack(rows)}} if rows else {}
 

@@ -18,11 +18,12 @@ from echelon.errors import EchelonError, Fault, nearest
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group
 from echelon.train.optimizers import Ways
+from echelon.train.stages import devices_of
 
 # --- random numbers of one rank, as one row of bytes of fixed length ---
 
 
-def rng_row(device: torch.device) -> Tensor:
+def rng_row(*devices: torch.device) -> Tensor:
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     parts = [
@@ -30,12 +31,13 @@ def rng_row(device: torch.device) -> Tensor:
         struct.pack("<625I?d", *words, gauss is not None, gauss or 0.0),
         struct.pack("<624Iq?d", *keys, int(position), bool(has_gauss), float(cached)),
     ]
-    if device.type == "cuda":
-        parts.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    gpus = [device for device in devices if device.type == "cuda"]
+    parts += [torch.cuda.get_rng_state(gpu).numpy().tobytes() for gpu in gpus]
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
-def restore_rng(row: Tensor, device: torch.device) -> None:
+def restore_rng(row: Tensor, *devices: torch.device) -> None:
+    """A replica of more devices than it had draws anew on those that are new."""
     raw = row.numpy().tobytes()
     size = torch.get_rng_state().numel()
     python, numpy_ = struct.Struct("<625I?d"), struct.Struct("<624Iq?d")
@@ -45,8 +47,10 @@ def restore_rng(row: Tensor, device: torch.device) -> None:
     *keys, position, has, cached = numpy_.unpack_from(raw, size + python.size)
     np.random.set_state(("MT19937", np.array(keys, np.uint32), position, int(has), cached))
     rest = raw[size + python.size + numpy_.size :]
-    if device.type == "cuda" and rest:
-        torch.cuda.set_rng_state(_bytes(rest), device)
+    gpus = [device for device in devices if device.type == "cuda"]
+    size = torch.cuda.get_rng_state(gpus[0]).numel() if gpus else 0
+    for at, gpu in zip(range(0, len(rest), size or 1), gpus, strict=False):
+        torch.cuda.set_rng_state(_bytes(rest[at : at + size]), gpu)
 
 
 def seed_all(seed: int) -> None:
@@ -62,11 +66,9 @@ def _bytes(raw: bytes) -> Tensor:
 # --- the parts of a snapshot ---
 
 
-def collect(
-    experiment: Experiment, ways: Ways, group: Group, device: torch.device
-) -> dict[str, Any]:
+def collect(experiment: Experiment, ways: Ways, group: Group) -> dict[str, Any]:
     """What a snapshot holds, on rank 0; every rank takes part, for its random numbers."""
-    rows = group.gather(rng_row(device))
+    rows = group.gather(rng_row(*devices_of(group.world)))
     if group.world.rank != 0:
         return {}
     return {**parts_of(experiment, ways), "rng": {"ranks": torch.stack(rows)}}
@@ -82,9 +84,7 @@ def parts_of(experiment: Experiment, ways: Ways) -> dict[str, Any]:
     return {"model": experiment.model.state_dict(), "optimizer": optimizer}
 
 
-def restore(
-    experiment: Experiment, parts: Mapping[str, Any], group: Group, device: torch.device
-) -> None:
+def restore(experiment: Experiment, parts: Mapping[str, Any], group: Group) -> None:
     """Load what rank 0 read into every rank."""
     optimizer = _spread(parts.get("optimizer"), group)
     experiment.optimizer.load_state_dict(optimizer["optimizer"])
@@ -94,7 +94,7 @@ def restore(
         experiment.scaler.load_state_dict(optimizer["scaler"])
     rng = _spread(parts.get("rng"), group)["ranks"]
     if len(rng) == group.world.size:  # another number of ranks draws anew
-        restore_rng(rng[group.world.rank], device)
+        restore_rng(rng[group.world.rank], *devices_of(group.world))
 
 
 def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:

@@ -66,7 +66,8 @@ class RowExchange:
             parts = [
                 self._layout.rows(message, number, count[number]) for message, count in arrived
             ]
-            numbers, values = (torch.cat(column) for column in zip(*parts, strict=True))
+            columns = zip(*parts, strict=True)
+            numbers, values = (torch.cat(column).to(p.device) for column in columns)
             p.grad = sparse_grad(numbers, values, p) if len(numbers) else None
 
     def _rows_of(self, table: nn.Parameter, name: str) -> tuple[Tensor, Tensor] | None:
@@ -97,7 +98,7 @@ class RowExchange:
                 continue
             numbers, values = self._layout.rows(self._sent, number, counts[number])
             numbers.copy_(rows[0])
-            torch.div(rows[1], self._world_size, out=values)  # as DDP does
+            torch.div(rows[1].to(device), self._world_size, out=values)  # as DDP does
         _all_gather(self._received, self._sent)
         return [self._layout.counts(message).tolist() for message in self._messages()]
 

@@ -170,6 +170,7 @@ def _world(config: Config) -> World:
         world_size=config.world_size,
         master=config.master,
         visible=visible_count(os.environ),
+        devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
     faults = (batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size))

@@ -263,7 +263,8 @@ def _device_rule(draft: Draft, rule: DeviceRule) -> DeviceRule:
 
 def _device_reason(rule: DeviceRule, local_rank: int) -> str:
     if not rule.visible:
-        return "no CUDA device is visible"
+        stages = f": {rule.per_replica} stages of one CPU" if rule.per_replica > 1 else ""
+        return f"no CUDA device is visible{stages}"
     each = f", {rule.per_replica} each" if rule.per_replica > 1 else ""
     shared = ", shared as set" if rule.share else ""
     return f"local rank {local_rank}{each}, {rule.visible} visible{shared}"

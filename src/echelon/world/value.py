@@ -24,23 +24,35 @@ class DeviceRule:
         first = self._first(local_rank)
         if not self.visible or self.share or first + self.per_replica <= self.visible:
             return None
+        seen = f"{self.visible} CUDA device{'s are' if self.visible > 1 else ' is'} visible"
+        if self.visible < self.per_replica and not local_rank:
+            return Fault(
+                f"replica.devices={self.per_replica}, but {seen}",
+                f"make {self.per_replica} visible (CUDA_VISIBLE_DEVICES), or set "
+                f"replica.devices={self.visible}",
+            )
         room = self.visible // self.per_replica
         wanted = ", ".join(f"cuda:{first + i}" for i in range(self.per_replica))
         return Fault(
             f"local rank {local_rank} holds {wanted} ({self.per_replica} per process), "
-            f"but {self.visible} CUDA device{'s are' if self.visible > 1 else ' is'} visible: "
-            "two processes would meet on one device",
-            (f"start at most {room} here" if room else "ask for fewer devices per process")
-            + ", make more devices visible (CUDA_VISIBLE_DEVICES), or set "
-            "launch.share_devices=true where sharing is meant",
+            f"but {seen}: two processes would meet on one device",
+            (f"start at most {room} here" if room else "set replica.devices lower")
+            + self._other_ways(),
         )
 
     def names(self, local_rank: int) -> tuple[str, ...]:
         """The devices of a local rank; past the last visible one they begin again."""
         if not self.visible:
-            return ("cpu",)
+            stages = range(self.per_replica)
+            return tuple(f"cpu stage {i}" for i in stages) if len(stages) > 1 else ("cpu",)
         first = self._first(local_rank)
         return tuple(f"cuda:{(first + i) % self.visible}" for i in range(self.per_replica))
+
+    def _other_ways(self) -> str:
+        more = "make more devices visible (CUDA_VISIBLE_DEVICES)"
+        if self.per_replica > 1:
+            return f", or {more}"
+        return f", {more}, or set launch.share_devices=true where sharing is meant"
 
     def _first(self, local_rank: int) -> int:
         return 0 if self.own else local_rank * self.per_replica

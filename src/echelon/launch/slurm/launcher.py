@@ -27,7 +27,7 @@ def plan(config: Config, here: Here) -> Plan:
     launch = config.launch
     assert config.run.name is not None
     run = Run(Path(config.run.dir).absolute() / config.run.name)
-    procs = script.processes(launch)
+    procs = script.processes(config)
     nodes = [f"node {n}" for n in range(launch.nodes)]
     submit = ("sbatch", "--parsable", str(run.script_file))
     each = f"srun starts one agent on each of {launch.nodes} node{'s' * (launch.nodes > 1)}"
@@ -35,7 +35,7 @@ def plan(config: Config, here: Here) -> Plan:
         each = f"srun starts {script.tasks_per_node(config, procs)} on each of {launch.nodes} nodes"
     return Plan(
         "slurm",
-        places(nodes, [procs] * launch.nodes, launch.gpus_per_node or 0),
+        places(nodes, [procs] * launch.nodes, launch.gpus_per_node or 0, config.replica.devices),
         _variables(config, procs, here),
         (
             f"write {run.script_file}",
@@ -91,7 +91,7 @@ def queue(config: Config, text: str) -> tuple[str, Run]:
 
 def note_queued(run: Run, config: Config) -> None:
     """Before the job is there: once it is, its status is its own to write."""
-    world = config.launch.nodes * script.processes(config.launch)
+    world = config.launch.nodes * script.processes(config)
     begun = launched("slurm", config.launch.nodes, world)
     run.update_status(**begun | {"state": "queued", "process": None, "starts": []})
 

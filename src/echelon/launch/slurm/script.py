@@ -13,6 +13,7 @@ from pathlib import Path
 from echelon.config.schema import Config, Launch
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.interface import VARIABLES
+from echelon.launch.plan import processes_for
 from echelon.launch.slurm.requeue import REQUEUE
 from echelon.runs import Run
 
@@ -76,20 +77,21 @@ def _require_plain(folder: Path) -> None:
         )
 
 
-def processes(launch: Launch) -> int:
+def processes(config: Config) -> int:
     """On each node."""
-    return launch.procs or launch.gpus_per_node or 1
+    launch = config.launch
+    return launch.procs or processes_for(launch.gpus_per_node or 0, config.replica.devices)
 
 
 def _world(config: Config) -> tuple[int, int]:
     """Nodes, and GPUs or processes on each, as programs are told."""
-    return config.launch.nodes, config.launch.gpus_per_node or processes(config.launch)
+    return config.launch.nodes, config.launch.gpus_per_node or processes(config)
 
 
 def _render(
     config: Config, where: list[str], begin: list[str], words: str, scene: Scene | None
 ) -> str:
-    procs = processes(config.launch)
+    procs = processes(config)
     return "\n".join(
         [
             "#!/bin/bash",
@@ -211,7 +213,7 @@ def srun_options(config: Config) -> list[str]:
     """Those by which srun asks for the same nodes as the batch job would."""
     of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
-    options = [o for o in _options(config, processes(config.launch)) if not o.startswith(ours)]
+    options = [o for o in _options(config, processes(config)) if not o.startswith(ours)]
     return [*options, "--time=10"]
 
 
@@ -278,7 +280,7 @@ def python(config: Config) -> str:
 
 def agents(config: Config) -> Iterator[str]:
     yield "# One agent per node, which starts that node's processes and watches them."
-    yield f'{_srun(config.launch, 1)} --wait={_LAST_S} --output="$run/logs/node-%n.log" \\'
+    yield f'{_srun(config, 1)} --wait={_LAST_S} --output="$run/logs/node-%n.log" \\'
     yield f"  {python(config)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
 
@@ -291,7 +293,7 @@ def _sweep_agent(config: Config, words: str) -> Iterator[str]:
 def step_words(config: Config, run: Run, master: str) -> list[str]:
     """A step of a job that runs one trial of a sweep after another: the same agents."""
     launch = config.launch
-    cpus = _cpus(launch, processes(launch))
+    cpus = _cpus(launch, processes(config))
     return [
         *("srun", "--export=ALL", "--ntasks-per-node=1", "--open-mode=append"),
         *([f"--cpus-per-task={cpus}"] if cpus else []),
@@ -308,7 +310,7 @@ def render_workers(
 ) -> str:
     """Of an array whose tasks each run one trial of a sweep after another."""
     _require_plain(logs)
-    procs = processes(config.launch)
+    procs = processes(config)
     where = [f"--job-name={name}", f"--array=0-{count - 1}", f'--output="{logs}/worker-%a.log"']
     return "\n".join(
         [
@@ -340,9 +342,9 @@ def render_workers(
     )
 
 
-def _srun(launch: Launch, tasks: int) -> str:
+def _srun(config: Config, tasks: int) -> str:
     # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
-    known = _cpus(launch, processes(launch))
+    known = _cpus(config.launch, processes(config))
     cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if known else ""
     return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
 
@@ -353,6 +355,6 @@ def _tasks(config: Config, procs: int, words: str) -> Iterator[str]:
     yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'
     if chosen := config.launch.interface:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in VARIABLES)}"
-    srun = _srun(config.launch, per_node)
+    srun = _srun(config, per_node)
     yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
     yield f"  {words}"

@@ -15,7 +15,7 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
 from echelon.launch import interface
 from echelon.launch.node import variables
-from echelon.launch.plan import Here, Place, Plan, on_failure, places, what_runs
+from echelon.launch.plan import Here, Place, Plan, on_failure, places, processes_for, what_runs
 from echelon.launch.process import launched
 from echelon.launch.ssh import remote, sessions, shipping, survey
 from echelon.launch.ssh.hosts import Host, listed
@@ -37,16 +37,17 @@ def plan(config: Config, here: Here) -> Plan:
             f"where it is not, send {shipping.code_folder(config) or 'the configuration'} there, "
             "and bring back what the run made",
             *map(shlex.join, commands),
-            f"on each host {_how_many(hosts)}: {what_runs(config)}",
+            f"on each host {_how_many(hosts, config.replica.devices)}: {what_runs(config)}",
             on_failure(config),
         ),
         commands,
     )
 
 
-def _how_many(hosts: list[Host]) -> str:
-    known = all(host.procs for host in hosts)
-    return "as many processes as planned" if known else "one process for each visible device"
+def _how_many(hosts: list[Host], each: int) -> str:
+    if all(host.procs for host in hosts):
+        return "as many processes as planned"
+    return f"one process for {'each visible device' if each == 1 else f'every {each} devices'}"
 
 
 def _run(config: Config) -> Run:
@@ -59,14 +60,19 @@ def _places(config: Config, hosts: list[Host]) -> tuple[Place, ...]:
     if config.program and config.mode == "plain":
         hosts = [host._replace(procs=1) for host in hosts]
     names = [host.name for host in hosts]
-    found = places(names, [host.procs or 1 for host in hosts], 0)
+    each = config.replica.devices
+    found = places(names, [host.procs or 1 for host in hosts], 0, each)
     known = {host.name: host.procs for host in hosts}
     return tuple(
-        place._replace(devices=(f"cuda:{place.local_rank} or cpu",))
+        place._replace(devices=_cuda_or(place.devices, place.local_rank * each))
         if known[place.host]
         else place._replace(devices=("every visible",))
         for place in found
     )
+
+
+def _cuda_or(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
+    return tuple(f"cuda:{first + i} or {stage}" for i, stage in enumerate(stages))
 
 
 def _command(config: Config, hosts: list[Host], node: int, run: Run) -> tuple[str, ...]:
@@ -92,7 +98,10 @@ def carry_out(config: Config, plan: Plan) -> int:
     new = config.trainer.resume == "never" or not run.config_file.exists()
     runs.create(config)
     names = [host.name for host in hosts]
-    world = sum(host.procs or max(1, r.devices) for host, r in zip(hosts, reports, strict=True))
+    each = config.replica.devices
+    world = sum(
+        host.procs or processes_for(r.devices, each) for host, r in zip(hosts, reports, strict=True)
+    )
     run.update_status(**launched("ssh", len(hosts), world), hosts=names)
     _send(run, apart, code, new)
     outcome = sessions.Watch(sessions.start(names, plan.commands, first)).keep()

@@ -17,6 +17,7 @@ from pathlib import Path
 from echelon import __version__
 from echelon.config.schema import Config, Launch
 from echelon.errors import EchelonError, Fault
+from echelon.launch.plan import replica_fault
 from echelon.launch.ssh import probe, remote
 from echelon.launch.ssh.hosts import Host
 from echelon.runs import Run
@@ -146,6 +147,11 @@ def _faults(config: Config, host: Host, report: Report, run: Run) -> Iterator[Fa
                 "install the same version on every host",
             )
     yield from _folder_faults(config, host, report, run)
+    if fault := replica_fault(
+        report.devices, config.replica.devices, host.procs, f" on {host.name}"
+    ):
+        yield fault
+        return
     many = host.procs is not None and 0 < report.devices < host.procs
     if many and not config.launch.share_devices:
         yield Fault(

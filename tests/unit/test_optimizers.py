@@ -1,0 +1,83 @@
+"""How optimizers are carried out, and that snapshots do not say."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.train.experiment import Experiment
+from echelon.train.optimizers import Ways, capturable, fuse
+
+CPU = torch.device("cpu")
+
+
+def experiment(make: str, **settings: object) -> Experiment:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.1, **settings)
+    return Experiment(model, optimizer, nn.functional.mse_loss, None)
+
+
+def stepped(e: Experiment, steps: int = 3) -> list[torch.Tensor]:
+    x = torch.arange(12.0).view(3, 4) / 12
+    for _ in range(steps):
+        e.model(x).square().mean().backward()
+        e.optimizer.step()
+        e.optimizer.zero_grad()
+    return [p.detach().clone() for p in e.model.parameters()]
+
+
+@pytest.mark.parametrize("make", ["Adam", "AdamW"])
+def test_adam_is_fused_and_steps_as_before(make: str) -> None:
+    plain, fused = experiment(make), experiment(make)
+    fuse(fused, CPU)
+    assert all(group["fused"] for group in fused.optimizer.param_groups)
+    for a, b in zip(stepped(plain), stepped(fused), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [("Adam", {"foreach": True}), ("Adam", {"fused": False}), ("Adagrad", {}), ("SGD", {})],
+)
+def test_what_the_experiment_chose_or_torch_lacks_stays(
+    make: str, settings: dict[str, object]
+) -> None:
+    e = experiment(make, **settings)
+    before = copy.deepcopy([{**g, "params": []} for g in e.optimizer.param_groups])
+    fuse(e, CPU)
+    assert [{**g, "params": []} for g in e.optimizer.param_groups] == before
+
+
+def test_a_snapshot_says_what_the_experiment_chose() -> None:
+    e = experiment("Adam")
+    ways = Ways(e.optimizer)
+    fuse(e, CPU)
+    assert capturable(e.optimizer, CPU) is None
+    stepped(e)
+    [group] = ways.plain(e.optimizer.state_dict())["param_groups"]
+    assert (group["fused"], group["foreach"], group["capturable"]) == (None, None, False)
+    assert type(group["lr"]) is float
+    saved = copy.deepcopy((e.model.state_dict(), ways.plain(e.optimizer.state_dict())))
+    again, plain = (resumed(*copy.deepcopy(saved)) for _ in range(2))
+    fuse(again, CPU)
+    for a, b in zip(stepped(again), stepped(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def resumed(model: dict[str, torch.Tensor], optimizer: dict[str, object]) -> Experiment:
+    e = experiment("Adam")
+    e.model.load_state_dict(model)
+    e.optimizer.load_state_dict(optimizer)
+    return e
+
+
+@pytest.mark.parametrize("make", ["Adagrad", "SGD", "Rprop"])
+def test_who_can_be_captured(make: str) -> None:
+    reason = capturable(experiment(make).optimizer, CPU)
+    can = make == "Rprop"  # it has a setting for it
+    assert (reason is None) == can
+    assert can or f"{make} keeps numbers of its step on the host" == reason
