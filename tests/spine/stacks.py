@@ -28,6 +28,8 @@ class Settings:
     norm: bool = False
     """A layer with buffers that every training step changes."""
     noise: float = 0.0
+    outside: bool = False
+    """A weight is used outside the model's own pass."""
 
 
 class Block(nn.Module):
@@ -88,13 +90,18 @@ def stack(cfg: Settings) -> echelon.Experiment:
         train_data=_data(cfg.samples, 1),
         eval_data=_data(cfg.eval_samples, 2) if cfg.eval_samples else None,
         scaler=torch.amp.GradScaler("cpu", cfg.scale, growth_interval=4) if cfg.scale else None,
-        predict=_predict,
+        predict=_outside if cfg.outside else _predict,
     )
 
 
 def _predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     words, following = batch
     return model(words), following.flatten()
+
+
+def _outside(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    output, target = _predict(model, batch)
+    return output * model.layers[0].mix.bias.mean(), target
 
 
 def _data(size: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -270,7 +270,19 @@ class ShardedReplica:
 
     def _loss(self, data: Any) -> Tensor:
         with self._precision.context():
-            output, target = self._predict(self.experiment.model, data)
+            try:
+                output, target = self._predict(self.experiment.model, data)
+            except RuntimeError as error:
+                if not _of_shards(error):
+                    raise
+                raise EchelonError(
+                    Fault(
+                        "replica.kind=fsdp, but the experiment uses weights outside a call of its "
+                        "model, where this rank has a shard of them only",
+                        "let predict call the model itself, model(…), for all that needs weights",
+                    ),
+                    exit=Exit.FAILED,
+                ) from error
             return self.experiment.loss(output, target).float()
 
     def _wish(self, wishes: Wishes) -> Tensor:
@@ -295,4 +307,6 @@ class ShardedReplica:
 def _of_shards(error: Exception) -> bool:
     """Whether it was torch's code for shards that did not know what to do."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return any(Path(file).match("torch/distributed/tensor/*.py") for file in files)
+    return "DTensor" in str(error) or any(
+        Path(file).match("torch/distributed/tensor/*.py") for file in files
+    )
