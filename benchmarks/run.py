@@ -1,7 +1,7 @@
 """Measure beside the peers, and write down what came out.
 
     python benchmarks/run.py [NAME …]       all that this machine can, or some of them
-    python benchmarks/run.py --gpu          the one for a machine with an NVIDIA GPU
+    python benchmarks/run.py --gpu          those for a machine with an NVIDIA GPU
     python benchmarks/run.py --pictures     draw again what is in results/
 
 Every benchmark runs in a process of its own, one after the other, and leaves results/NAME.json and
@@ -39,10 +39,12 @@ TITLES = {
     "submitting": "From typing to a job in the queue",
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
+    "gpu_recommender": "A large recommender on one NVIDIA GPU",
 }
+ON_GPU = ("gpu", "gpu_recommender")
 NEED_CLUSTER = ("on_slurm", "submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
-ON_CPU = [n for n in TITLES if n != "gpu" and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
+ON_CPU = [n for n in TITLES if n not in ON_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
 
 
 def main() -> None:
@@ -55,7 +57,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
     RESULTS.mkdir(exist_ok=True)
-    names = [] if given.pictures else given.names or (["gpu"] if given.gpu else ON_CPU)
+    names = [] if given.pictures else given.names or (ON_GPU if given.gpu else ON_CPU)
     for name in names:
         print(f"{name}: {TITLES[name].lower()} …", file=sys.stderr, flush=True)
         result = measured(name)

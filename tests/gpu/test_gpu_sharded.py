@@ -16,7 +16,12 @@ ALONE = Path(__file__).parent / "sharded_alone.py"
 
 @pytest.mark.parametrize(
     ("precision", "again", "close"),
-    [("float32", "false", 1e-3), ("float32", "true", 1e-3), ("bf16", "true", 0.05)],
+    [
+        ("float32", "false", 1e-3),
+        ("float32", "true", 1e-3),
+        ("bf16", "true", 0.05),
+        ("fp16", "false", 0.05),
+    ],
 )
 def test_the_curve_is_the_whole_models(precision: str, again: str, close: float) -> None:
     ended = subprocess.run(

@@ -6,16 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class Compiled:
     """Is compiled by its first call. Only that call may fail in a way that is torch's."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        import torch
-
+    def __init__(self, function: Callable[..., Any], backend: Any = "inductor") -> None:
         self._plain = function
         self._now: Callable[..., Any] = self._first
-        self._compiled = torch.compile(function, dynamic=False)
+        self._compiled = torch.compile(function, dynamic=False, backend=backend)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._now(*args, **named)
@@ -33,5 +33,6 @@ class Compiled:
 
 
 def _reason(error: Exception) -> str:
+    """torch says who failed in the first line, and why in the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -79,6 +79,8 @@ def prepare(
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
     fuse(experiment, device)
+    if world.rank == 0:
+        training.writer = Writer(run.snapshots, trainer.keep_last)
     if sharded:
         _shard(training, blocks, precision)
     else:
@@ -88,7 +90,6 @@ def prepare(
     if world.rank == 0:
         _say(_opening(training, stages))
         training.trackers = trackers(config, run, training.step)
-        training.writer = training.writer or Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
     return training
@@ -196,7 +197,8 @@ def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
         t.evaluator.spare = Spare(t.evaluator.source, t.device)
     if folder_is_shared(run.snapshots, t.group):
         t.collect = collect_rows
-        t.writer = ShardedWriter(run.snapshots, trainer.keep_last, t.group)
+        writer = t.writer if isinstance(t.writer, Writer) else None
+        t.writer = ShardedWriter(run.snapshots, t.group, writer)
     else:
         t.collect = collect_whole
         if world.rank == 0:

@@ -10,6 +10,7 @@ Where the ranks share no folder, rank 0 gathers everything and writes alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -47,13 +48,13 @@ def folder_is_shared(folder: Path, group: Group) -> bool:
     rank = group.world.rank
     sign = folder / f".writing-shared-{os.urandom(8).hex()}"
     if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        sign.write_text("shared\n")
+        with contextlib.suppress(OSError):  # what is wrong there the first save will say
+            sign.write_text("shared\n")
     name = group.broadcast_json(sign.name)
     seen = torch.tensor([int((folder / name).exists())])
     dist.all_reduce(seen, dist.ReduceOp.MIN)
     if rank == 0:
-        sign.unlink()
+        sign.unlink(missing_ok=True)
     return bool(seen)
 
 
@@ -76,12 +77,12 @@ def collect_whole(experiment: Experiment, ways: Ways, group: Group) -> dict[str,
 
 
 class ShardedWriter:
-    """The writers of all ranks, with the surface of `Writer`; results come out at rank 0."""
+    """The writers of all ranks, with the surface of `Writer`; results come out of rank 0's."""
 
-    def __init__(self, root: Path, keep_last: int, group: Group) -> None:
+    def __init__(self, root: Path, group: Group, writer: Writer | None) -> None:
         self._root = root
         self._group = group
-        self._writer = Writer(root, keep_last) if group.world.rank == 0 else None
+        self._writer = writer
         self._stage = Stage()
         self._thread: threading.Thread | None = None
 

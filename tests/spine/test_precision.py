@@ -1,0 +1,70 @@
+"""trainer.precision, trainer.compile and trainer.capture on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import losses, train_world
+
+from echelon.config.schema import Config, Trainer
+from echelon.errors import Exit
+from echelon.train.compiled import Compiled
+
+STEPS = ["trainer.batch_size=5", "trainer.steps=6"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_is_near_and_not_the_same(world_size: int, tmp_path: Path) -> None:
+    words = [*STEPS, "eval_samples=3"]
+    full = train_world(tmp_path, world_size, *words, name="full")
+    half = train_world(tmp_path, world_size, *words, "trainer.precision=bf16", name="half")
+    assert losses(half.run) == pytest.approx(losses(full.run), rel=0.05)
+    assert losses(half.run) != losses(full.run)
+
+
+@pytest.mark.slow
+def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
+    full = train_world(tmp_path, 1, *STEPS, name="full")
+    tf32 = train_world(tmp_path, 1, *STEPS, "trainer.precision=tf32", name="tf32")
+    assert losses(tf32.run) == losses(full.run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("trainer.precision=fp16", "trainer.precision=fp16, but this run is on a CPU"),
+        ("trainer.capture=always", "a CUDA graph needs an NVIDIA GPU"),
+    ],
+)
+def test_what_a_cpu_cannot(word: str, says: str, tmp_path: Path) -> None:
+    ended = train_world(tmp_path, 1, *STEPS, word)
+    assert ended.codes == [Exit.USAGE]
+    assert says in ended.said
+    assert "Traceback" not in ended.said
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler was found\nand much more")
+
+    doubled = Compiled(lambda x: x * 2.0, backend=broken)
+    for _ in range(2):
+        assert float(doubled(torch.ones(()))) == 2.0
+    said = capsys.readouterr().err
+    assert said.count("trainer.compile=true: not compiled: ") == 1
+    assert "no compiler was found" in said
+    with pytest.raises(ZeroDivisionError):  # the user's own
+        Compiled(lambda x: x / (1 // 0), backend=broken)(torch.ones(()))
+
+
+def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:
+    assert "trainer.precision" not in Config().numbers()
+    half = Config(trainer=Trainer(precision="bf16"))
+    assert half.numbers()["trainer.precision"] == "bf16"
+    assert half.fingerprint() != Config().fingerprint()
