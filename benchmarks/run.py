@@ -40,11 +40,12 @@ TITLES = {
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
     "gpu_recommender": "A large recommender on one NVIDIA GPU",
+    "transformer": "A transformer on one NVIDIA GPU",
 }
-ON_GPU = ("gpu", "gpu_recommender")
+NEED_GPU = ("gpu", "gpu_recommender", "transformer")
 NEED_CLUSTER = ("on_slurm", "submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
-ON_CPU = [n for n in TITLES if n not in ON_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
+ON_CPU = [n for n in TITLES if n not in NEED_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
     RESULTS.mkdir(exist_ok=True)
-    names = [] if given.pictures else given.names or (ON_GPU if given.gpu else ON_CPU)
+    names = [] if given.pictures else given.names or (NEED_GPU if given.gpu else ON_CPU)
     for name in names:
         print(f"{name}: {TITLES[name].lower()} …", file=sys.stderr, flush=True)
         result = measured(name)
@@ -84,7 +85,7 @@ def measured(name: str) -> Result:
 
 
 def write(name: str, result: Result) -> None:
-    flag = "--gpu" if name == "gpu" else name
+    flag = "--gpu" if name in NEED_GPU else name
     told = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -202,7 +203,7 @@ def goals(results: dict[str, Result]) -> str:
 
 def section(name: str, result: Result) -> list[str]:
     where = result["machine"]
-    device = result["config"].get("device") if name == "gpu" else None
+    device = result["config"].get("device") if name in NEED_GPU else None
     on = f"{device}, {where['cpu']}" if device else where["cpu"]
     software = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     lines = ["| what | measured, median [min–max] |", "|---|---|"]

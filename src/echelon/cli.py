@@ -1,4 +1,4 @@
-"""The command line: verbs, each loading its room when it is called."""
+"""The command line: verbs, each loading its room, and all that takes time, when it is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon import __version__
@@ -143,6 +142,8 @@ def _run(words: list[str]) -> int:
 
 
 def _submit(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "submit",
         "Run the commands of a file as Slurm jobs: one run for each, several as an array, in the "
@@ -250,11 +251,11 @@ exit codes: 6 there is no GPU, 7 fewer are free than asked for""",
     parser.add_argument(
         "--user", action="append", default=[], metavar="NAME", help="only theirs; `me`; repeatable"
     )
-    parser.add_argument("--gpu", default="", metavar="0,2", help="only these; also 4-7")
+    parser.add_argument("--gpu", metavar="0,2", help="only these; also 4-7")
     parser.add_argument(
         "--free", nargs="?", type=_some, const=0, metavar="N", help="print N that are idle, or all"
     )
-    parser.add_argument("--hosts", default="", metavar="A,B", help="other machines, over ssh")
+    parser.add_argument("--hosts", metavar="A,B", help="other machines, over ssh")
     parser.add_argument(
         "--slurm",
         nargs="?",
@@ -265,17 +266,17 @@ exit codes: 6 there is no GPU, 7 fewer are free than asked for""",
     parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="e.g. 'ssh -F FILE'")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(words)
-    elsewhere = bool(given.hosts) or given.slurm is not None
+    elsewhere = given.hosts is not None or given.slurm is not None
     if given.free is not None and (elsewhere or given.watch or given.user):
         parser.error("--free is about all GPUs of this machine, once")
     from echelon.gpus import choose, show
 
     wanted = show.Wanted(
         tuple(choose.me() if name == "me" else name for name in given.user),
-        tuple(choose.indices(given.gpu)) if given.gpu else (),
+        () if given.gpu is None else tuple(choose.indices(given.gpu)),
         given.json,
         given.watch,
-        tuple(choose.hosts(given.hosts)) if given.hosts else (),
+        () if given.hosts is None else tuple(choose.hosts(given.hosts)),
         given.slurm,
         given.ssh,
     )
@@ -292,7 +293,7 @@ def _interval(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.1 <= float(text) <= 86400:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: 0.1 s is the least")
+    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: give 0.1 to 86400 s")
 
 
 def _node(words: list[str]) -> int:
@@ -318,6 +319,8 @@ def _node(words: list[str]) -> int:
 
 
 def _trial(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "wandb-job",
         "Be a wandb agent's job, or what it starts. Batch scripts call this; nobody types it.",
@@ -361,6 +364,8 @@ def _resume(words: list[str]) -> int:
 
 
 def _jobs(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "jobs",
         "Show runs, the newest first: those that are active and the last ten.",
@@ -451,6 +456,8 @@ def _cancel(words: list[str]) -> int:
 
 
 def _runs(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "runs",
         "List runs and what came of them, the newest first: the notebook of results. `echelon "
@@ -506,6 +513,8 @@ snapshots: [{step, best, folder}], files: {name: path}}. What is not known is nu
 
 
 def _plot(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "plot",
         "Draw the curves of runs together, a panel per metric, into a .png, .svg or .html file, "
@@ -598,6 +607,8 @@ def _count(text: str) -> int:
 
 
 def _data(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "data",
         "Get a data set: download it, or take it from a file; check it, unpack it and prepare it.",
@@ -621,6 +632,8 @@ def _data(words: list[str]) -> int:
 
 
 def _env(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "env",
         "The environment that a source folder asks for: build it, show it, clean the cache.",
@@ -664,6 +677,8 @@ def _days(text: str) -> float:
 
 
 def _doctor(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "doctor",
         "Look at this machine: Python, torch, driver, GPUs, disks, limits, network, clients. Then "
@@ -734,7 +749,7 @@ terminal it asks, elsewhere it needs --yes and else stops with code 2. The exit 
 host cannot be reached or is not ready yet; then mend what it says and type the same again.""",
     )
     parser.add_argument("what", choices=["ssh"])
-    parser.add_argument("host", metavar="HOST", help="a name or address, or USER@HOST")
+    parser.add_argument("host", metavar="HOST", help="a name or address; USER@HOST, HOST:PORT")
     parser.add_argument("--user")
     parser.add_argument("--port", type=int)
     parser.add_argument("--name", metavar="ALIAS", help="what to call it (default: HOST)")
@@ -768,6 +783,8 @@ def _seconds(text: str) -> float:
 
 
 def _sweep(words: list[str]) -> int:
+    from pathlib import Path
+
     if words[:1] == ["show"]:
         return _sweep_show(words[1:])
     parser = _parser(
@@ -843,6 +860,8 @@ def _lease(text: str) -> float:
 
 
 def _sweep_show(words: list[str]) -> int:
+    from pathlib import Path
+
     parser = _parser(
         "sweep show",
         "Show a sweep: its best trials, what failed, which parameters matter.",

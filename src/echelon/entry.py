@@ -232,7 +232,7 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     if config.launch.preflight and kind in ("local", "ssh"):
         _require_ready(config)
     if kind in ("inline", "local") and here.visible:
-        _warn_of_company(plan.places)
+        _warn_of_company(plan.places, config.launch.share_devices)
     if config.program and config.mode == "wandb" and kind == "local":
         from echelon.submit.trial import run_here
 
@@ -245,12 +245,12 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     return follow(config, wait) if kind == "slurm" else code
 
 
-def _warn_of_company(places: Sequence[Place]) -> None:
+def _warn_of_company(places: Sequence[Place], shared: bool) -> None:
     """Somebody else's training on the same device makes both slow, or one run out of memory."""
     from echelon.gpus.busy import company
 
     devices = [device for place in places for device in place.devices]
-    for line in company(devices, os.environ):
+    for line in company(devices, os.environ, shared):
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 

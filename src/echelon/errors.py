@@ -7,10 +7,9 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Exit(IntEnum):
@@ -39,8 +38,7 @@ class Exit(IntEnum):
     """Stopped at once by a second Ctrl-C; the last snapshot stands."""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One thing that is wrong."""
 
     what: str
@@ -63,6 +61,8 @@ class EchelonError(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that lists the known names, the nearest first."""
+    import difflib  # every command comes by here, and few guess
+
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     rest = [n for n in names if n not in close]

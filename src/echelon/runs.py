@@ -56,6 +56,11 @@ class Run:
     def logs(self) -> Path:
         return self.folder / "logs"
 
+    @property
+    def traces(self) -> Path:
+        """What trainer.profile recorded."""
+        return self.folder / "traces"
+
     def pulse_file(self, node: int) -> Path:
         return self.folder / f".pulse-{node}"
 

@@ -32,6 +32,8 @@ import report
 from launching import ECHELON, QUICK, TWO, Started, metrics, started, steps_seen, workers
 from rich.progress import Progress
 
+from echelon.track.lines import SPEED
+
 PROCS = 2
 PER_RUN = 50
 """Kills of one run, so that there are several runs and none grows without end."""
@@ -154,7 +156,7 @@ PARTS = ("model", "optimizer", "rng")
 def _without_clocks(run: Path, step: int) -> list[dict[str, Any]]:
     """A run that ends evaluates once more than one that is stopped."""
     return [
-        {k: v for k, v in line.items() if k not in ("time", "samples_per_s")}
+        {k: v for k, v in line.items() if k not in ("time", *SPEED)}
         for line in metrics(run)
         if "loss" in line or line["step"] < step
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,22 +13,28 @@ from typing import Any
 import pytest
 from desk import Desk
 from doors import sshd
+from scenes import Scene, gpu
 
+from echelon import letters
 from echelon.errors import Exit
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 OURS = os.environ.get("PYTHONPATH", "")
-DEAD_GPU = """
-class NVMLError(Exception): pass
-def nvmlDeviceGetHandleByIndex(index): raise NVMLError("GPU is lost")
-def nvmlDeviceGetCount(): return 1
-def nvmlInit(): pass
-nvmlShutdown = nvmlInit
-"""
-ANOTHER_WORLD = """
+ANOTHER_WORLD = f"""
 mount --bind "$0/hosts" /etc/hosts && mount --bind "$0/faults" "$0/only" &&
+mount --bind "$0/old_letters.py" {letters.__file__} && mount --bind "$0/old.py" "$0/mine.py" &&
 mount -t tmpfs -o ro none "$0/work" && exec "$@"
+"""
+AHEAD = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t which, struct timespec *now) {
+  int code = syscall(SYS_clock_gettime, which, now);
+  if (which == CLOCK_REALTIME) now->tv_sec += 90;
+  return code;
+}
 """
 
 
@@ -59,8 +66,9 @@ def test_sound_nodes_are_ready(desk: Desk) -> None:
     assert list((desk.folder / "runs").iterdir()) == [], "no run, and no token left"
 
 
-def test_name_version_folder_and_gpu_of_a_node(desk: Desk, tmp_path: Path) -> None:
-    """One host whose world differs in four ways from that of the others."""
+def test_all_that_may_differ_on_a_node(desk: Desk, tmp_path: Path) -> None:
+    """One host whose world differs from that of the others: a name, torch's version, a file of ours
+    and one of the user's, the clock, the folder of runs, a GPU that is lost."""
     first, odd, _ = desk.cluster.nodes
     desk.folder = tmp_path / "work"
     for folder in ("work", "only", "faults"):
@@ -70,22 +78,40 @@ def test_name_version_folder_and_gpu_of_a_node(desk: Desk, tmp_path: Path) -> No
     metadata = tmp_path / "faults" / "torch-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
-    (tmp_path / "faults" / "pynvml.py").write_text(DEAD_GPU)
-    with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def experiment(cfg):\n    return cfg\n")
+    (tmp_path / "old.py").write_text("def experiment(cfg):\n    return None\n")
+    (tmp_path / "old_letters.py").write_text(Path(letters.__file__).read_text() + "# old\n")
+    driver = Scene(tmp_path / "driver", gpu(0), gpu(1, code=15)).library.parent
+    more = f"SetEnv LD_LIBRARY_PATH={driver} LD_PRELOAD={clock_ahead(tmp_path)}\n"
+    with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path, more):
         config = tmp_path / "config"
         config.write_text(f"Host {odd}\n    Port 2225\n" + desk.cluster.ssh_config.read_text())
         python = f"{tmp_path / 'only'}:{OURS}"
-        done = desk.type(*words(desk, config=config), PYTHONPATH=python)
+        experiment = f"experiment={mine}:experiment"
+        done = desk.type(*words(desk, experiment, config=config), PYTHONPATH=python)
     assert done.code == Exit.NOT_READY, done.out + done.err
     report = json.loads(done.out)
     found = bad(report)
     assert {host for host, _ in found} == {odd}, found
     assert f"{first} leads to {wrong} here" in found[odd, "name"]
     assert found[odd, "versions"].startswith("torch is 9.9.9, but")
+    ours, users = found[odd, "code"].split("; ")
+    assert ours.startswith(f"Echelon's own files differ from those of {first} (")
+    assert users.startswith(f"the experiment's file differs from those of {first} (")
+    assert found[odd, "clock"] == f"90 s ahead of {first}'s"
     assert found[odd, "folder"].endswith("is neither shared nor can it be made there")
-    assert found[odd, "gpus"] == "GPU 0: GPU is lost"
+    assert found[odd, "gpus"] == "GPU 1: lost: reboot or reset"
     told = [c["found"] for c in report["checks"] if c["check"] == "all-reduce"]
     assert set(told) == {f"not tried: see versions of {odd}"}
+
+
+def clock_ahead(folder: Path) -> Path:
+    """For one host alone: a clock itself belongs to all hosts of a machine."""
+    source, library = folder / "ahead.c", folder / "ahead.so"
+    source.write_text(AHEAD)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    return library
 
 
 def test_a_closed_port_and_a_host_that_is_not_there(desk: Desk, tmp_path: Path) -> None:

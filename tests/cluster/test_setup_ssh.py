@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from desk import Desk
+from bed import LIMIT_S
+from desk import ECHELON, Desk
 from doors import HIDE, sshd
 
 from echelon.errors import Exit
@@ -58,18 +62,16 @@ def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
         authorized = home / ".ssh" / "authorized_keys"
         assert authorized.read_text() == f"{public}\n"
         assert mode(authorized) == 0o600
-
-        real.write_text(written)
-        before = (key.read_bytes(), real.read_bytes())
-        ready = desk.type(*words, "--yes")
-        assert ready.code == Exit.OK, ready.out + ready.err
-        assert "pod is known to ssh already" in ready.out
-        assert (key.read_bytes(), real.read_bytes()) == before
-        line = ready.out.strip().splitlines()[-1]
+        assert "pod is known to ssh already" in installed.out
+        line = installed.out.strip().splitlines()[-1]
         wanted = f"\"launch.ssh='ssh -F {config}'\""
         assert line == f"ready:  echelon train launch=ssh 'launch.hosts=[pod]' {wanted}"
-        assert "\ttorch\t" in ready.out
-        assert "\tall-reduce\t" in ready.out, "a step was trained there"
+        assert "\ttorch\t" in installed.out
+        assert "\tall-reduce\t" in installed.out, "a step was trained there"
+
+        real.write_text(written)
+        by_the_key_alone = ["ssh", "-F", str(config), "-o", "BatchMode=yes", "pod", "true"]
+        assert subprocess.run(by_the_key_alone, timeout=60).returncode == 0
 
 
 def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path) -> None:
@@ -83,6 +85,71 @@ def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path
     assert f"fail\techelon\tlaunch=ssh starts {sys.executable}, which is not there" in done.out
     assert f"{sys.executable} -m pip install echelon==" in done.out
     assert "once that is mended:  echelon train launch=ssh" in done.out
+
+
+def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> None:
+    address = desk.cluster.addresses[desk.cluster.nodes[0]]
+    config, key, known = tmp_path / "config", tmp_path / "key", tmp_path / "known"
+    common = f"Host *\n  UserKnownHostsFile {known}\n  GlobalKnownHostsFile none\n"
+    config.write_text(common + "  IdentityAgent none\n")
+    before = config.read_bytes()
+    words = ("setup", "ssh", f"root@{address}:22", "--name", "pod")
+    words += ("--key", str(key), "--config", str(config))
+    for no in ("n\n", "\n", "\x04"):
+        code, said = conversation(words, ("write it? [y/N] ", no))
+        assert (code, said.split("\r\n")[-2]) == (Exit.USAGE, "nothing was written"), said
+        assert (config.read_bytes(), key.exists()) == (before, False)
+    agreed = ("write it? [y/N] ", "y\n")
+    code, said = conversation(words, agreed, ("(yes/no/[fingerprint])? ", "no\n"))
+    assert code == Exit.NOT_READY, said
+    assert "ssh does not know the key of pod: Host key verification failed." in said
+    assert not known.exists()
+    before = (key.read_bytes(), config.read_bytes())
+    assert b"Host pod\n" in before[1]
+    code, said = conversation(words, ("(yes/no/[fingerprint])? ", "yes\n"))
+    assert code == Exit.NOT_READY, said
+    assert "pod is known to ssh already, and is used as it is:" in said
+    assert f"error: pod does not take the key yet: root@{address}: Permission denied" in said
+    assert address in known.read_text()
+    assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"
+
+
+def test_a_key_that_asks_for_its_passphrase_needs_an_agent(desk: Desk, tmp_path: Path) -> None:
+    host = desk.cluster.nodes[0]
+    key, config = tmp_path / "key", tmp_path / "config"
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(key)]
+    subprocess.run(make, check=True, timeout=60)
+    with sshd(desk.cluster, host, [2228], 'exec "$@"', tmp_path, f"AuthorizedKeysFile {key}.pub\n"):
+        own = f"Host {host}\n  Port 2228\n  IdentityFile {key}\n  BatchMode no\n"
+        theirs = desk.cluster.ssh_config.read_text()
+        config.write_text(
+            own + theirs.replace(str(desk.cluster.kind.folder / "ssh/client"), "none")
+        )
+        words = ("setup", "ssh", host, "--config", str(config))
+        code, said = conversation(words, (f"Enter passphrase for key '{key}': ", "secret\n"))
+    assert code == Exit.NOT_READY, said
+    assert "login  not without a question: root@" in said
+    assert f"ssh-add {key}: launch=ssh cannot answer questions" in said
+
+
+def conversation(words: tuple[str, ...], *turns: tuple[str, str]) -> tuple[int, str]:
+    """At a terminal of its own: each answer once its question is there. The code, and all that
+    was to be seen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp(ECHELON[0], [*ECHELON, *words])
+    said, heard = b"", 0
+    left = list(turns)
+    while select.select([terminal], [], [], LIMIT_S)[0]:
+        try:
+            said += os.read(terminal, 65536)
+        except OSError:  # Linux's way to say that it is closed
+            break
+        if left and left[0][0].encode() in said[heard:]:
+            heard = len(said)
+            os.write(terminal, left.pop(0)[1].encode())
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.decode()
 
 
 def mode(path: Path) -> int:

@@ -5,7 +5,7 @@
    driver 550.54.15
    cuda 12040
    gpu  name=NVIDIA_H200 uuid=GPU-0 use=97 total=1 used=1 reserved=0 temp=64 power=612000 limit=700000
-        fan=30 code=15 handle=15 lists=4 wide=1 grow=1 mig=1
+        fan=30 code=15 handle=15 lists=4 wide=1 grow=1 mig=1 capability=90 errors=1
         (- or nothing: not supported; code: of every question; handle: of getting hold of it;
         lists: of its process lists; wide: entries of 32 bytes; grow: more have come
         when the list is asked for)
@@ -29,6 +29,7 @@ enum { MOST = 512 };
 typedef struct {
   char name[96], uuid[96];
   long long use, total, used, reserved, temp, power, limit, fan, code, handle, lists, wide, grow, mig;
+  long long capability, errors;
   int parent; /* of a slice; -1 of a GPU */
 } Device;
 typedef struct { long long on, pid, memory, slice, draws, once, told; } Process;
@@ -67,6 +68,7 @@ static Device device(char *line, int parent) {
   d.code = number(line, "code", OK), d.handle = number(line, "handle", OK);
   d.lists = number(line, "lists", OK), d.wide = number(line, "wide", 0);
   d.grow = number(line, "grow", 0), d.mig = number(line, "mig", 0);
+  d.capability = number(line, "capability", 90), d.errors = number(line, "errors", ABSENT);
   return d;
 }
 static void read_scene(void) {
@@ -120,6 +122,16 @@ int nvmlDeviceGetPowerUsage(Device *d, unsigned *out) { return tell(d, d->power,
 int nvmlDeviceGetEnforcedPowerLimit(Device *d, unsigned *out) { return tell(d, d->limit, out); }
 int nvmlDeviceGetPowerManagementLimit(Device *d, unsigned *out) { return tell(d, d->limit, out); }
 int nvmlDeviceGetFanSpeed(Device *d, unsigned *out) { return tell(d, d->fan, out); }
+int nvmlDeviceGetCudaComputeCapability(Device *d, int *major, int *minor) {
+  *major = d->capability / 10, *minor = d->capability % 10;
+  return d->code;
+}
+int nvmlDeviceGetTotalEccErrors(Device *d, int type, int counter, unsigned long long *out) {
+  if (type != 1 || counter != 0) return INVALID; /* uncorrected, since the driver was loaded */
+  if (d->code || d->errors == ABSENT) return d->code ? d->code : NOT_SUPPORTED;
+  *out = d->errors;
+  return OK;
+}
 int nvmlDeviceGetIndex(Device *d, unsigned *out) { return tell(d, d - gpus, out); }
 int nvmlDeviceGetEncoderUtilization(Device *d, unsigned *out, unsigned *period) { *period = 0; return tell(d, 0, out); }
 int nvmlDeviceGetDecoderUtilization(Device *d, unsigned *out, unsigned *period) { *period = 0; return tell(d, 0, out); }

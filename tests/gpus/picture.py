@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -30,8 +29,8 @@ def draw() -> None:
         _gpu(3, 99, 131, 86, 697, processes=maria[1]),
     )
     free, lost, _, left, cut = NODE.gpus[2:]
-    rest = [replace(gpu, index=4 + i) for i, gpu in enumerate((free, lost, left, cut))]
-    node = replace(NODE, gpus=(*busy, *rest))
+    rest = [gpu._replace(index=4 + i) for i, gpu in enumerate((free, lost, left, cut))]
+    node = NODE._replace(gpus=(*busy, *rest))
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )

@@ -119,6 +119,12 @@ def test_several_machines_are_named_in_every_line_of_a_pipe() -> None:
     assert seen.endswith("(seen 17 s ago)")
 
 
+def test_what_does_not_fit_is_seen_to_be_cut() -> None:
+    lines = drawn([NODE], 20).splitlines()
+    assert "  0   97%   61.0/14…" in lines
+    assert all(len(line) < 20 or line.endswith("…") for line in lines)
+
+
 def test_a_machine_that_is_silent_says_since_when() -> None:
     stale = Node("n3", "no answer", "550.1", "12.4", NODE.gpus[:1], stale_s=17.2)
     assert "n3 · 1 GPU, 0 idle" in drawn([stale], 100)
@@ -177,11 +183,17 @@ def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(stag
             return before + wanted
 
         first = until(b"12%")
+        assert re.search(rb" \d\d:\d\d:\d\d\x1b\[2;", first), "a full line's last letter stays"
         assert first.startswith(b"\x1b[?1049h\x1b[?25l"), "a page of its own"
         scene.set(gpu(0, use=11), gpu(1, use=13))
         later = until(b"13%")
         assert b"\x1b[4;1H" in later
         assert b"11%" not in later[later.index(b"\x1b[4;1H") :], "what stays is not sent again"
+        process.send_signal(signal.SIGTSTP)
+        until(b"\x1b[?25h\x1b[?1049l")
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), "as Ctrl-Z does"
+        process.send_signal(signal.SIGCONT)
+        assert b"\x1b[?1049h\x1b[?25l" in until(b"13%"), "all of it again"
         process.send_signal(signal.SIGINT)
         until(b"\x1b[?25h\x1b[?1049l")
         assert process.wait(timeout=10) == 0

@@ -82,13 +82,19 @@ def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--gpu", "0,,1"], Exit.USAGE, "'' is no index"),
         (["--gpu", "1-"], Exit.USAGE, "'1-' is no index"),
         (["--gpu", "²"], Exit.USAGE, "'²' is no index"),
+        (["--gpu", ""], Exit.USAGE, "'' is no index"),
+        (["--gpu", "3-1"], Exit.USAGE, "'3-1' is no index"),
+        (["--gpu", "0-99999999"], Exit.USAGE, "'0-99999999' is no index"),
+        (["--gpu", "0-9999"], Exit.NOT_FOUND, "there is no GPU 2, 3, 4, 5, 6, 7, 8, 9, … here"),
         (["--gpu", "0,2,7"], Exit.NOT_FOUND, "there is no GPU 2, 7 here\n  hint: there are 0 to 1"),
-        (["--watch", "0"], Exit.USAGE, "'0' is no time between looks: 0.1 s is the least"),
+        (["--watch", "0"], Exit.USAGE, "'0' is no time between looks: give 0.1 to 86400 s"),
+        (["--watch", "1e9"], Exit.USAGE, "'1e9' is no time between looks"),
         (["--watch", "nan"], Exit.USAGE, "'nan' is no time between looks"),
         (["--watch", "often"], Exit.USAGE, "'often' is no time between looks"),
         (["--free", "0"], Exit.USAGE, "'0' is no number of GPUs"),
         (["--free", "--watch"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
         (["--free", "--hosts", "a"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
+        (["--hosts", ""], Exit.USAGE, "'' is no host"),
         (["--hosts", "a,-oProxyCommand=x"], Exit.USAGE, "'-oProxyCommand=x' is no host"),
         (["--hosts", "a", "--ssh", "'"], Exit.USAGE, "--ssh ': no closing quotation"),
         (["--user", "roott"], Exit.NOT_FOUND, "did you mean 'root'?"),
@@ -142,6 +148,13 @@ def test_grep_finds_all_of_a_process_in_its_line(stage: Stage, gpus: Typed) -> N
     assert found == [f"GPU 1  pid {pid}  {choose.me()}  57.2 GiB     0s  python train.py"]
 
 
+def test_a_title_is_shown_whole(stage: Stage, gpus: Typed) -> None:
+    """As setproctitle leaves it: all in the first word, with paths further on."""
+    with working("/opt/bin/ray::train /data/shard-1 on 3") as pid:
+        stage(gpu(0), process(pid))
+        assert gpus()[1].endswith("  ray::train /data/shard-1 on 3\n")
+
+
 # --- free ones ---
 
 
@@ -159,7 +172,8 @@ def test_free(stage: Stage, gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     code, out, err = gpus("--free")
     assert (code, out) == (Exit.BUSY, ""), "an empty list would hide all GPUs from CUDA"
-    assert err == "none is idle; `echelon gpus` shows who uses them\n"
+    among = "among those that CUDA_VISIBLE_DEVICES leaves"
+    assert err == f"none is idle {among}; `echelon gpus` shows who uses them\n"
 
 
 def test_free_where_cuda_counts_otherwise(
@@ -278,6 +292,26 @@ def test_a_machine_without_our_python(
     assert "use 11%" in out
 
 
+OLD_PYTHON = """\
+#!/bin/sh
+now="import sys; sys.version_info = (3, 8, 18); sys.version = '3.8.18 (default)'; $2"
+shift 2
+exec {python} -c "$now" "$@"
+"""
+
+
+def test_a_machine_whose_python_is_too_old(
+    hosts: str, gpus: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "python3.8"
+    old.write_text(OLD_PYTHON.format(python=sys.executable))
+    old.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(old))
+    code, _, err = gpus("--hosts", "a", "--ssh", hosts)
+    assert code == Exit.NO_GPU
+    assert err == "a: no GPU: cannot be reached: Python 3.9 is the least, there is 3.8.18\n"
+
+
 @pytest.mark.slow
 def test_a_lost_connection_is_stale_and_comes_back(
     hosts: str, tmp_path: Path, watching: Callable[..., subprocess.Popen[str]]
@@ -325,3 +359,17 @@ def test_a_launch_is_told_who_is_there(stage: Stage) -> None:
         assert len(company(["cuda:0"], {"CUDA_VISIBLE_DEVICES": "2,0"})) == 1
         assert company(["cpu"], {}) == []
     assert one.startswith("GPU 1 is in use: ")
+    stage(gpu(0, used=9 * GIB, use=50), gpu(1))
+    [unseen] = company(["cuda:0", "cuda:1"], {})
+    assert unseen.startswith("GPU 0 is in use: by somebody who cannot be seen, 9.0 GiB; ")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_training_of_the_same_shell_is_company(stage: Stage, shared: bool) -> None:
+    """Unless they are ranks that share a device on purpose."""
+    ask = "from echelon.gpus.busy import company; "
+    ask += f"print(len(company(['cuda:0'], {{}}, shared={shared})))"
+    with working("python train.py") as beside:
+        env = stage(gpu(0), process(beside, gib=3)).environment()
+        told = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True)
+    assert told.stdout == f"{0 if shared else 1}\n"

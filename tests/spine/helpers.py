@@ -35,6 +35,7 @@ from echelon.config.schema import Config
 from echelon.entry import own_experiment
 from echelon.runs import Run
 from echelon.track import jsonl
+from echelon.track.lines import SPEED
 from echelon.train.snapshots import listed, step_of, verify
 from echelon.train.worker import train_here
 
@@ -43,7 +44,7 @@ LIMIT_S = 120.0
 GONE_S = 20.0
 """After any end, every process is gone within this."""
 ECHELON = [sys.executable, "-m", "echelon"]
-_CLOCKS = ("time", "samples_per_s")
+_CLOCKS = ("time", *SPEED)
 
 
 # --- worlds -------------------------------------------------------------------------------------

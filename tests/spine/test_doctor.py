@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_torch_that_crashes_is_a_row(tmp_path: Path) -> None:
     assert torch[3].startswith("pip install --force-reinstall torch --index-url https://")
     assert {fields[0] for fields in lines} <= {"ok", "warn", "fail", "none"}
     assert "all-reduce" not in [fields[1] for fields in lines], "nothing to smoke"
+
+
+def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    words = shlex.join([*ECHELON, "doctor", "--no-smoke"])
+    done = run(("sh", "-c", f"mkdir {gone} && cd {gone} && rmdir {gone} && {words}"), tmp_path)
+    assert done.code == Exit.FAILED
+    assert done.err == ""
+    assert f"fail\tdisk here\t{gone} cannot be written\t" in done.out
 
 
 @pytest.mark.parametrize(

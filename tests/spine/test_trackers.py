@@ -14,7 +14,7 @@ from wandb_server import ServedRun, Server, serving
 
 from echelon.runs import Run
 from echelon.track import jsonl
-from echelon.track.lines import curves
+from echelon.track.lines import SPEED, curves
 from echelon.train.snapshots import listed, verify
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -25,7 +25,7 @@ EXPERIMENT = f"experiment={HERE / 'subjects.py'}:regression"
 SIZE = ("samples=80", "eval_samples=16", "trainer.batch_size=8", "trainer.epochs=2")
 """Twenty steps, evaluated and saved after the 10th and the 20th."""
 KEY = "5ecre7" * 7
-CLOCK = "train/samples_per_s"
+CLOCKS = [f"train/{name}" for name in SPEED]
 
 
 def numbers(run: Run) -> dict[tuple[int, str], float]:
@@ -34,7 +34,7 @@ def numbers(run: Run) -> dict[tuple[int, str], float]:
         (line["step"], name): value
         for line in jsonl.read(run.metrics_file)
         for name, value in curves(line).items()
-        if name != CLOCK
+        if name not in CLOCKS
     }
 
 
@@ -43,14 +43,14 @@ def of_rows(rows: list[dict[str, Any]]) -> dict[tuple[int, str], float]:
     found: dict[tuple[int, str], float] = {}
     for row in rows:
         for name, value in row.items():
-            if "/" in name and name != CLOCK:
+            if "/" in name and name not in CLOCKS:
                 assert found.setdefault((row["step"], name), value) == value
     return found
 
 
 def of_events(folder: Path) -> dict[tuple[int, str], float]:
     events = accumulator.EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    names = [n for n in events.Tags()["scalars"] if "/" in n and n != CLOCK]
+    names = [n for n in events.Tags()["scalars"] if "/" in n and n not in CLOCKS]
     found = [((e.step, name), e.value) for name in names for e in events.Scalars(name)]
     assert len(found) == len(dict(found)), "a step is there more than once"
     return dict(found)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from echelon.check.judge import Finding, Link, Seen, judge
+from echelon.check.judge import Finding, Link, Seen, judge, slow
 from echelon.check.preflight import _rounds
+from echelon.check.show import matrix
 from echelon.check.verdict import FAIL, NONE, OK, WARN
 
 GB = 10**9
@@ -199,3 +202,46 @@ def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(nodes: int) -> 
     assert len(every) == len(set(every))
     if nodes <= 8:
         assert len(every) == nodes * (nodes - 1) // 2
+
+
+def test_what_was_not_tried_for_want_of_time_is_no_good_news() -> None:
+    late = replace(seen(reduces={}), reduces={}, not_reduced="not tried: out of time")
+    assert {f.verdict.state for f in judge(late) if f.verdict.check == "all-reduce"} == {NONE}
+    found = [f.verdict for f in judge(replace(late, out_of_time=True))]
+    told = {v.do for v in found if v.check == "all-reduce" and v.state == WARN}
+    assert told == {"give it more time: --limit SECONDS"}
+
+
+# --- on a screen ---
+
+
+def test_a_narrow_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+    wrong = seen(looks={1: look(1, torch="2.8.0")})
+    matrix(wrong.names, judge(wrong))
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert shown[:5] == [
+        "    start  versions  code  name  tcp  interface  clock",
+        "n0  ok     ok        ok    ok    ok   ok         –",
+        "n1  ok     FAIL      ok    ok    ok   ok         ok",
+        "n2  ok     ok        ok    ok    ok   ok         ok",
+        "",
+    ]
+    assert "FAIL  n1, versions: torch is 2.8.0, but 2.9.0 on n0" in shown
+    assert "      → pip install torch==2.9.0 echelon==0.1.0, on that node" in shown
+    assert shown[-1] == "not ready: 1 to mend"
+    matrix(wrong.names, judge(seen()))
+    assert capsys.readouterr().out.endswith("ready\n")
+    monkeypatch.setenv("LC_ALL", "C")
+    matrix(wrong.names, judge(wrong))
+    assert capsys.readouterr().out.isascii()
+
+
+def test_a_link_that_is_slow_beside_the_others_gets_more_chances() -> None:
+    links = [Link(0, 1, FAST), Link(1, 0, FAST), Link(0, 2, FAST / 5), Link(2, 0, None)]
+    links += [Link(1, 2, SLOW), Link(2, 1, FAST), Link(3, 1, FAST)]
+    assert slow(links) == links[2:5]
+    assert slow(links, in_comparison=True) == [links[2]]

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echelon.check.facts import Device, Disk, Driver, Facts, Limit, Tool, Torch, how_it_ended
+from echelon.check.facts import (
+    EXTRAS,
+    Device,
+    Disk,
+    Driver,
+    Facts,
+    Limit,
+    NoDriver,
+    Tool,
+    Torch,
+    how_it_ended,
+)
 from echelon.check.rules import judge, size, smoke
 from echelon.check.smoke import Rank
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict, worst
@@ -63,7 +76,7 @@ def test_a_good_machine_is_well() -> None:
 
 def test_a_laptop_without_a_gpu_is_well() -> None:
     cpu = Torch("2.9.0+cpu")
-    facts = {"driver": "NVML Shared Library Not Found", "torch": cpu, "visible": 0, "nvcc": None}
+    facts = {"driver": NoDriver("there is none"), "torch": cpu, "visible": 0, "nvcc": None}
     verdicts = judge(replace(GOOD, **facts, slurm=None, ssh=None))
     assert worst(verdicts) == OK
     unneeded = {v.check for v in verdicts if v.state == NONE}
@@ -71,6 +84,14 @@ def test_a_laptop_without_a_gpu_is_well() -> None:
 
 
 # --- torch, driver, devices ---
+
+
+def test_a_driver_that_does_not_work_is_told() -> None:
+    """As after an update without a restart: a training would run on the CPU, and say nothing."""
+    broken = NoDriver("the NVIDIA driver was changed under a running system (reboot)", True)
+    verdict = of("driver", driver=broken)
+    assert (verdict.state, verdict.found) == (WARN, broken.said)
+    assert "restart the machine" in verdict.do
 
 
 def test_a_driver_too_old_for_the_wheel() -> None:
@@ -138,7 +159,8 @@ def test_what_machine_code_and_ptx_run_on() -> None:
 def test_the_wheel_for_a_driver() -> None:
     assert install_line(None) == f"{WHL}/cpu"
     assert install_line((12, 2)) == f"{WHL}/cu121"
-    assert install_line((14, 0)) == f"{WHL}/cu130"
+    assert install_line((13, 1)) == f"{WHL}/cu130"
+    assert install_line((14, 0)) == f"{WHL}/cu132"
     assert install_line((13, 0), [(9, 0), (6, 1)]) == f"{WHL}/cu126", "all of them"
     assert install_line((10, 0)) == ""
     assert [version(t) for t in ("12.8", "2.13.0+cpu", "nightly", None)] == [
@@ -259,3 +281,13 @@ def test_wrong_numbers_are_told() -> None:
     assert (step.state, together.state) == (FAIL, FAIL)
     assert "computes wrongly" in step.found
     assert "the sum is wrong on rank 0" in together.found
+
+
+def test_every_extra_is_looked_for() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    names = re.findall(
+        r"^(\w+) = \[", project.partition("[project.optional-dependencies]")[2], re.M
+    )
+    for ours, package in EXTRAS.items():
+        assert re.search(rf'^{ours} = \["{package}>=', project, re.M)
+    assert set(EXTRAS) == set(names[: names.index("bench")]) - {"dev"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -28,6 +29,48 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     for step in range(1, 9):
         shown.progress({**LINE, "step": step})
     assert capsys.readouterr().err == "step 1/10  epoch 1  loss 0.25  1,234 samples/s\n"
+
+
+FULL = LINE | {"step_ms": 25.92, "mfu": 0.412, "memory_gb": 71.26, "data_ms": 0.1}
+
+
+def test_lines_say_how_fast_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    Lines(10).progress(FULL)
+    told = "step 3/10  epoch 1  loss 0.25  1,234 samples/s  25.9 ms/step  MFU 41%  71.3 GB\n"
+    assert capsys.readouterr().err == told
+
+
+def test_what_a_line_has_not_is_as_it_was() -> None:
+    shown = Screen()
+    shown.progress(FULL)
+    shown.progress({**LINE, "step": 4, "step_ms": 30.0})
+    assert shown.latest == {**FULL, "step": 4, "step_ms": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("columns", "said", "unsaid"),
+    [
+        (60, "1,234 samples/s", "ms/step"),
+        (80, "1,234 samples/s  25.9 ms/step", "MFU"),
+        (120, "1,234 samples/s  25.9 ms/step  MFU 41%  71.3 GB", "…"),
+    ],
+)
+def test_a_bar_says_what_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, columns: int, said: str, unsaid: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "__stderr__", io.StringIO())
+    bar = Bar(1000, 0)
+    bar.draw({**FULL, "step": 900})
+    bar.close()
+    text = ANSI.sub("", sys.__stderr__.getvalue())  # type: ignore[union-attr]
+    drawn = text.replace("\r", "\n").splitlines()
+    [line] = {line for line in drawn if "loss" in line}
+    assert said in line
+    assert unsaid not in line
+    assert "━" * 8 in line
+    assert "900/1000" in line
+    assert len(line) <= columns
 
 
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,27 @@ def test_an_entry_says_what_was_typed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "user", "host", "port"),
+    [
+        ("root@203.0.113.9:22022", "root", "203.0.113.9", 22022),
+        ("pod.example:2222", None, "pod.example", 2222),
+        ("[2001:db8::1]:2222", None, "2001:db8::1", 2222),
+        ("2001:db8::1", None, "2001:db8::1", None),
+    ],
+)
+def test_a_port_may_stand_after_the_host(
+    typed: str, user: str | None, host: str, port: int | None
+) -> None:
+    entry = read(typed, None, None, None, KEY)
+    assert (entry.user, entry.host, entry.port) == (user, host, port)
+    if port:
+        with pytest.raises(EchelonError, match="are two ports"):
+            read(typed, None, 22, None, KEY)
+        with pytest.raises(EchelonError, match="is no port"):
+            read(f"{host.replace(':', '')}:70000", None, None, None, KEY)
+
+
+@pytest.mark.parametrize(
     "host",
     ["-oProxyCommand=touch x", "a\nHost *", "a b", "", "a;b", "a@b@c", "%h", "h$(id)", "-a@b"],
 )
@@ -48,8 +69,11 @@ def test_an_alias_is_found_wherever_ssh_reads_it(tmp_path: Path) -> None:
     config, more = tmp_path / "config", tmp_path / "conf.d"
     more.mkdir()
     (more / "pods").write_text('Host\tfirst "pod"\n  Port 7\n\nMatch all\n  User u\n')
-    config.write_text("Include conf.d/*\nhost web *.example\n  User w\nHost *\n  Compression yes\n")
-    assert existing(config, "pod") == f'# {more / "pods"}\nHost first "pod"\n  Port 7\n'
+    (more / "deep").write_text(f"Host=below\n  Port=8\nInclude={tmp_path}/conf*/deep\n")
+    rest = "host web *.example\n  User w\nHost *\n  Compression yes\n"
+    config.write_text(f"Include {more}/*\n{rest}")
+    assert existing(config, "pod") == f'# {more / "pods"}\nHost\tfirst "pod"\n  Port 7\n'
+    assert existing(config, "below") is not None
     assert existing(config, "web") == f"# {config}\nhost web *.example\n  User w\n"
     assert existing(config, "po") is None
     assert existing(config, "other") is None, "a pattern names nobody"
@@ -68,6 +92,14 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert (config.read_text(), _mode(config)) == ("Host b\n\nHost a\n", 0o644)
     assert [p.name for p in config.parent.iterdir()] == ["config"], "nothing left beside"
+
+
+def test_a_file_in_another_encoding_stays_as_it_is(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_bytes(b"# caf\xe9\n")
+    assert existing(config, "a") is None
+    append(config, "Host a\n")
+    assert config.read_bytes() == b"# caf\xe9\n\nHost a\n"
 
 
 def test_a_folder_in_place_of_the_configuration_is_told(tmp_path: Path) -> None:

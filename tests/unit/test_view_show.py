@@ -35,7 +35,8 @@ def test_all_there_is_to_say(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert shown[0] == "a finished"
     assert "experiment toy (echelon.experiments.toy:experiment)" in shown
     assert "where inline, 1 node, 1 process" in shown
-    assert "progress 40 of 40 steps, 32 samples/s at the last look" in shown
+    assert "progress 40 of 40 steps" in shown
+    assert "speed 32 samples/s" in shown
     assert "settings lr=0.5 trainer.epochs=4" in shown, "0.1 is the noise by default"
     assert "loss 0.1000 40 lowest 0.1000 40" in shown
     assert "eval_loss 1.000 30 lowest 1.100 40" in shown
@@ -44,6 +45,25 @@ def test_all_there_is_to_say(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "go on echelon resume a trainer.epochs=…" in shown
     assert "loss (log)" in out
     assert "⠤" in out
+
+
+def test_how_fast_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    split = {"data_ms": 0.1, "compute_ms": 9.0, "communication_ms": 2.0, "optimizer_ms": 1.234}
+    more = {"step_ms": 1000.0, "mfu": 0.412, "memory_gb": 71.26}
+    behind = {"slowest_rank": 3, "slowest_x": 2.1}
+    told = [line | (split | more | behind if "lr" in line else {}) for line in lines()]
+    make_run(tmp_path / "runs", "a", told, {"epochs": 4})
+    _, out, _ = echelon(capsys, "show", "a")
+    shown = " ".join(out.split())
+    assert "speed 32 samples/s, 1,000 ms/step, MFU 41%, 71.3 GB; of a step: data 0.1, " in shown
+    assert "compute 9, communication 2, optimizer 1.23 ms; rank 3 takes 2.1 × the median" in shown
+    assert "step_ms" not in out, "it has no best, and no panel unless it is asked for"
+    page = tmp_path / "speed.html"
+    code, _, _ = echelon(
+        capsys, "plot", "a", "--metric", "step_ms", "samples_per_s", "-o", str(page)
+    )
+    assert code == 0
+    assert '"metric": "step_ms"' in page.read_text() or '"metric":"step_ms"' in page.read_text()
 
 
 def test_the_same_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

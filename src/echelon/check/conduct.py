@@ -85,11 +85,13 @@ class Line:
             reader.join(1)
         return Gone(code, "\n".join(self._last))
 
-    def end(self) -> None:
-        """By its input; what does not listen is killed."""
+    def hang_up(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
+
+    def end(self) -> None:
+        """After hanging up; what does not listen is killed."""
         try:
             self.process.wait(3)
         except subprocess.TimeoutExpired:
@@ -112,6 +114,8 @@ class Conductor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for line in self._lines:  # all before one is waited for
+            line.hang_up()
         with contextlib.ExitStack() as stack:
             for line in self._lines:
                 stack.callback(line.end)
@@ -124,10 +128,10 @@ class Conductor:
             if message and "hello" in message:
                 self._here.add(message["node"])
             ended = [line for line in self._lines if line.gone()]
-            lost = {n for line in ended for n in line.nodes}
+            lost = {n for line in ended for n in line.nodes} | self._here
             if time.monotonic() > deadline or (set(missing) <= lost and self._said.empty()):
-                return {n: line.gone() for line in self._lines for n in line.nodes if n in missing}
-        return {}
+                break
+        return {n: o.gone() for o in self._lines for n in o.nodes if n not in self._here}
 
     def ask(
         self, orders: dict[int, dict[str, Any]], do: str, limit_s: float, together: bool = False

@@ -2,65 +2,72 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-_BUSY_BYTES = 500 << 20
-"""A driver's own share is less."""
+from echelon.gpus import words
+from echelon.gpus.look import FAULTS, Machine
+from echelon.gpus.nvml import NvmlError, opened
+from echelon.gpus.snapshot import Gpu, Node, Process
+from echelon.gpus.visible import visible
 
 
 def look(env: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One entry per GPU of this machine that is visible; none where NVML is not."""
+    """One entry per GPU of this machine that is visible, or has a slice that is; none where NVML is
+    not."""
+    machine = Machine()
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # `visible_count` says 0 as well
-        return []
-    try:
-        count = int(pynvml.nvmlDeviceGetCount())
-        return [_one(pynvml, index) for index in _chosen(count, env)]
-    except pynvml.NVMLError as error:
-        return [{"index": 0, "name": "?", "trouble": str(error), "users": []}]
+        node = machine.look()
     finally:
-        pynvml.nvmlShutdown()
+        machine.close()
+    return [
+        {
+            "index": gpu.index,
+            "name": gpu.name or "?",
+            "trouble": gpu.fault or _damage(gpu.index),
+            "users": _users(gpu),
+        }
+        for gpu in _chosen(node, env)
+    ]
 
 
-def _chosen(count: int, env: Mapping[str, str]) -> list[int]:
-    """By number; devices named by UUID are all looked at."""
-    words = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    numbers = [int(word) for word in words if word.strip().isdecimal()]
-    return [n for n in numbers if n < count] or list(range(count))
+def _chosen(node: Node, env: Mapping[str, str]) -> list[Gpu]:
+    slices = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if slices[0].startswith("MIG-"):
+        parts = [
+            gpu._replace(slices=tuple(s for s in gpu.slices if s.uuid in slices))
+            for gpu in node.gpus
+        ]
+        return [gpu for gpu in parts if gpu.slices]
+    seen = visible(env)
+    return [gpu for gpu in node.gpus if gpu.index in seen]
 
 
-def _one(nvml: Any, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"index": index, "name": "?", "trouble": "", "users": []}
+def _users(gpu: Gpu) -> list[str]:
+    """Those on it; or what they hold, where they cannot be seen."""
+    if everyone := gpu.everyone():
+        return [_user(process) for process in everyone]
+    if gpu.idle or gpu.mig or gpu.fault:
+        return []
+    return [
+        f"{words.with_unit(gpu.memory_used_bytes)} and {words.percent(gpu.use_percent)} by somebody"
+    ]
+
+
+def _user(process: Process) -> str:
+    who = (
+        f"{process.user}'s process {process.pid}"
+        if process.pid
+        else "a process that cannot be seen"
+    )
+    return f"{who} ({words.with_unit(process.memory_bytes)})"
+
+
+def _damage(index: int) -> str:
+    """Errors of its memory."""
     try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = nvml.nvmlDeviceGetName(handle)
-        found["name"] = name.decode() if isinstance(name, bytes) else name
-        found["users"] = _users(nvml, handle)
-        found["trouble"] = _damage(nvml, handle)
-    except nvml.NVMLError as error:
-        found["trouble"] = str(error)
-    return found
-
-
-def _users(nvml: Any, handle: Any) -> list[str]:
-    """Processes of others that hold memory; or the memory, where they cannot be seen."""
-    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    pids = [f"process {p.pid}" for p in running if p.pid != os.getpid()]
-    used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-    return pids or ([f"{used / 1e9:.1f} GB by somebody"] if used > _BUSY_BYTES else [])
-
-
-def _damage(nvml: Any, handle: Any) -> str:
-    """Errors of its memory that could not be corrected since the driver was loaded."""
-    try:
-        errors = nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        )
-    except nvml.NVMLError:  # a device without ECC
-        return ""
+        with opened() as nvml:
+            errors = nvml.device(index).memory_errors()
+    except NvmlError as error:
+        return FAULTS.get(error.code, str(error))
     return f"{errors} uncorrected errors of its memory" if errors else ""

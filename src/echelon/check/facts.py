@@ -21,13 +21,16 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon import __version__
-from echelon.check.wheels import Version
-from echelon.gpus import visible_count
+from echelon.check.wheels import Version, version
+from echelon.gpus import nvml, visible_count
+from echelon.gpus.look import FAULTS, NO_GPU
+from echelon.gpus.nvml import NvmlError
 from echelon.track import key
 
 _COMMAND_S = 8.0
@@ -37,9 +40,10 @@ _TIME_ERROR = 5
 """adjtimex(2): nobody keeps this clock right."""
 _UNLIMITED = resource.RLIM_INFINITY
 EXTRAS = {
+    "movielens": "pyarrow",
     "wandb": "wandb",
     "tensorboard": "tensorboard",
-    "movielens": "pyarrow",
+    "sweep": "optuna",
     "plot": "matplotlib",
 }
 """Of pyproject.toml, each by the package that it brings."""
@@ -72,6 +76,12 @@ class Driver(NamedTuple):
     """In place of a device, what NVML said of one that does not answer."""
 
 
+class NoDriver(NamedTuple):
+    said: str
+    is_broken: bool = False
+    """Rather than not there."""
+
+
 class Disk(NamedTuple):
     what: str
     path: str
@@ -101,7 +111,7 @@ class Facts:
     extras: Mapping[str, bool]
     torch: Torch | str
     """Or why there is none."""
-    driver: Driver | str
+    driver: Driver | NoDriver
     visible: int
     nvcc: str | None
     port: str
@@ -154,7 +164,7 @@ def _quick(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
         "visible": visible_count(env),
         "port": _port_trouble(),
         "disks": [
-            disk("here", Path.cwd()),
+            _disk_here(),
             disk("runs", runs),
             disk("tmp", Path(tempfile.gettempdir())),
             disk("home", Path(env.get("HOME") or "/")),
@@ -197,9 +207,10 @@ def child(module: str, limit_s: float) -> dict[str, Any] | str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {limit_s:g} s"
-    if done.returncode == 0 and done.stdout.strip():
-        loaded: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return loaded
+    for line in reversed(done.stdout.splitlines() if done.returncode == 0 else []):
+        with suppress(ValueError):  # an ending program may say more
+            loaded: dict[str, Any] = json.loads(line)
+            return loaded
     return how_it_ended(done.returncode, done.stderr)
 
 
@@ -209,37 +220,22 @@ def how_it_ended(code: int, said: str) -> str:
     return f"killed by signal {-code}: {last}" if code < 0 else last
 
 
-def ask_nvml() -> Driver | str:
+def ask_nvml() -> Driver | NoDriver:
     try:
-        import pynvml
+        with nvml.opened() as library:
+            devices = [_device(library, index) for index in range(library.count())]
+            return Driver(library.driver() or "?", version(library.cuda()), devices)
+    except NvmlError as error:
+        said = NO_GPU.get(error.code, str(error))
+        return NoDriver(said, is_broken=error.code != nvml.NO_LIBRARY)
 
-        pynvml.nvmlInit()
-    except Exception as error:  # no package, no library, no driver, no permission
-        return str(error) or type(error).__name__
+
+def _device(library: nvml.Nvml, index: int) -> Device | str:
     try:
-        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        return Driver(
-            _text(pynvml.nvmlSystemGetDriverVersion()),
-            (cuda // 1000, cuda % 1000 // 10) if cuda else None,
-            [_device(pynvml, i) for i in range(int(pynvml.nvmlDeviceGetCount()))],
-        )
-    except pynvml.NVMLError as error:
-        return str(error)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _device(nvml: Any, index: int) -> Device | str:
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        return Device(_text(nvml.nvmlDeviceGetName(handle)), (int(major), int(minor)))
-    except nvml.NVMLError as error:
-        return str(error)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        device = library.device(index)
+        return Device(device.name() or "?", device.capability() or (0, 0))
+    except NvmlError as error:
+        return FAULTS.get(error.code, str(error))
 
 
 # --- programs ---
@@ -286,12 +282,27 @@ def _ssh() -> Tool | None:
 
 def disk(what: str, path: Path) -> Disk:
     """Of a folder that may yet have to be made."""
-    path = path.absolute()
-    there = next(p for p in (path, *path.parents) if p.is_dir())
+    path = Path(_here()) / path
+    there = next(p for p in (path, *path.parents) if os.path.isdir(p))
     found = os.statvfs(there)
     inodes = found.f_favail if found.f_files else None
     writable = os.access(there, os.W_OK | os.X_OK)
     return Disk(what, str(path), found.f_bavail * found.f_frsize, inodes, writable)
+
+
+def _disk_here() -> Disk:
+    """Which somebody may have removed: then nothing can be written, and torch cannot be loaded."""
+    here = _here()
+    found = disk("here", Path(here))
+    return found if os.path.isdir(here) else found._replace(writable=False)
+
+
+def _here() -> str:
+    """As it was called, of a folder that is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.environ.get("PWD") or "/"
 
 
 def _space(path: Path) -> tuple[int, int] | None:

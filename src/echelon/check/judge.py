@@ -53,6 +53,7 @@ class Seen:
     reduced_bytes: int = 0
     not_reduced: str = ""
     """Why no all-reduce was tried."""
+    out_of_time: bool = False
 
     def name(self, node: int) -> str:
         return str(self.looks.get(node, {}).get("host") or self.names[node])
@@ -228,7 +229,8 @@ def _clock(seen: Seen, node: int) -> Iterator[Verdict]:
         return
     ahead_s = clock["ahead_s"]
     away_s = max(0.0, abs(ahead_s) - clock["round_s"] / 2)
-    found = f"{abs(ahead_s):.3g} s {'ahead of' if ahead_s > 0 else 'behind'} {seen.name(0)}'s"
+    away = f"{abs(ahead_s):.3g} s" if abs(ahead_s) >= 1 else f"{1000 * abs(ahead_s):.2g} ms"
+    found = f"{away} {'ahead of' if ahead_s > 0 else 'behind'} {seen.name(0)}'s"
     state = FAIL if away_s > _CLOCK_FAIL_S else WARN if away_s > _CLOCK_WARN_S else OK
     do = "sudo timedatectl set-ntp true, on that node" if state != OK else ""
     yield Verdict("clock", state, found, do)
@@ -280,10 +282,12 @@ def _fast(link: Link, slow: set[Link]) -> bool:
     return not any(set(link[:2]) == set(k[:2]) for k in slow)
 
 
-def slow(links: Sequence[Link]) -> list[Link]:
-    """Those worth a second look, or without a rate."""
+def slow(links: Sequence[Link], in_comparison: bool = False) -> list[Link]:
+    """Those worth a second look, or without a rate; or only those that are fast by themselves, but
+    not beside the others."""
     usual = median([k.rate for k in links if k.rate is not None] or [0.0])
-    return [k for k in links if k.rate is None or _is_slow(k.rate, usual)]
+    found = [k for k in links if k.rate is None or _is_slow(k.rate, usual)]
+    return [k for k in found if not in_comparison or (k.rate or 0.0) >= _SLOW]
 
 
 def _is_slow(rate: float, usual: float) -> bool:
@@ -297,9 +301,11 @@ def _rate(rate: float) -> str:
 
 def _reduced(seen: Seen) -> Iterator[Finding]:
     if seen.not_reduced:
+        more = "give it more time: --limit SECONDS"
+        late = (WARN, seen.not_reduced, more) if seen.out_of_time else (NONE, seen.not_reduced)
         for node in range(len(seen.names)):
             if node not in seen.absent:
-                yield Finding(node, Verdict("all-reduce", NONE, seen.not_reduced))
+                yield Finding(node, Verdict("all-reduce", *late))
         return
     took_s = [r["s"] for a in seen.reduces.values() for r in a.get("ranks", ()) if not r["trouble"]]
     nccls = {r.get("nccl") for a in seen.reduces.values() for r in a.get("ranks", ())} - {None}
@@ -323,7 +329,8 @@ def _one_reduced(seen: Seen, node: int, took_s: float, nccls: set[Any]) -> Verdi
         return Verdict("all-reduce", FAIL, found, "echelon doctor, on that node")
     if len(nccls) > 1:
         return Verdict("all-reduce", FAIL, f"NCCL is {ranks[0]['nccl']} of {nccls}", "see versions")
-    speed = f", {size(seen.reduced_bytes)} in {took_s:.3g} s" if took_s else ""
+    alone = len(ranks) == 1 and len(seen.reduces) == 1
+    speed = f", {size(seen.reduced_bytes)} in {took_s:.3g} s" if took_s and not alone else ""
     backend = ranks[0]["backend"] + (f" {ranks[0]['nccl']}" if ranks[0].get("nccl") else "")
     return Verdict("all-reduce", OK, f"{backend}, the sum is right{speed}")
 

@@ -29,6 +29,7 @@ _SEND_S = 0.5
 _SEND_BYTES = 256 << 20
 _ANSWER_S = 8.0
 _FOR_REDUCE_S = 15.0
+_AGAIN = 3
 _ROUNDS = 8
 """Each node is measured with so many others at most."""
 _REDUCED = 64 << 20
@@ -118,7 +119,8 @@ def _measure(
     conductor: Conductor, there: Mapping[int, Mapping[str, Any]], deadline: float
 ) -> list[Link]:
     """Pairs that share no node at the same time, first one way, then the other. What looks slow is
-    measured again alone: a busy machine looks like a slow cable, for a moment."""
+    measured again alone: a busy machine looks like a slow cable, for a moment. What is slow only
+    beside the others gets more chances."""
     last = deadline - _FOR_REDUCE_S
     ways = [
         [(a, b) if forward else (b, a) for a, b in pairs]
@@ -129,10 +131,11 @@ def _measure(
     for pairs in ways:
         if time.monotonic() < last:
             links += _send(conductor, there, pairs)
-    for link in slow(links):
-        if time.monotonic() < last:
-            (again,) = _send(conductor, there, [link[:2]])
-            links[links.index(link)] = max(link, again, key=lambda k: k.rate or 0.0)
+    for attempt in range(_AGAIN):
+        for link in slow(links, in_comparison=attempt > 0):
+            if time.monotonic() < last:
+                (again,) = _send(conductor, there, [link[:2]])
+                links[links.index(link)] = max(link, again, key=lambda k: k.rate or 0.0)
     return links
 
 
@@ -179,7 +182,7 @@ def _all_reduce(conductor: Conductor, seen: Seen, places: Places, deadline: floa
         counts[node] = min(wanted, visible) if visible else procs or 1
     left_s = deadline - time.monotonic() - 1
     if left_s < 3:
-        return replace(seen, not_reduced="not tried: out of time; give more with --limit SECONDS")
+        return replace(seen, not_reduced="not tried: out of time", out_of_time=True)
     first = seen.looks[0]
     common = {
         "host": first["address"],

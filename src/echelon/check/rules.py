@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from echelon.check.facts import Device, Disk, Driver, Facts, Limit, Torch
+from echelon.check.facts import Device, Disk, Driver, Facts, Limit, NoDriver, Torch
 from echelon.check.smoke import Rank
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict
 from echelon.check.wheels import Version, install_line, is_built_for, least_cuda, version
@@ -75,8 +75,9 @@ def torch(f: Facts) -> Iterator[Verdict]:
 
 
 def driver(f: Facts) -> Iterator[Verdict]:
-    if isinstance(f.driver, str):
-        yield Verdict("driver", NONE, f"no NVIDIA driver: {f.driver}")
+    if isinstance(f.driver, NoDriver):
+        do = "nvidia-smi; sudo modprobe nvidia, or restart the machine" * f.driver.is_broken
+        yield Verdict("driver", WARN if do else NONE, f.driver.said, do)
         return
     cuda = f.driver.cuda
     found = f"{f.driver.version}, supports CUDA up to {_dotted(cuda)}"
@@ -328,7 +329,7 @@ def smoke(ranks: Sequence[Rank]) -> Iterator[Verdict]:
             yield Verdict(name, FAIL, f"{found}: this device computes wrongly", do)
         else:
             found = f"trained, loss {rank.loss[0]:.3g} to {rank.loss[1]:.3g}"
-            yield Verdict(name, OK, f"{found}, {rank.step_s:.1f} s with its start")
+            yield Verdict(name, OK, f"{found}, {rank.step_s:.2g} s with its start")
     yield _all_reduce(ranks)
 
 
@@ -338,7 +339,7 @@ def _all_reduce(ranks: Sequence[Rank]) -> Verdict:
     first = blamed[0] if blamed else 0
     if all(rank.sum_right for rank in ranks):
         took_s = max(rank.reduce_s for rank in ranks)
-        found = f"{backend} across {len(ranks)}, the sum is right, {took_s:.1f} s with its start"
+        found = f"{backend} across {len(ranks)}, the sum is right, {took_s:.2g} s with its start"
         return Verdict("all-reduce", OK, found)
     if any(rank.sum_right is False for rank in ranks):
         wrong = next(n for n, rank in enumerate(ranks) if rank.sum_right is False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from echelon.check.judge import CHECKS, Finding
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict, worst
+from echelon.letters import plain
 
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red", NONE: "dim"}
 SHOWN = {OK: "ok", WARN: "warn", FAIL: "FAIL", NONE: "–"}
@@ -17,6 +19,8 @@ _LEAST = 40
 
 
 def console() -> Console:
+    if hasattr(sys.stdout, "reconfigure"):  # what a program said may be in any letters
+        sys.stdout.reconfigure(errors="replace")
     return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -35,9 +39,9 @@ def table(verdicts: Sequence[Verdict]) -> None:
         lines = textwrap.wrap(verdict.found, room) or [""]
         screen.print(_state(verdict, f"{verdict.check:<{wide}}  {lines[0]}"))
         for line in lines[1:]:
-            screen.print(" " * (wide + 8) + line)
+            screen.print(plain(" " * (wide + 8) + line))
         if verdict.do and verdict.state != OK:  # whole, so that it can be copied
-            screen.print(Text(" " * (wide + 8) + f"→ {verdict.do}", "cyan"))
+            screen.print(Text(plain(" " * (wide + 8) + f"→ {verdict.do}"), "cyan"))
 
 
 def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
@@ -50,22 +54,43 @@ def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
             print("\t".join(" ".join(field.split()) for field in fields).rstrip())
         return
     wide = max(map(len, names)) + 2
-    screen.print(Text(" " * wide + "  ".join(CHECKS), "bold"))
-    for node, name in enumerate(names):
-        row = Text(f"{name:<{wide}}")
-        for check in CHECKS:
-            mine = [v for n, v in findings if n == node and v.check == check]
-            state = worst(mine) if mine else NONE
-            row += Text(f"{SHOWN[state]:<{len(check) + 2}}", STYLES[state])
-        screen.print(row)
+    for checks in _beside(screen.width - wide):
+        screen.print(Text(" " * wide + "  ".join(checks), "bold"))
+        for node, name in enumerate(names):
+            row = Text(f"{name:<{wide}}")
+            for check in checks:
+                mine = [v for n, v in findings if n == node and v.check == check]
+                state = worst(mine) if mine else NONE
+                row += Text(plain(f"{SHOWN[state]:<{len(check) + 2}}"), STYLES[state])
+            row.rstrip()
+            screen.print(row)
+        screen.print()
     for node, verdict in findings:
         slowest = verdict.check == "link" and verdict.found.endswith("slowest node")
         if verdict.state in (WARN, FAIL) or slowest:
-            screen.print()
-            screen.print(_state(verdict, f"{names[node]}, {verdict.check}: {verdict.found}"))
+            told = f"{names[node]}, {verdict.check}: {verdict.found}"
+            first, *more = textwrap.wrap(told, max(_LEAST, screen.width) - 6)
+            screen.print(_state(verdict, first))
+            for line in more:
+                screen.print(plain(" " * 6 + line))
             if verdict.do:
-                screen.print(Text(f"      → {verdict.do}", "cyan"))
+                screen.print(Text(plain(f"      → {verdict.do}"), "cyan"))
+            screen.print()
+    fails = sum(verdict.state == FAIL for _, verdict in findings)
+    screen.print(f"not ready: {fails} to mend" if fails else "ready")
+
+
+def _beside(width: int) -> Iterator[list[str]]:
+    """The checks, as many beside each other as there is room for."""
+    row: list[str] = []
+    for check in CHECKS:
+        if row and len("  ".join([*row, check])) > width:
+            yield row
+            row = []
+        row.append(check)
+    yield row
 
 
 def _state(verdict: Verdict, text: str) -> Text:
-    return Text.assemble((f"{SHOWN[verdict.state]:<6}", STYLES[verdict.state]), text)
+    state = plain(f"{SHOWN[verdict.state]:<6}")
+    return Text.assemble((state, STYLES[verdict.state]), plain(text))

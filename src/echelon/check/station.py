@@ -65,6 +65,7 @@ class Station:
         self._config = Config()
         self._key = ""
         self._address = ""
+        self._held = _held_port()
 
     def say(self, message: Reply) -> None:
         # One write: srun may mix the lines of several nodes, but not within one.
@@ -96,7 +97,7 @@ class Station:
             "address": self._address,
             "port": port,
             "port_trouble": trouble,
-            "free_port": _free_port(),
+            "free_port": self._held.getsockname()[1],
             "python": platform.python_version(),
             "torch": _version("torch"),
             "echelon": echelon.__version__,
@@ -267,10 +268,13 @@ def _hash_of(files: list[Path]) -> str | None:
     return digest.hexdigest()[:12]
 
 
-def _free_port() -> int:
-    """For the all-reduce, soon."""
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+def _held_port() -> socket.socket:
+    """For the all-reduce. Bound, but not listening, and so that who asks for this very port by
+    number (as torch does) gets it, but nobody is given it by chance meanwhile."""
+    held = socket.socket(socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("0.0.0.0", 0))
+    return held
 
 
 def _interfaces() -> list[str]:

@@ -30,8 +30,11 @@ WHEELS = (
     Wheel("cu126", (12, 6), (5, 0), (9, 0)),
     Wheel("cu128", (12, 8), (7, 5), (12, 1)),
     Wheel("cu130", (13, 0), (7, 5), (12, 1)),
+    Wheel("cu132", (13, 2), (7, 5), (12, 1)),
 )
-"""Those that have a torch which Echelon takes."""
+"""Those that have a torch which Echelon takes, by the matrix in PyTorch's RELEASE.md of September
+2026. cu118 ends with torch 2.7, cu121 with 2.5, cu124 with 2.6, cu128 with 2.11; cu132 begins with
+2.12; cu126 is kept for devices below 7.5."""
 
 
 def install_line(driver: Version | None, capabilities: Sequence[Version] = ()) -> str:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.gpus.processes import name_of
 from echelon.gpus.snapshot import Gpu, Node
 from echelon.gpus.visible import visible
 
+_INDEX = re.compile(r"[0-9]{1,4}")
+_NAMED = 8
+
 
 def indices(text: str) -> list[int]:
-    """`0,2` and `4-7`."""
+    """`0,2` and `4-7`. No machine has ten thousand, but a slip of the finger soon does."""
     found: list[int] = []
     wrong = []
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
-        bounds = (first, last) if dash else (first, first)
-        if all(bound.isascii() and bound.isdecimal() for bound in bounds):
-            found += range(int(bounds[0]), int(bounds[1]) + 1)
+        last = last if dash else first
+        if _INDEX.fullmatch(first) and _INDEX.fullmatch(last) and int(first) <= int(last):
+            found += range(int(first), int(last) + 1)
         else:
             wrong.append(word.strip())
     if wrong:
@@ -51,8 +54,9 @@ def require_there(wanted: Sequence[int], counts: Sequence[int]) -> None:
     if missing and most:
         last = most - 1
         known = f"there are 0 to {last}" if last else "there is only 0"
+        named = ", ".join(map(str, missing[:_NAMED])) + ", …" * (len(missing) > _NAMED)
         raise EchelonError(
-            Fault(f"--gpu: there is no GPU {', '.join(map(str, missing))} here", known),
+            Fault(f"--gpu: there is no GPU {named} here", known),
             exit=Exit.NOT_FOUND,
         )
 
@@ -62,15 +66,14 @@ def only(node: Node, users: Sequence[str], wanted: Sequence[int]) -> Node:
     gpus = [gpu for gpu in node.gpus if not wanted or gpu.index in wanted]
     if users:
         gpus = [gpu for gpu in (_of_users(gpu, users) for gpu in gpus) if gpu.everyone()]
-    return replace(node, gpus=tuple(gpus))
+    return node._replace(gpus=tuple(gpus))
 
 
 def _of_users(gpu: Gpu, users: Sequence[str]) -> Gpu:
-    return replace(
-        gpu,
+    return gpu._replace(
         processes=tuple(p for p in gpu.processes if p.user in users),
         slices=tuple(
-            replace(part, processes=tuple(p for p in part.processes if p.user in users))
+            part._replace(processes=tuple(p for p in part.processes if p.user in users))
             for part in gpu.slices
         ),
     )

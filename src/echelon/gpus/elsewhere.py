@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from echelon.gpus.told import MARK
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=2"),
+    *("-o", "ControlMaster=no"),  # a connection that others share would keep our pipes open
 )
 _ANSWER_S = 30.0
 _AT_ONCE = 64
@@ -35,7 +35,10 @@ _STALE_S = 3.0
 _SENT = ("nvml", "snapshot", "processes", "ended", "look", "told")
 """In the order in which they import each other."""
 _START = 'p=$1; command -v "$p" >/dev/null 2>&1 || p=python3; exec "$p" -c "$2" "$3" "$4"'
-_READ = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+_READ = (
+    "import sys; sys.version_info < (3, 9) and sys.exit('Python 3.9 is the least, there is ' + "
+    "sys.version.split()[0]); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+)
 _LOAD = """\
 import types
 for name, text in SOURCES:
@@ -107,7 +110,7 @@ def _ask(there: There, sent: bytes) -> Node:
 def _heard(there: There, line: str) -> Node | None:
     told = line.partition(MARK)[2]
     with suppress(ValueError, KeyError, TypeError):
-        return replace(from_dict(json.loads(told)), host=there.host)
+        return from_dict(json.loads(told))._replace(host=there.host)
     return None
 
 
@@ -144,7 +147,7 @@ class Feed:
         age = time.monotonic() - self._heard
         if age <= max(_STALE_S, 3 * self._every_s):
             return self._node
-        return replace(self._node, fault=self._fault, stale_s=age)
+        return self._node._replace(fault=self._fault, stale_s=age)
 
     def close(self) -> None:
         self._over.set()

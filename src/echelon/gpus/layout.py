@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from echelon.gpus import words
 from echelon.gpus.snapshot import Node, Process
@@ -16,12 +16,12 @@ _BARS = (24, 16, 12, 8, 0)
 _LEAST_COMMAND = 8
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Widths of what all GPUs and processes shown have in common; 0 leaves a column out."""
 
     width: int
-    index: int
+    number: int
+    """The column of the GPU's own."""
     model: int
     bar: int
     use: int
@@ -41,7 +41,7 @@ class Layout:
     def titles(self) -> list[Line]:
         bar = self.bar + 1 if self.bar else 0
         cells = [
-            (f"{'GPU':>{self.index}}", self.index),
+            (f"{'GPU':>{self.number}}", self.number),
             (f"{'NAME':<{self.model}}", self.model),
             (f"{'USE':<{bar + self.use}}" if bar else f"{'USE':>{self.use}}", self.use),
             (f"{'MEMORY':<{bar + self.memory}}" if bar else f"{'MEMORY':>{self.memory}}", 1),
@@ -63,7 +63,7 @@ class Layout:
             for number, (cell, w) in enumerate(zip(cells, widths, strict=True))
             if w
         ]
-        return (" " * (self.index + 2) + "  ".join(shown)).rstrip()
+        return (" " * (self.number + 2) + "  ".join(shown)).rstrip()
 
 
 def fitted(nodes: Sequence[Node], width: int) -> Layout:
@@ -75,7 +75,7 @@ def fitted(nodes: Sequence[Node], width: int) -> Layout:
         words.memory(s.memory_used_bytes, s.memory_total_bytes) for g in gpus for s in g.slices
     ]
     fixed = {
-        "index": index,
+        "number": index,
         "use": max([3, *(len(words.percent(g.use_percent)) for g in gpus)]),
         "memory": max([6, *map(len, memories)]),
         "temperature": max([4, *(len(words.temperature(g.temperature_c)) for g in gpus)]),

@@ -12,13 +12,13 @@ from echelon.gpus.nvml import Device, Nvml, NvmlError, Used
 from echelon.gpus.processes import Facts, born, facts
 from echelon.gpus.snapshot import Gpu, Node, Process, Slice, is_idle
 
-_NO_GPU = {
+NO_GPU = {
     nvml.NO_LIBRARY: "there is no NVIDIA driver (libnvidia-ml.so.1 is not found)",
     nvml.DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded (try `nvidia-smi`, or reboot)",
     nvml.NO_PERMISSION: "the NVIDIA driver gives no permission (may you read /dev/nvidiactl?)",
     nvml.VERSION_MISMATCH: "the NVIDIA driver was changed under a running system (reboot)",
 }
-_FAULTS = {
+FAULTS = {
     nvml.LOST: "lost: reboot or reset",
     nvml.RESET_REQUIRED: "needs a reset: nvidia-smi --gpu-reset",
     nvml.NO_PERMISSION: "no permission",
@@ -60,7 +60,7 @@ class Machine:
             count = opened.count()
         except NvmlError as error:
             self.close()
-            return Node(self._host, _NO_GPU.get(error.code, str(error)))
+            return Node(self._host, NO_GPU.get(error.code, str(error)))
         self._before, self._facts = self._facts, {}
         fault = None if count else "the NVIDIA driver is there, but no GPU"
         wanted = [index for index in range(count) if not only or index in only]
@@ -84,7 +84,7 @@ class Machine:
             return self._seen(index, fixed)
         except NvmlError as error:
             self._fixed.pop(index, None)  # one that comes back has another handle
-            fault = _FAULTS.get(error.code, str(error))
+            fault = FAULTS.get(error.code, str(error))
             if fixed is None:
                 return Gpu(index, fault=fault)
             return Gpu(index, fixed.uuid, fixed.name, fault=fault)

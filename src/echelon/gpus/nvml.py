@@ -22,6 +22,8 @@ LOST, RESET_REQUIRED, VERSION_MISMATCH = 15, 16, 18
 
 _UNKNOWN_MEMORY = 0xFFFF_FFFF_FFFF_FFFF
 _UNWRITTEN = b"\xa5"
+_MOST = 1 << 15
+"""Processes; a driver that wants room for more has lost its mind."""
 _PROCESS, _PROCESS_V1 = 24, 16
 """Bytes of a process in NVML's lists."""
 _PROCESS_WIDE = 32
@@ -80,6 +82,19 @@ class Device(NamedTuple):
     def fan_percent(self) -> int | None:
         return self.nvml.number("nvmlDeviceGetFanSpeed", self.handle)
 
+    def capability(self) -> tuple[int, int] | None:
+        major, minor = c_uint(), c_uint()
+        name = "nvmlDeviceGetCudaComputeCapability"
+        told = self.nvml.told(name, self.handle, byref(major), byref(minor))
+        return (major.value, minor.value) if told else None
+
+    def memory_errors(self) -> int:
+        """That could not be corrected, since the driver was loaded; 0 without ECC."""
+        errors, uncorrected, since_loaded = c_ulonglong(), c_uint(1), c_uint(0)
+        name = "nvmlDeviceGetTotalEccErrors"
+        self.nvml.told(name, self.handle, uncorrected, since_loaded, byref(errors))
+        return errors.value
+
     def memory(self) -> Memory | None:
         newer = (c_ulonglong * 5)()  # version, total, reserved, free, used
         newer[0] = ctypes.sizeof(newer) | 2 << 24
@@ -108,7 +123,7 @@ class Device(NamedTuple):
     def _list_by(self, name: str, size: int) -> list[Used] | None:
         """More may come between the answer how many there are and the next question."""
         room, code = 0, INSUFFICIENT_SIZE
-        while code == INSUFFICIENT_SIZE:
+        while code == INSUFFICIENT_SIZE and room < _MOST:
             count = c_uint(room)
             buffer = ctypes.create_string_buffer(_UNWRITTEN * (_PROCESS_WIDE * room + 1))
             code = self.nvml.code(name, self.handle, byref(count), buffer if room else None)

@@ -83,10 +83,12 @@ def _user(pid: int) -> str:
 
 def _command(pid: int) -> str:
     """In one line of letters: what a process calls itself may hold a terminal's commands."""
-    words = (_read(pid, "cmdline") or b"").rstrip(b"\0").split(b"\0")
-    if words == [b""]:
+    words = (_read(pid, "cmdline") or b"").replace(b"\0", b" ").strip()
+    if not words:
         return f"[{_shown(_read(pid, 'comm') or b'?')}]"
-    return _shown(b" ".join([os.path.basename(words[0]) or words[0], *words[1:]]))
+    # A process that gives itself a title puts all of it into its first word.
+    program, space, rest = words.partition(b" ")
+    return _shown((os.path.basename(program) or program) + space + rest)
 
 
 def _shown(raw: bytes) -> str:

@@ -3,6 +3,8 @@ and a slow connection keeps up."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
 import sys
@@ -13,11 +15,16 @@ from types import FrameType
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # a page of its own, no cursor, lines do not wrap
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that know how
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Screen:
     def __init__(self) -> None:
         self._shown: list[str] = []
+        self._size = (0, 0)
+
+    def forget(self) -> None:
+        """The terminal shows something else by now."""
         self._size = (0, 0)
 
     def draw(self, lines: Sequence[str]) -> None:
@@ -27,7 +34,7 @@ class Screen:
             sys.stdout.write("\x1b[2J")
         page = fitting(lines, size.lines)
         changed = [
-            f"\x1b[{number};1H{line}\x1b[K"
+            f"\x1b[{number};1H{line}{_rest(line, size.columns)}"
             for number, line in enumerate(page, 1)
             if number > len(self._shown) or self._shown[number - 1] != line
         ]
@@ -36,6 +43,11 @@ class Screen:
             sys.stdout.write(f"{_BEGIN}{''.join(changed)}{rest}{_END}")
             sys.stdout.flush()
         self._shown = page
+
+
+def _rest(line: str, columns: int) -> str:
+    """Erases what stood there. A full line leaves the cursor on its last letter, not after it."""
+    return "\x1b[K" if len(_STYLE.sub("", line)) < columns else ""
 
 
 def fitting(lines: Sequence[str], height: int) -> list[str]:
@@ -47,16 +59,26 @@ def fitting(lines: Sequence[str], height: int) -> list[str]:
 
 @contextmanager
 def screen() -> Iterator[Screen]:
-    """Whatever ends it, the terminal is as it was."""
+    """Whatever ends or stops it, the terminal is as it was."""
+    drawn = Screen()
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    def stop(number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z, until `fg`. Past Python's own buffer, which may be in use."""
+        os.write(sys.stdout.fileno(), _LEAVE.encode())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.write(sys.stdout.fileno(), _ENTER.encode())
+        drawn.forget()
+
+    handlers = ((signal.SIGTERM, end), (signal.SIGTSTP, stop))
+    before = {number: signal.signal(number, does) for number, does in handlers}
     sys.stdout.write(_ENTER)
     try:
-        yield Screen()
+        yield drawn
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, did in before.items():
+            signal.signal(number, did)
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()

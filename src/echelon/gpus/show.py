@@ -8,15 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from echelon.errors import Exit
 from echelon.gpus import choose
-from echelon.gpus.lines import plain_lines
 from echelon.gpus.look import Machine
 from echelon.gpus.snapshot import VERSION, Node, to_dict
-from echelon.gpus.table import painted, table
-from echelon.letters import plain
 
 _PATIENCE_S = 3.0
 """For the first answers, before those that came are shown."""
@@ -24,8 +21,7 @@ _PATIENCE_S = 3.0
 Look = Callable[[], list[Node]]
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """As it was typed."""
 
     users: tuple[str, ...] = ()
@@ -44,7 +40,8 @@ def show(wanted: Wanted) -> int:
         if not any(node.gpus for node in nodes) and not (wanted.every_s and _is_elsewhere(wanted)):
             return _no_gpu(nodes, wanted)
         choose.require_there(wanted.gpus, [len(node.gpus) for node in nodes])
-        choose.require_known(wanted.users, nodes)
+        if not _is_elsewhere(wanted):  # who has an account there cannot be known here
+            choose.require_known(wanted.users, nodes)
         if wanted.every_s is None:
             _print(_chosen(nodes, wanted), wanted)
             return Exit.OK
@@ -63,7 +60,9 @@ def show_free(count: int | None, wanted: Wanted) -> int:
         asked = f"{count} are wanted, but " if count else ""
         some = f"only {len(found)} is" if len(found) == 1 else f"only {len(found)} are"
         here = some if found else "none is"
-        print(f"{asked}{here} idle; `echelon gpus` shows who uses them", file=sys.stderr)
+        among = " among those that CUDA_VISIBLE_DEVICES leaves"
+        among = among if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        print(f"{asked}{here} idle{among}; `echelon gpus` shows who uses them", file=sys.stderr)
         return Exit.BUSY
     chosen = found[:count]
     print(json.dumps({"version": VERSION, "free": chosen}) if wanted.as_json else ",".join(chosen))
@@ -155,12 +154,18 @@ def _print(nodes: Sequence[Node], wanted: Wanted) -> None:
     if sys.stdout.isatty():
         lines = _drawn(nodes, wanted)
     else:
+        from echelon.gpus.lines import plain_lines
+        from echelon.letters import plain
+
         lines = [*map(plain, plain_lines(nodes))] or _nobody(wanted)
     print("\n".join(lines), flush=True)
 
 
 def _drawn(nodes: Sequence[Node], wanted: Wanted, clock: str = "") -> list[str]:
     import shutil  # takes longer to import than all lines of a pipe take
+
+    from echelon.gpus.table import painted, table
+    from echelon.letters import plain
 
     width = shutil.get_terminal_size().columns
     colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -1,9 +1,11 @@
-"""What was seen in one look: frozen values, the same from here and from another machine."""
+"""What was seen in one look: frozen values, the same from here and from another machine.
+
+Named tuples, as everywhere on the way to a look: importing dataclasses takes longer than looking.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from echelon.gpus.nvml import Memory
 
@@ -19,8 +21,7 @@ _NOISE_PERCENT = 5
 """So much may come of looking."""
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process on a GPU. None: it cannot be known from here."""
 
     pid: int | None
@@ -37,11 +38,10 @@ class Process:
     """Whether its run is over."""
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A part of a GPU that MIG has cut up."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     uuid: str | None
     name: str | None
     memory_used_bytes: int | None
@@ -50,9 +50,8 @@ class Slice:
     idle: bool
 
 
-@dataclass(frozen=True)
-class Gpu:
-    index: int
+class Gpu(NamedTuple):
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     uuid: str | None = None
     name: str | None = None
     fault: str | None = None
@@ -76,8 +75,7 @@ class Gpu:
         return self.processes + tuple(p for part in self.slices for p in part.processes)
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A machine."""
 
     host: str
@@ -103,16 +101,16 @@ def is_idle(processes: int | None, memory: Memory | None, use: int | None) -> bo
 
 
 def to_dict(node: Node) -> dict[str, Any]:
-    return vars(node) | {"gpus": [_gpu_to_dict(gpu) for gpu in node.gpus]}
+    return node._asdict() | {"gpus": [_gpu_to_dict(gpu) for gpu in node.gpus]}
 
 
 def _gpu_to_dict(gpu: Gpu) -> dict[str, Any]:
-    slices = [vars(part) | {"processes": _dicts(part.processes)} for part in gpu.slices]
-    return vars(gpu) | {"slices": slices, "processes": _dicts(gpu.processes)}
+    slices = [part._asdict() | {"processes": _dicts(part.processes)} for part in gpu.slices]
+    return gpu._asdict() | {"slices": slices, "processes": _dicts(gpu.processes)}
 
 
 def _dicts(processes: tuple[Process, ...]) -> list[dict[str, Any]]:
-    return [dict(vars(process)) for process in processes]
+    return [process._asdict() for process in processes]
 
 
 def from_dict(told: dict[str, Any]) -> Node:

@@ -43,11 +43,14 @@ def table(nodes: Sequence[Node], width: int, me: str = "", clock: str = "") -> l
 
 def _clipped(line: Line, width: int) -> Line:
     """A line that wraps would push the rest off the screen."""
+    if sum(len(text) for text, _ in line) <= width:
+        return line
     clipped: Line = []
+    left = width - 1
     for text, style in line:
-        clipped.append((text[:width], style))
-        width = max(0, width - len(text))
-    return clipped
+        clipped.append((text[:left], style))
+        left = max(0, left - len(text))
+    return [*clipped, ("…", "")]
 
 
 def _heading(node: Node, width: int, clock: str) -> Line:
@@ -80,7 +83,7 @@ def _cut(text: str, width: int) -> str:
 
 def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
     yield _gpu_row(gpu, layout)
-    indent = " " * (layout.index + 2)
+    indent = " " * (layout.number + 2)
     if not gpu.processes_told:
         yield [(cut(f"{indent}processes are not told: no permission", layout.width), "yellow")]
     for process in gpu.processes:
@@ -92,11 +95,11 @@ def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
 
 
 def _gpu_row(gpu: Gpu, layout: Layout) -> Line:
-    index = (f"{gpu.index:>{layout.index}}", "bold cyan")
+    index = (f"{gpu.index:>{layout.number}}", "bold cyan")
     name = cut(words.model(gpu.name), layout.model or 1)
     if gpu.fault:
         before = f"  {name:<{layout.model}}" if layout.model else ""
-        room = layout.width - layout.index - len(before)
+        room = layout.width - layout.number - len(before)
         return [index, (before, ""), (_cut(f"  {gpu.fault}", room), "bold red")]
     line: Line = [index]
     if layout.model:
@@ -118,13 +121,13 @@ def _gpu_row(gpu: Gpu, layout: Layout) -> Line:
 def _slice_row(part: Slice, layout: Layout) -> Line:
     """Its memory stands under the GPU's."""
     bars = 2 * (layout.bar + 1) if layout.bar else 0
-    until = layout.index + layout.model + 2 * bool(layout.model) + 2 + layout.use + 2 + bars
+    until = layout.number + layout.model + 2 * bool(layout.model) + 2 + layout.use + 2 + bars
     name = f"  MIG {part.index}  {words.slice_model(part.name)}"
-    name = name if len(name) < until - layout.index else f"  MIG {part.index}"
+    name = name if len(name) < until - layout.number else f"  MIG {part.index}"
     memory = words.memory(part.memory_used_bytes, part.memory_total_bytes)
-    space = " " * layout.index
+    space = " " * layout.number
     return [
-        (f"{space}{name:<{max(len(name) + 1, until - layout.index)}}", "cyan"),
+        (f"{space}{name:<{max(len(name) + 1, until - layout.number)}}", "cyan"),
         (f"{memory:>{layout.memory}}", ""),
     ]
 

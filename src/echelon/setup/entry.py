@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import pwd
 import re
 import secrets
 from collections.abc import Iterator
@@ -13,6 +15,20 @@ from echelon.config.check import host_is_plain
 from echelon.errors import EchelonError, Fault
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_WITH_PORT = re.compile(r"(.*@)?([^@:]+|\[[^\]]+\]):(\d+)")
+_LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)")
+_MOST_INCLUDED = 16
+"""As ssh has it."""
+
+
+def home() -> Path:
+    """As ssh takes it, whatever HOME says."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        raise EchelonError(
+            Fault(f"the user {os.getuid()} has no entry in /etc/passwd, which ssh needs", "add one")
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -34,9 +50,14 @@ class Entry:
 def read(host: str, user: str | None, port: int | None, alias: str | None, key: Path) -> Entry:
     """What was typed, or every fault in it: these words become lines that ssh obeys."""
     faults = []
+    if with_port := _WITH_PORT.fullmatch(host):
+        host, typed = f"{with_port[1] or ''}{with_port[2]}", int(with_port[3])
+        if port not in (None, typed):
+            faults.append(Fault(f"{host}:{typed} and --port {port} are two ports", "leave one out"))
+        port = typed
     if not host_is_plain(host):
         faults.append(
-            Fault(f"{host!r} is no name or address of a host", "give HOST or USER@HOST, and --port")
+            Fault(f"{host!r} is no name or address of a host", "give HOST, USER@HOST or HOST:PORT")
         )
     at_user, _, name = host.rpartition("@")
     if at_user and user and at_user != user:
@@ -65,20 +86,25 @@ def existing(config: Path, alias: str) -> str | None:
     for file in _files(config):
         lines = _lines(file)
         for number, line in enumerate(lines):
-            word, _, rest = line.strip().partition(" ")
-            if word.lower() == "host" and alias in rest.replace('"', "").split():
+            if alias in _words(line, "host"):
                 end = next((i for i in range(number + 1, len(lines)) if _begins(lines[i])), None)
                 return f"# {file}\n" + "\n".join(lines[number:end]).rstrip() + "\n"
     return None
 
 
 def _begins(line: str) -> bool:
-    return line.strip().lower().startswith(("host ", "match "))
+    return bool(_words(line, "host") or _words(line, "match"))
+
+
+def _words(line: str, keyword: str) -> list[str]:
+    """What follows a keyword; nothing in a line with another."""
+    match = _LINE.fullmatch(line)
+    return match[2].replace('"', "").split() if match and match[1].lower() == keyword else []
 
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(errors="replace").replace("\t", " ").splitlines()
+        return file.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -90,15 +116,16 @@ def _lines(file: Path) -> list[str]:
         ) from None
 
 
-def _files(config: Path) -> Iterator[Path]:
+def _files(config: Path, depth: int = 0) -> Iterator[Path]:
     yield config
+    if depth == _MOST_INCLUDED:
+        return
     for line in _lines(config):
-        word, _, rest = line.strip().partition(" ")
-        if word.lower() == "include":
-            for pattern in rest.replace('"', "").split():
-                where = Path(os.path.expanduser(pattern))
-                base = where if where.is_absolute() else config.parent / where
-                yield from sorted(base.parent.glob(base.name))
+        for pattern in _words(line, "include"):
+            # Relative to ~/.ssh, wherever the file itself is.
+            where = home() / ".ssh" / re.sub(r"^~/", f"{home()}/", pattern)
+            for file in sorted(glob.glob(str(where))):
+                yield from _files(Path(file), depth + 1)
 
 
 def append(config: Path, text: str) -> None:
@@ -107,19 +134,19 @@ def append(config: Path, text: str) -> None:
     real = Path(os.path.realpath(config))
     try:
         make_folder(real.parent)
-        before = real.read_text() if real.exists() else ""
-        gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
+        before = real.read_bytes() if real.exists() else b""
+        gap = b"" if not before else b"\n" if before.endswith(b"\n") else b"\n\n"
         mode = real.stat().st_mode & 0o777 if real.exists() else 0o600
         beside = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(handle, "w") as file:
-            file.write(before + gap + text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(before + gap + text.encode())
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         beside.replace(real)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
         raise EchelonError(
             Fault(f"{config} cannot be written: {reason.lower()}", "put the entry there by hand")
         ) from None

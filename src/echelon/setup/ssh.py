@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import pwd
 import shlex
 import subprocess
 import sys
@@ -23,8 +22,10 @@ from echelon.setup import entry as entries
 from echelon.setup import key as keys
 from echelon.setup.entry import Entry
 
+_OPTIONS = ("-T", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 _CONNECT_S = 60.0
 _DOCTOR_S = 300.0
+_SSH_FAILS = 255
 _INSTALL = """umask 077
 mkdir -p ~/.ssh && cd ~/.ssh && touch authorized_keys && IFS= read -r key &&
 { grep -qxF "$key" authorized_keys || printf '%s\n' "$key" >> authorized_keys; }
@@ -49,9 +50,9 @@ class Wanted:
 
 
 def setup_ssh(wanted: Wanted) -> int:
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # as ssh does, whatever HOME says
-    config = Path(wanted.config).absolute() if wanted.config else home / ".ssh" / "config"
-    key = Path(wanted.key).expanduser().absolute() if wanted.key else _usual_key(home)
+    usual = entries.home() / ".ssh"
+    config = Path(wanted.config).expanduser().absolute() if wanted.config else usual / "config"
+    key = Path(wanted.key).expanduser().absolute() if wanted.key else usual / "id_ed25519"
     entry = entries.read(wanted.host, wanted.user, wanted.port, wanted.alias, key)
     launch = Launch(kind="ssh", ssh=_ssh_command(wanted.config, config))
     remote.require_ssh(launch)
@@ -68,10 +69,6 @@ def setup_ssh(wanted: Wanted) -> int:
         _install(launch, entry)
     _log_in(launch, entry, bool(there))
     return _report(launch, entry)
-
-
-def _usual_key(home: Path) -> Path:
-    return home / ".ssh" / "id_ed25519"
 
 
 def _ssh_command(given: str | None, config: Path) -> str:
@@ -98,10 +95,14 @@ def _agreed(entry: Entry, config: Path, yes: bool) -> bool:
             file=sys.stderr,
         )
         return False
-    if input("write it? [y/N] ").strip().lower() in ("y", "yes"):
-        return True
-    print("nothing was written", file=sys.stderr)
-    return False
+    try:
+        answer = input("write it? [y/N] ").strip().lower()
+    except EOFError:
+        answer = ""
+        print()
+    if answer not in ("y", "yes"):
+        print("nothing was written", file=sys.stderr)
+    return answer in ("y", "yes")
 
 
 def _write(entry: Entry, config: Path) -> None:
@@ -155,8 +156,8 @@ def _require_read(launch: Launch, entry: Entry, config: Path) -> None:
 def _install(launch: Launch, entry: Entry) -> None:
     """By whatever lets one in now: a password at the terminal, another key, an agent."""
     public = keys.public(entry.key)
-    words = [*remote.ssh_words(launch), "-o", "IdentitiesOnly=no", "-o", "ConnectTimeout=10"]
-    words += ["-T", "--", entry.alias, shlex.join(["sh", "-c", _INSTALL])]
+    words = [*remote.ssh_words(launch), "-o", "IdentitiesOnly=no", *_OPTIONS]
+    words += ["--", entry.alias, shlex.join(["sh", "-c", _INSTALL])]
     done = subprocess.run(words, input=public + "\n", text=True, stderr=subprocess.PIPE)
     if done.returncode:
         raise EchelonError(
@@ -172,19 +173,21 @@ def _install(launch: Launch, entry: Entry) -> None:
 
 
 def _log_in(launch: Launch, entry: Entry, was_there: bool) -> None:
-    """At a terminal ssh may ask whether the host's key is right; nobody else can know."""
+    """At a terminal ssh may ask whether the host's key is right; nobody else can know, and to find
+    out takes a person as long as it takes."""
     if not was_there:
         print(f"the public key, for a provider's page:\n\n{_shown(keys.public(entry.key))}")
     sys.stdout.flush()
-    ask = [] if sys.stdin.isatty() else ["-o", "BatchMode=yes"]
-    words = [*remote.ssh_words(launch), *ask, "-T", "-o", "ConnectTimeout=10", "--", entry.alias]
+    asks = sys.stdin.isatty()
+    ask = [] if asks else ["-o", "BatchMode=yes"]
+    words = [*remote.ssh_words(launch), *ask, *_OPTIONS, "--", entry.alias]
     try:
         done = subprocess.run(
             [*words, "true"],
-            stdin=None if sys.stdin.isatty() else subprocess.DEVNULL,
+            stdin=None if asks else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=_CONNECT_S,
+            timeout=None if asks else _CONNECT_S,
         )
     except subprocess.TimeoutExpired:
         raise _closed(launch, entry, f"no answer within {_CONNECT_S:g} s") from None
@@ -193,7 +196,7 @@ def _log_in(launch: Launch, entry: Entry, was_there: bool) -> None:
 
 
 def _closed(launch: Launch, entry: Entry, said: str) -> EchelonError:
-    words = remote.last_words(said) or "ssh says nothing"
+    words = remote.last_words(said, 1) or "ssh says nothing"
     if "host key" in said.lower():
         hint = f"type `{launch.ssh} {entry.alias}` once, and compare the fingerprint it shows"
         what = f"ssh does not know the key of {entry.alias}: {words}"
@@ -236,7 +239,10 @@ def _ask(launch: Launch, entry: Entry) -> list[Verdict]:
     try:  # a login may print words of its own before
         told: dict[str, Any] = json.loads(text[text.index("{") :])
     except ValueError:
-        said = remote.last_words(done.stderr.decode(errors="replace")) or "it said nothing"
+        said = remote.last_words(done.stderr.decode(errors="replace"), 1) or "it said nothing"
+        if done.returncode == _SSH_FAILS:  # but it let one in before, at a terminal
+            hint = f"ssh-add {shlex.quote(str(entry.key))}: launch=ssh cannot answer questions"
+            return [Verdict("login", FAIL, f"not without a question: {said}", hint)]
         hint = f"install Python there, at {sys.executable} as here: launch=ssh starts it"
         return [Verdict("python", FAIL, f"no Python answers: {said}", hint)]
     if "checks" in told:

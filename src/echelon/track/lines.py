@@ -12,6 +12,12 @@ Line = dict[str, Any]
 
 _AXES = ("step", "epoch", "samples")
 _CLOCK = "time"
+SPEED = (
+    *("samples_per_s", "step_ms", "data_ms", "compute_ms", "communication_ms", "optimizer_ms"),
+    *("mfu", "memory_gb", "slowest_rank", "slowest_x"),
+)
+"""How fast it went and not how well: no two runs have the same, and a line has what was measured
+since the last one."""
 
 
 class Tracker(Protocol):
@@ -36,6 +42,25 @@ def curves(line: Line) -> dict[str, float]:
         for key, value in line.items()
         if key not in (*_AXES, _CLOCK)
     }
+
+
+def pace(line: Line) -> list[str]:
+    """How fast it goes, for a person: the most telling first."""
+    told = []
+    if "samples_per_s" in line:
+        told.append(f"{line['samples_per_s']:,.0f} samples/s")
+    if "step_ms" in line:
+        told.append(f"{three_digits(line['step_ms'])} ms/step")
+    if "mfu" in line:
+        told.append(f"MFU {line['mfu']:.0%}")
+    if "memory_gb" in line:
+        told.append(f"{three_digits(line['memory_gb'])} GB")
+    return told
+
+
+def three_digits(value: float) -> str:
+    """0.0123, 1.23, 123, 12,345."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def better(value: float, best: float | None, best_is: str) -> bool:

@@ -7,8 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from echelon.track.lines import pace
+
 _LINE_EVERY_S = 2.0
 _DRAW_EVERY_S = 0.1
+_LEAST_BAR = 8
+_CLOCK_TIME = "0:00:00"
+"""What the remaining time may take."""
 
 
 def screen(kind: str, total_steps: int, step: int) -> Screen:
@@ -28,30 +33,42 @@ class Screen:
     def __init__(self, total_steps: int = 0, step: int = 0) -> None:
         self.total = total_steps
         self.next_draw = 0.0
-        self.latest: dict[str, Any] | None = None
+        self.latest: dict[str, Any] = {}
 
     def progress(self, line: dict[str, Any]) -> None:
-        """A line of training metrics, drawn at most so often."""
-        self.latest = line
+        """A line of training metrics, drawn at most so often, with the last of what it has not."""
+        self.latest.update(line)
         now = time.monotonic()
         if now >= self.next_draw:
             self.next_draw = now + self.draw_every_s
-            self.draw(line)
+            self.draw(self.latest)
 
     def draw(self, line: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
+def fitted(texts: list[str], room: int) -> str:
+    """As many of them as there is room for."""
+    shown = ""
+    for text in texts:
+        longer = f"{shown}  {text}" if shown else text
+        if len(longer) > room:
+            break
+        shown = longer
+    return shown
+
+
+def _loss(line: dict[str, Any]) -> str:
+    return f"loss {line['loss']:.5g}"
+
+
 class Lines(Screen):
     draw_every_s = _LINE_EVERY_S
 
     def draw(self, line: dict[str, Any]) -> None:
-        print(
-            f"step {line['step']}/{self.total}  epoch {line['epoch']}  loss {line['loss']:.5g}  "
-            f"{line['samples_per_s']:,.0f} samples/s",
-            file=sys.stderr,
-        )
+        step = f"step {line['step']}/{self.total}"
+        print(step, f"epoch {line['epoch']}", _loss(line), *pace(line), sep="  ", file=sys.stderr)
 
 
 class Bar(Screen):
@@ -66,8 +83,8 @@ class Bar(Screen):
             TextColumn("[bold]epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
-            TextColumn("[cyan]loss {task.fields[loss]}"),
-            TextColumn("[dim]{task.fields[speed]} samples/s"),
+            TextColumn("[cyan]{task.fields[loss]}"),
+            TextColumn("[dim]{task.fields[pace]}"),
             TimeRemainingColumn(compact=True),
             console=Console(file=sys.__stderr__),
             redirect_stdout=False,  # train.output brings what is printed to `show`
@@ -75,18 +92,20 @@ class Bar(Screen):
             auto_refresh=False,  # drawn by us: a thread would wake up beside every training step
         )
         self._task = self._bar.add_task(
-            "", total=total_steps, completed=step, epoch="…", loss="…", speed="…"
+            "", total=total_steps, completed=step, epoch="…", loss="", pace=""
         )
         self._bar.start()
         self.show = self._show
 
     def draw(self, line: dict[str, Any]) -> None:
+        said = [f"epoch {line['epoch']}", f"{line['step']}/{self.total}", _loss(line), _CLOCK_TIME]
+        room = self._bar.console.width - _LEAST_BAR - sum(len(text) + 1 for text in said)
         self._bar.update(
             self._task,
             completed=line["step"],
             epoch=line["epoch"],
-            loss=f"{line['loss']:.5g}",
-            speed=f"{line['samples_per_s']:,.0f}",
+            loss=_loss(line),
+            pace=fitted(pace(line), room),
         )
         self._bar.refresh()
 
@@ -94,6 +113,6 @@ class Bar(Screen):
         self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
-        if self.latest is not None:
+        if self.latest:
             self.draw(self.latest)
         self._bar.stop()

@@ -24,8 +24,10 @@ from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group, PeerFailed
 from echelon.train.optimizers import Ways
+from echelon.train.profile import Profile
 from echelon.train.replica import Replica, Wishes
 from echelon.train.schedule import Schedule
+from echelon.train.speed import Speed
 from echelon.train.state import collect
 from echelon.train.stop import Stop
 from echelon.train.writer import Saved, Writer
@@ -79,6 +81,8 @@ class Training:
     ways: Ways
     schedule: Schedule = field(init=False)
     replica: Replica | ShardedReplica = field(init=False)
+    speed: Speed = field(init=False)
+    profile: Profile | None = None
     trackers: tuple[Tracker, ...] = ()
     screen: Screen = field(default_factory=Screen)
     writer: Writer | ShardedWriter | None = None
@@ -105,7 +109,7 @@ class Training:
         self.total_steps = (
             trainer.steps if trainer.steps is not None else epochs * self.steps_per_epoch
         )
-        self._since = (time.monotonic(), self.samples)
+        self.speed = Speed([self.device])
         self._minutes = dict.fromkeys(("save", "evaluate"), time.monotonic())
 
     def take_up(self, info: dict[str, Any]) -> None:
@@ -113,7 +117,6 @@ class Training:
         self.step = self.saved_step = info["step"]
         self.samples, self.best, self.last_saved = info["samples"], info["best"], info["folder"]
         self._losses, self._evaluated_step = info["losses"], info["evaluated_step"]
-        self._since = (time.monotonic(), self.samples)
         batch_size = self.config.trainer.batch_size
         if self.samples % self.size % batch_size:
             raise EchelonError(
@@ -141,7 +144,8 @@ class Training:
         )
         first = offset // size
         left = self.size - offset
-        for batch in self.source.batches(order, first, self.device):
+        batches = self.source.batches(order, first, self.device)
+        for batch in self.speed.feed(batches, self.replica):
             total = min(size, left)
             left -= total
             yield batch, total
@@ -151,6 +155,8 @@ class Training:
         self.samples += total
         self.pulse.step = self.step
         self.pulse.beat()
+        if self.profile is not None and self.profile.advance(self.step):
+            self.speed.restart(self.step, self.samples)
 
     def wishes(self) -> Wishes:
         """Clocks differ between ranks, so rank 0's counts; a signal may reach any rank."""
@@ -232,15 +238,13 @@ class Training:
 
     def log(self) -> None:
         """A line of metrics is due for this step; its loss comes with the next look."""
-        now, (then, samples) = time.monotonic(), self._since
-        self._since = (now, self.samples)
         line = {
             "step": self.step,
             "epoch": self.epoch,
             "samples": self.samples,
             "loss": math.nan,
             "lr": self.schedule.rate,
-            "samples_per_s": round((self.samples - samples) / max(1e-9, now - then), 1),
+            **self.speed.line(self.step, self.samples),
             "time": round(time.time(), 3),
         }
         self._marked.append(line)
@@ -268,7 +272,7 @@ class Training:
             shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
             print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
         self.pulse.beat()
-        self._since = (time.monotonic(), self.samples)
+        self.speed.restart(self.step, self.samples)
 
     def _track(self, line: Line) -> None:
         for tracker in self.trackers:

@@ -25,10 +25,12 @@ from echelon.train.loop import Training
 from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
+from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
 from echelon.train.shards import ShardedWriter, collect_rows, collect_whole, folder_is_shared
+from echelon.train.speed import speed_of
 from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
@@ -50,6 +52,7 @@ def prepare(
     seed_all(config.seed)  # the same weights on every rank
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
+    speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     sharded = config.replica.kind == "fsdp"
     # Shards go to their device block by block, as all of them together need not fit.
     stages = [] if sharded else _place(experiment, config, world, by_hand)
@@ -78,6 +81,10 @@ def prepare(
     # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = Schedule(trainer, training.total_steps, experiment)
     _go_on(training)
+    training.profile = profile_of(
+        trainer.profile, training.step, training.total_steps, run.traces, world.rank, device
+    )
+    training.speed = speed
     fuse(experiment, device)
     if world.rank == 0:
         training.writer = Writer(run.snapshots, trainer.keep_last)
@@ -92,6 +99,7 @@ def prepare(
         training.trackers = trackers(config, run, training.step)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
+    training.speed.restart(training.step, training.samples)
     return training
 
 

@@ -30,6 +30,7 @@ from echelon.train.compiled import Compiled
 from echelon.train.experiment import Experiment, Predict, predict_default
 from echelon.train.graph import RING
 from echelon.train.precision import Precision
+from echelon.train.speed import Moments
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
 from echelon.world import World
 
@@ -71,6 +72,7 @@ class Replica:
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self._optimize = _Unlabelled(experiment.optimizer)
         self._pending: list[Tensor] = []
+        self.sampled: Moments | None = None
         self._wishes = Wishes()
         tables = tables_of(experiment.model)
         self._objective = _Objective(experiment, device, list(tables.values()), precision)
@@ -97,11 +99,14 @@ class Replica:
     def step(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._keep(wishes)
-        if self.capture is not None and self.capture.replayed(batch, total):
-            return
-        self._pending += self._captured_so_far()
-        self._pending.append(self._backward(batch.data, batch.mine, total))
-        self._update()
+        if self.capture is None or not self.capture.replayed(batch, total):
+            self._pending += self._captured_so_far()
+            self._pending.append(self._backward(batch.data, batch.mine, total))
+            if self.sampled is not None:
+                self.sampled.put("reduced")
+            self._update()
+        if self.sampled is not None:
+            self.sampled.put("stepped")
 
     def whole_step(self, data: Any, mine: int, total: int) -> Tensor:
         """The step as a graph holds it: on this device alone, but for one all-reduce."""
@@ -193,6 +198,8 @@ class Replica:
             with nullcontext() if last else _no_sync(module):
                 loss = module(piece, weight)
                 self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+                if self.sampled is not None and self.world_size > 1:
+                    self.sampled.watch(loss)
                 loss.backward()
 
     def _agreed(self) -> Tensor:

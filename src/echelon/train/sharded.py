@@ -29,6 +29,7 @@ from echelon.train.experiment import Experiment, predict_default
 from echelon.train.pieces import row_range
 from echelon.train.precision import Precision
 from echelon.train.replica import Told, Wishes, _pieces, _read
+from echelon.train.speed import Moments
 from echelon.world import World
 
 _READ_EVERY_CUDA = 16
@@ -202,10 +203,18 @@ class ShardedReplica:
         self._wished = Wishes()
         self._signal = torch.zeros(len(Wishes()) + 1, device=device)
         self._pending: list[Tensor] = []
+        self.sampled: Moments | None = None
 
     def step(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._backward(batch, total, wishes)
+        if self.sampled is not None:
+            self.sampled.put("reduced")
+        self._update()
+        if self.sampled is not None:
+            self.sampled.put("stepped")
+
+    def _update(self) -> None:
         optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)

@@ -28,6 +28,7 @@ from echelon.runs import Run, launch_id
 from echelon.track.summary import summary, titled
 from echelon.train.group import Group, PeerFailed, meet
 from echelon.train.loop import Training, train
+from echelon.train.memory import explained, out_of_memory
 from echelon.train.output import Output
 from echelon.train.prepare import prepare
 from echelon.train.stop import Stop
@@ -159,6 +160,8 @@ class Rank:
             told = self.group.first_failure(_WAIT_FOR_CAUSE_S)
             if told is not None:
                 return told
+        if self.group is not None and (full := out_of_memory(error)):
+            error = explained(full, self.config, self.group.world, self.folder, self.training)
         step = self.pulse.step if self.training is not None else None
         return failures.from_exception(error, self.number, step)
 

@@ -19,15 +19,16 @@ from typing import Any
 from echelon.jobs.standing import tail
 from echelon.runs import Run
 from echelon.track import jsonl
+from echelon.track.lines import SPEED
 from echelon.view.record import Record, is_number
 
 AXES = ("step", "epoch", "samples", "time")
 _NOT_CURVES = {"step", "epoch", "samples", "time"}
-_ON_REQUEST = {"lr", "samples_per_s"}
+_ON_REQUEST = {"lr", *SPEED}
 """Drawn only when they are named."""
 _HIGHER_IS_BETTER = re.compile(
     r"(?<![a-z])(acc|accuracy|auc|auroc|auprc|f1|recall|precision|ndcg|mrr|map|hits?|r2|bleu"
-    r"|rouge[a-z]?|m?iou|dice|psnr|ssim|corr|correlation|pearson|spearman|(f1|r2)?scores?)(?![a-z])"
+    r"|rouge[a-z]?|m?iou|dice|psnr|ssim|mfu|samples_per_s|corr|correlation|pearson|spearman|(f1|r2)?scores?)(?![a-z])"
 )
 """Whole words: `mape` and `accumulated_error` are errors."""
 _NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")

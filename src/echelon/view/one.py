@@ -20,6 +20,7 @@ from echelon.errors import Exit
 from echelon.jobs.table import STYLES, UNBROKEN, columns
 from echelon.letters import beyond_ascii, cut, duration, plain
 from echelon.runs import Run
+from echelon.track.lines import SPEED, pace, three_digits
 from echelon.track.summary import short, spoken
 from echelon.view.canvas import ASCII, BRAILLE, Panel, beside, drawn
 from echelon.view.listing import digits
@@ -37,6 +38,7 @@ _HEIGHT = 9
 _PANELS = 6
 _PIPED = 80
 _INDENT = 12
+_RECENT = 8
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def _print_head(seen: Seen, screen: Console, width: int) -> None:
         "when": _when(seen),
         "where": _where(record),
         "progress": _progress(seen),
+        "speed": _speed(seen.metrics),
         "settings": spelled(changed(record)),
     }
     for name, value in rows.items():
@@ -187,19 +190,35 @@ def _counted(count: int, what: str) -> str:
 
 
 def _progress(seen: Seen) -> str:
-    total, lines = seen.record.count("total_steps"), seen.metrics.lines
+    total = seen.record.count("total_steps")
     if seen.step is None:
         return ""
-    of = f"{seen.step} of {total} steps" if total else f"step {seen.step}"
-    pace = f", {lines[-1]['samples_per_s']:,.0f} samples/s at the last look" if lines else ""
-    return of + pace
+    return f"{seen.step} of {total} steps" if total else f"step {seen.step}"
+
+
+def _speed(metrics: Metrics) -> str:
+    """By the last lines; a part of a step is the mean of what was sampled there, since a step by
+    itself says little."""
+    last = {name: metrics.curves[name].values[-1] for name in SPEED if name in metrics.curves}
+    if not last:
+        return ""
+    parts = {}
+    for part in ("data", "compute", "communication", "optimizer"):
+        if curve := metrics.curves.get(f"{part}_ms"):
+            recent = curve.values[-_RECENT:]
+            parts[part] = sum(recent) / len(recent)
+    of = ", ".join(f"{part} {three_digits(ms)}" for part, ms in parts.items())
+    text = ", ".join(pace(last)) + (f"; of a step: {of} ms" if of else "")
+    if last.get("slowest_x", 0) >= 1.5:
+        text += f"; rank {last['slowest_rank']:.0f} takes {last['slowest_x']:g} × the median"
+    return text
 
 
 # --- results and curves ---
 
 
 def _results(metrics: Metrics, width: int) -> list[str]:
-    curves = [c for c in metrics.curves.values() if c.name != "samples_per_s"]
+    curves = [c for c in metrics.curves.values() if c.name not in SPEED]
     lines: list[str] = []
     if curves:
         head = ("METRIC", "BEST", "AT STEP", "", "LAST", "AT STEP")

@@ -1,0 +1,240 @@
+"""Memory ran out: what was asked for, what was free, what holds the rest, and what to set.
+
+torch tells the first two in its message. What holds the rest is counted here: parameters, gradients
+and the optimizer's state have the same size in every step; activations grow with the samples that a
+process computes at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.runs import Run
+from echelon.track.summary import short, spoken
+from echelon.train.loop import Training
+from echelon.train.snapshots import listed
+from echelon.world import World
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT = r"([0-9.]+) (bytes|KiB|MiB|GiB|TiB)"
+_TRIED = re.compile(r"tried to allocate " + _AMOUNT, re.IGNORECASE)
+_FREE = re.compile(rf"total capacity of {_AMOUNT} of which {_AMOUNT} is free")
+_UNUSED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")
+_VARIABLE = re.compile(r"PYTORCH_[A-Z_]*ALLOC_CONF")
+_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
+_SIGNS = (
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "cuda error: out of memory",
+    "cublas_status_alloc_failed",
+)
+"""Of the errors that torch has no class for."""
+_BREAK = "\n        "
+
+
+def out_of_memory(error: BaseException) -> BaseException | None:
+    """The error itself, or the one it came from, where that is what happened."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower()
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError):
+            return seen
+        if isinstance(seen, RuntimeError) and any(sign in text for sign in _SIGNS):
+            return seen
+        seen = seen.__cause__
+    return None
+
+
+def explained(
+    error: BaseException, config: Config, world: World, run: Run | None, training: Training | None
+) -> EchelonError:
+    """In sentences: for the person whose model it is, who knows its traceback by heart."""
+    on_gpu = torch.device(world.devices[0]).type == "cuda"
+    held = Held.of(training)
+    evaluating = any(f.name == "evaluate" for f in traceback.extract_tb(error.__traceback__))
+    what = [_asked(str(error), world, on_gpu), *held.told(_share(config, world), on_gpu)]
+    ways = list(_ways(config, world, held, evaluating, on_gpu))
+    if unused := _unused(str(error)):
+        what.append(f"{size(unused)} more lie in pieces too small")
+        variable = found[0] if (found := _VARIABLE.search(str(error))) else _ALLOC_CONF
+        ways.append(f"{variable}=expandable_segments:True before the command")
+    do = ["any of these needs less:", *ways]
+    if run is not None:
+        do.append(_stands(config, world, run, training))
+    return EchelonError(Fault("; ".join(what), _BREAK.join(do)), exit=Exit.FAILED)
+
+
+def size(count: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+# --- what was asked for, and what was there ---
+
+
+def _asked(message: str, world: World, on_gpu: bool) -> str:
+    where = f"{world.devices[0]} of rank {world.rank}" if on_gpu else f"rank {world.rank}"
+    tried = _amount(_TRIED.search(message))
+    text = f"out of memory on {where}"
+    if tried is not None:
+        text += f": {size(tried)} were asked for"
+    free, total = _there(message, on_gpu)
+    if total is None or free is None:
+        return text
+    return f"{text}{',' if tried else ':'} {size(free)} of {size(total)} were free"
+
+
+def _there(message: str, on_gpu: bool) -> tuple[float | None, float | None]:
+    """By torch's message, which was true when it failed; by the machine for its own memory."""
+    if found := _FREE.search(message):
+        total, unit, free, free_unit = found.groups()
+        return float(free) * _UNITS[free_unit], float(total) * _UNITS[unit]
+    if on_gpu:
+        return None, None
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _unused(message: str) -> float | None:
+    """What is reserved and in too small pieces, where it is enough to matter."""
+    unused, tried = _amount(_UNUSED.search(message)), _amount(_TRIED.search(message))
+    return unused if unused and tried and unused >= tried else None
+
+
+def _amount(found: re.Match[str] | None) -> float | None:
+    return float(found[1]) * _UNITS[found[2]] if found else None
+
+
+# --- what holds the rest ---
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on this rank; nothing where the training was not built yet."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    data: int = 0
+    peak: int = 0
+
+    @classmethod
+    def of(cls, training: Training | None) -> Held:
+        if training is None:
+            return cls()
+        model, device = training.experiment.model, training.device
+        trained = [p for p in model.parameters() if p.requires_grad]
+        data = getattr(training.source, "tensors", ())
+        return cls(
+            parameters=_bytes(model.parameters()),
+            gradients=_bytes(trained),
+            optimizer=_bytes(_tensors(training.experiment.optimizer.state)),
+            data=_bytes(t for t in data if t.device == device),
+            peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        )
+
+    @property
+    def always(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.data
+
+    def told(self, share: int, on_gpu: bool) -> Iterator[str]:
+        if not self.parameters:
+            return
+        parts = {"parameters": self.parameters, "gradients": self.gradients}
+        parts |= {"optimizer state": self.optimizer, "data": self.data}
+        rest = self.peak - self.always
+        if on_gpu and rest > 0:
+            parts[f"activations of {_samples(share)} at a time, and what else a step needs"] = rest
+        text = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+        yield f"used by {text}"
+        if not on_gpu:
+            yield f"a step computes {_samples(share)} at a time"
+
+
+def _samples(count: int) -> str:
+    return f"{count:,} samples" if count != 1 else "1 sample"
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+
+
+def _bytes(tensors: Any) -> int:
+    """A sharded tensor counts with what lies here."""
+    return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+
+
+def _share(config: Config, world: World) -> int:
+    """Samples that a process computes at a time."""
+    return max(1, config.trainer.batch_size // world.size // config.trainer.accumulate)
+
+
+# --- what to do ---
+
+
+def _ways(
+    config: Config, world: World, held: Held, evaluating: bool, on_gpu: bool
+) -> Iterator[str]:
+    """Those that help most come first: more pieces do not make a model smaller."""
+    trainer, replica = config.trainer, config.replica
+    if evaluating:
+        each = trainer.eval_batch_size or trainer.batch_size
+        if each > 1:
+            yield f"trainer.eval_batch_size={each // 2}"
+    large_model = not held.parameters or held.always > held.peak / 2 > 0
+    for_activations = list(_smaller_steps(config, world, evaluating))
+    if not large_model:
+        yield from for_activations
+    if replica.kind != "fsdp" and (on_gpu or world.size > 1):
+        several = "" if world.size > 1 else " on several GPUs"
+        yield f"replica.kind=fsdp{several} (each holds a shard of the model)"
+    if large_model:
+        yield from for_activations
+    if trainer.precision in ("float32", "tf32") and on_gpu:
+        yield "trainer.precision=bf16 (in a new run: the numbers change)"
+    if trainer.batch_size > world.size:
+        half = max(world.size, trainer.batch_size // 2)
+        yield f"trainer.batch_size={half} (in a new run: the numbers change)"
+
+
+def _smaller_steps(config: Config, world: World, evaluating: bool) -> Iterator[str]:
+    if evaluating:
+        return
+    if _share(config, world) > 1:
+        yield f"{_more_pieces(config)} (the numbers stay)"
+    if not config.replica.checkpoint:
+        yield "replica.checkpoint=true (a third more computation)"
+
+
+def _more_pieces(config: Config) -> str:
+    return f"trainer.accumulate={2 * config.trainer.accumulate}"
+
+
+def _stands(config: Config, world: World, run: Run, training: Training | None) -> str:
+    """Rank 0 lets a save that is under way come to its end."""
+    if training is not None and training.writer is not None:
+        training.pulse.rest()
+        training.writer.wait()
+    kept = listed(run.snapshots)
+    more = _more_pieces(config) if _share(config, world) > 1 else "replica.checkpoint=true"
+    again = f"echelon resume {spoken(run)} {more}"
+    stands = f"the last snapshot, {short(kept[-1])}, is intact" if kept else "no snapshot yet"
+    return f"{stands}: {again}"

@@ -1,0 +1,136 @@
+"""What a person is told of a run that is slow, that is profiled, or whose memory runs out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from helpers import Trained, losses, snapshot_steps, train_config, train_world
+from launching import is_a_sentence_and_a_hint
+from looked_at import experiment
+
+from echelon.config.compose import compose
+from echelon.track import jsonl
+
+PARTS = ("data_ms", "compute_ms", "communication_ms", "optimizer_ms")
+
+
+def trained(folder: Path, ranks: int, *words: str) -> Trained:
+    small = ("trainer.batch_size=8", "trainer.log_steps=4")
+    return train_world(folder, ranks, *small, *words, experiment=experiment)
+
+
+def lines(done: Trained) -> list[dict[str, float]]:
+    return [line for line in jsonl.read(done.run.metrics_file) if "loss" in line]
+
+
+# --- speed ---
+
+
+def test_the_split_of_a_step_in_one_process(tmp_path: Path) -> None:
+    done = trained(tmp_path, 1)
+    assert done.codes == [0], done.said
+    first = lines(done)[0]
+    assert first["step_ms"] > 0
+    assert first["memory_gb"] > 0.01
+    assert "communication_ms" not in first, "there is nobody to talk to"
+    assert "mfu" not in first, "nobody knows the peak of this processor"
+    of_steps = [line for line in lines(done) if "compute_ms" in line]
+    assert of_steps
+    assert all(line.keys() >= {"data_ms", "optimizer_ms"} for line in of_steps)
+
+
+@pytest.mark.slow
+def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
+    done = trained(tmp_path, 3, "slow=1", "trainer.steps=120", "trainer.batch_size=9")
+    assert done.codes == [0, 0, 0], done.said
+    [said] = [line for line in done.said.splitlines() if "× the median" in line]
+    assert said.startswith("rank 1 on ")
+    assert "and all wait for it: of these it computes" in said
+    last = [line for line in lines(done) if "slowest_rank" in line][-1]
+    assert last["slowest_rank"] == 1
+    assert last["slowest_x"] > 1.5
+    split = [line for line in lines(done) if set(PARTS) <= line.keys()]
+    waited = sum(line["communication_ms"] for line in split) / len(split)
+    assert waited > 20, "rank 0's lines: it waits for the 30 ms of the other"
+
+
+@pytest.mark.slow
+def test_the_transformer_trains_alike_in_one_process_and_two(tmp_path: Path) -> None:
+    small = ("samples=64", "eval_samples=8", "trainer.epochs=1", "trainer.log_steps=1")
+    curves = []
+    for ranks in (1, 2):
+        words = ("experiment=transformer", *small, f"run.dir={tmp_path}", f"run.name=n{ranks}")
+        done = train_config(tmp_path, ranks, compose([*words, "launch.threads=1"]))
+        assert done.codes == [0] * ranks, done.said
+        curves.append(losses(done.run))
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+# --- profiles ---
+
+
+@pytest.mark.slow
+def test_a_profile_of_two_processes_and_training_goes_on(tmp_path: Path) -> None:
+    done = trained(tmp_path, 2, "trainer.profile=3", "trainer.steps=12")
+    assert done.codes == [0, 0], done.said
+    assert lines(done)[-1]["step"] == 12
+    assert "profiled steps 6 to 8: " in done.said
+    assert "OPERATOR" in done.said
+    assert "profiled" not in done.ranks[1].output
+    for rank in (0, 1):
+        with gzip.open(done.run.traces / f"steps-6-8-rank-{rank}.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#")}
+        assert len(steps) == 3
+        assert sum(e.get("name") == "aten::addmm" for e in events) >= 3
+
+
+def test_a_profile_longer_than_the_run(tmp_path: Path) -> None:
+    done = trained(tmp_path, 1, "trainer.profile=8", "trainer.steps=12")
+    assert done.codes == [2]
+    assert is_a_sentence_and_a_hint(done.said)
+    assert "trainer.profile=8, after 5 steps to warm up, but the run has 12 steps" in done.said
+    assert "set trainer.profile to 7 or less" in done.said
+
+
+# --- memory ---
+
+TRIED = {
+    "cuda": "21.5 GB were asked for, 5.62 GB of 150 GB were free",
+    "host": "4,504 TB were asked for, ",
+    "python": "out of memory on rank 0: ",
+}
+
+
+@pytest.mark.parametrize("how", TRIED)
+def test_out_of_memory(tmp_path: Path, how: str) -> None:
+    done = trained(tmp_path, 1, f"full={how}", "trainer.save.steps=4")
+    assert done.codes == [1]
+    assert is_a_sentence_and_a_hint(done.said)
+    assert TRIED[how] in done.said
+    assert "used by parameters 20 bytes, gradients 20 bytes, optimizer state 48 bytes" in done.said
+    assert "a step computes 8 samples at a time" in done.said
+    for way in ("trainer.accumulate=2", "replica.checkpoint=true", "trainer.batch_size=4"):
+        assert f"\n        {way} (" in done.said
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in done.said) == (how == "cuda")
+    assert snapshot_steps(done.run) == [4, 8]
+    snapshot = done.run.snapshots / "step-000000008"
+    again = f"echelon resume {done.run.folder} trainer.accumulate=2"
+    assert f"the last snapshot, {snapshot}, is intact: {again}" in done.said
+    assert done.said.rstrip().endswith("after step 8")
+
+
+@pytest.mark.slow
+def test_out_of_memory_on_another_rank_is_what_all_say(tmp_path: Path) -> None:
+    done = trained(tmp_path, 2, "full=host", "trainer.accumulate=2")
+    assert done.codes == [1, 1]
+    for rank in done.ranks:
+        assert "out of memory on rank " in rank.output
+        assert "a step computes 2 samples at a time" in rank.output
+        assert "trainer.accumulate=4 (the numbers stay)" in rank.output
+        assert "replica.kind=fsdp (each holds a shard of the model)" in rank.output
+        assert "Traceback" not in rank.output
