@@ -27,7 +27,8 @@ from echelon.train.optimizers import fuse
 from echelon.train.pieces import cut
 from echelon.train.precision import Precision
 from echelon.train.replica import Replica, Wishes
-from echelon.train.sharded import ShardedReplica, Spare, shard
+from echelon.train.sharded import ShardedReplica, Spare
+from echelon.train.sharding import shard
 from echelon.train.staging import Stage
 from echelon.world import World
 

@@ -192,7 +192,8 @@ def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
 def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
     """Share the model out, and let every rank write what it then holds."""
     # torch's part of it takes a while to import where nothing else has.
-    from echelon.train.sharded import ShardedReplica, Spare, shard
+    from echelon.train.sharded import ShardedReplica, Spare
+    from echelon.train.sharding import shard
 
     trainer, run, world = t.config.trainer, t.run, t.group.world
     if trainer.compile:
