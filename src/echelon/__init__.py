@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from echelon import optim
     from echelon.entry import main
     from echelon.train.experiment import Experiment
+    from echelon.train.snapshots import load_weights
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "__version__", "main", "optim"]
+__all__ = ["Experiment", "__version__", "load_weights", "main", "optim"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from echelon.train.experiment import Experiment
 
         return Experiment
+    if name == "load_weights":
+        from echelon.train.snapshots import load_weights
+
+        return load_weights
     if name == "main":
         from echelon.entry import main
 

@@ -31,6 +31,7 @@ def faults_of(config: Config) -> list[Fault]:
     return [
         *_numbers(config),
         *_choices(config),
+        *_sharded(config),
         *_launch(config),
         *_replica(config),
         *_ranks(config),
@@ -47,6 +48,23 @@ def batch_fault(batch_size: int, world_size: int) -> Fault | None:
         f"set trainer.batch_size to {world_size} or more (it is the global batch), "
         f"or start at most {batch_size} processes",
     )
+
+
+def replica_fault(config: Config, world_size: int) -> Fault | None:
+    if config.replica.kind != "fsdp" or world_size > 1 or config.program:
+        return None
+    return Fault(
+        "replica.kind=fsdp shares one model out between processes, but there is one process",
+        "start two or more: launch=local launch.procs=2; or leave replica.kind=fsdp out",
+    )
+
+
+def _sharded(config: Config) -> Iterator[Fault]:
+    if config.replica.kind == "fsdp" and config.trainer.capture == "always":
+        yield Fault(
+            "trainer.capture=always, but replica.kind=fsdp has no step that could be captured",
+            "leave one of the two out",
+        )
 
 
 def _numbers(config: Config) -> Iterator[Fault]:

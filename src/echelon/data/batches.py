@@ -64,6 +64,11 @@ class WholeBatches:
     rank: int
     world_size: int
 
+    @property
+    def most(self) -> int:
+        """Batches of the rank that has most; the others have as many or one less."""
+        return -(-batches_per_epoch(self.size, self.batch_size) // self.world_size)
+
     def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         last = batches_per_epoch(self.size, self.batch_size)
         for number in range(first_batch + self.rank, last, self.world_size):

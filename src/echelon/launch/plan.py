@@ -139,9 +139,11 @@ def on_failure(config: Config) -> str:
 
 
 def what_runs(config: Config) -> str:
-    return (
-        shlex.join(config.program) if config.program else f"experiment {config.experiment['entry']}"
-    )
+    if config.program:
+        return shlex.join(config.program)
+    shared = ", one model shared out between all ranks (fsdp)"
+    sharded = config.replica.kind == "fsdp"
+    return f"experiment {config.experiment['entry']}{shared * sharded}"
 
 
 def process_count(config: Config, visible: int) -> int:

@@ -12,19 +12,19 @@ import torch
 class Compiled:
     """Is compiled by its first call. Only that call may fail in a way that is torch's."""
 
-    def __init__(self, function: Callable[[Any], Any], backend: Any = "inductor") -> None:
+    def __init__(self, function: Callable[..., Any], backend: Any = "inductor") -> None:
         self._plain = function
-        self._now: Callable[[Any], Any] = self._first
+        self._now: Callable[..., Any] = self._first
         self._compiled = torch.compile(function, dynamic=False, backend=backend)
 
-    def __call__(self, data: Any) -> Any:
-        return self._now(data)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._now(*args, **named)
 
-    def _first(self, data: Any) -> Any:
+    def _first(self, *args: Any, **named: Any) -> Any:
         try:
-            result = self._compiled(data)
+            result = self._compiled(*args, **named)
         except Exception as error:
-            result = self._plain(data)  # where the user's own code is wrong, it says so here
+            result = self._plain(*args, **named)  # wrong code of the user says so here
             print(f"trainer.compile=true: not compiled: {_reason(error)}", file=sys.stderr)
             self._now = self._plain
             return result

@@ -44,6 +44,9 @@ class Evaluator:
         world = group.world
         self.order = WholeBatches(len(source), batch_size, world.rank, world.size)
         self._metrics: dict[str, Any] | None = None
+        self.spare: Callable[[], Any] | None = None
+        """For a sharded model, of which no rank can compute alone: what a rank computes while
+        others have one batch more."""
 
     def __call__(self) -> dict[str, float]:
         """loss and metrics by name, on every rank."""
@@ -76,6 +79,9 @@ class Evaluator:
                     found |= {"output": output.cpu(), "target": target.cpu()}
             learned.append(found)
             self.beat()
+        if self.spare is not None and len(learned) < self.order.most:
+            with self.precision.context():
+                predict(self.experiment.model, self.spare())
         self.beat()  # also of a rank with no batch: who hangs is behind the ranks that wait
         return learned
 

@@ -6,9 +6,9 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,10 @@ from echelon.train.speed import Speed
 from echelon.train.state import collect
 from echelon.train.stop import Stop
 from echelon.train.writer import Saved, Writer
+
+if TYPE_CHECKING:
+    from echelon.train.sharded import ShardedReplica
+    from echelon.train.shards import ShardedWriter
 
 _WAIT_FOR_WORD_S = 30.0
 
@@ -62,7 +66,8 @@ def train(t: Training) -> Exit:
 
 @dataclass
 class Training:
-    """A run in progress on one rank. Only rank 0 has trackers, a screen that shows, a writer."""
+    """A run in progress on one rank. Only rank 0 has trackers and a screen that shows; a writer
+    is rank 0's too, unless the model is sharded."""
 
     config: Config
     run: Run
@@ -75,12 +80,13 @@ class Training:
     device: torch.device
     ways: Ways
     schedule: Schedule = field(init=False)
-    replica: Replica = field(init=False)
+    replica: Replica | ShardedReplica = field(init=False)
     speed: Speed = field(init=False)
     profile: Profile | None = None
     trackers: tuple[Tracker, ...] = ()
     screen: Screen = field(default_factory=Screen)
-    writer: Writer | None = None
+    writer: Writer | ShardedWriter | None = None
+    collect: Callable[[Experiment, Ways, Group], dict[str, Any]] = collect
 
     step: int = 0
     samples: int = 0
@@ -288,7 +294,7 @@ class Training:
             return
         self.saved_step = self.step
         self.pulse.rest()  # an earlier save may still be on its way to a slow disk
-        parts = collect(self.experiment, self.ways, self.group)
+        parts = self.collect(self.experiment, self.ways, self.group)
         if self.writer is not None:
             self.writer.save(self.step, parts, self._info(), best=self.best_is_new)
         self.best_is_new = False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.config.schema import Config
 from echelon.data.batches import TensorSource, WholeBatches, source_of
@@ -14,7 +15,9 @@ from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
+from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
 from echelon.train.capture import WORTH, Capture, not_captured, obstacle
+from echelon.train.compiled import Compiled
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
@@ -26,6 +29,7 @@ from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
 from echelon.train.schedule import Schedule
+from echelon.train.shards import ShardedWriter, collect_rows, collect_whole, folder_is_shared
 from echelon.train.speed import speed_of
 from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
@@ -49,7 +53,10 @@ def prepare(
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
     speed = speed_of(experiment, config, group)  # whose model is as the user gave it
-    stages = _place(experiment, config, world, by_hand)
+    sharded = config.replica.kind == "fsdp"
+    # Shards go to their device block by block, as all of them together need not fit.
+    stages = [] if sharded else _place(experiment, config, world, by_hand)
+    blocks = _blocks(experiment, config)
     follow(experiment.optimizer)
     ways = Ways(experiment.optimizer)
     precision = Precision(trainer.precision, device)
@@ -79,13 +86,17 @@ def prepare(
     )
     training.speed = speed
     fuse(experiment, device)
-    training.replica = Replica(experiment, world, device, trainer, precision, pulse)
-    training.replica.capture = _capture(training)
+    if world.rank == 0:
+        training.writer = Writer(run.snapshots, trainer.keep_last)
+    if sharded:
+        _shard(training, blocks, precision)
+    else:
+        training.replica = replica = Replica(experiment, world, device, trainer, precision, pulse)
+        replica.capture = _capture(training, replica)
     experiment.model.train()
     if world.rank == 0:
         _say(_opening(training, stages))
         training.trackers = trackers(config, run, training.step)
-        training.writer = Writer(run.snapshots, trainer.keep_last)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
     training.speed.restart(training.step, training.samples)
@@ -106,7 +117,7 @@ def _place(experiment: Experiment, config: Config, world: World, by_hand: bool) 
     return place(experiment, world.devices, devices, Sample(few.data, share / few.mine))
 
 
-def _capture(t: Training) -> Capture | None:
+def _capture(t: Training, replica: Replica) -> Capture | None:
     """The step as a CUDA graph, where it is wished and can be."""
     trainer, size = t.config.trainer, t.group.world.size
     if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
@@ -119,7 +130,7 @@ def _capture(t: Training) -> Capture | None:
     reason = reason or obstacle(t.experiment, t.source, t.device, size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
-        return Capture(t.replica.whole_step, model, t.source, trainer, size)
+        return Capture(replica.whole_step, model, t.source, trainer, size)
     not_captured(reason or "", trainer.capture == "always")
     return None
 
@@ -164,6 +175,45 @@ def _go_on(training: Training) -> None:
     training.take_up(info)
 
 
+def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
+    """The layers that are sharded or recomputed one by one."""
+    choice = config.replica
+    if choice.kind == "fsdp":
+        require_shardable(experiment.model)
+    if choice.kind != "fsdp" and not choice.checkpoint:
+        return []
+    blocks = blocks_of(experiment.model, choice.blocks)
+    if choice.checkpoint:
+        require_blocks(blocks)
+        recompute(blocks)
+    return blocks
+
+
+def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
+    """Share the model out, and let every rank write what it then holds."""
+    # torch's part of it takes a while to import where nothing else has.
+    from echelon.train.sharded import ShardedReplica, Spare
+    from echelon.train.sharding import shard
+
+    trainer, run, world = t.config.trainer, t.run, t.group.world
+    if trainer.compile:
+        for block in blocks:
+            block.forward = Compiled(block.forward)
+    shard(t.experiment, blocks, t.device, trainer)
+    spare = Spare(t.source, t.device)
+    t.replica = ShardedReplica(t.experiment, world, t.device, trainer, precision, t.pulse, spare)
+    if t.evaluator is not None:
+        t.evaluator.spare = Spare(t.evaluator.source, t.device)
+    if folder_is_shared(run.snapshots, t.group):
+        t.collect = collect_rows
+        writer = t.writer if isinstance(t.writer, Writer) else None
+        t.writer = ShardedWriter(run.snapshots, t.group, writer)
+    else:
+        t.collect = collect_whole
+        if world.rank == 0:
+            _say(f"note: not all ranks see {run.snapshots}, so rank 0 saves for all")
+
+
 def _opening(t: Training, stages: Sequence[Stage]) -> str:
     """What is about to happen, in one line."""
     size, kind = t.group.world.size, t.device.type
@@ -172,6 +222,8 @@ def _opening(t: Training, stages: Sequence[Stage]) -> str:
         kind = "stages" if kind == "cpu" else "devices"
         count = f"{size} processes" if size > 1 else "one process"
         where = f"{count} × {len(t.group.world.devices)} {kind} ({described(stages)})"
+    if t.config.replica.kind == "fsdp":
+        where += ", which share the model"
     batch = t.config.trainer.batch_size
     what = f"{t.size:,} samples in batches of {batch}"
     return f"run {t.run.name}: {t.total_steps:,} steps over {what} on {where}"

@@ -1,10 +1,11 @@
 """Snapshots on disk: what one is, which are there, and which is the newest that is whole.
 
 A snapshot is a folder ``ROOT/step-000000123/`` with one file per part (``model.pt``,
-``optimizer.pt``, …), each readable by plain ``torch.load(path, weights_only=True)``,
-``state.json`` (the run's position and whatever else is JSON) and ``manifest.json``, written
-last, with the size and checksum of every other file. A folder is a snapshot if it verifies;
-files the manifest does not name (an editor's, NFS's) are neither read nor minded.
+``optimizer.pt``, …; where ranks held a part together, one of each rank, see `pieces.py`), each
+readable by plain ``torch.load(path, weights_only=True)``, ``state.json`` (the run's position and
+whatever else is JSON) and ``manifest.json``, written last, with the size and checksum of every
+other file. A folder is a snapshot if it verifies; files the manifest does not name (an editor's,
+NFS's) are neither read nor minded.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.train.pieces import join, parts_and_pieces
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -51,13 +55,22 @@ class Snapshot:
     step: int
     info: dict[str, Any]
     """What the caller of ``Writer.save`` gave."""
-    parts: tuple[str, ...] = ()
+    pieces: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of every part: itself, or one of each rank, where the ranks held it together."""
     best: bool = False
     """Was the best so far when it was saved."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.pieces)
+
     def load(self, part: str) -> Any:
-        """One part. Tensors are mapped, not read: bytes nobody touches are never loaded."""
-        path = self.folder / part_file(part)
+        """One part, whole. Tensors are mapped, not read: bytes nobody touches are never loaded."""
+        found = [self._load(piece) for piece in self.pieces.get(part, [part])]
+        return found[0] if len(found) == 1 else join(found)
+
+    def _load(self, piece: str) -> Any:
+        path = self.folder / part_file(piece)
         return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
 
 
@@ -141,6 +154,30 @@ def part_file(part: str) -> str:
     return f"{part}.pt"
 
 
+def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The model's weights by name, whole, however many ranks wrote them: of a snapshot's folder,
+    or of the newest snapshot of a run's folder."""
+    path = Path(folder)
+    try:
+        if (path / "snapshots").is_dir():
+            path = path / "snapshots"
+            snapshot, damaged = newest(path)
+            if snapshot is None:
+                raise SnapshotDamaged(damaged[0].reason if damaged else "none was saved")
+        else:
+            snapshot = verify(path)
+    except SnapshotDamaged as error:
+        raise EchelonError(
+            Fault(
+                f"there is no valid snapshot in {path}: {error}",
+                "give a folder such as runs/NAME or runs/NAME/snapshots/step-000000100",
+            ),
+            exit=Exit.NOT_FOUND,
+        ) from None
+    weights: dict[str, torch.Tensor] = snapshot.load("model")
+    return weights
+
+
 # Verifying -----------------------------------------------------------------------------------
 
 
@@ -153,8 +190,11 @@ def verify(folder: Path) -> Snapshot:
     info = _checked(STATE, lambda: json.loads((folder / STATE).read_bytes()))
     if not isinstance(info, dict):
         raise SnapshotDamaged(f"{STATE}: not a JSON object")
-    parts = tuple(name[:-3] for name in manifest.files if name.endswith(".pt"))
-    return Snapshot(folder, manifest.step, info, parts, manifest.best)
+    try:
+        pieces = parts_and_pieces(name[:-3] for name in manifest.files if name.endswith(".pt"))
+    except ValueError as error:
+        raise SnapshotDamaged(str(error)) from None
+    return Snapshot(folder, manifest.step, info, pieces, manifest.best)
 
 
 def read_manifest(folder: Path) -> Manifest:

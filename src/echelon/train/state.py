@@ -71,16 +71,17 @@ def collect(experiment: Experiment, ways: Ways, group: Group) -> dict[str, Any]:
     rows = group.gather(rng_row(*devices_of(group.world)))
     if group.world.rank != 0:
         return {}
+    return {**parts_of(experiment, ways), "rng": {"ranks": torch.stack(rows)}}
+
+
+def parts_of(experiment: Experiment, ways: Ways) -> dict[str, Any]:
+    """What is the same on every rank, or held by all of them together."""
     optimizer = {"optimizer": ways.plain(experiment.optimizer.state_dict())}
     if experiment.schedule is not None:
         optimizer["schedule"] = experiment.schedule.state_dict()
     if experiment.scaler is not None:
         optimizer["scaler"] = experiment.scaler.state_dict()
-    return {
-        "model": experiment.model.state_dict(),
-        "optimizer": optimizer,
-        "rng": {"ranks": torch.stack(rows)},
-    }
+    return {"model": experiment.model.state_dict(), "optimizer": optimizer}
 
 
 def restore(experiment: Experiment, parts: Mapping[str, Any], group: Group) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from echelon import failure as failures
 from echelon import runs
-from echelon.config.check import batch_fault
+from echelon.config.check import batch_fault, replica_fault
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
 from echelon.failure import Failure
@@ -176,8 +176,9 @@ def _world(config: Config) -> World:
         devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
-    if fault := batch_fault(config.trainer.batch_size, world.size):
-        raise EchelonError(fault)
+    faults = (batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size))
+    if found := [fault for fault in faults if fault]:
+        raise EchelonError(*found)
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     return world

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -64,6 +64,20 @@ class Saved:
     """A valid snapshot of this step was there; it was left as it is."""
 
 
+class SaveFailed(Exception):
+    """Why a snapshot was not saved, as a sentence."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A snapshot that other ranks write parts of."""
+
+    beside: Path
+    """The hidden folder they write to."""
+    others: Callable[[], Mapping[str, Entry]]
+    """Waits for the others and gives their files; :class:`SaveFailed` where one could not."""
+
+
 @dataclass(frozen=True)
 class _Draft:
     step: int
@@ -71,6 +85,7 @@ class _Draft:
     info: bytes
     best: bool
     began: float
+    begun: Begun | None
 
 
 class Writer:
@@ -93,7 +108,12 @@ class Writer:
         _open(self._root)
 
     def save(
-        self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], best: bool = False
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        info: Mapping[str, Any],
+        best: bool = False,
+        begun: Begun | None = None,
     ) -> None:
         """Copy this state and write it in the background; waits for an earlier save first."""
         self._join()
@@ -105,10 +125,15 @@ class Writer:
         except OSError as error:  # no memory for the copy
             self._results.append(self._failed(step, began, reason(error)))
             return
-        draft = _Draft(step, staged, text, best, began)
+        draft = _Draft(step, staged, text, best, began, begun)
         # Not a daemon: a process that ends by itself finishes the snapshot it began.
         self._thread = threading.Thread(target=self._write, args=(draft,), name=f"save-{step}")
         self._thread.start()
+
+    def fail(self, step: int, error: OSError) -> None:
+        """Note a save that could not begin."""
+        what = sentence(self._root, error)
+        self._results.append(self._failed(step, time.monotonic(), what))
 
     def finished(self) -> list[Saved]:
         """How the saves ended that ended since this was last asked; never waits."""
@@ -140,7 +165,9 @@ class Writer:
         try:
             saved = self._store(draft)
         except OSError as error:
-            saved = self._failed(draft.step, draft.began, self._sentence(error))
+            saved = self._failed(draft.step, draft.began, sentence(self._root, error))
+        except SaveFailed as error:
+            saved = self._failed(draft.step, draft.began, str(error))
         except Exception as error:  # a thread that dies in silence would look like a save
             saved = self._failed(draft.step, draft.began, f"{type(error).__name__}: {error}")
         self._results.append(saved)
@@ -150,25 +177,20 @@ class Writer:
         already = _is_valid(folder)
         if not already:
             _write_snapshot(folder, draft)
+        elif draft.begun is not None:
+            draft.begun.others()
+            _delete(draft.begun.beside)
         seconds = time.monotonic() - draft.began
         try:
             if draft.best:
                 _mark_best(folder)
             _prune(self._root, draft.step, self._keep_last)
         except OSError as error:
-            late = f"step {draft.step} is saved, but tidying up failed: {self._sentence(error)}"
+            late = (
+                f"step {draft.step} is saved, but tidying up failed: {sentence(self._root, error)}"
+            )
             return Saved(draft.step, folder, late, seconds, already)
         return Saved(draft.step, folder, None, seconds, already)
-
-    def _sentence(self, error: OSError) -> str:
-        # The hidden folder is gone by the time a person looks: name the one that would be there.
-        path = Path(os.fsdecode(error.filename)) if error.filename else self._root
-        if path.parent.name.startswith(".writing-"):
-            step = path.parent.name.split("-")[1]
-            path = self._root / f"step-{step}" / path.name
-        elif path.name.startswith(".writing-"):
-            path = self._root
-        return f"{reason(error)}: {path}"
 
     def _failed(self, step: int, began: float, what: str) -> Saved:
         standing, _ = newest(self._root)
@@ -178,6 +200,18 @@ class Writer:
             else (f"the snapshot of step {standing.step} stands")
         )
         return Saved(step, None, f"{what}; {stands}", time.monotonic() - began)
+
+
+def sentence(root: Path, error: OSError) -> str:
+    """What the system said, about which file."""
+    # The hidden folder is gone by the time a person looks: name the one that would be there.
+    path = Path(os.fsdecode(error.filename)) if error.filename else root
+    if path.parent.name.startswith(".writing-"):
+        step = path.parent.name.split("-")[1]
+        path = root / f"step-{step}" / path.name
+    elif path.name.startswith(".writing-"):
+        path = root
+    return f"{reason(error)}: {path}"
 
 
 def _open(root: Path) -> None:
@@ -228,27 +262,37 @@ def _is_valid(folder: Path) -> bool:
 
 def _write_snapshot(folder: Path, draft: _Draft) -> None:
     root = folder.parent
-    beside = root / f".writing-{draft.step:09d}-{secrets.token_hex(4)}"
+    beside = draft.begun.beside if draft.begun else hidden_folder(root, draft.step)
     aside: Path | None = None
     try:
-        os.mkdir(beside)
-        files = {
-            part_file(n): _write_part(beside / part_file(n), draft.parts[n]) for n in draft.parts
-        }
+        if draft.begun is None:
+            os.mkdir(beside)
+        files = write_parts(beside, draft.parts)
+        if draft.begun is not None:
+            files |= draft.begun.others()
         files[STATE] = _write_bytes(beside / STATE, draft.info)
         manifest = Manifest(draft.step, draft.best, files)
         _write_bytes(beside / MANIFEST, render_manifest(manifest))
-        _flush_folder(beside)
+        flush_folder(beside)
         if os.path.lexists(folder):  # damaged, or it would have been left as it is
             aside = _hide(folder)
         os.rename(beside, folder)
-        _flush_folder(root)
+        flush_folder(root)
     except BaseException:
         _delete(beside)
         raise
     finally:
         if aside is not None:
             _delete(aside)
+
+
+def hidden_folder(root: Path, step: int) -> Path:
+    return root / f".writing-{step:09d}-{secrets.token_hex(4)}"
+
+
+def write_parts(folder: Path, parts: Mapping[str, Any]) -> dict[str, Entry]:
+    """On the disk when this returns, but for the folder itself."""
+    return {part_file(n): _write_part(folder / part_file(n), tree) for n, tree in parts.items()}
 
 
 def _write_part(path: Path, tree: Any) -> Entry:
@@ -328,7 +372,7 @@ def _sink(path: Path) -> Iterator[_Sink]:
         sink.close()
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Names are only on the disk once their folder is."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -352,7 +396,7 @@ def _prune(root: Path, step: int, keep_last: int) -> None:
     kept = best(root)
     gone = [_hide(folder) for folder in folders[:-keep_last] if folder != kept]
     if gone:
-        _flush_folder(root)  # hidden for good before the first file goes
+        flush_folder(root)  # hidden for good before the first file goes
     for hidden in gone:
         _delete(hidden)
 
@@ -363,7 +407,7 @@ def _mark_best(folder: Path) -> None:
     try:
         _write_bytes(beside, f"{folder.name}\n".encode())
         os.rename(beside, root / BEST)
-        _flush_folder(root)
+        flush_folder(root)
     except BaseException:
         _delete(beside)
         raise

@@ -1,0 +1,126 @@
+"""Sharding a model in place with torch's FSDP2, and its optimizer with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from echelon.config.schema import Trainer
+from echelon.train.experiment import Experiment
+from echelon.train.pieces import row_range
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(
+    experiment: Experiment, blocks: list[nn.Module], device: torch.device, trainer: Trainer
+) -> None:
+    """Shard the model in place, and let the optimizer train the shards instead.
+
+    The weights are rank 0's, as with DDP.
+    """
+    model = experiment.model
+    _spread_weights(model)
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
+    trained = _Trained(experiment.optimizer, mesh)
+    # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
+    half = _HALVES.get(trainer.precision)
+    policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
+    for module in (*_innermost_first(model, blocks), model):
+        before = dict(module.named_parameters())
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        for name, p in module.named_parameters():
+            if p is not before[name]:
+                trained.switch(before[name], p)
+    for sharded in _sharded(model):
+        # The mean as a sum that is divided: gloo's own mean is not one in every torch (its issue
+        # 162338).
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(float(mesh.size()))
+        if trainer.unused_parameters:
+            _count_unused(sharded)
+
+
+def _innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """As torch takes what is left into the outer one. Without blocks that share weights with other
+    layers: torch would take such weights apart, so they stay with what is around them."""
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(id(p), set()).add(id(module))
+    wanted = {id(block) for block in blocks} - {id(model)}
+
+    def alone(block: nn.Module) -> bool:
+        inside = {id(module) for module in block.modules()}
+        return all(users[id(p)] <= inside for p in block.parameters())
+
+    return [m for m in reversed(list(model.modules())) if id(m) in wanted and alone(m)]
+
+
+def _spread_weights(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, src=0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _count_unused(module: FSDPModule) -> None:
+    """Parameters that take no part on some ranks; torch has had this since 2.13."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True)
+
+
+class _Trained:
+    """What an optimizer trains, to be switched to shards. Groups keep their settings and parameters
+    their state, of which the shard's rows are kept."""
+
+    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._places = {
+            id(p): (group, i)
+            for group in optimizer.param_groups
+            for i, p in enumerate(group["params"])
+        }
+
+    def switch(self, was: nn.Parameter, now: nn.Parameter) -> None:
+        if id(was) in self._places:
+            group, i = self._places[id(was)]
+            group["params"][i] = now
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            state = self._optimizer.state.pop(was, None)
+            if state is not None:
+                self._optimizer.state[now] = {
+                    key: self._shard_of(value, now, on_device) for key, value in state.items()
+                }
+        # Whoever still refers to it: the whole weights must not stay beside the shards.
+        was.data = was.data.new_empty(0)
+
+    def _shard_of(self, value: Any, p: nn.Parameter, on_device: bool) -> Any:
+        assert isinstance(p, DTensor)
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0:  # a count of steps
+            return value.to(p.device) if on_device else value
+        if value.shape != p.shape:
+            whole = value.to(p.device)
+            return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+        start, stop = row_range(len(value), self._mesh.get_local_rank(), self._mesh.size())
+        mine = value[start:stop].to(p.device, copy=True)
+        return DTensor.from_local(
+            mine, self._mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )

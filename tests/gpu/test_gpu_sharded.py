@@ -1,0 +1,37 @@
+"""Shards on one NVIDIA GPU, through NCCL: the same curve as the whole model's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ALONE = Path(__file__).parent / "sharded_alone.py"
+
+
+@pytest.mark.parametrize(
+    ("precision", "again", "close"),
+    [
+        ("float32", "false", 1e-3),
+        ("float32", "true", 1e-3),
+        ("bf16", "true", 0.05),
+        ("fp16", "false", 0.05),
+    ],
+)
+def test_the_curve_is_the_whole_models(precision: str, again: str, close: float) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ALONE), "cuda", precision, again],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["places"] == ["cuda"]
+    assert len(told["shared"]) == 8
+    assert told["shared"] == pytest.approx(told["whole"], rel=close)

@@ -1,0 +1,128 @@
+"""Which layers are sharded and recomputed one by one, and how a state is cut and joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.config.compose import compose
+from echelon.errors import EchelonError
+from echelon.launch.local import plan
+from echelon.launch.plan import Here
+from echelon.train.blocks import blocks_of, recompute, require_blocks
+from echelon.train.pieces import join, parts_and_pieces, piece_name, row_range
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_layers_of_the_longest_list_are_the_blocks() -> None:
+    model = Model(3)
+    assert blocks_of(model, []) == list(model.layers)
+    two = Model(2)  # as long as the lists inside: the outer one
+    assert blocks_of(two, []) == list(two.layers)
+
+
+def test_layers_without_parameters_are_no_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    assert blocks_of(model, []) == [model[0], model[2]]
+
+
+def test_lists_of_lists_have_no_pass_of_their_own() -> None:
+    model = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]) for _ in range(3)])
+    assert [type(block) for block in blocks_of(model, [])] == [nn.Linear]
+
+
+def test_a_model_without_a_list_has_no_blocks() -> None:
+    assert blocks_of(nn.Linear(2, 2), []) == []
+    with pytest.raises(EchelonError, match=r"replica\.blocks=\[Block\]"):
+        require_blocks([])
+
+
+def test_blocks_by_the_names_of_their_classes() -> None:
+    model = Model(2)
+    assert blocks_of(model, ["Layer"]) == list(model.layers)
+    assert len(blocks_of(model, ["Layer", "Linear"])) == 2 + 1 + 4
+    with pytest.raises(EchelonError) as told:
+        blocks_of(model, ["Lair", "Model"])
+    assert [fault.what.split("'")[1] for fault in told.value.faults] == ["Lair", "Model"]
+    assert "did you mean 'Layer'?" in told.value.faults[0].do
+
+
+def test_recomputed_layers_give_the_same_gradients_and_names() -> None:
+    model, plain = Model(3), Model(3)
+    plain.load_state_dict(model.state_dict())
+    recompute(blocks_of(model, []))
+    x = torch.randn(4, 2)
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    named = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, named[name].grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(7, 3), (1, 4), (8, 4), (5, 4), (0, 2)])
+def test_rows_are_cut_as_torch_does(rows: int, size: int) -> None:
+    whole = torch.arange(rows)
+    cut = [whole[slice(*row_range(rows, rank, size))] for rank in range(size)]
+    wanted = [piece for piece in whole.chunk(size) if len(piece)]
+    assert [piece.tolist() for piece in cut if len(piece)] == [p.tolist() for p in wanted]
+
+
+def test_pieces_join_to_what_was_cut() -> None:
+    whole = torch.randn(5, 2)
+    ranges = [row_range(5, rank, 4) for rank in range(4)]
+    trees = [
+        {
+            "state": {0: {"m": {"echelon.rows": whole[a:b], "from": a, "shape": [5, 2]}}},
+            "lr": 0.1 if a == 0 else None,
+            "pair": ("x" if a == 0 else None, [1 if a == 0 else None]),
+        }
+        for a, b in ranges
+    ]
+    joined = join(trees)
+    assert torch.equal(joined["state"][0]["m"], whole)
+    assert (joined["lr"], joined["pair"]) == (0.1, ("x", [1]))
+
+
+def test_a_part_needs_all_its_pieces() -> None:
+    names = [piece_name("model", rank, 3) for rank in range(3)]
+    assert parts_and_pieces([*names, "rng"]) == {"model": names, "rng": ["rng"]}
+    with pytest.raises(ValueError, match="model: 2 of 3 pieces"):
+        parts_and_pieces([names[0], names[2]])
+    with pytest.raises(ValueError, match="model"):
+        parts_and_pieces(["model", *names])
+
+
+def test_the_plan_says_that_the_model_is_shared_out() -> None:
+    words = ["launch=local", "launch.procs=2"]
+    here = Here({}, "here", 0)
+    assert "(fsdp)" in plan(compose([*words, "replica.kind=fsdp"]), here).steps[1]
+    assert "fsdp" not in plan(compose(words), here).steps[1]
+
+
+@pytest.mark.parametrize("other", ["replica.devices=2", "trainer.capture=always"])
+def test_what_does_not_go_with_shards(other: str) -> None:
+    with pytest.raises(EchelonError, match=f"{other}, but replica.kind=fsdp"):
+        compose(["launch=local", "launch.procs=2", "replica.kind=fsdp", other])
