@@ -29,7 +29,7 @@ import steps
 from common import Figure, Result, figure, in_turns, ratios
 from echelon.data.order import EpochOrder
 
-ROUNDS, SAVE_ROUNDS = 9, 5
+ROUNDS, SAVE_ROUNDS = 7, 3
 MEGABYTES = 600
 SAVE_TARGET = 0.1
 STEP_US = 32
