@@ -148,7 +148,8 @@ def main() -> int:
         assert running.wait(END_S).code == 0, running.told()
     calm_s = time.monotonic() - begun
     rng = random.Random(given.seed)
-    count, said = disturbed([*words, "rough"], folder, given.kills, given.pause_s, rng)
+    pause_s = min(given.pause_s, calm_s / 2)  # so that a quick machine is disturbed as well
+    count, said = disturbed([*words, "rough"], folder, given.kills, pause_s, rng)
     result = verdict(folder, given.trials, count)
     result |= {"calm_s": round(calm_s, 1), "rough_s": round(time.monotonic() - begun - calm_s, 1)}
     print(json.dumps(result, indent=1))
