@@ -214,6 +214,7 @@ def section(name: str, result: Result) -> list[str]:
         f"{result['date']} · `{result['command']}` · {on}, {where['cores']} cores, "
         f"{where['memory_gb']:g} GB · {software}",
         "\n".join(lines),
+        *([note] if (note := result.get("config", {}).get("note")) else []),
         *([f"![{TITLES[name]}](results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []),
     ]
 
