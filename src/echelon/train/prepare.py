@@ -122,11 +122,13 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
     trainer, size = t.config.trainer, t.group.world.size
     if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
         return None
+    steps, reason = t.total_steps - t.step, None
     if len(t.group.world.devices) > 1:
-        not_captured("the model lies on several devices", trainer.capture == "always")
-        return None
-    steps = t.total_steps - t.step
-    reason = f"only {steps} steps are left" if trainer.capture == "auto" and steps < WORTH else None
+        reason = "the model lies on several devices"
+    elif size > 1 and t.config.launch.share_devices:
+        reason = "ranks that share a GPU send each other their gradients through the host"
+    elif trainer.capture == "auto" and steps < WORTH:
+        reason = f"only {steps} steps are left"
     reason = reason or obstacle(t.experiment, t.source, t.device, size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
