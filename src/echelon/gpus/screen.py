@@ -72,7 +72,8 @@ def screen() -> Iterator[Screen]:
         os.write(sys.stdout.fileno(), _ENTER.encode())
         drawn.forget()
 
-    handlers = ((signal.SIGTERM, end), (signal.SIGTSTP, stop))
+    # INT too: a shell that starts its jobs in the background has it ignored.
+    handlers = ((signal.SIGINT, end), (signal.SIGTERM, end), (signal.SIGTSTP, stop))
     before = {number: signal.signal(number, does) for number, does in handlers}
     sys.stdout.write(_ENTER)
     try:
