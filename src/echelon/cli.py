@@ -687,7 +687,7 @@ def _doctor(words: list[str]) -> int:
         """\
 Each check is ok, warn (a training runs, but not as it could), fail (it does not run) or – (nothing
 to check here), with the command that mends it.
-The exit code is 1 if any check fails, else 0.
+The exit code is 8 if any check fails, else 0.
 Piped: state, check, what was found and what to do, between tabs.
 
 --json prints {version: 1, host, echelon, python, worst: ok, warn or fail,
