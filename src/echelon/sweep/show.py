@@ -37,6 +37,8 @@ def show(
     if not console.is_terminal:
         console.width = UNBROKEN
     console.print(_whole(told, None if all_of_them else _SHOWN))
+    if picture is not None:
+        print(f"picture     {picture}")
     return Exit.OK
 
 
@@ -67,7 +69,7 @@ def _whole(told: Report, most: int | None) -> RenderableType:
 def headline(told: Report) -> str:
     counts = ", ".join(f"{n} {state}" for state, n in told.counts().items() if n)
     best = told.best
-    said = f"; best {told.metric.name} {best.value:.6g} in trial {best.name}" if best else ""
+    said = f"\nbest {told.metric.name} {best.value:.6g} in trial {best.name}" if best else ""
     ending = f"\n{told.ending}" if told.ending else ""
     done = f"{told.done} of {told.cap} results"
     return f"sweep {told.sweep.name}: {done} ({counts or 'no trial yet'}){said}{ending}"
