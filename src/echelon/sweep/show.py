@@ -46,10 +46,11 @@ def _whole(told: Report, most: int | None) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(told)), Text("")]
     ranked = told.ranked()
     shown = [*ranked[:most], *(result for result in told.open if result not in ranked[:most])]
-    parts.append(_table(told, shown))
+    if shown:
+        parts.append(_table(told, shown))
     if more := len([result for result in ranked if result not in shown]):
         parts.append(Text(f"… and {more} more: --all", style="dim"))
-    failed = [result for result in told.results if result.state == "failed"]
+    failed = [r for r in told.results if r.state == "failed" and r.cause != told.ending]
     for result in failed[:3]:
         parts.append(Text(f"trial {result.name} failed: {result.cause}", style="red"))
     if len(failed) > 3:
