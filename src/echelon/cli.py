@@ -78,7 +78,7 @@ Try:
   echelon train launch=local launch.procs=2            the same, on two
   echelon train launch=slurm launch.nodes=2            the same, as a batch job
   echelon train experiment=my_file.py:experiment lr=0.1
-  python my_file.py lr=0.1                             a file that calls echelon.main(experiment)
+  python my_file.py lr=0.1                             a file with echelon.main
 
 `echelon VERB --help` says more about each."""
 
@@ -95,8 +95,11 @@ def train_words(words: Sequence[str], own: OwnExperiment | None = None) -> int:
     parser = _parser(
         "train",
         "Train an experiment. Every setting can be overridden: KEY=VALUE, as in Hydra.",
-        "settings (those of the experiment are given by their bare names, e.g. lr=0.1):\n\n"
-        + described(),
+        "settings:\n"
+        "  experiment=toy\n"
+        "      What to train: toy, transformer, movielens, movielens_dot,\n"
+        "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
+        "      their bare names: lr=0.1.\n" + described(),
     )
     _add_plan(parser)
     parser.add_argument(
@@ -123,11 +126,12 @@ def _run(words: list[str]) -> int:
         "Run any program on one process, many, or many machines: echelon run launch=slurm "
         "launch.nodes=2 -- python train.py",
         "modes:\n"
-        "  mode=torchrun    an agent per node and torchrun's variables: plain torch, Accelerate,\n"
-        "                   Lightning (the default)\n"
+        "  mode=torchrun    an agent per node and torchrun's variables: plain torch,\n"
+        "                   Accelerate, Lightning (the default)\n"
         "  mode=srun        one Slurm task per process\n"
-        "  mode=lightning   the same as Lightning expects it; launch.nodes_flag=--num_nodes and\n"
-        "                   launch.gpus_flag=--gpus append the world to the program's arguments\n"
+        "  mode=lightning   the same, as Lightning expects it; its arguments get\n"
+        "                   the world by launch.nodes_flag=--num_nodes and\n"
+        "                   launch.gpus_flag=--gpus\n"
         "  mode=plain       once per node, left alone\n"
         "  mode=wandb       for `wandb agent`: one of them, its trial on all nodes\n\n"
         "`echelon train --help` lists the settings of launch.",
@@ -221,7 +225,8 @@ def _gpus(words: list[str]) -> int:
         """\
 A terminal gets a table; a pipe a line per GPU and per process, whole:
   echelon gpus | grep NAME
-  free=$(echelon gpus --free 2) && CUDA_VISIBLE_DEVICES=$free echelon train launch=local
+  free=$(echelon gpus --free 2) &&
+  CUDA_VISIBLE_DEVICES=$free echelon train launch=local
 
 – is a value that this GPU does not tell, ? somebody who cannot be seen from here, such as a process
 of another container. A process whose run is over is marked as an orphan. JOB is Slurm's, RUN is
@@ -373,7 +378,7 @@ def _jobs(words: list[str]) -> int:
         "  queued, requeued       waits for its machines, for the first time or to go on\n"
         "  starting, running      at work\n"
         "  finished               all steps were made\n"
-        "  preempted, cancelled   stopped on request, everything saved; `echelon resume` goes on\n"
+        "  preempted, cancelled   stopped on request, all saved; `echelon resume` goes on\n"
         "  failed                 the line below says why\n"
         "  lost                   what should be there is gone without a word\n\n"
         "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
@@ -467,7 +472,7 @@ BEST is the value of trainer.best. TIME is the time at work: pauses and queues d
 SETTINGS are those in which the runs shown differ from others of the same experiment.
 
 conditions of --filter (all must hold; values may have * and ?):
-  state=finished  experiment=toy  name='seed-*'  lr=0.1  hidden!=0  'best<0.9'  'step>100'
+  state=finished  experiment=toy  name='seed-*'  lr=0.1  hidden!=0  'best<0.9'
 
 --json prints {version: 1, runs: [{run, folder, experiment, state, note, step, total_steps, best,
 best_name, trained_s, started, differs: {setting: value}}]}. What is not known is null; `started` is
@@ -686,8 +691,7 @@ def _doctor(words: list[str]) -> int:
         "the CPU).",
         """\
 Each check is ok, warn (a training runs, but not as it could), fail (it does not run) or – (nothing
-to check here), with the command that mends it.
-The exit code is 1 if any check fails, else 0.
+to check here), with the command that mends it. The exit code is 8 if any check fails, else 0.
 Piped: state, check, what was found and what to do, between tabs.
 
 --json prints {version: 1, host, echelon, python, worst: ok, warn or fail,
@@ -863,7 +867,8 @@ def _sweep_show(words: list[str]) -> int:
 
     parser = _parser(
         "sweep show",
-        "Show a sweep: its best trials, what failed, which parameters matter.",
+        "Show a sweep: its best trials, what failed and, once 8 are finished, which parameters "
+        "matter.",
         """\
 --json prints {version: 1, sweep, folder, metric, goal, run_cap, results, ending, best, importance:
 {parameter: part of 1}, trials: [{trial, run, state, value, parameters, evaluations, cause}]}.""",
@@ -906,10 +911,10 @@ VERBS = {
     "runs": Verb("what was trained, with what, and what came of it", _runs),
     "show": Verb("one run and its curves", _show),
     "plot": Verb("curves of several runs, as a picture or a page", _plot),
-    "gpus": Verb("who uses the GPUs, here and elsewhere", _gpus),
     "data": Verb("get a data set, such as MovieLens", _data),
     "recommend": Verb("movies for a user, by a run of MovieLens", _recommend),
     "env": Verb("the environment of a source folder: build, show, clean", _env),
+    "gpus": Verb("who uses the GPUs, here and elsewhere", _gpus),
     "doctor": Verb("what is wrong with this machine, and what mends it", _doctor),
     "preflight": Verb("whether a job would go well on its nodes", _preflight),
     "setup": Verb("make a rented machine a host of launch=ssh", _setup),
@@ -935,5 +940,17 @@ def _parser(verb: str, description: str, epilog: str | None = None) -> argparse.
         prog=f"echelon {verb}",
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Prose is folded to the terminal; a paragraph with indented lines stays as it is written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        import textwrap
+
+        kept = [
+            part if "\n  " in part else textwrap.fill(part, width) for part in text.split("\n\n")
+        ]
+        return "\n\n".join(kept)

@@ -31,7 +31,7 @@ class Exit(IntEnum):
     BUSY = 7
     """Fewer GPUs are free than were asked for."""
     NOT_READY = 8
-    """`echelon preflight` found what would keep a training from running on these machines."""
+    """`doctor`, `preflight` or `setup` found what would keep a training from running there."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

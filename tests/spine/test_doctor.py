@@ -18,7 +18,7 @@ def test_a_torch_that_crashes_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(crash)
     source = Path(__file__).parents[2] / "src"
     done = run((*ECHELON, "doctor"), tmp_path, PYTHONPATH=f"{tmp_path}:{source}")
-    assert done.code == Exit.FAILED
+    assert done.code == Exit.NOT_READY
     lines = [line.split("\t") for line in done.out.splitlines()]
     assert done.err == ""
     (torch,) = [fields for fields in lines if fields[1] == "torch"]
@@ -32,7 +32,7 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     words = shlex.join([*ECHELON, "doctor", "--no-smoke"])
     done = run(("sh", "-c", f"mkdir {gone} && cd {gone} && rmdir {gone} && {words}"), tmp_path)
-    assert done.code == Exit.FAILED
+    assert done.code == Exit.NOT_READY
     assert done.err == ""
     assert f"fail\tdisk here\t{gone} cannot be written\t" in done.out
 

@@ -101,6 +101,25 @@ def test_the_guilty_rank_has_the_last_word_everywhere(case: Case, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_rank_alone_says_its_cause_as_well(tmp_path: Path) -> None:
+    """Nobody else is there to publish it to, but its agent is."""
+    case = Case("error", 0, "step", 5, 4, ERROR)
+    done = launching.run([*TRAIN, *case.words, "launch.procs=1"], tmp_path)
+    assert done.code == 1, done.err
+    for text in (done.err, *_logs(only_run(tmp_path))):
+        assert text.rstrip().endswith(f"rank 0 on {HOST} failed after step 4: {ERROR}")
+    assert status(only_run(tmp_path))["failure"]["summary"] == ERROR
+
+
+@pytest.mark.slow
+def test_a_rank_alone_leaves_with_the_code_of_its_fault(tmp_path: Path) -> None:
+    words = [*ECHELON, "train", "launch=local", "launch.procs=1", "trainer.capture=always"]
+    done = launching.run(words, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.code == 2, done.err
+    assert "error: trainer.capture=always, but the step cannot be a CUDA graph" in done.err
+
+
+@pytest.mark.slow
 def test_a_slow_rank_is_not_called_hung(tmp_path: Path) -> None:
     """Rank 1 evaluates for twice the limit, a batch at a time, while rank 0 waits for it."""
     words = ["fault=slow", "on=1", "phase=every-evaluation", "launch.hang_s=1", *SETTINGS]

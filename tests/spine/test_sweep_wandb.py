@@ -263,7 +263,7 @@ def test_what_our_agents_have_run_is_shown(
     assert dispatch(words) == 0
     shown = capsys.readouterr().out
     head = "sweep s: 11 of 4 results (9 finished, 1 pruned, 1 failed, 1 waiting)"
-    assert shown.startswith(f"{head}; best eval/loss 0 in trial t0\n")
+    assert shown.startswith(f"{head}\nbest eval/loss 0 in trial t0\n")
     assert "trial t10 failed: it broke" in shown
     assert f"best run    echelon show {SWEEP}-t0\n" in shown
     (folder.with_name("a-run")).mkdir()
@@ -271,6 +271,8 @@ def test_what_our_agents_have_run_is_shown(
     with pytest.raises(EchelonError, match=r"known: s$"):
         dispatch(["sweep", "show", "a-run", "--dir", str(folder.parent)])
     picture = folder / "p.html"
+    assert dispatch([*words, "--plot", str(picture)]) == 0
+    assert capsys.readouterr().out.endswith(f"picture     {picture}\n")
     assert dispatch([*words, "--json", "--plot", str(picture)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["importance"] == {"lr": 1.0}

@@ -32,7 +32,7 @@ def doctor(runs: Path, as_json: bool, with_smoke: bool) -> int:
         table(verdicts)
         if console().is_terminal:
             print(_last_line(verdicts))
-    return Exit.FAILED if worst(verdicts) == FAIL else Exit.OK
+    return Exit.NOT_READY if worst(verdicts) == FAIL else Exit.OK
 
 
 def as_data(verdicts: list[Verdict]) -> dict[str, object]:

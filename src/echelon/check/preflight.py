@@ -18,7 +18,7 @@ from echelon.check.places import START_S, Places, stations, why_absent
 from echelon.check.show import matrix
 from echelon.check.verdict import FAIL, worst
 from echelon.config.schema import Config
-from echelon.errors import Exit
+from echelon.errors import Exit, Fault
 from echelon.launch.ssh.survey import token_in
 
 JSON_VERSION = 1
@@ -48,6 +48,12 @@ def preflight(
         print(json.dumps(_as_data(seen, findings), indent=2))
     else:
         matrix([seen.name(node) for node in range(len(seen.names))], findings)
+    if not sys.stdout.isatty():  # the log of a job has to end with the cause
+        sys.stdout.flush()
+        for node, verdict in findings:
+            if verdict.state == FAIL:
+                what = f"{seen.name(node)}, {verdict.check}: {verdict.found}"
+                print(f"error: {Fault(what, verdict.do)}", file=sys.stderr)
     return Exit.NOT_READY if _worst(findings) == FAIL else Exit.OK
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _SECTIONS = {
     "Trainer": "trainer.",
+    "ReplicaChoice": "replica.",
     "Launch": "launch.",
     "Track": "track.",
     "Wandb": "track.wandb.",
@@ -32,11 +33,12 @@ def _section(prefix: str, node: ast.ClassDef) -> Iterator[str]:
         default = ast.unparse(field.value) if field.value else ""
         if "default_factory" in default and not any(w in default for w in ("Every(", "=list")):
             continue  # a section of its own
-        name = f"{prefix}{field.target.id}".removesuffix(".kind")  # launch=local chooses the file
+        name = f"{prefix}{field.target.id}"
+        name = "launch" if name == "launch.kind" else name  # launch=local chooses the file
         yield f"  {name}{_shown(default)}"
         doc = _docstring(following)
         if doc:
-            yield textwrap.fill(doc, 88, initial_indent="      ", subsequent_indent="      ")
+            yield textwrap.fill(doc, 80, initial_indent="      ", subsequent_indent="      ")
 
 
 def _shown(default: str) -> str:

@@ -37,6 +37,8 @@ def show(
     if not console.is_terminal:
         console.width = UNBROKEN
     console.print(_whole(told, None if all_of_them else _SHOWN))
+    if picture is not None:
+        print(f"picture     {picture}")
     return Exit.OK
 
 
@@ -44,10 +46,11 @@ def _whole(told: Report, most: int | None) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(told)), Text("")]
     ranked = told.ranked()
     shown = [*ranked[:most], *(result for result in told.open if result not in ranked[:most])]
-    parts.append(_table(told, shown))
+    if shown:
+        parts.append(_table(told, shown))
     if more := len([result for result in ranked if result not in shown]):
         parts.append(Text(f"… and {more} more: --all", style="dim"))
-    failed = [result for result in told.results if result.state == "failed"]
+    failed = [r for r in told.results if r.state == "failed" and r.cause != told.ending]
     for result in failed[:3]:
         parts.append(Text(f"trial {result.name} failed: {result.cause}", style="red"))
     if len(failed) > 3:
@@ -67,7 +70,7 @@ def _whole(told: Report, most: int | None) -> RenderableType:
 def headline(told: Report) -> str:
     counts = ", ".join(f"{n} {state}" for state, n in told.counts().items() if n)
     best = told.best
-    said = f"; best {told.metric.name} {best.value:.6g} in trial {best.name}" if best else ""
+    said = f"\nbest {told.metric.name} {best.value:.6g} in trial {best.name}" if best else ""
     ending = f"\n{told.ending}" if told.ending else ""
     done = f"{told.done} of {told.cap} results"
     return f"sweep {told.sweep.name}: {done} ({counts or 'no trial yet'}){said}{ending}"

@@ -23,6 +23,8 @@ from echelon.sweep.supervise import supervise
 from echelon.sweep.worker import Compose
 
 Start = Callable[..., int]
+_BANDS = 4
+"""Shown of those at which trials are compared; with min_iter there is no last one."""
 
 
 class Wanted(NamedTuple):
@@ -152,7 +154,8 @@ def _plan(file: SweepFile, prepared: Prepared, wanted: Wanted, start: Start, on_
     who = " on wandb's server" if wanted.engine == "wandb" else ""
     print(f"{file.method} for the {goal} {settings.metric['name']}{who}")
     if file.early:
-        bands = ", ".join(str(band) for band in file.early.bands if band < 10_000)
+        more = ", …" if len(file.early.bands) > _BANDS else ""
+        bands = ", ".join(map(str, file.early.bands[:_BANDS])) + more
         print(f"after {bands} evaluations the best 1/{file.early.eta:g} go on")
     width = max(len(name) for name in file.parameters)
     for p in file.parameters.values():

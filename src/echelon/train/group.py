@@ -232,6 +232,17 @@ def meet(world: World, config: Config, env: Mapping[str, str]) -> Group:
     return Group(placed, store, hosts_store, hang_s)
 
 
+def tell_agent(failure: Failure, env: Mapping[str, str]) -> None:
+    """For a rank that has no store in its group: it is alone, or failed before it met anybody."""
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    with contextlib.suppress(Exception):  # without its agent there is nobody to tell
+        socket.create_connection((host, port), timeout=_PATIENT_S).close()
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=_STAY_S), False)
+        first = dist.PrefixStore(f"echelon/{attempt}", store)
+        first.compare_set("failure", "", failure.to_json())
+
+
 def _connect(world: World, hosts_store: bool, timeout_s: float) -> dist.Store:
     assert world.master is not None
     host, _, port_text = world.master.rpartition(":")

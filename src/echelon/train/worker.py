@@ -26,7 +26,7 @@ from echelon.launch.process import launched
 from echelon.pulse import Pulse
 from echelon.runs import Run, launch_id
 from echelon.track.summary import summary, titled
-from echelon.train.group import Group, PeerFailed, meet
+from echelon.train.group import Group, PeerFailed, meet, tell_agent
 from echelon.train.loop import Training, train
 from echelon.train.memory import explained, out_of_memory
 from echelon.train.output import Output
@@ -139,6 +139,8 @@ class Rank:
         failure = self._cause(error)
         if self.group is not None:
             self.group.publish(failure)
+        if self.has_agent and (self.group is None or self.group.store is None):
+            tell_agent(failure, os.environ)
         if self.folder is not None and self.number == 0 and not self.has_agent:
             self.folder.update_status(state="failed", step=failure.step, failure=failure.__dict__)
         if not (self.has_agent and self.number == 0):  # there the agent says it, once

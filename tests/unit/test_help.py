@@ -1,0 +1,51 @@
+"""Every verb's help fits a terminal and leaves no setting out."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.cli import VERBS, dispatch
+from echelon.config.schema import Config, flatten
+
+VERB_WORDS = [*([verb] for verb in VERBS), ["sweep", "show"]]
+
+
+@pytest.mark.parametrize("words", VERB_WORDS, ids=" ".join)
+def test_help_fits_80_columns(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        dispatch([*words, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: echelon {words[0]} ")
+    long_lines = [line for line in shown.splitlines() if len(line) > 80]
+    assert long_lines == []
+
+
+def test_the_overview_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch([]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if len(line) > 80] == []
+    assert [line.split()[0] for line in shown[2 : 2 + len(VERBS)]] == list(VERBS)
+
+
+def test_train_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dispatch(["train", "--help"])
+    shown = capsys.readouterr().out
+    known = {key.removesuffix(".kind") if key == "launch.kind" else key for key in _settings()}
+    assert {
+        key for key in known if f"\n  {key}=" not in shown and f"\n  {key}." not in shown
+    } == set()
+
+
+def _settings() -> set[str]:
+    units = (".steps", ".epochs", ".minutes")
+    cadences = ("trainer.evaluate", "trainer.save")
+    flat = flatten(Config().to_dict())
+    return {
+        next((c for c in cadences if key.startswith(c) and key.endswith(units)), key)
+        for key in [*flat, "experiment"]
+    }
