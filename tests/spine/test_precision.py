@@ -41,9 +41,10 @@ def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
         ("trainer.capture=always", "a CUDA graph needs an NVIDIA GPU"),
     ],
 )
-def test_what_a_cpu_cannot(word: str, says: str, tmp_path: Path) -> None:
-    ended = train_world(tmp_path, 1, *STEPS, word)
-    assert ended.codes == [Exit.USAGE]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> None:
+    ended = train_world(tmp_path, ranks, *STEPS, word)
+    assert ended.codes == [Exit.USAGE] * ranks
     assert says in ended.said
     assert "Traceback" not in ended.said
 
