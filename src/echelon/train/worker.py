@@ -130,7 +130,9 @@ class Rank:
         t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best)
         seconds = time.monotonic() - begun if t.step > first_step else -1.0
         tracked = t.close_trackers(outcome)
-        text = summary(t.run, outcome, t.step, t.total_steps, seconds, self.stop.reason, tracked)
+        longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
+        so_far = (t.step, t.total_steps, seconds)
+        text = summary(t.run, outcome, *so_far, self.stop.reason, tracked, longer)
         print(text, file=sys.stderr)
 
     def _fail(self, error: BaseException) -> int:
