@@ -6,6 +6,7 @@ compiled, and show whether a step does anything that a replay would not. All ran
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Callable
@@ -79,15 +80,26 @@ class Capture:
             return self._step(data, cut.mine, total)
 
         row = 1 if self._world_size == 1 else 4
+        stream = torch.cuda.current_stream()
         try:
             capacity = self._source.largest_block(cut.mine)
             self.graph = StepGraph(body, cut, capacity, row)
         except Exception as error:  # whatever torch or the model says of it, the step is as before
-            torch.cuda.synchronize()
+            _leave(stream)
             for p in self._model.parameters():
                 p.grad = None
             return _first_line(error)
         return None
+
+
+def _leave(stream: torch.cuda.Stream) -> None:
+    """After a capture that failed, torch stays in the capture's stream, and its random numbers wait
+    for the capture's end: a dropout of the next step would fail."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize()
+    numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+    with contextlib.suppress(RuntimeError):
+        numbers.graphsafe_set_state(numbers.clone_state())
 
 
 def of_all(reason: str | None, world_size: int) -> str | None:
