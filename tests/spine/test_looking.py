@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import Trained, losses, snapshot_steps, train_config, train_world
-from launching import is_a_sentence_and_a_hint
+import subjects
+from helpers import ECHELON, Trained, losses, snapshot_steps, train_config, train_world
+from launching import is_a_sentence_and_a_hint, run
 from looked_at import experiment
 
 from echelon.config.compose import compose
@@ -107,6 +108,17 @@ def test_a_profile_of_two_processes_and_training_goes_on(tmp_path: Path) -> None
         steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#")}
         assert len(steps) == 3
         assert sum(e.get("name") == "aten::addmm" for e in events) >= 3
+
+
+@pytest.mark.slow
+def test_a_stop_within_a_profile(tmp_path: Path) -> None:
+    """In a process of its own, as torch's profiler would crash at its end."""
+    words = [f"experiment={subjects.__file__}:regression", "trainer.profile=500", "run.name=a"]
+    words += ["trainer.batch_size=5", "trainer.epochs=300"]
+    ended = run([*ECHELON, "train", *words], tmp_path, SPINE_FAULT="0:100:TERM")
+    assert (ended.code, ended.left) == (75, []), ended.err
+    assert "after step 101 of 1200; everything is saved" in ended.err
+    assert "the run ended within steps 6 to 505: no profile" in ended.err
 
 
 def test_a_profile_longer_than_the_run(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@ class Profile:
             return 0.0
         return time.monotonic() - begun
 
+    def close(self) -> None:
+        """Where the run ends before the profile does: torch would crash at the end of the process,
+        and whoever stops a run does not wait for a trace."""
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None
+            self._stop()
+            if self._rank == 0:
+                _say(f"the run ended within steps {self._first} to {self._last}: no profile")
+
     def _start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells the screen that it starts
         from torch.profiler import ProfilerActivity, profile, schedule

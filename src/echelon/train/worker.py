@@ -107,6 +107,8 @@ class Rank:
         except BaseException as error:
             return self._fail(error)
         finally:
+            if self.training is not None and self.training.profile is not None:
+                self.training.profile.close()
             self.output.close()
 
     def _show_life(self, run: Run, world: World) -> None:
