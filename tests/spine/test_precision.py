@@ -64,6 +64,20 @@ def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixtur
         Compiled(lambda x: x / (1 // 0), backend=broken)(torch.ones(()))
 
 
+def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the last batch of an epoch, long after the first step."""
+
+    def broken_for_two(graph: Any, inputs: Any) -> Any:
+        if inputs[0].shape == (2,):
+            raise RuntimeError("no kernel of that shape")
+        return graph.forward
+
+    doubled = Compiled(lambda x: x * 2.0, backend=broken_for_two)
+    for size in (3, 2, 3):
+        assert doubled(torch.ones(size)).tolist() == [2.0] * size
+    assert capsys.readouterr().err.count("no kernel of that shape") == 1
+
+
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:
     assert "trainer.precision" not in Config().numbers()
     half = Config(trainer=Trainer(precision="bf16"))
