@@ -76,6 +76,7 @@ def test_a_run_repeats_itself(tmp_path: Path) -> None:
         (["host_random=true"], "draws random numbers on the host"),
         (["counter=true"], "the model's calls changes from step to step"),
         (["reads=true"], "capture"),
+        (["reads=true", "dropout=0.3"], "capture"),
         (["optimizer=Adagrad"], "Adagrad keeps numbers of its step on the host"),
         (["dataset=true"], "the data is a Dataset"),
         (["own_schedule=true"], "a schedule of its own"),

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 
 import launching
 import pytest
@@ -391,3 +392,27 @@ def test_nonsense_in_a_worker_is_a_sentence_too(tmp_path: Path) -> None:
     text = _sentence(done, Exit.USAGE)
     assert "[8, 3]" in text
     assert text.count("error: ") == 1
+
+
+@pytest.mark.slow
+def test_parameters_that_no_loss_needs(tmp_path: Path) -> None:
+    text = """
+        import torch, echelon
+        from torch import nn
+
+        def experiment():
+            model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+            data = (torch.ones(8, 2), torch.ones(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss = nn.functional.mse_loss
+            predict = lambda model, batch: (model[0](batch[0]), batch[1])
+            return echelon.Experiment(model, optimizer, loss, data, predict=predict)
+    """
+    (tmp_path / "own.py").write_text(dedent(text))
+    words = [*ECHELON, "train", "experiment=own.py:experiment", "trainer.batch_size=2", *TWO]
+    ended = launching.run(words, tmp_path)
+    assert ended.code == 1
+    assert is_a_sentence_and_a_hint(ended.err)
+    assert "set trainer.unused_parameters=true" in ended.err
+    ended = launching.run([*words, "trainer.unused_parameters=true"], tmp_path)
+    assert ended.code == 0, ended.err

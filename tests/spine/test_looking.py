@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import Trained, losses, snapshot_steps, train_config, train_world
-from launching import is_a_sentence_and_a_hint
+import subjects
+from helpers import ECHELON, Trained, losses, snapshot_steps, train_config, train_world
+from launching import is_a_sentence_and_a_hint, run
 from looked_at import experiment
 
 from echelon.config.compose import compose
 from echelon.track import jsonl
+from echelon.train.replica import Replica
 
 PARTS = ("data_ms", "compute_ms", "communication_ms", "optimizer_ms")
 
@@ -70,6 +72,24 @@ def test_the_transformer_trains_alike_in_one_process_and_two(tmp_path: Path) -> 
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_device_that_is_read_seldom_tells_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU is: lines are written late, with the loss of their step and the speed by then."""
+    by_steps = ("trainer.save.epochs=null", "trainer.evaluate.epochs=null")
+    words = ("trainer.steps=40", "trainer.save.steps=13", *by_steps)
+    told = losses(trained(tmp_path / "a", 1, *words).run)
+    monkeypatch.setattr(Replica, "read_every", 16)
+    late = trained(tmp_path / "b", 1, *words)
+    assert losses(late.run) == told
+    paces = [line["step_ms"] for line in lines(late)]
+    assert len(paces) == 10
+    assert paces[0] == paces[1] == paces[2], "read together, after step 13"
+    assert paces[4] == paces[5], "after step 26"
+    assert len(set(paces)) > 3
+
+
 # --- profiles ---
 
 
@@ -77,7 +97,8 @@ def test_the_transformer_trains_alike_in_one_process_and_two(tmp_path: Path) -> 
 def test_a_profile_of_two_processes_and_training_goes_on(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, "trainer.profile=3", "trainer.steps=12")
     assert done.codes == [0, 0], done.said
-    assert lines(done)[-1]["step"] == 12
+    assert [line["step"] for line in lines(done)] == [4, 8, 12]
+    assert all(line["samples_per_s"] > 0 for line in lines(done)), "also where it ended, at step 8"
     assert "profiled steps 6 to 8: " in done.said
     assert "OPERATOR" in done.said
     assert "profiled" not in done.ranks[1].output
@@ -87,6 +108,17 @@ def test_a_profile_of_two_processes_and_training_goes_on(tmp_path: Path) -> None
         steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#")}
         assert len(steps) == 3
         assert sum(e.get("name") == "aten::addmm" for e in events) >= 3
+
+
+@pytest.mark.slow
+def test_a_stop_within_a_profile(tmp_path: Path) -> None:
+    """In a process of its own, as torch's profiler would crash at its end."""
+    words = [f"experiment={subjects.__file__}:regression", "trainer.profile=500", "run.name=a"]
+    words += ["trainer.batch_size=5", "trainer.epochs=300"]
+    ended = run([*ECHELON, "train", *words], tmp_path, SPINE_FAULT="0:100:TERM")
+    assert (ended.code, ended.left) == (75, []), ended.err
+    assert "after step 101 of 1200; everything is saved" in ended.err
+    assert "the run ended within steps 6 to 505: no profile" in ended.err
 
 
 def test_a_profile_longer_than_the_run(tmp_path: Path) -> None:
@@ -134,3 +166,11 @@ def test_out_of_memory_on_another_rank_is_what_all_say(tmp_path: Path) -> None:
         assert "trainer.accumulate=4 (the numbers stay)" in rank.output
         assert "replica.kind=fsdp (each holds a shard of the model)" in rank.output
         assert "Traceback" not in rank.output
+
+
+@pytest.mark.slow
+def test_out_of_memory_while_another_rank_still_writes_the_first_snapshot(tmp_path: Path) -> None:
+    done = trained(tmp_path, 2, "full=host", "trainer.save.steps=8")
+    assert done.codes == [1, 1]
+    assert snapshot_steps(done.run) == [8]
+    assert "no snapshot yet" not in done.said

@@ -41,9 +41,10 @@ def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
         ("trainer.capture=always", "a CUDA graph needs an NVIDIA GPU"),
     ],
 )
-def test_what_a_cpu_cannot(word: str, says: str, tmp_path: Path) -> None:
-    ended = train_world(tmp_path, 1, *STEPS, word)
-    assert ended.codes == [Exit.USAGE]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> None:
+    ended = train_world(tmp_path, ranks, *STEPS, word)
+    assert ended.codes == [Exit.USAGE] * ranks
     assert says in ended.said
     assert "Traceback" not in ended.said
 
@@ -61,6 +62,20 @@ def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixtur
     assert "no compiler was found" in said
     with pytest.raises(ZeroDivisionError):  # the user's own
         Compiled(lambda x: x / (1 // 0), backend=broken)(torch.ones(()))
+
+
+def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the last batch of an epoch, long after the first step."""
+
+    def broken_for_two(graph: Any, inputs: Any) -> Any:
+        if inputs[0].shape == (2,):
+            raise RuntimeError("no kernel of that shape")
+        return graph.forward
+
+    doubled = Compiled(lambda x: x * 2.0, backend=broken_for_two)
+    for size in (3, 2, 3):
+        assert doubled(torch.ones(size)).tolist() == [2.0] * size
+    assert capsys.readouterr().err.count("no kernel of that shape") == 1
 
 
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:

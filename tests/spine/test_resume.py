@@ -292,11 +292,12 @@ def test_a_run_of_another_experiment(tmp_path: Path, stopped: Trained) -> None:
 def test_changed_numbers_are_named(
     tmp_path: Path, stopped: Trained, whole_runs: dict[int, Run], world_size: int
 ) -> None:
-    changed = ("lr=0.3", "trainer.clip=2.0")
+    changed = ("lr=0.3", "trainer.clip=2.0", "trainer.precision=bf16")
     ended = train_world(tmp_path, world_size, *SHORT, *changed)
     assert ended.codes == [2] * world_size
     assert "experiment.lr=0.3, but run a was trained with experiment.lr=0.02" in ended.said
     assert "trainer.clip=2.0, but run a was trained with trainer.clip=1.0" in ended.said
+    assert "run a was trained with trainer.precision=float32" in ended.said
     assert "Traceback" not in ended.said
     # The refused command has not changed the run.
     resumed = verb(tmp_path, "resume", str(stopped.run.folder))

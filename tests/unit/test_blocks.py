@@ -8,6 +8,7 @@ from torch import nn
 
 from echelon.config.compose import compose
 from echelon.errors import EchelonError
+from echelon.launch.inline import plan as inline_plan
 from echelon.launch.local import plan
 from echelon.launch.plan import Here
 from echelon.train.blocks import blocks_of, recompute, require_blocks
@@ -120,6 +121,14 @@ def test_the_plan_says_that_the_model_is_shared_out() -> None:
     here = Here({}, "here", 0)
     assert "(fsdp)" in plan(compose([*words, "replica.kind=fsdp"]), here).steps[1]
     assert "fsdp" not in plan(compose(words), here).steps[1]
+
+
+def test_the_plan_of_one_process_that_has_nobody_to_share_with() -> None:
+    with pytest.raises(EchelonError, match="there is one process"):
+        inline_plan(compose(["replica.kind=fsdp"]), Here({}, "here", 0))
+    of_two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    of_two |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert inline_plan(compose(["replica.kind=fsdp"]), Here(of_two, "here", 0)).places[0].rank == 0
 
 
 @pytest.mark.parametrize("other", ["replica.devices=2", "trainer.capture=always"])

@@ -149,3 +149,5 @@ def test_last_words_in_letters_that_can_be_read(
     said = summary(run, Exit.OK, 2, 2, 1.0, "", {})
     assert said.isascii() == ascii_only
     assert ("1 #_ 0.5" if ascii_only else "1 █▁ 0.5") in said
+    assert "trainer.epochs=" in said
+    assert "trainer.steps=" in summary(run, Exit.OK, 2, 2, 1.0, "", {}, "trainer.steps")

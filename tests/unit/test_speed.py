@@ -62,6 +62,16 @@ def test_a_line_has_what_was_measured_since_the_last() -> None:
     assert speed.line(2, 4).keys() == {"samples_per_s", "step_ms"}
 
 
+def test_what_was_no_training_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("echelon.train.speed.time.monotonic", lambda: clock.now)
+    speed = Speed([CPU])
+    clock.now = 5.0
+    speed.leave_out(4.0)
+    assert speed.line(10, 20)["samples_per_s"] == 20
+    assert speed.line(10, 20)["step_ms"] == 0
+
+
 def test_a_step_without_borders_within_is_not_split() -> None:
     """As one that is captured as a CUDA graph."""
     moments = Moments(CPU)

@@ -47,6 +47,14 @@ def test_all_there_is_to_say(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "⠤" in out
 
 
+def test_a_run_of_so_many_steps_goes_on_with_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "runs", "a", lines(), {"steps": 40}, {"step": 40, "total_steps": 40})
+    _, out, _ = echelon(capsys, "show", "a")
+    assert "echelon resume a trainer.steps=…" in out
+
+
 def test_how_fast_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     split = {"data_ms": 0.1, "compute_ms": 9.0, "communication_ms": 2.0, "optimizer_ms": 1.234}
     more = {"step_ms": 1000.0, "mfu": 0.412, "memory_gb": 71.26}

@@ -293,8 +293,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Flat keys whose values differ, with both values; a missing one is None."""
-    return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+    """Flat keys whose values differ, with both values; a missing one is what was meant, or None."""
+    meant = {k: _NOT_SAID_BEFORE.get(k) for k in sorted(a.keys() | b.keys())}
+    both = {k: (a.get(k, value), b.get(k, value)) for k, value in meant.items()}
+    return {k: (then, now) for k, (then, now) in both.items() if then != now}
 
 
 def build(data: dict[str, Any]) -> Config:

@@ -26,7 +26,9 @@ def summary(
     seconds: float,
     reason: str,
     tracked: Mapping[str, str],
+    longer: str = "trainer.epochs",
 ) -> str:
+    """`longer` is the setting that says how long it trains."""
     if outcome is Exit.PREEMPTED:
         first = f"stopped by {reason} after step {step} of {total}; everything is saved"
     elif step == total and seconds < 0:
@@ -40,7 +42,7 @@ def summary(
         "metrics": short(run.metrics_file),
         **tracked,
         "look": f"echelon show {spoken(run)}",
-        "go on": f"echelon resume {spoken(run)}" + ("" if step < total else " trainer.epochs=…"),
+        "go on": f"echelon resume {spoken(run)}" + ("" if step < total else f" {longer}=…"),
     }
     text = "\n".join([first, *titled(rows)])
     if beyond_ascii(sys.stderr, os.environ):

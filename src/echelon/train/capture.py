@@ -6,6 +6,7 @@ compiled, and show whether a step does anything that a replay would not. All ran
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Callable
@@ -66,9 +67,9 @@ class Capture:
 
     def _captured(self, cut: Cut, total: int) -> bool:
         reason = _host_change(self._before, _host_state(self._model)) or _room()
-        reason = self._of_all(reason)
+        reason = of_all(reason, self._world_size)
         if reason is None:
-            reason = self._of_all(self._tried(cut, total))
+            reason = of_all(self._tried(cut, total), self._world_size)
         if reason is not None:
             self.graph, self.given_up = None, True
             not_captured(reason, self._must)
@@ -79,27 +80,39 @@ class Capture:
             return self._step(data, cut.mine, total)
 
         row = 1 if self._world_size == 1 else 4
+        stream = torch.cuda.current_stream()
         try:
             capacity = self._source.largest_block(cut.mine)
             self.graph = StepGraph(body, cut, capacity, row)
         except Exception as error:  # whatever torch or the model says of it, the step is as before
-            torch.cuda.synchronize()
+            _leave(stream)
             for p in self._model.parameters():
                 p.grad = None
             return _first_line(error)
         return None
 
-    def _of_all(self, reason: str | None) -> str | None:
-        """All ranks capture, or none."""
-        if self._world_size == 1:
-            return reason
-        hindered = torch.tensor(float(reason is not None))
-        dist.all_reduce(hindered)
-        return reason or ("another rank cannot capture its step" if hindered > 0 else None)
+
+def _leave(stream: torch.cuda.Stream) -> None:
+    """After a capture that failed, torch stays in the capture's stream, and its random numbers wait
+    for the capture's end: a dropout of the next step would fail."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize()
+    numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+    with contextlib.suppress(RuntimeError):
+        numbers.graphsafe_set_state(numbers.clone_state())
+
+
+def of_all(reason: str | None, world_size: int) -> str | None:
+    """All ranks capture, or none; one may lack the memory that the others have."""
+    if world_size == 1:
+        return reason
+    hindered = torch.tensor(float(reason is not None))
+    dist.all_reduce(hindered)
+    return reason or ("another rank cannot capture its step" if hindered > 0 else None)
 
 
 def obstacle(
-    experiment: Experiment, source: Source, device: torch.device, world_size: int
+    experiment: Experiment, source: Source, device: torch.device, world_size: int, trainer: Trainer
 ) -> str | None:
     """Why the steps of this run cannot be captured, as far as is known before the first."""
     if device.type != "cuda":
@@ -114,6 +127,12 @@ def obstacle(
         return "the rows that ranks send each other differ in number"
     if world_size > 1 and next(experiment.model.buffers(), None) is not None:
         return "the model's buffers are spread between ranks at every step"
+    if world_size > 1 and trainer.unused_parameters:
+        return "ranks may use different parameters (trainer.unused_parameters=true)"
+    scales = getattr(experiment.optimizer, "_step_supports_amp_scaling", False)
+    if experiment.scaler is not None and not scales:
+        name = type(experiment.optimizer).__name__
+        return f"the host asks the scaler before every step of {name}, which is not fused"
     return capturable(experiment.optimizer, device)
 
 

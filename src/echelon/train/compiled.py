@@ -10,26 +10,24 @@ import torch
 
 
 class Compiled:
-    """Is compiled by its first call. Only that call may fail in a way that is torch's."""
+    """Is compiled by its first call, and again for other shapes, such as of the last batch: any
+    call may fail in a way that is torch's."""
 
     def __init__(self, function: Callable[..., Any], backend: Any = "inductor") -> None:
         self._plain = function
-        self._now: Callable[..., Any] = self._first
         self._compiled = torch.compile(function, dynamic=False, backend=backend)
+        self._given_up = False
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._now(*args, **named)
-
-    def _first(self, *args: Any, **named: Any) -> Any:
+        if self._given_up:
+            return self._plain(*args, **named)
         try:
-            result = self._compiled(*args, **named)
+            return self._compiled(*args, **named)
         except Exception as error:
             result = self._plain(*args, **named)  # wrong code of the user says so here
             print(f"trainer.compile=true: not compiled: {_reason(error)}", file=sys.stderr)
-            self._now = self._plain
+            self._given_up = True
             return result
-        self._now = self._compiled
-        return result
 
 
 def _reason(error: Exception) -> str:

@@ -155,8 +155,8 @@ class Training:
         self.samples += total
         self.pulse.step = self.step
         self.pulse.beat()
-        if self.profile is not None and self.profile.advance(self.step):
-            self.speed.restart(self.step, self.samples)
+        if self.profile is not None:
+            self.speed.leave_out(self.profile.advance(self.step))
 
     def wishes(self) -> Wishes:
         """Clocks differ between ranks, so rank 0's counts; a signal may reach any rank."""
@@ -212,12 +212,14 @@ class Training:
     def look(self) -> Wishes:
         """Read what all ranks know of the steps since the last look, and log what is marked."""
         told = self.replica.told()
+        # A GPU has caught up with the host only here: between two looks a clock says nothing.
+        speed = self.speed.line(self.step, self.samples) if self._marked else {}
         for step, (_, loss) in enumerate(told, self.step - len(told) + 1):
             if not math.isfinite(loss):
                 raise self._not_finite(loss, step)
             self._losses.append(loss)
             if self._marked and self._marked[0]["step"] == step:
-                self._write(self._marked.popleft())
+                self._write(self._marked.popleft() | speed)
         return told[-1].wishes if len(told) == 1 else _any(told)
 
     def _not_finite(self, loss: float, step: int) -> Exception:
@@ -237,14 +239,13 @@ class Training:
     # --- between steps ---
 
     def log(self) -> None:
-        """A line of metrics is due for this step; its loss comes with the next look."""
+        """A line of metrics is due for this step; its loss and speed come with the next look."""
         line = {
             "step": self.step,
             "epoch": self.epoch,
             "samples": self.samples,
             "loss": math.nan,
             "lr": self.schedule.rate,
-            **self.speed.line(self.step, self.samples),
             "time": round(time.time(), 3),
         }
         self._marked.append(line)

@@ -236,5 +236,10 @@ def _stands(config: Config, world: World, run: Run, training: Training | None) -
     kept = listed(run.snapshots)
     more = _more_pieces(config) if _share(config, world) > 1 else "replica.checkpoint=true"
     again = f"echelon resume {spoken(run)} {more}"
-    stands = f"the last snapshot, {short(kept[-1])}, is intact" if kept else "no snapshot yet"
+    if kept:
+        stands = f"the last snapshot, {short(kept[-1])}, is intact"
+    elif training is not None and training.saved_step:  # by rank 0, which may still write it
+        stands = f"the first snapshot, of step {training.saved_step}, is on its way"
+    else:
+        stands = "no snapshot yet"
     return f"{stands}: {again}"

@@ -16,7 +16,7 @@ from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
 from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
-from echelon.train.capture import WORTH, Capture, not_captured, obstacle
+from echelon.train.capture import WORTH, Capture, not_captured, obstacle, of_all
 from echelon.train.compiled import Compiled
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
@@ -129,7 +129,7 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
         reason = "ranks that share a GPU send each other their gradients through the host"
     elif trainer.capture == "auto" and steps < WORTH:
         reason = f"only {steps} steps are left"
-    reason = reason or obstacle(t.experiment, t.source, t.device, size)
+    reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
         return Capture(replica.whole_step, model, t.source, trainer, size)
@@ -182,7 +182,7 @@ def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     choice = config.replica
     if choice.kind == "fsdp":
         require_shardable(experiment.model)
-    if choice.kind != "fsdp" and not choice.checkpoint:
+    if choice.kind != "fsdp" and not choice.checkpoint and not choice.blocks:
         return []
     blocks = blocks_of(experiment.model, choice.blocks)
     if choice.checkpoint:

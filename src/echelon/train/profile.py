@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,27 @@ class Profile:
         self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
         self._profiler: Any = None
 
-    def advance(self, step: int) -> bool:
-        """After each step; whether the profile has just been written."""
+    def advance(self, step: int) -> float:
+        """After each step; the seconds it took to start the profile, or to write it."""
+        begun = time.monotonic()
         if step == self._first - 2:
             self._start()  # in the step before the first it warms itself up
         elif self._profiler is not None:
             self._profiler.step()
             if step == self._last:
                 self._stop()
-                return True
-        return False
+        else:
+            return 0.0
+        return time.monotonic() - begun
+
+    def close(self) -> None:
+        """Where the run ends before the profile does: torch would crash at the end of the process,
+        and whoever stops a run does not wait for a trace."""
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None
+            self._stop()
+            if self._rank == 0:
+                _say(f"the run ended within steps {self._first} to {self._last}: no profile")
 
     def _start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells the screen that it starts

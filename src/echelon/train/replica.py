@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.config.schema import Trainer
 from echelon.data.batches import Batch, Cut
+from echelon.errors import EchelonError, Exit, Fault
 from echelon.optim import Merger
 from echelon.pulse import Pulse
 from echelon.train.capture import Capture
@@ -34,7 +35,9 @@ from echelon.train.speed import Moments
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
 from echelon.world import World
 
-_READ_EVERY_CUDA = 16
+READ_EVERY_CUDA = 16
+_UNREDUCED = "Expected to have finished reduction in the prior iteration"
+"""How torch's DDP begins to say it."""
 
 
 class Wishes(NamedTuple):
@@ -94,7 +97,7 @@ class Replica:
         if self.device.type == "cpu":
             return 1
         captured = self.capture is not None and self.capture.graph is not None
-        return RING if captured and self.world_size == 1 else _READ_EVERY_CUDA
+        return RING if captured and self.world_size == 1 else READ_EVERY_CUDA
 
     def step(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
@@ -196,11 +199,27 @@ class Replica:
             weight = count * self.world_size / total
             last = i + 1 == len(pieces)
             with nullcontext() if last else _no_sync(module):
-                loss = module(piece, weight)
+                loss = self._forward(module, piece, weight)
                 self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
                 if self.sampled is not None and self.world_size > 1:
                     self.sampled.watch(loss)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def _forward(self, module: nn.Module, piece: Any, weight: float) -> Tensor:
+        try:
+            loss: Tensor = module(piece, weight)
+        except RuntimeError as error:
+            if not str(error).startswith(_UNREDUCED):
+                raise
+            raise EchelonError(
+                Fault(
+                    "some parameters had no part in the last step's loss, so the other processes "
+                    "wait for gradients that never come",
+                    "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
+                ),
+                exit=Exit.FAILED,
+            ) from error
+        return loss
 
     def _agreed(self) -> Tensor:
         """The wishes and the loss of all ranks, which came with the gradients."""

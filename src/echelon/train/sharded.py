@@ -26,11 +26,10 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.precision import Precision
-from echelon.train.replica import Told, Wishes, _pieces, _read
+from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, _pieces, _read
 from echelon.train.speed import Moments
 from echelon.world import World
 
-_READ_EVERY_CUDA = 16
 _BUCKET_BYTES = 250 << 20
 _SPARE_SAMPLES = 2
 """One would be too few for layers that want a variance."""
@@ -78,7 +77,7 @@ class ShardedReplica:
         self.clip = trainer.clip
         self.accumulate = trainer.accumulate
         self.world_size = world.size
-        self.read_every = 1 if device.type == "cpu" else _READ_EVERY_CUDA
+        self.read_every = 1 if device.type == "cpu" else READ_EVERY_CUDA
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self._root: FSDPModule = experiment.model
         self._buffers = list(experiment.model.buffers())

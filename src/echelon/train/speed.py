@@ -139,6 +139,11 @@ class Speed:
         """What was done since the last line was no training."""
         self._since = (time.monotonic(), step, samples)
 
+    def leave_out(self, seconds: float) -> None:
+        """So much of the time since the last line was no training."""
+        then, step, samples = self._since
+        self._since = (then + seconds, step, samples)
+
     def feed(self, batches: Iterable[Batch | Cut], replica: Sampled) -> Iterator[Batch | Cut]:
         """The batches; now and then one whose step is sampled."""
         every = iter(batches)

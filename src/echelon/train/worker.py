@@ -107,6 +107,8 @@ class Rank:
         except BaseException as error:
             return self._fail(error)
         finally:
+            if self.training is not None and self.training.profile is not None:
+                self.training.profile.close()
             self.output.close()
 
     def _show_life(self, run: Run, world: World) -> None:
@@ -130,7 +132,9 @@ class Rank:
         t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best)
         seconds = time.monotonic() - begun if t.step > first_step else -1.0
         tracked = t.close_trackers(outcome)
-        text = summary(t.run, outcome, t.step, t.total_steps, seconds, self.stop.reason, tracked)
+        longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
+        so_far = (t.step, t.total_steps, seconds)
+        text = summary(t.run, outcome, *so_far, self.stop.reason, tracked, longer)
         print(text, file=sys.stderr)
 
     def _fail(self, error: BaseException) -> int:

@@ -313,5 +313,6 @@ def _commands(seen: Seen) -> dict[str, str]:
         rows["end"] = f"echelon cancel {name}"
     elif not record.broken:
         done = seen.step is not None and seen.step == record.count("total_steps")
-        rows["go on"] = f"echelon resume {name}" + (" trainer.epochs=…" if done else "")
+        longer = "epochs" if record.section("trainer").get("steps") is None else "steps"
+        rows["go on"] = f"echelon resume {name}" + (f" trainer.{longer}=…" if done else "")
     return rows

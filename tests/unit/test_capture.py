@@ -1,0 +1,45 @@
+"""What keeps a step from being a CUDA graph, as far as it is known without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.config.schema import Trainer
+from echelon.data.batches import TensorSource
+from echelon.train.capture import obstacle
+from echelon.train.experiment import Experiment
+
+Given = tuple[Experiment, TensorSource]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def given(scaler: torch.amp.GradScaler | None = None, **how: bool) -> Given:
+    model, data = nn.Linear(4, 1), (torch.ones(8, 4), torch.ones(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), **how)
+    source = TensorSource(data, CPU)
+    source.home = GPU
+    return Experiment(model, optimizer, nn.functional.mse_loss, data, scaler=scaler), source
+
+
+def test_a_scaler_that_the_host_asks() -> None:
+    """It fails within the capture, after it has noted that gradients are unscaled."""
+    scaler = torch.amp.GradScaler("cpu")
+    plain, source = given(scaler, foreach=True)
+    reason = obstacle(plain, source, GPU, 1, Trainer())
+    assert reason == "the host asks the scaler before every step of Adam, which is not fused"
+    fused, source = given(scaler, fused=True)
+    fused.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    assert obstacle(fused, source, GPU, 1, Trainer()) is None
+
+
+@pytest.mark.parametrize(("world_size", "hindered"), [(1, False), (2, True)])
+def test_ranks_that_use_different_parameters(world_size: int, hindered: bool) -> None:
+    """They would send each other gradients of different lengths."""
+    experiment, source = given(fused=True)
+    experiment.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    trainer = Trainer(unused_parameters=True)
+    reason = obstacle(experiment, source, GPU, world_size, trainer)
+    assert (reason is not None) == hindered
+    assert obstacle(experiment, source, GPU, world_size, Trainer()) is None
