@@ -42,8 +42,9 @@ def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None)
     `experiment` is a function from its settings to an echelon.Experiment. A `conf` folder beside
     the file, with a config.yaml in it, is composed the Hydra way.
     """
-    from echelon.cli import guarded, train_words
+    from echelon.cli import guarded
     from echelon.train.experiment import loading
+    from echelon.verbs.training import train as train_words
 
     if loading():
         own_experiment(experiment)  # raises, and who is importing the file reports it

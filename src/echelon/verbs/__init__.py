@@ -1,0 +1,1 @@
+"""One function for every verb: what can be typed, and the room that does it."""

@@ -1,0 +1,130 @@
+"""Training: a run, an old one, somebody else's program, a node of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from echelon.errors import EchelonError, Fault
+from echelon.verbs.arguments import WHICH, add_plan, parser_for, split
+
+if TYPE_CHECKING:
+    from echelon.config.compose import OwnExperiment
+
+
+def train(words: Sequence[str], own: OwnExperiment | None = None) -> int:
+    from echelon.config.outside import own_words, trial_of
+    from echelon.config.settings import described
+
+    trial = trial_of(os.environ)
+
+    parser = parser_for(
+        "train",
+        "Train an experiment. Every setting can be overridden: KEY=VALUE, as in Hydra.",
+        "settings:\n"
+        "  experiment=toy\n"
+        "      What to train: toy, transformer, movielens, movielens_dot,\n"
+        "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
+        "      their bare names: lr=0.1.\n" + described(),
+    )
+    add_plan(parser)
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
+    )
+    given = parser.parse_intermixed_args(own_words(words, trial))
+    from echelon.entry import train, train_all
+
+    if given.multirun and trial:
+        parser.error("`wandb agent` asks for one run, so --multirun cannot be")
+    if given.multirun and (given.wait or given.json):
+        parser.error("--wait and --json are for one run")
+    if given.multirun:
+        return train_all(given.overrides, own, given.dry_run)
+    return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)
+
+
+def run(words: list[str]) -> int:
+    parser = parser_for(
+        "run",
+        "Run any program on one process, many, or many machines: echelon run launch=slurm "
+        "launch.nodes=2 -- python train.py",
+        "modes:\n"
+        "  mode=torchrun    an agent per node and torchrun's variables: plain torch,\n"
+        "                   Accelerate, Lightning (the default)\n"
+        "  mode=srun        one Slurm task per process\n"
+        "  mode=lightning   the same, as Lightning expects it; its arguments get\n"
+        "                   the world by launch.nodes_flag=--num_nodes and\n"
+        "                   launch.gpus_flag=--gpus\n"
+        "  mode=plain       once per node, left alone\n"
+        "  mode=wandb       for `wandb agent`: one of them, its trial on all nodes\n\n"
+        "`echelon train --help` lists the settings of launch.",
+    )
+    add_plan(parser)
+    parser.add_argument("program", nargs="*", metavar="-- PROGRAM ARGS")
+    options, program = split(words)
+    given = parser.parse_intermixed_args(options)
+    from echelon.entry import run_program
+
+    return run_program(given.overrides, program, given.dry_run, given.json, given.wait)
+
+
+def resume(words: list[str]) -> int:
+    parser = parser_for("resume", "Go on with a run where its newest valid snapshot is.")
+    parser.add_argument("run", help=WHICH)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
+    given = parser.parse_intermixed_args(words)
+    from echelon.config.compose import recompose
+    from echelon.entry import start
+    from echelon.runs import open_run
+
+    run = open_run(given.run)
+    if run.submission_file is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a submitted command, whose program knows how to go on",
+                "submit the command again, with --requeue if it resumes by itself",
+            )
+        )
+    config = run.config()
+    if config.trainer.resume == "never" or any(run.snapshots.glob("step-*")):
+        given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
+    return start(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))
+
+
+def node(words: list[str]) -> int:
+    parser = parser_for(
+        "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--nodes", type=int, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--master", metavar="HOST:PORT", help="where node 0 listens")
+    where.add_argument("--tether", action="store_true", help="be told, and live on standard input")
+    parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
+    parser.add_argument("--procs", type=int, help="processes here; default: as configured")
+    given = parser.parse_args(words)
+    if given.tether:
+        from echelon.launch.ssh.tether import hold
+
+        return hold(given.run, given.nodes, given.node_rank, given.procs)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
+    from echelon.launch.join import join
+
+    return join(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
+
+
+def explain(words: list[str]) -> int:
+    parser = parser_for(
+        "explain", "Say which world this process would be part of, and which variables decided it."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="rank=R world_size=N master=HOST:PORT")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_intermixed_args(words)
+    from echelon.explain import explain
+
+    return explain(given.overrides, given.json, os.environ)
