@@ -27,6 +27,7 @@ from helpers import (
 from launching import ECHELON, QUICK, TWO, run
 
 import echelon
+from echelon.errors import EchelonError
 from echelon.runs import Run
 from echelon.train.snapshots import SnapshotDamaged, verify
 from echelon.train.worker import train_here
@@ -294,13 +295,18 @@ def test_what_torch_cannot_do_with_shards(tmp_path: Path, word: str, told: str) 
     assert "Traceback" not in ended.said
 
 
-def test_by_the_command_that_a_person_types(tmp_path: Path) -> None:
+def test_by_the_command_that_a_person_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = (*ECHELON, "train", *QUICK, "hidden=8", FSDP, "run.name=a")
     ended = run([*words, *TWO], tmp_path)
     assert (ended.code, ended.left) == (0, []), ended.err
     assert "on 2 processes (cpu), which share the model" in ended.err
-    weights = echelon.load_weights(tmp_path / "runs" / "a")
-    assert weights["0.weight"].shape == (8, 20)
+    monkeypatch.chdir(tmp_path)
+    for where in (tmp_path / "runs" / "a", "a", "latest"):
+        assert echelon.load_weights(where)["0.weight"].shape == (8, 20)
+    with pytest.raises(EchelonError, match="nothing"):
+        echelon.load_weights("nothing")
     alone = run([*words, "launch=local", "launch.procs=1"], tmp_path)
     assert alone.code == 2
     assert "there is one process" in alone.err

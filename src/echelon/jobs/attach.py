@@ -19,7 +19,8 @@ _STEP = re.compile(rb"step \d+/\d+  epoch ")
 
 def attach(run: Run, begin_with: int = BEGIN_WITH) -> int:
     """Show what rank 0 says until the run is over; the exit code is the training's."""
-    printer = Attached(run) if sys.stderr.isatty() else Told(run)
+    bar = sys.stderr.isatty() and run.config().track.progress in ("auto", "bar")
+    printer = Attached(run) if bar else Told(run)
     try:
         standing = follow(run, lambda: _names(run), printer, begin_with, printer.tell)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ import torch
 from echelon.errors import EchelonError, Fault
 from echelon.train.experiment import Experiment
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -37,7 +37,7 @@ class Precision:
         Weights are cast anew each time: a cast that was kept would be of the step that a CUDA graph
         was captured at.
         """
-        half = _HALF.get(self.name)
+        half = HALF.get(self.name)
         if half is None:
             return nullcontext()
         return torch.autocast(self.device.type, half, cache_enabled=False)

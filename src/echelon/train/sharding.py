@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from echelon.config.schema import Trainer
 from echelon.train.experiment import Experiment
 from echelon.train.pieces import row_range
-
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from echelon.train.precision import HALF
 
 
 def shard(
@@ -32,7 +31,7 @@ def shard(
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     trained = _Trained(experiment.optimizer, mesh)
     # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
-    half = _HALVES.get(trainer.precision)
+    half = HALF.get(trainer.precision)
     policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
     for module in (*_innermost_first(model, blocks), model):
         before = dict(module.named_parameters())

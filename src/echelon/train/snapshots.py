@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.runs import open_run
 from echelon.train.pieces import join, parts_and_pieces
 
 FORMAT = 1
@@ -156,8 +157,8 @@ def part_file(part: str) -> str:
 
 def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """The model's weights by name, whole, however many ranks wrote them: of a snapshot's folder,
-    or of the newest snapshot of a run's folder."""
-    path = Path(folder)
+    or of the newest snapshot of a run: its folder, its name in ./runs, or `latest`."""
+    path = Path(folder) if Path(folder).exists() else open_run(str(folder)).folder
     try:
         if (path / "snapshots").is_dir():
             path = path / "snapshots"
