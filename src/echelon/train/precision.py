@@ -16,6 +16,7 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
+        self.half = HALF.get(name)
 
     def use(self, experiment: Experiment) -> None:
         """Set what is set once for a run: tf32 for all matrix products, a scaler for fp16."""
@@ -37,7 +38,6 @@ class Precision:
         Weights are cast anew each time: a cast that was kept would be of the step that a CUDA graph
         was captured at.
         """
-        half = HALF.get(self.name)
-        if half is None:
+        if self.half is None:
             return nullcontext()
-        return torch.autocast(self.device.type, half, cache_enabled=False)
+        return torch.autocast(self.device.type, self.half, cache_enabled=False)

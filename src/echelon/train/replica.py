@@ -48,6 +48,9 @@ class Wishes(NamedTuple):
     evaluate: bool = False
 
 
+_NONE = Wishes()
+
+
 class Told(NamedTuple):
     """What all ranks know about one step."""
 
@@ -103,7 +106,7 @@ class Replica:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._keep(wishes)
         if self.capture is None or not self.capture.replayed(batch, total):
-            self._pending += self._captured_so_far()
+            self._collect()
             self._pending.append(self._backward(batch.data, batch.mine, total))
             if self.sampled is not None:
                 self.sampled.put("reduced")
@@ -160,19 +163,20 @@ class Replica:
 
     def told(self) -> list[Told]:
         """What was agreed in the steps since the last call."""
-        rows = _read([*self._pending, *self._captured_so_far()])
+        self._collect()
+        rows = _read(self._pending)
         self._pending.clear()
         if self.world_size == 1:
             told = [Told(self._wishes, loss) for loss in rows]
-            self._wishes = Wishes()
+            self._wishes = _NONE
             return told
         return [Told(Wishes(*(n > 0 for n in wishes)), loss) for *wishes, loss in rows]
 
-    def _captured_so_far(self) -> list[Tensor]:
-        if self.capture is None or self.capture.graph is None or not self.capture.graph.count:
-            return []
-        rows = self.capture.graph.told()
-        return list(rows.squeeze(1) if self.world_size == 1 else rows)
+    def _collect(self) -> None:
+        """What the graph's steps left, in the order of the steps."""
+        if self.capture is not None and self.capture.graph is not None and self.capture.graph.count:
+            rows = self.capture.graph.told()
+            self._pending += rows.squeeze(1) if self.world_size == 1 else rows
 
     def _keep(self, wishes: Wishes) -> None:
         """Until they are read: a clock's wish is made once, and a GPU is read every few steps."""
@@ -285,9 +289,10 @@ class _Objective(nn.Module):
             self._wished = wishes
 
     def loss_of(self, data: Any) -> Tensor:
+        if self._precision.half is None:  # even an empty context takes a percent of a small step
+            return self.loss(*self.predict(self.model, data))
         with self._precision.context():
-            output, target = self.predict(self.model, data)
-            return self.loss(output, target)
+            return self.loss(*self.predict(self.model, data))
 
     def forward(self, data: Any, weight: float) -> Tensor:
         weighted = self._nothing() if data is None else self.loss_of(data) * weight
