@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from echelon.train.graph import RING
 from echelon.train.precision import Precision
 from echelon.train.speed import Moments
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
+from echelon.train.update import update
 from echelon.world import World
 
 READ_EVERY_CUDA = 16
@@ -72,7 +74,8 @@ class Replica:
         self.experiment = experiment
         self.device = device
         self.pulse = pulse
-        self.clip = trainer.clip
+        most = trainer.clip
+        self._clip = None if most is None else partial(self._clip_to, most)
         self.accumulate = trainer.accumulate
         self.world_size = world.size
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
@@ -126,25 +129,14 @@ class Replica:
         return told
 
     def _update(self) -> None:
-        optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if self.clip is not None:
-            self._clip(self.clip)
-        if scaler is not None:
-            scaler.step(optimizer)  # all ranks have the same gradients, so all skip or none
-            scaler.update()
-        else:
-            self._optimize()
-        if self.experiment.schedule is not None:
-            self.experiment.schedule.step()
+        update(self.experiment, self._clip, self._optimize)
         self.forget()
 
     def forget(self) -> None:
         for p in self.parameters:
             p.grad = None
 
-    def _clip(self, most: float) -> None:
+    def _clip_to(self, most: float) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not any(grad.is_sparse for grad in grads):
             nn.utils.clip_grad_norm_(self.parameters, most)
@@ -164,7 +156,7 @@ class Replica:
     def told(self) -> list[Told]:
         """What was agreed in the steps since the last call."""
         self._collect()
-        rows = _read(self._pending)
+        rows = read_all(self._pending)
         self._pending.clear()
         if self.world_size == 1:
             told = [Told(self._wishes, loss) for loss in rows]
@@ -197,7 +189,7 @@ class Replica:
         return self._agreed()
 
     def _in_pieces(self, data: Any, mine: int, total: int, module: nn.Module) -> None:
-        pieces = _pieces(data, mine, self.accumulate)
+        pieces = in_pieces(data, mine, self.accumulate)
         for i, (piece, count) in enumerate(pieces):
             # DDP divides the sum by the number of ranks; the weight makes it the mean over samples.
             weight = count * self.world_size / total
@@ -340,7 +332,7 @@ def _average(parameters: list[nn.Parameter], world_size: int) -> None:
         torch._foreach_copy_(of_kind, views)
 
 
-def _pieces(data: Any, mine: int, count: int) -> list[tuple[Any, int]]:
+def in_pieces(data: Any, mine: int, count: int) -> list[tuple[Any, int]]:
     """The share in `count` pieces, some of nothing, as ranks must agree on the number."""
     if count == 1 or data is None:
         return [(data, mine)] + [(None, 0)] * (count - 1)
@@ -354,7 +346,7 @@ def _pieces(data: Any, mine: int, count: int) -> list[tuple[Any, int]]:
     return pieces
 
 
-def _read(pending: list[Tensor]) -> list[Any]:
+def read_all(pending: list[Tensor]) -> list[Any]:
     """One transfer for all of them."""
     if len(pending) == 1:
         return [pending[0].tolist()]

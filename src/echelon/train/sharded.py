@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from echelon.config.schema import Trainer
 from echelon.data.batches import Batch, Cut, Source
@@ -26,8 +26,9 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.precision import Precision
-from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, _pieces, _read
+from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, in_pieces, read_all
 from echelon.train.speed import Moments
+from echelon.train.update import update
 from echelon.world import World
 
 _BUCKET_BYTES = 250 << 20
@@ -74,7 +75,8 @@ class ShardedReplica:
         assert isinstance(experiment.model, FSDPModule)
         self.experiment = experiment
         self.pulse = pulse
-        self.clip = trainer.clip
+        most = trainer.clip
+        self._clip = None if most is None else partial(self._clip_to, most)
         self.accumulate = trainer.accumulate
         self.world_size = world.size
         self.read_every = 1 if device.type == "cpu" else READ_EVERY_CUDA
@@ -99,22 +101,12 @@ class ShardedReplica:
             self.sampled.put("stepped")
 
     def _update(self) -> None:
-        optimizer, scaler = self.experiment.optimizer, self.experiment.scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if self.clip is not None:
-            self._clip(self.clip)
-        if scaler is not None:
-            scaler.step(optimizer)  # an overflow in any shard is known to all ranks by now
-            scaler.update()
-        else:
-            self._optimize(optimizer)
-        if self.experiment.schedule is not None:
-            self.experiment.schedule.step()
+        update(self.experiment, self._clip, self._optimize)
         for p in self.parameters:
             p.grad = None
 
-    def _optimize(self, optimizer: Optimizer) -> None:
+    def _optimize(self) -> None:
+        optimizer = self.experiment.optimizer
         try:
             optimizer.step()
         except (RuntimeError, NotImplementedError) as error:
@@ -135,7 +127,7 @@ class ShardedReplica:
         """What was agreed in the steps since the last call."""
         told = [
             Told(Wishes(*(number > 0 for number in wishes)), loss)
-            for *wishes, loss in _read(self._pending)
+            for *wishes, loss in read_all(self._pending)
         ]
         self._pending.clear()
         return told
@@ -143,7 +135,7 @@ class ShardedReplica:
     def _backward(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         self._same_buffers()
         agreed = self._wish(wishes)
-        pieces = _pieces(batch.data, batch.mine, self.accumulate)
+        pieces = in_pieces(batch.data, batch.mine, self.accumulate)
         for i, (data, mine) in enumerate(pieces):
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
             # A pass over nothing, which the others wait for, leaves no trace.
@@ -190,7 +182,7 @@ class ShardedReplica:
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
 
-    def _clip(self, most: float) -> None:
+    def _clip_to(self, most: float) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
