@@ -175,6 +175,18 @@ def test_every_fault_is_told_in_one_go() -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "instead"),
+    [("replica.blocks=Block", "[Block]"), ("launch.hosts=null", "[]"), ("launch.carry=3", "[3]")],
+)
+def test_a_list_is_written_as_one(word: str, instead: str) -> None:
+    with pytest.raises(EchelonError) as wrong:
+        compose([word])
+    [fault] = wrong.value.faults
+    assert fault.what == f"{word}: not a list"
+    assert fault.do == f"write '{word.partition('=')[0]}={instead}'"
+
+
+@pytest.mark.parametrize(
     ("word", "nearest"),
     [
         ("trainer.batchsize=8", "trainer.batch_size"),

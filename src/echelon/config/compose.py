@@ -319,8 +319,10 @@ def _set(
     try:
         OmegaConf.update(base, key, value, merge=True, force_add=inside_experiment)
     except OmegaConfBaseException as error:
-        found = str(error).splitlines()[0]
-        faults.append(Fault(f"{shown}: {found}", f"the default is {_default_of(base, key)}"))
+        found, hint = str(error).splitlines()[0], f"the default is {_default_of(base, key)}"
+        if OmegaConf.is_list(OmegaConf.select(base, key)):
+            found, hint = "not a list", f"write '{key}=[{'' if value is None else value}]'"
+        faults.append(Fault(f"{shown}: {found}", hint))
 
 
 def _inside_mapping(base: DictConfig, key: str) -> bool:
