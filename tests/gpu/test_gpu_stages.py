@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_gpu import losses
 from torch import Tensor, nn
 
 from echelon import Experiment
 from echelon.errors import EchelonError
 from echelon.gpus import visible_count
-from echelon.track.jsonl import read
 from echelon.train.stages import Sample, place
 from echelon.train.state import restore_rng, rng_row
 
@@ -54,10 +54,6 @@ def train(folder: Path, *words: str, **variables: str) -> subprocess.CompletedPr
         text=True,
         timeout=240,
     )
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    return [line["loss"] for line in read(folder / "runs" / name / "metrics.jsonl") if "lr" in line]
 
 
 @pytest.mark.parametrize("launch", [[], ["launch=local"]], ids=["inline", "local"])
