@@ -9,6 +9,7 @@ and leaves its loss in a ring that is read every few steps; the host starts it a
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +19,45 @@ from echelon.data.batches import Cut
 RING = 64
 """Steps between two readings."""
 
+_ALIGN_BYTES = 256
+"""Every column of a batch begins as if it had been allocated alone."""
+
+
+class Blocks:
+    """Many batches, each with its columns one behind the other: one copy cuts a batch out."""
+
+    def __init__(self, cut: Cut, capacity: int) -> None:
+        self._mine = cut.mine
+        self._shapes = [t.shape[1:] for t in cut.block]
+        self._kinds = [t.dtype for t in cut.block]
+        sizes = [t[:1].nbytes * cut.mine for t in cut.block]
+        ends = accumulate(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
+        starts = [0, *ends]
+        self._places = [slice(start, start + n) for start, n in zip(starts, sizes, strict=False)]
+        words = max(_ALIGN_BYTES, starts[-1]) // torch.int64.itemsize
+        self._words = torch.empty(
+            (capacity // cut.mine, words), dtype=torch.int64, device=cut.block[0].device
+        )
+
+    def load(self, block: tuple[Tensor, ...]) -> None:
+        """Its whole batches; a last one that is smaller is not the graph's."""
+        count = len(block[0]) // self._mine
+        for column, kept in zip(block, self._columns(self._words[:count]), strict=True):
+            kept.copy_(column[: count * self._mine].reshape(kept.shape))
+
+    def cut(self, number: Tensor) -> tuple[Tensor, ...]:
+        columns = self._columns(self._words.index_select(0, number))
+        return tuple(
+            column.view(self._mine, *shape)
+            for column, shape in zip(columns, self._shapes, strict=True)
+        )
+
+    def _columns(self, words: Tensor) -> list[Tensor]:
+        """A row of each for every batch."""
+        raw = words.view(torch.uint8)
+        places = zip(self._places, self._kinds, strict=True)
+        return [raw[:, place].view(kind) for place, kind in places]
+
 
 class StepGraph:
     """`body` takes a batch and returns what is told of the step, a row of numbers."""
@@ -26,7 +66,7 @@ class StepGraph:
         self, body: Callable[[tuple[Tensor, ...]], Tensor], cut: Cut, capacity: int, row: int
     ) -> None:
         self._mine = cut.mine
-        self._blocks = tuple(t.new_empty((capacity, *t.shape[1:])) for t in cut.block)
+        self._blocks = Blocks(cut, capacity)
         device = cut.block[0].device
         self._ring = torch.zeros(RING, row, device=device)
         self._at = torch.zeros(2, dtype=torch.int64, device=device)
@@ -38,27 +78,19 @@ class StepGraph:
         self._graph = torch.cuda.CUDAGraph()
         # A snapshot may be on its way to memory by another thread: only this one is bound.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            told = body(tuple(self._cut(block) for block in self._blocks))
+            told = body(self._blocks.cut(self._at[:1]))
             self._ring.index_copy_(0, self._at[1:], told.float().view(1, row))
             self._at.add_(1)
 
-    def _cut(self, block: Tensor) -> Tensor:
-        batches = block.view(-1, self._mine, *block.shape[1:])
-        return batches.index_select(0, self._at[:1]).squeeze(0)
-
     def replay(self, cut: Cut) -> None:
         if cut.block is not self._loaded:
-            self._load(cut.block)
+            self._blocks.load(cut.block)
+            self._loaded, self._next = cut.block, -1
         if cut.start != self._next:
             self._at[0].fill_(cut.start // self._mine)
         self._graph.replay()
         self._next = cut.start + self._mine
         self.count += 1
-
-    def _load(self, block: tuple[Tensor, ...]) -> None:
-        for kept, new in zip(self._blocks, block, strict=True):
-            kept[: len(new)].copy_(new)
-        self._loaded, self._next = block, -1
 
     def told(self) -> Tensor:
         """What the steps since the last reading left, on the device."""
