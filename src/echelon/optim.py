@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon.kernels import usable
+from echelon.kernels.branches import side_by_side
 
 _BLOCK_BYTES = 256 << 10
 """Of rows that are updated at a time: with its averages, a block stays in the second-level cache.
@@ -122,21 +123,28 @@ class RowAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = _evaluated(closure)
+        works: dict[torch.device, list[Callable[[], None]]] = {}
         for group in self.param_groups:
             dense: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
-                grad = p.grad
-                if grad is None:
+                if p.grad is None:
                     continue
-                if grad.is_sparse and usable(p):
-                    self._step_rows_on_gpu(p, grad, group)
-                elif grad.is_sparse:
-                    self._step_rows(p, self._merge(grad), group)
+                if p.grad.is_sparse:
+                    works.setdefault(p.device, []).append(partial(self._step_table, p, group))
                 else:
                     dense.setdefault((p.device, p.dtype), []).append(p)
-            for params in dense.values():
-                self._step_dense(params, group)
+            for (device, _), params in dense.items():
+                works.setdefault(device, []).append(partial(self._step_dense, params, group))
+        for device, of_device in works.items():
+            side_by_side(of_device, device)
         return loss
+
+    def _step_table(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if usable(p) and p.grad.sparse_dim() == 1 and p.is_contiguous():
+            self._step_rows_on_gpu(p, p.grad, group)
+        else:
+            self._step_rows(p, self._merge(p.grad), group)
 
     def _step_dense(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """By the call that torch.optim.AdamW(fused=True) ends in: getting there takes longer than
@@ -178,9 +186,6 @@ class RowAdam(Optimizer):
     def _step_rows_on_gpu(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         from echelon.kernels.rows import Scratch, adam_rows
 
-        if grad.sparse_dim() != 1 or not p.is_contiguous():
-            self._step_rows(p, self._merge(grad), group)
-            return
         state = self._state(p, "mean", "square", (len(p),))
         if p not in self._scratch:
             self._scratch[p] = Scratch(p)

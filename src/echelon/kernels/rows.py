@@ -15,8 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-_BLOCK = 1024
+_BLOCK = 512
 """Numbers that one program handles: rows × their width."""
+
+_CLAIMS = 128
+"""Rows that one program claims: few, so that many programs wait for memory at once."""
 
 
 class Scratch:
@@ -61,8 +64,8 @@ def adam_rows(
         values, stride = values.contiguous(), width
     sums = scratch.sums_for(values)
     shape = {"WIDTH": width, "WIDE": wide, "ROWS": rows}
-    _claim[(triton.cdiv(len(numbers), _BLOCK),)](
-        numbers, scratch.owners, scratch.lookups, len(numbers), BLOCK=_BLOCK
+    _claim[(triton.cdiv(len(numbers), _CLAIMS),)](
+        numbers, scratch.owners, scratch.lookups, len(numbers), BLOCK=_CLAIMS
     )
     claims = (numbers, scratch.owners, scratch.lookups)
     _add[grid](*claims, values, stride, sums, len(numbers), **shape)
