@@ -148,6 +148,25 @@ def test_a_model_that_looks_at_its_numbers_has_no_mfu() -> None:
     assert flops.mfu(1.0) is None
 
 
+def test_what_an_experiment_keeps_and_moves_to_its_batch_stays_real() -> None:
+    kept = {"scale": torch.full((1,), 2.0)}
+
+    def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        kept["scale"] = kept["scale"].to(x.device)
+        return model(x) * kept["scale"], y
+
+    model = nn.Linear(2, 1)
+    given = Experiment(
+        model, torch.optim.SGD(model.parameters(), lr=1), nn.MSELoss(), None, predict=predict
+    )
+    flops = Flops(given, peak=1.0)
+    flops.see(Batch((torch.ones(2, 2), torch.ones(2, 1)), 2))
+    flops.count()
+    assert flops.mfu(1.0) is None
+    assert kept["scale"].item() == 2.0
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "peak"),
     [

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from echelon.data.batches import Batch, Cut
 from echelon.train.experiment import Experiment, predict_default
+
+_META = torch.device("meta")
 
 # Teraflops of dense matrix products by NVIDIA's data sheets: bf16 and fp16 (accumulated in
 # float32), tf32, float32. Where a sheet gives figures for sparse matrices, half of them. The first
@@ -82,7 +85,7 @@ class Flops:
         if model is None or self._batch is None:
             return
         # A model that looks at its numbers cannot be counted: then there is no MFU.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _Untouched():  # type: ignore[no-untyped-call]
             self.per_sample = self._count(model, self._batch.data) / self._batch.mine
 
     def mfu(self, samples_per_s: float) -> float | None:
@@ -96,6 +99,18 @@ class Flops:
             output, target = self._predict(model, data)
             self._loss(output, target).backward()  # type: ignore[no-untyped-call]
         return float(counter.get_total_flops())
+
+
+class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Nothing real becomes a shape. What an experiment keeps outside its model, and moves to where
+    a batch lies, would be gone for the next step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        moved = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _META
+        if moved and not args[0].is_meta:
+            raise RuntimeError("a tensor outside the model is used with a batch of shapes")
+        return func(*args, **kwargs)
 
 
 def _shapes_of(model: nn.Module) -> nn.Module | None:
