@@ -27,6 +27,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", 
 
 _PIECE_BYTES = 8 << 20
 _COPY_THREADS = 4
+_TOUCH_THREADS = 8
 
 Path = tuple[Any, ...]
 _Move = tuple[int, int, int]
@@ -86,7 +87,7 @@ class Stage:
         self._place(slots, pinned=bool(gpus))
         moves: list[_Move] = []
         copies = {id(slot): self._fill(slot, moves) for slot in slots}
-        _move_all(moves)
+        _by_threads(ctypes.memmove, moves, _COPY_THREADS)
         for gpu in gpus:
             torch.cuda.current_stream(gpu).synchronize()
 
@@ -154,21 +155,21 @@ def _pieces(target: int, source: int, nbytes: int) -> list[_Move]:
     ]
 
 
-def _move_all(moves: list[_Move]) -> None:
-    """Copy with threads that take the next piece when they are free.
+def _by_threads(call: Callable[..., Any], pieces: list[_Move], most: int) -> None:
+    """Work on memory by threads that take the next piece when they are free, without the GIL.
 
     ``Tensor.copy_`` splits every tensor over OpenMP's threads and waits for the slowest: for
     600 MB in 60 tensors 0.035 s on two idle cores, but 0.07 to 0.46 s when another process (a
     data loader) uses one of them. This takes 0.026 s, and 0.05 to 0.08 s beside another process.
     """
-    todo = deque(moves)
+    todo = deque(pieces)
 
     def work() -> None:
         with contextlib.suppress(IndexError):
             while True:
-                ctypes.memmove(*todo.popleft())  # without the GIL
+                call(*todo.popleft())
 
-    threads = min(_COPY_THREADS, cores(), 1 + len(moves) // 4)
+    threads = min(most, cores(), 1 + len(pieces) // 4)
     helpers = [threading.Thread(target=work, name="stage") for _ in range(threads - 1)]
     for helper in helpers:
         helper.start()
@@ -185,6 +186,9 @@ def _pin(memory: mmap.mmap) -> int:
     """Pin in place; torch's own pinned memory is rounded up to a power of two. Returns the
     address, 0 if the system refused (the copy is then only slower)."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # CUDA would find the pages one by one: for 16 GB, 10 s instead of 4.
+    pages = [(at, 0, size) for at, _, size in _pieces(address, 0, len(memory))]
+    _by_threads(ctypes.memset, pages, _TOUCH_THREADS)
     if int(_cudart().cudaHostRegister(address, len(memory), 0)) == 0:
         return address
     # CUDA keeps the refusal as "last error" and the next kernel would be blamed for it.
