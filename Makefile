@@ -30,7 +30,7 @@ check: $(READY) ## lint, types, unit tests: under a minute
 	$(PY) -m pytest tests -n auto --dist worksteal -m "not slow and not gpu"
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests/gpu tests/unit/test_order.py -m gpu
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests/gpu -m gpu
 
 bench: $(BENCH) ## measure beside the peers; results go to benchmarks/
 	$(PY) benchmarks/run.py
