@@ -9,9 +9,10 @@ life; the hand-tuned loop is bf16 autocast, torch.compile over model and loss, f
 nothing is logged or read.
 
 Snapshots: turns of so many steps, with one snapshot near their beginning that is written in the
-background, beside turns without. MFU is by the operations that torch counts for a step, attention
-as if it were not causal. About four minutes with 1.3 billion parameters on an H200, which leave
-16 GB on the disk for each of two snapshots, and nothing afterwards.
+background, beside turns without; the first one of a run is told apart. MFU is by the operations
+that torch counts for a step, attention as if it were not causal. About five minutes with 1.3
+billion parameters on an H200, which leave 16 GB on the disk for each of two snapshots, and nothing
+afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SIZES = {
 }
 BATCH = 8
 ROUNDS, STEPS = 5, 10
-SAVE_ROUNDS, SAVE_STEPS = 2, 60
+SAVE_ROUNDS, SAVE_STEPS = 2, 120
 HAND, OURS, SAVING = "a hand-tuned loop", "Echelon", "Echelon, saving"
 STEP_TARGET = 1 / 0.95
 """Its MFU is to be 0.95 of the hand-tuned loop's at the least."""
@@ -105,6 +106,7 @@ def figures(told: dict[str, Any], many: int) -> list[Figure]:
             SAVE_TARGET,
         ),
         figure("loop held up by a snapshot", told["save_blocks_s"], unit="s"),
+        figure("… by the first, which finds its memory", told["first_save_blocks_s"], unit="s"),
         figure("until it is on disk, in the background", told["until_on_disk_s"], unit="s"),
     ]
     rows += [figure(f"a step of {n}", [1e3 * s for s in v], unit="ms") for n, v in taken.items()]
@@ -140,15 +142,18 @@ def take_turns(t: Any) -> Any:
     fair = {HAND: partial(by_hand, STEPS), OURS: partial(ours, t, STEPS)}
     told = {"seconds_per_step": in_turns(each_step(t, fair, STEPS), plan["rounds"])}
     del by_hand, fair
+    first: list[float] = []
     blocked: list[float] = []
     written: list[float] = []
     many = plan["steps"]
+    ours_saving(t, 4, first, [])  # finds its memory, which is then kept
     saving = {
         OURS: partial(ours, t, many),
         SAVING: partial(ours_saving, t, many, blocked, written),
     }
     told["seconds_per_step_saving"] = in_turns(each_step(t, saving, many), plan["saves"], 0)
-    told |= {"save_blocks_s": blocked, "until_on_disk_s": written, **facts(t)}
+    told |= {"first_save_blocks_s": first, "save_blocks_s": blocked, "until_on_disk_s": written}
+    told |= facts(t)
     Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(told))
     return Exit.OK
 
