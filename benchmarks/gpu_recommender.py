@@ -10,8 +10,8 @@ the time of a step after the first ones.
   Its tables have sparse gradients and RowAdam; "dense" has dense ones and torch's Adam, as the
   others have. The step is captured as a CUDA graph, by default. "compiled, tf32" is the first with
   trainer.compile=true trainer.precision=tf32.
-- loader: the tutorial's loop over a per-sample Dataset, 8 DataLoader workers, pinned memory.
-- on the GPU: the same loop over a permutation of columns that lie on the GPU.
+- DataLoader loop: the tutorial's loop over a per-sample Dataset, 8 workers, pinned memory.
+- loop, data on the GPU: the same over a permutation of columns that lie on the GPU.
 
 The floor is the time the chip needs to move the bytes that any such step must move: the rows of the
 batch that differ, with both averages, read and written once, their gradients written and read once,
@@ -39,7 +39,7 @@ LOADER_AT_MOST = {1024: 1 / 25, 16384: 1 / 100}
 BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 ROUNDS, STEPS, LOADER_STEPS = 3, 6000, 40
 OURS, OURS_FAST, OURS_DENSE = "Echelon", "Echelon, compiled, tf32", "Echelon, dense"
-LOADER, ON_GPU = "loader, 8 workers", "on the GPU"
+LOADER, ON_GPU = "DataLoader loop, 8 workers", "loop, data on the GPU"
 WORDS = {
     OURS: ["sparse=true"],
     OURS_FAST: ["sparse=true", "trainer.compile=true", "trainer.precision=tf32"],

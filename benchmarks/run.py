@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, Figure, Result, figure, machine, ratios, reached, versions
+from pictures import draw
 
 RESULTS = HERE / "results"
 TITLES = {
@@ -66,7 +67,7 @@ def main() -> None:
         write(name, result)
         show(result["figures"])
     for name in names or stored():
-        draw(name)
+        draw(TITLES[name], load(name), RESULTS / f"{name}.png")
     (HERE / "README.md").write_text(readme())
 
 
@@ -217,106 +218,6 @@ def section(name: str, result: Result) -> list[str]:
         *([note] if (note := result.get("config", {}).get("note")) else []),
         *([f"![{TITLES[name]}](results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []),
     ]
-
-
-# --- pictures -----------------------------------------------------------------------------------
-
-OUR_COLOUR, PEER_COLOUR, GOAL_COLOUR = "#1f6f8b", "#b8b8b8", "#c0392b"
-
-
-def draw(name: str) -> None:
-    """A machine without matplotlib leaves this to another, by --pictures."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no matplotlib here: draw elsewhere with --pictures", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    result = load(name)
-    plot = growth(result) if name == "order" else bars(TITLES[name], result["figures"])
-    plot.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
-
-
-def bars(title: str, rows: Sequence[Figure]) -> Any:
-    """One panel for each thing that is compared with, as its ratios share a scale."""
-    from matplotlib import pyplot
-
-    panels: dict[str, list[Figure]] = {}
-    for row in rows:
-        panels.setdefault(panel_of(row), []).append(row)
-    heights = [len(panel) + 0.8 for panel in panels.values()]
-    plot, axes = pyplot.subplots(
-        len(panels),
-        1,
-        figsize=(9, 0.42 * sum(heights) + 0.8 * len(panels)),
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights, "hspace": 0.55},
-    )
-    for axis, (name, panel) in zip(axes.flat, panels.items(), strict=True):
-        bar_panel(axis, name, panel)
-    plot.suptitle(title, fontsize=13, fontweight="bold", y=0.995 if len(panels) > 2 else 1.02)
-    return plot
-
-
-def panel_of(row: Figure) -> str:
-    subject, colon, _ = row["what"].partition(": ")
-    compared = row["what"].rpartition(", × ")[2] if ", × " in row["what"] else row["unit"]
-    return f"{subject}: × {compared}" if colon else f"× {compared}"
-
-
-def bar_label(what: str) -> str:
-    text = what.partition(": ")[2] or what
-    return text.rpartition(", × ")[0] or text
-
-
-def bar_panel(axis: Any, name: str, rows: Sequence[Figure]) -> None:
-    ours = ("Echelon", "echelon", "loop blocked", "reading", "until", "from kill", "drawing")
-    for at, row in enumerate(reversed(rows)):
-        label = bar_label(row["what"])
-        mine = row["at_most"] is not None or any(word in label for word in ours)
-        below, above = row["median"] - row["min"], row["max"] - row["median"]
-        axis.barh(at, row["median"], 0.62, color=OUR_COLOUR if mine else PEER_COLOUR)
-        axis.errorbar(row["median"], at, xerr=[[below], [above]], color="#333333", capsize=3)
-        axis.annotate(
-            f"{row['median']:.3g}",
-            (row["max"], at),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-        if row["at_most"] is not None:
-            axis.plot([row["at_most"]] * 2, [at - 0.42, at + 0.42], color=GOAL_COLOUR, lw=2)
-    axis.set_yticks(range(len(rows)), [bar_label(r["what"]) for r in reversed(rows)], fontsize=9)
-    axis.set_title(f"{name}   (line: spread, red: to reach)", fontsize=10, loc="left")
-    axis.set_xlim(0, 1.12 * max(max(r["max"], r["at_most"] or 0) for r in rows))
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def growth(result: Result) -> Any:
-    from matplotlib import pyplot
-
-    plot, (time_axis, memory_axis) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for name, colour in (("echelon", OUR_COLOUR), ("DistributedSampler", "#777777")):
-        rows = sorted((r for r in result["start"] if r["name"] == name), key=lambda r: r["size"])
-        sizes = [row["size"] for row in rows]
-        middle = [1e3 * row["seconds"]["median"] for row in rows]
-        below = [m - 1e3 * r["seconds"]["least"] for m, r in zip(middle, rows, strict=True)]
-        above = [1e3 * r["seconds"]["most"] - m for m, r in zip(middle, rows, strict=True)]
-        time_axis.errorbar(
-            sizes, middle, yerr=[below, above], marker="o", capsize=3, color=colour, label=name
-        )
-        memory = [max(0.01, row["megabytes"] or 0.0) for row in rows]
-        memory_axis.plot(sizes, memory, marker="o", color=colour, label=name)
-    for axis, what in ((time_axis, "milliseconds"), (memory_axis, "megabytes")):
-        axis.axhline(1.0, color=GOAL_COLOUR, lw=1, label="to stay under at 10⁹")
-        axis.set(xscale="log", yscale="log", xlabel="samples in the data set", ylabel=what)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=9)
-    time_axis.set_title("until the first batch is there", fontsize=10)
-    memory_axis.set_title("memory it takes (0.01: none seen)", fontsize=10)
-    plot.suptitle("Starting an epoch, rank 0 of 8", fontsize=13, fontweight="bold")
-    return plot
 
 
 if __name__ == "__main__":
