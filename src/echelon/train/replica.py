@@ -195,27 +195,13 @@ class Replica:
             weight = count * self.world_size / total
             last = i + 1 == len(pieces)
             with nullcontext() if last else _no_sync(module):
-                loss = self._forward(module, piece, weight)
+                loss: Tensor = module(piece, weight)
                 self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
                 if self.sampled is not None and self.world_size > 1:
                     self.sampled.watch(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
-
-    def _forward(self, module: nn.Module, piece: Any, weight: float) -> Tensor:
-        try:
-            loss: Tensor = module(piece, weight)
-        except RuntimeError as error:
-            if not str(error).startswith(_UNREDUCED):
-                raise
-            raise EchelonError(
-                Fault(
-                    "some parameters had no part in the last step's loss, so the other processes "
-                    "wait for gradients that never come",
-                    "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
-                ),
-                exit=Exit.FAILED,
-            ) from error
-        return loss
+        if isinstance(module, DistributedDataParallel):
+            _require_reduced(module)
 
     def _agreed(self) -> Tensor:
         """The wishes and the loss of all ranks, which came with the gradients."""
@@ -318,6 +304,23 @@ def _wrap(objective: _Objective, unused_parameters: bool, tables: list[str]) -> 
 
 def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _require_reduced(ddp: DistributedDataParallel) -> None:
+    """DDP itself complains in the next forward pass, when this step is taken and perhaps saved."""
+    try:
+        ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if not str(error).startswith(_UNREDUCED):
+            raise
+        raise EchelonError(
+            Fault(
+                "some parameters had no part in the loss of this step, so the other processes "
+                "wait for gradients that never come",
+                "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
+            ),
+            exit=Exit.FAILED,
+        ) from error
 
 
 def _average(parameters: list[nn.Parameter], world_size: int) -> None:
