@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from echelon.config.schema import Trainer
@@ -33,9 +34,11 @@ def shard(
     # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
     half = HALF.get(trainer.precision)
     policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
-    for module in (*_innermost_first(model, blocks), model):
+    as_they_are = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    norms = _with_averages(model) if half else []
+    for module in (*_innermost_first(model, [*blocks, *norms]), model):
         before = dict(module.named_parameters())
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=as_they_are if module in norms else policy)
         for name, p in module.named_parameters():
             if p is not before[name]:
                 trained.switch(before[name], p)
@@ -46,6 +49,12 @@ def shard(
         sharded.set_gradient_divide_factor(float(mesh.size()))
         if trainer.unused_parameters:
             _count_unused(sharded)
+
+
+def _with_averages(model: nn.Module) -> list[nn.Module]:
+    """Norms with running averages, which are float32: torch takes no half weights beside them."""
+    norms = (m for m in model.modules() if isinstance(m, _NormBase))
+    return [norm for norm in norms if norm.affine and norm.track_running_stats]
 
 
 def _innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
