@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Trainer
-from echelon.data.batches import TensorSource
+from echelon.data.batches import Batch, TensorSource
+from echelon.pulse import Pulse
 from echelon.train.capture import obstacle
 from echelon.train.experiment import Experiment
+from echelon.train.precision import Precision
+from echelon.train.replica import Replica, Wishes
+from echelon.world import detect
 
 Given = tuple[Experiment, TensorSource]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -43,3 +47,29 @@ def test_ranks_that_use_different_parameters(world_size: int, hindered: bool) ->
     reason = obstacle(experiment, source, GPU, world_size, trainer)
     assert (reason is not None) == hindered
     assert obstacle(experiment, source, GPU, world_size, Trainer()) is None
+
+
+def test_a_step_that_failed_halfway_leaves_nothing_to_the_next() -> None:
+    """A capture may fail in its second piece, when the first has left gradients and its loss."""
+    experiment, _ = given()
+    model, data = experiment.model, experiment.train_data
+    precision, world = Precision("float32", CPU), detect({}).world
+    replica = Replica(experiment, world, CPU, Trainer(accumulate=2), precision, Pulse())
+    expected = nn.functional.mse_loss(model(data[0]), data[1]).item()
+    model.register_forward_pre_hook(_Fails(at=2))
+    with pytest.raises(RuntimeError, match="halfway"):
+        replica.whole_step(data, 8, 8)
+    replica.forget()
+    replica.step(Batch(data, 8), 8, Wishes())
+    [told] = replica.told()
+    assert told.loss == pytest.approx(expected)
+
+
+class _Fails:
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("halfway")

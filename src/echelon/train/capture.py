@@ -38,9 +38,16 @@ class Capture:
     """Takes steps over once it can."""
 
     def __init__(
-        self, step: Step, model: nn.Module, source: TensorSource, trainer: Trainer, world_size: int
+        self,
+        step: Step,
+        forget: Callable[[], None],
+        model: nn.Module,
+        source: TensorSource,
+        trainer: Trainer,
+        world_size: int,
     ) -> None:
         self._step = step
+        self._forget = forget
         self._model = model
         self._source = source
         self._batch_size = trainer.batch_size
@@ -86,8 +93,7 @@ class Capture:
             self.graph = StepGraph(body, cut, capacity, row)
         except Exception as error:  # whatever torch or the model says of it, the step is as before
             _leave(stream)
-            for p in self._model.parameters():
-                p.grad = None
+            self._forget()
             return _first_line(error)
         return None
 

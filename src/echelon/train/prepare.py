@@ -132,7 +132,7 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
     reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
-        return Capture(replica.whole_step, model, t.source, trainer, size)
+        return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size)
     not_captured(reason or "", trainer.capture == "always")
     return None
 

@@ -87,6 +87,7 @@ class Replica:
         self._objective = _Objective(experiment, device, list(tables.values()), precision)
         if trainer.compile:
             self._objective.loss_of = Compiled(self._objective.loss_of)  # type: ignore[method-assign]
+        self._graded = [self._objective.control, *self.parameters]
         self._merge = Merger()
         self._ddp: nn.Module = self._objective
         self._exchange: RowExchange | None = None
@@ -123,7 +124,7 @@ class Replica:
             told = self._backward(data, mine, total)
         else:
             self._in_pieces(data, mine, total, self._objective)
-            _average([self._objective.control, *self.parameters], self.world_size)
+            _average(self._graded, self.world_size)
             told = self._agreed()
         self._update()
         return told
@@ -133,7 +134,7 @@ class Replica:
         self.forget()
 
     def forget(self) -> None:
-        for p in self.parameters:
+        for p in self._graded:
             p.grad = None
 
     def _clip_to(self, most: float) -> None:
@@ -207,7 +208,6 @@ class Replica:
         """The wishes and the loss of all ranks, which came with the gradients."""
         told = self._objective.control.grad
         assert told is not None
-        self._objective.control.grad = None
         return told[-1].clone() if self.world_size == 1 else told.clone()
 
 
