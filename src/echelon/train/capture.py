@@ -127,6 +127,8 @@ def obstacle(
         return "the data is a Dataset; tensors could be kept on the GPU"
     if source.home.type != "cuda":
         return "the data does not fit on the GPU"
+    if len(source) < trainer.batch_size:
+        return f"a batch is of {trainer.batch_size} samples, and there are only {len(source)}"
     if experiment.schedule is not None:
         return "the experiment has a schedule of its own, which runs on the host"
     if world_size > 1 and tables_of(experiment.model):
