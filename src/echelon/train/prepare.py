@@ -200,7 +200,7 @@ def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
     trainer, run, world = t.config.trainer, t.run, t.group.world
     if trainer.compile:
         for block in blocks:
-            block.forward = Compiled(block.forward)
+            block.forward = Compiled(block.forward, t.pulse)
     shard(t.experiment, blocks, t.device, trainer)
     spare = Spare(t.source, t.device)
     t.replica = ShardedReplica(t.experiment, world, t.device, trainer, precision, t.pulse, spare)

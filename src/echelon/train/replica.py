@@ -86,7 +86,8 @@ class Replica:
         tables = tables_of(experiment.model)
         self._objective = _Objective(experiment, device, list(tables.values()), precision)
         if trainer.compile:
-            self._objective.loss_of = Compiled(self._objective.loss_of)  # type: ignore[method-assign]
+            compiled = Compiled(self._objective.loss_of, pulse)
+            self._objective.loss_of = compiled  # type: ignore[method-assign]
         self._graded = [self._objective.control, *self.parameters]
         self._merge = Merger()
         self._ddp: nn.Module = self._objective
