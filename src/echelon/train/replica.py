@@ -340,14 +340,22 @@ def in_pieces(data: Any, mine: int, count: int) -> list[tuple[Any, int]]:
     """The share in `count` pieces, some of nothing, as ranks must agree on the number."""
     if count == 1 or data is None:
         return [(data, mine)] + [(None, 0)] * (count - 1)
-    leaves, structure = tree_flatten(data)
-    split = [leaf.tensor_split(count) for leaf in leaves]
-    pieces = []
+    leaves, structure = tree_flatten(data, is_leaf=_is_column)
+    pieces: list[tuple[Any, int]] = []
+    start = 0
     for i in range(count):
-        size = len(split[0][i])
-        piece = tree_unflatten([column[i] for column in split], structure) if size else None
-        pieces.append((piece, size))
+        size = mine // count + (i < mine % count)
+        cut = [leaf[start : start + size] for leaf in leaves]
+        pieces.append((tree_unflatten(cut, structure) if size else None, size))
+        start += size
     return pieces
+
+
+def _is_column(node: Any) -> bool:
+    """Something plain of every sample, such as texts, as torch's loaders put them together."""
+    return isinstance(node, list | tuple) and not any(
+        isinstance(item, Tensor | list | tuple | dict) for item in node
+    )
 
 
 def read_all(pending: list[Tensor]) -> list[Any]:
