@@ -11,7 +11,7 @@ from echelon.errors import EchelonError
 from echelon.launch.inline import plan as inline_plan
 from echelon.launch.local import plan
 from echelon.launch.plan import Here
-from echelon.train.blocks import blocks_of, recompute, require_blocks
+from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
 from echelon.train.pieces import join, parts_and_pieces, piece_name, row_range
 
 
@@ -81,6 +81,13 @@ def test_recomputed_layers_give_the_same_gradients_and_names() -> None:
     named = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, named[name].grad, rtol=0, atol=0)
+
+
+def test_a_model_that_is_a_mere_list_cannot_be_sharded() -> None:
+    """Weights are gathered around a model's own pass, and it has none."""
+    with pytest.raises(EchelonError, match="the model is a ModuleList, which has no forward"):
+        require_shardable(nn.ModuleList([nn.Linear(2, 1)]))
+    require_shardable(Model(2))
 
 
 @pytest.mark.parametrize(("rows", "size"), [(7, 3), (1, 4), (8, 4), (5, 4), (0, 2)])
