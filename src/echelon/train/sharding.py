@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from echelon.config.schema import Trainer
+from echelon.errors import EchelonError, Fault
 from echelon.train.experiment import Experiment
 from echelon.train.pieces import row_range
 from echelon.train.precision import HALF
@@ -48,7 +49,7 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(float(mesh.size()))
         if trainer.unused_parameters:
-            _count_unused(sharded)
+            count_unused(sharded)
 
 
 def _with_averages(model: nn.Module) -> list[nn.Module]:
@@ -86,10 +87,18 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _count_unused(module: FSDPModule) -> None:
-    """Parameters that take no part on some ranks; torch has had this since 2.13."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True)
+def count_unused(module: FSDPModule) -> None:
+    """Parameters that take no part on some ranks have a gradient of zeros there."""
+    if not hasattr(module, "set_reduce_scatter_unused_params"):
+        raise EchelonError(
+            Fault(
+                "trainer.unused_parameters=true needs torch 2.13 with replica.kind=fsdp, and this "
+                f"is torch {torch.__version__}",
+                "leave it out if all processes leave out the same parameters, or leave "
+                "replica.kind=fsdp out",
+            )
+        )
+    module.set_reduce_scatter_unused_params(True)
 
 
 class _Trained:
