@@ -176,6 +176,12 @@ def test_out_of_memory_where_nothing_is_left_to_cut(tmp_path: Path) -> None:
     assert said.rstrip().endswith(f"no snapshot yet: echelon resume {tmp_path / 'a'}")
 
 
+def test_out_of_memory_in_the_larger_of_two_pieces(tmp_path: Path) -> None:
+    three = Config(trainer=Trainer(batch_size=3, accumulate=2))
+    said = str(explained(MemoryError(), three, detect({}).world, Run(tmp_path / "a"), None))
+    assert "trainer.accumulate=4 (the numbers stay)" in said
+
+
 @pytest.mark.slow
 def test_out_of_memory_on_another_rank_is_what_all_say(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, "full=host", "trainer.accumulate=2")

@@ -7,6 +7,7 @@ process computes at a time.
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Iterator
@@ -184,8 +185,8 @@ def _bytes(tensors: Any) -> int:
 
 
 def _share(config: Config, world: World) -> int:
-    """Samples that a process computes at a time."""
-    return max(1, config.trainer.batch_size // world.size // config.trainer.accumulate)
+    """Samples that a process computes at a time, at the most."""
+    return math.ceil(config.trainer.batch_size / world.size / config.trainer.accumulate)
 
 
 # --- what to do ---
