@@ -13,8 +13,12 @@ from launching import is_a_sentence_and_a_hint, run
 from looked_at import experiment
 
 from echelon.config.compose import compose
+from echelon.config.schema import Config, ReplicaChoice, Trainer
+from echelon.runs import Run
 from echelon.track import jsonl
+from echelon.train.memory import explained
 from echelon.train.replica import Replica
+from echelon.world import detect
 
 PARTS = ("data_ms", "compute_ms", "communication_ms", "optimizer_ms")
 
@@ -154,6 +158,28 @@ def test_out_of_memory(tmp_path: Path, how: str) -> None:
     again = f"echelon resume {done.run.folder} trainer.accumulate=2"
     assert f"the last snapshot, {snapshot}, is intact: {again}" in done.said
     assert done.said.rstrip().endswith("after step 8")
+
+
+def test_out_of_memory_in_an_evaluation(tmp_path: Path) -> None:
+    """Smaller pieces of a step would not help."""
+    done = trained(tmp_path, 1, "full=host", "at=0", "trainer.save.steps=4")
+    assert done.codes == [1]
+    assert "\n        trainer.eval_batch_size=4\n" in done.said
+    again = f"echelon resume {done.run.folder} trainer.eval_batch_size=4"
+    assert f"is intact: {again}" in done.said
+    assert "trainer.accumulate" not in done.said
+
+
+def test_out_of_memory_where_nothing_is_left_to_cut(tmp_path: Path) -> None:
+    one = Config(trainer=Trainer(batch_size=1), replica=ReplicaChoice(checkpoint=True))
+    said = str(explained(MemoryError(), one, detect({}).world, Run(tmp_path / "a"), None))
+    assert said.rstrip().endswith(f"no snapshot yet: echelon resume {tmp_path / 'a'}")
+
+
+def test_out_of_memory_in_the_larger_of_two_pieces(tmp_path: Path) -> None:
+    three = Config(trainer=Trainer(batch_size=3, accumulate=2))
+    said = str(explained(MemoryError(), three, detect({}).world, Run(tmp_path / "a"), None))
+    assert "trainer.accumulate=4 (the numbers stay)" in said
 
 
 @pytest.mark.slow

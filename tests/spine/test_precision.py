@@ -11,8 +11,10 @@ from helpers import losses, train_world
 
 from echelon.config.schema import Config, Trainer
 from echelon.errors import Exit
+from echelon.pulse import Pulse, Watch
 from echelon.train.compiled import Compiled
 
+NOBODY = Pulse()
 STEPS = ["trainer.batch_size=5", "trainer.steps=6"]
 
 
@@ -54,14 +56,14 @@ def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixtur
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler was found\nand much more")
 
-    doubled = Compiled(lambda x: x * 2.0, backend=broken)
+    doubled = Compiled(lambda x: x * 2.0, NOBODY, broken)
     for _ in range(2):
         assert float(doubled(torch.ones(()))) == 2.0
     said = capsys.readouterr().err
     assert said.count("trainer.compile=true: not compiled: ") == 1
     assert "no compiler was found" in said
     with pytest.raises(ZeroDivisionError):  # the user's own
-        Compiled(lambda x: x / (1 // 0), backend=broken)(torch.ones(()))
+        Compiled(lambda x: x / (1 // 0), NOBODY, broken)(torch.ones(()))
 
 
 def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,10 +74,31 @@ def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str])
             raise RuntimeError("no kernel of that shape")
         return graph.forward
 
-    doubled = Compiled(lambda x: x * 2.0, backend=broken_for_two)
+    doubled = Compiled(lambda x: x * 2.0, NOBODY, broken_for_two)
     for size in (3, 2, 3):
         assert doubled(torch.ones(size)).tolist() == [2.0] * size
     assert capsys.readouterr().err.count("no kernel of that shape") == 1
+
+
+def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
+    """Nor where it compiles another shape after many steps."""
+    watch = Watch(tmp_path / "pulse", ranks=1)
+    pulse = Pulse(tmp_path / "pulse")
+    beats = []
+
+    def slow(graph: Any, inputs: Any) -> Any:
+        beats.append(watch.signs()[0].beats)
+        return graph.forward
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    first, second = (Compiled(doubled, pulse, slow) for _ in range(2))
+    for size in (3, 3, 2):
+        pulse.beat()
+        first(torch.ones(size))
+        second(torch.ones(size))  # a layer like the first: what was compiled serves both
+    assert beats == [0, 0]  # at work that may take any time
 
 
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:

@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import subjects
@@ -28,6 +29,7 @@ from helpers import (
 )
 
 from echelon.runs import Run
+from echelon.train.snapshots import verify
 
 pytestmark = pytest.mark.slow
 
@@ -55,9 +57,17 @@ def stop(rank: int, step: int, what: str = "TERM") -> dict[str, str]:
 
 
 def require_same(resumed: Run, whole: Run, steps: int = STEPS) -> None:
-    """Bit for bit: every line of metrics, the weights, the optimizer, the random numbers."""
+    """Bit for bit: every line of metrics, the weights, the optimizer, the random numbers; and what
+    the last snapshots say of themselves."""
     assert metrics(resumed) == metrics(whole)
     assert differing(state_at(resumed, steps), state_at(whole, steps)) == []
+    for step in snapshot_steps(whole):
+        assert _said(resumed, step) == _said(whole, step)
+
+
+def _said(run: Run, step: int) -> dict[str, Any]:
+    info = verify(run.snapshots / f"step-{step:09d}").info
+    return {key: info[key] for key in ("samples", "best", "results", "evaluated_step", "losses")}
 
 
 @pytest.fixture(scope="module")

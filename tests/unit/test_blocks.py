@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from echelon.config.compose import compose
 from echelon.errors import EchelonError
 from echelon.launch.inline import plan as inline_plan
 from echelon.launch.local import plan
 from echelon.launch.plan import Here
-from echelon.train.blocks import blocks_of, recompute, require_blocks
+from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
 from echelon.train.pieces import join, parts_and_pieces, piece_name, row_range
+from echelon.train.sharding import count_unused
 
 
 class Layer(nn.Module):
@@ -81,6 +85,20 @@ def test_recomputed_layers_give_the_same_gradients_and_names() -> None:
     named = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, named[name].grad, rtol=0, atol=0)
+
+
+def test_a_model_that_is_a_mere_list_cannot_be_sharded() -> None:
+    """Weights are gathered around a model's own pass, and it has none."""
+    with pytest.raises(EchelonError, match="the model is a ModuleList, which has no forward"):
+        require_shardable(nn.ModuleList([nn.Linear(2, 1)]))
+    require_shardable(Model(2))
+
+
+def test_parameters_that_some_ranks_do_not_use_need_a_new_torch() -> None:
+    """Gradients of different lengths would meet in one collective: a crash, or a hang."""
+    of_older_torch = cast(FSDPModule, nn.Linear(2, 1))
+    with pytest.raises(EchelonError, match=r"needs torch 2\.13 with replica\.kind=fsdp"):
+        count_unused(of_older_torch)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(7, 3), (1, 4), (8, 4), (5, 4), (0, 2)])

@@ -7,12 +7,17 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Trainer
-from echelon.data.batches import TensorSource
+from echelon.data.batches import Batch, TensorSource
+from echelon.pulse import Pulse
 from echelon.train.capture import obstacle
 from echelon.train.experiment import Experiment
+from echelon.train.precision import Precision
+from echelon.train.replica import Replica, Wishes
+from echelon.world import detect
 
 Given = tuple[Experiment, TensorSource]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+TRAINER = Trainer(batch_size=8)
 
 
 def given(scaler: torch.amp.GradScaler | None = None, **how: bool) -> Given:
@@ -27,11 +32,11 @@ def test_a_scaler_that_the_host_asks() -> None:
     """It fails within the capture, after it has noted that gradients are unscaled."""
     scaler = torch.amp.GradScaler("cpu")
     plain, source = given(scaler, foreach=True)
-    reason = obstacle(plain, source, GPU, 1, Trainer())
+    reason = obstacle(plain, source, GPU, 1, TRAINER)
     assert reason == "the host asks the scaler before every step of Adam, which is not fused"
     fused, source = given(scaler, fused=True)
     fused.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    assert obstacle(fused, source, GPU, 1, Trainer()) is None
+    assert obstacle(fused, source, GPU, 1, TRAINER) is None
 
 
 @pytest.mark.parametrize(("world_size", "hindered"), [(1, False), (2, True)])
@@ -39,7 +44,40 @@ def test_ranks_that_use_different_parameters(world_size: int, hindered: bool) ->
     """They would send each other gradients of different lengths."""
     experiment, source = given(fused=True)
     experiment.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    trainer = Trainer(unused_parameters=True)
+    trainer = Trainer(batch_size=8, unused_parameters=True)
     reason = obstacle(experiment, source, GPU, world_size, trainer)
     assert (reason is not None) == hindered
-    assert obstacle(experiment, source, GPU, world_size, Trainer()) is None
+    assert obstacle(experiment, source, GPU, world_size, TRAINER) is None
+
+
+def test_data_without_a_whole_batch() -> None:
+    """Only whole batches are of a graph's shape: it would never be replayed, without a word."""
+    experiment, source = given(fused=True)
+    reason = obstacle(experiment, source, GPU, 1, Trainer(batch_size=9))
+    assert reason == "a batch is of 9 samples, and there are only 8"
+
+
+def test_a_step_that_failed_halfway_leaves_nothing_to_the_next() -> None:
+    """A capture may fail in its second piece, when the first has left gradients and its loss."""
+    experiment, _ = given()
+    model, data = experiment.model, experiment.train_data
+    precision, world = Precision("float32", CPU), detect({}).world
+    replica = Replica(experiment, world, CPU, Trainer(accumulate=2), precision, Pulse())
+    expected = nn.functional.mse_loss(model(data[0]), data[1]).item()
+    model.register_forward_pre_hook(_Fails(at=2))
+    with pytest.raises(RuntimeError, match="halfway"):
+        replica.whole_step(data, 8, 8)
+    replica.forget()
+    replica.step(Batch(data, 8), 8, Wishes())
+    [told] = replica.told()
+    assert told.loss == pytest.approx(expected)
+
+
+class _Fails:
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("halfway")

@@ -31,7 +31,7 @@ from echelon.train.snapshots import (
     newest,
     verify,
 )
-from echelon.train.writer import Saved, Writer
+from echelon.train.writer import Begun, Saved, SaveFailed, Writer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 import snapshot_kills
@@ -479,6 +479,33 @@ def test_an_error_at_every_kind_of_call(
     assert sorted(os.listdir(two)) == ["step-000000001", "step-000000002"]
     writer.save(3, tiny(3), {})
     assert only(writer.close()).error is None
+
+
+@pytest.mark.parametrize("other", ["wrote", "failed"])
+@pytest.mark.parametrize("step", [1, 2], ids=["there already", "not written"])
+def test_a_folder_that_others_write_to_goes_when_they_are_done(
+    tmp_path: Path, step: int, other: str
+) -> None:
+    """Deleted earlier it would come to life again, half full."""
+    writer = Writer(tmp_path)
+    writer.save(1, {"model": {}}, {})
+    writer.wait()
+    beside = tmp_path / f".writing-{step}"
+    beside.mkdir()
+    (beside / "model.pt").touch()  # in the way of rank 0's
+    waited = []
+
+    def others() -> dict[str, Any]:
+        waited.append(beside.is_dir())
+        if other == "failed":
+            raise SaveFailed("rank 1: no space left")
+        return {}
+
+    writer.save(step, {"model": {}}, {}, begun=Begun(beside, others))
+    [saved] = writer.close()
+    assert waited == [True]
+    assert (saved.error is None) == saved.already == (step == 1)
+    assert sorted(os.listdir(tmp_path)) == ["step-000000001"]
 
 
 def test_pruning_that_fails_does_not_take_the_save_back(

@@ -177,7 +177,15 @@ def test_what_an_experiment_keeps_and_moves_to_its_batch_stays_real() -> None:
         ("NVIDIA L40S", "bf16", 362e12),
         ("NVIDIA L4", "bf16", 121e12),
         ("Tesla V100-SXM2-16GB", "tf32", 15.7e12),
+        ("NVIDIA GH200 480GB", "bf16", 989.4e12),
+        ("NVIDIA H200 NVL", "bf16", 835.5e12),
         ("NVIDIA H200 MIG 1g.18gb", "bf16", None),
+        # Others than those whose names theirs begin or end with: slower, or faster.
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA RTX A4000", "bf16", None),
+        ("NVIDIA T400 4GB", "fp16", None),
+        ("NVIDIA GB200", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA Quadro K600", "bf16", None),
     ],
 )

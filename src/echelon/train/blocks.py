@@ -84,5 +84,13 @@ def require_shardable(model: nn.Module) -> None:
         for name, p in model.named_parameters()
         if p.dim() == 0
     ]
+    if isinstance(model, _WITHOUT_FORWARD) and type(model).forward is nn.Module.forward:
+        faults.append(
+            Fault(
+                f"replica.kind=fsdp, but the model is a {type(model).__name__}, which has no "
+                "forward that its weights could be gathered for",
+                "put it into a module with a forward, and let predict call that",
+            )
+        )
     if faults:
         raise EchelonError(*faults)

@@ -38,9 +38,16 @@ class Capture:
     """Takes steps over once it can."""
 
     def __init__(
-        self, step: Step, model: nn.Module, source: TensorSource, trainer: Trainer, world_size: int
+        self,
+        step: Step,
+        forget: Callable[[], None],
+        model: nn.Module,
+        source: TensorSource,
+        trainer: Trainer,
+        world_size: int,
     ) -> None:
         self._step = step
+        self._forget = forget
         self._model = model
         self._source = source
         self._batch_size = trainer.batch_size
@@ -86,8 +93,7 @@ class Capture:
             self.graph = StepGraph(body, cut, capacity, row)
         except Exception as error:  # whatever torch or the model says of it, the step is as before
             _leave(stream)
-            for p in self._model.parameters():
-                p.grad = None
+            self._forget()
             return _first_line(error)
         return None
 
@@ -121,6 +127,8 @@ def obstacle(
         return "the data is a Dataset; tensors could be kept on the GPU"
     if source.home.type != "cuda":
         return "the data does not fit on the GPU"
+    if len(source) < trainer.batch_size:
+        return f"a batch is of {trainer.batch_size} samples, and there are only {len(source)}"
     if experiment.schedule is not None:
         return "the experiment has a schedule of its own, which runs on the host"
     if world_size > 1 and tables_of(experiment.model):

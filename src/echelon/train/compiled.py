@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from echelon.pulse import Pulse
 
 
 class Compiled:
     """Is compiled by its first call, and again for other shapes, such as of the last batch: any
     call may fail in a way that is torch's."""
 
-    def __init__(self, function: Callable[..., Any], backend: Any = "inductor") -> None:
+    def __init__(
+        self, function: Callable[..., Any], pulse: Pulse, backend: Any = "inductor"
+    ) -> None:
         self._plain = function
-        self._compiled = torch.compile(function, dynamic=False, backend=backend)
+        self._compiled = torch.compile(function, dynamic=False, backend=_Patient(backend, pulse))
         self._given_up = False
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -28,6 +33,20 @@ class Compiled:
             print(f"trainer.compile=true: not compiled: {_reason(error)}", file=sys.stderr)
             self._given_up = True
             return result
+
+
+@dataclass(frozen=True)
+class _Patient:
+    """Nobody is called hung who compiles. Equal ones share what they compiled: layers are alike."""
+
+    backend: Any
+    pulse: Pulse
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+
+        self.pulse.rest()  # a large model takes minutes
+        return lookup_backend(self.backend)(graph, inputs)
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ _META = torch.device("meta")
 
 # Teraflops of dense matrix products by NVIDIA's data sheets: bf16 and fp16 (accumulated in
 # float32), tf32, float32. Where a sheet gives figures for sparse matrices, half of them. The first
-# name that a device's name contains counts.
+# name that is a word of a device's name counts: an A10G is no A10, an RTX A4000 no A40.
 _PEAKS: dict[str, tuple[float, float | None, float]] = {
     "B200": (2250, 1125, 75),
     "H100 PCIe": (756, 378, 51),
     "H100 NVL": (835.5, 417.5, 60),
     "H100": (989.4, 494.7, 66.9),  # SXM; H200 and GH200 have the same cores
+    "H200 NVL": (835.5, 417.5, 60),
     "H200": (989.4, 494.7, 66.9),
     "GH200": (989.4, 494.7, 66.9),
     "A100": (312, 156, 19.5),
@@ -48,10 +50,12 @@ _PEAKS: dict[str, tuple[float, float | None, float]] = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Per second; None where it is not known. A slice of a GPU (MIG) has a part nobody tells."""
-    if "MIG" in device_name:
+    """Per second; None where it is not known. A slice of a GPU (MIG) has a part nobody tells, and
+    so has a laptop's."""
+    if "MIG" in device_name or "Laptop" in device_name:
         return None
-    found = next((peaks for name, peaks in _PEAKS.items() if name in device_name), None)
+    known = (peaks for name, peaks in _PEAKS.items() if re.search(rf"\b{name}\b", device_name))
+    found = next(known, None)
     if found is None:
         return None
     half, tf32, single = found

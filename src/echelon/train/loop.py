@@ -116,7 +116,8 @@ class Training:
         """Be where the snapshot was that holds this `info`."""
         self.step = self.saved_step = info["step"]
         self.samples, self.best, self.last_saved = info["samples"], info["best"], info["folder"]
-        self._losses, self._evaluated_step = info["losses"], info["evaluated_step"]
+        self._losses, self._results = info["losses"], info["results"]
+        self._evaluated_step = info["evaluated_step"]
         batch_size = self.config.trainer.batch_size
         if self.samples % self.size % batch_size:
             raise EchelonError(

@@ -7,6 +7,7 @@ process computes at a time.
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Iterator
@@ -67,9 +68,10 @@ def explained(
         what.append(f"{size(unused)} more lie in pieces too small")
         variable = found[0] if (found := _VARIABLE.search(str(error))) else _ALLOC_CONF
         ways.append(f"{variable}=expandable_segments:True before the command")
-    do = ["any of these needs less:", *ways]
+    do = ["any of these needs less:", *ways] if ways else ["give it more memory"]
     if run is not None:
-        do.append(_stands(config, world, run, training))
+        setting, _ = next(_smaller_pieces(config, world, evaluating), ("", ""))
+        do.append(_stands(run, training, setting))
     return EchelonError(Fault("; ".join(what), _BREAK.join(do)), exit=Exit.FAILED)
 
 
@@ -183,8 +185,8 @@ def _bytes(tensors: Any) -> int:
 
 
 def _share(config: Config, world: World) -> int:
-    """Samples that a process computes at a time."""
-    return max(1, config.trainer.batch_size // world.size // config.trainer.accumulate)
+    """Samples that a process computes at a time, at the most."""
+    return math.ceil(config.trainer.batch_size / world.size / config.trainer.accumulate)
 
 
 # --- what to do ---
@@ -195,19 +197,15 @@ def _ways(
 ) -> Iterator[str]:
     """Those that help most come first: more pieces do not make a model smaller."""
     trainer, replica = config.trainer, config.replica
-    if evaluating:
-        each = trainer.eval_batch_size or trainer.batch_size
-        if each > 1:
-            yield f"trainer.eval_batch_size={each // 2}"
     large_model = not held.parameters or held.always > held.peak / 2 > 0
-    for_activations = list(_smaller_steps(config, world, evaluating))
-    if not large_model:
-        yield from for_activations
+    smaller = [way for _, way in _smaller_pieces(config, world, evaluating)]
+    if evaluating or not large_model:
+        yield from smaller
     if replica.kind != "fsdp" and (on_gpu or world.size > 1):
         several = "" if world.size > 1 else " on several GPUs"
         yield f"replica.kind=fsdp{several} (each holds a shard of the model)"
-    if large_model:
-        yield from for_activations
+    if large_model and not evaluating:
+        yield from smaller
     if trainer.precision in ("float32", "tf32") and on_gpu:
         yield "trainer.precision=bf16 (in a new run: the numbers change)"
     if trainer.batch_size > world.size:
@@ -215,27 +213,29 @@ def _ways(
         yield f"trainer.batch_size={half} (in a new run: the numbers change)"
 
 
-def _smaller_steps(config: Config, world: World, evaluating: bool) -> Iterator[str]:
+def _smaller_pieces(config: Config, world: World, evaluating: bool) -> Iterator[tuple[str, str]]:
+    """Settings that this very run can go on with; each alone, and with what it means."""
+    trainer = config.trainer
     if evaluating:
+        each = trainer.eval_batch_size or trainer.batch_size
+        if each > 1:
+            yield (fewer := f"trainer.eval_batch_size={each // 2}"), fewer
         return
     if _share(config, world) > 1:
-        yield f"{_more_pieces(config)} (the numbers stay)"
+        more = f"trainer.accumulate={2 * trainer.accumulate}"
+        yield more, f"{more} (the numbers stay)"
     if not config.replica.checkpoint:
-        yield "replica.checkpoint=true (a third more computation)"
+        again = "replica.checkpoint=true"
+        yield again, f"{again} (a third more computation)"
 
 
-def _more_pieces(config: Config) -> str:
-    return f"trainer.accumulate={2 * config.trainer.accumulate}"
-
-
-def _stands(config: Config, world: World, run: Run, training: Training | None) -> str:
+def _stands(run: Run, training: Training | None, setting: str) -> str:
     """Rank 0 lets a save that is under way come to its end."""
     if training is not None and training.writer is not None:
         training.pulse.rest()
         training.writer.wait()
     kept = listed(run.snapshots)
-    more = _more_pieces(config) if _share(config, world) > 1 else "replica.checkpoint=true"
-    again = f"echelon resume {spoken(run)} {more}"
+    again = f"echelon resume {spoken(run)} {setting}".rstrip()
     if kept:
         stands = f"the last snapshot, {short(kept[-1])}, is intact"
     elif training is not None and training.saved_step:  # by rank 0, which may still write it

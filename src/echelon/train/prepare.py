@@ -132,7 +132,7 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
     reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
-        return Capture(replica.whole_step, model, t.source, trainer, size)
+        return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size)
     not_captured(reason or "", trainer.capture == "always")
     return None
 
@@ -200,7 +200,7 @@ def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
     trainer, run, world = t.config.trainer, t.run, t.group.world
     if trainer.compile:
         for block in blocks:
-            block.forward = Compiled(block.forward)
+            block.forward = Compiled(block.forward, t.pulse)
     shard(t.experiment, blocks, t.device, trainer)
     spare = Spare(t.source, t.device)
     t.replica = ShardedReplica(t.experiment, world, t.device, trainer, precision, t.pulse, spare)

@@ -86,7 +86,9 @@ class Replica:
         tables = tables_of(experiment.model)
         self._objective = _Objective(experiment, device, list(tables.values()), precision)
         if trainer.compile:
-            self._objective.loss_of = Compiled(self._objective.loss_of)  # type: ignore[method-assign]
+            compiled = Compiled(self._objective.loss_of, pulse)
+            self._objective.loss_of = compiled  # type: ignore[method-assign]
+        self._graded = [self._objective.control, *self.parameters]
         self._merge = Merger()
         self._ddp: nn.Module = self._objective
         self._exchange: RowExchange | None = None
@@ -123,7 +125,7 @@ class Replica:
             told = self._backward(data, mine, total)
         else:
             self._in_pieces(data, mine, total, self._objective)
-            _average([self._objective.control, *self.parameters], self.world_size)
+            _average(self._graded, self.world_size)
             told = self._agreed()
         self._update()
         return told
@@ -133,7 +135,7 @@ class Replica:
         self.forget()
 
     def forget(self) -> None:
-        for p in self.parameters:
+        for p in self._graded:
             p.grad = None
 
     def _clip_to(self, most: float) -> None:
@@ -195,33 +197,18 @@ class Replica:
             weight = count * self.world_size / total
             last = i + 1 == len(pieces)
             with nullcontext() if last else _no_sync(module):
-                loss = self._forward(module, piece, weight)
+                loss: Tensor = module(piece, weight)
                 self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
                 if self.sampled is not None and self.world_size > 1:
                     self.sampled.watch(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
-
-    def _forward(self, module: nn.Module, piece: Any, weight: float) -> Tensor:
-        try:
-            loss: Tensor = module(piece, weight)
-        except RuntimeError as error:
-            if not str(error).startswith(_UNREDUCED):
-                raise
-            raise EchelonError(
-                Fault(
-                    "some parameters had no part in the last step's loss, so the other processes "
-                    "wait for gradients that never come",
-                    "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
-                ),
-                exit=Exit.FAILED,
-            ) from error
-        return loss
+        if isinstance(module, DistributedDataParallel):
+            _require_reduced(module)
 
     def _agreed(self) -> Tensor:
         """The wishes and the loss of all ranks, which came with the gradients."""
         told = self._objective.control.grad
         assert told is not None
-        self._objective.control.grad = None
         return told[-1].clone() if self.world_size == 1 else told.clone()
 
 
@@ -320,6 +307,23 @@ def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
+def _require_reduced(ddp: DistributedDataParallel) -> None:
+    """DDP itself complains in the next forward pass, when this step is taken and perhaps saved."""
+    try:
+        ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if not str(error).startswith(_UNREDUCED):
+            raise
+        raise EchelonError(
+            Fault(
+                "some parameters had no part in the loss of this step, so the other processes "
+                "wait for gradients that never come",
+                "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
+            ),
+            exit=Exit.FAILED,
+        ) from error
+
+
 def _average(parameters: list[nn.Parameter], world_size: int) -> None:
     """The mean gradients of all ranks by one all-reduce, which a graph can hold; DDP's cannot."""
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -336,14 +340,22 @@ def in_pieces(data: Any, mine: int, count: int) -> list[tuple[Any, int]]:
     """The share in `count` pieces, some of nothing, as ranks must agree on the number."""
     if count == 1 or data is None:
         return [(data, mine)] + [(None, 0)] * (count - 1)
-    leaves, structure = tree_flatten(data)
-    split = [leaf.tensor_split(count) for leaf in leaves]
-    pieces = []
+    leaves, structure = tree_flatten(data, is_leaf=_is_column)
+    pieces: list[tuple[Any, int]] = []
+    start = 0
     for i in range(count):
-        size = len(split[0][i])
-        piece = tree_unflatten([column[i] for column in split], structure) if size else None
-        pieces.append((piece, size))
+        size = mine // count + (i < mine % count)
+        cut = [leaf[start : start + size] for leaf in leaves]
+        pieces.append((tree_unflatten(cut, structure) if size else None, size))
+        start += size
     return pieces
+
+
+def _is_column(node: Any) -> bool:
+    """Something plain of every sample, such as texts, as torch's loaders put them together."""
+    return isinstance(node, list | tuple) and not any(
+        isinstance(item, Tensor | list | tuple | dict) for item in node
+    )
 
 
 def read_all(pending: list[Tensor]) -> list[Any]:

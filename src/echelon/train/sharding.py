@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from echelon.config.schema import Trainer
+from echelon.errors import EchelonError, Fault
 from echelon.train.experiment import Experiment
 from echelon.train.pieces import row_range
 from echelon.train.precision import HALF
@@ -33,9 +35,11 @@ def shard(
     # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
     half = HALF.get(trainer.precision)
     policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
-    for module in (*_innermost_first(model, blocks), model):
+    as_they_are = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    norms = _with_averages(model) if half else []
+    for module in (*_innermost_first(model, [*blocks, *norms]), model):
         before = dict(module.named_parameters())
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=as_they_are if module in norms else policy)
         for name, p in module.named_parameters():
             if p is not before[name]:
                 trained.switch(before[name], p)
@@ -45,7 +49,13 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(float(mesh.size()))
         if trainer.unused_parameters:
-            _count_unused(sharded)
+            count_unused(sharded)
+
+
+def _with_averages(model: nn.Module) -> list[nn.Module]:
+    """Norms with running averages, which are float32: torch takes no half weights beside them."""
+    norms = (m for m in model.modules() if isinstance(m, _NormBase))
+    return [norm for norm in norms if norm.affine and norm.track_running_stats]
 
 
 def _innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -77,10 +87,18 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _count_unused(module: FSDPModule) -> None:
-    """Parameters that take no part on some ranks; torch has had this since 2.13."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True)
+def count_unused(module: FSDPModule) -> None:
+    """Parameters that take no part on some ranks have a gradient of zeros there."""
+    if not hasattr(module, "set_reduce_scatter_unused_params"):
+        raise EchelonError(
+            Fault(
+                "trainer.unused_parameters=true needs torch 2.13 with replica.kind=fsdp, and this "
+                f"is torch {torch.__version__}",
+                "leave it out if all processes leave out the same parameters, or leave "
+                "replica.kind=fsdp out",
+            )
+        )
+    module.set_reduce_scatter_unused_params(True)
 
 
 class _Trained:

@@ -124,6 +124,7 @@ class Writer:
             staged = self._stage.copy(parts)
         except OSError as error:  # no memory for the copy
             self._results.append(self._failed(step, began, reason(error)))
+            _abandon(begun)
             return
         draft = _Draft(step, staged, text, best, began, begun)
         # Not a daemon: a process that ends by itself finishes the snapshot it began.
@@ -177,9 +178,8 @@ class Writer:
         already = _is_valid(folder)
         if not already:
             _write_snapshot(folder, draft)
-        elif draft.begun is not None:
-            draft.begun.others()
-            _delete(draft.begun.beside)
+        else:
+            _abandon(draft.begun)
         seconds = time.monotonic() - draft.began
         try:
             if draft.best:
@@ -260,6 +260,14 @@ def _is_valid(folder: Path) -> bool:
     return True
 
 
+def _abandon(begun: Begun | None) -> None:
+    """Once the others are done: a folder that is deleted while they write may stay, half full."""
+    if begun is not None:
+        with contextlib.suppress(SaveFailed):
+            begun.others()
+        _delete(begun.beside)
+
+
 def _write_snapshot(folder: Path, draft: _Draft) -> None:
     root = folder.parent
     beside = draft.begun.beside if draft.begun else hidden_folder(root, draft.step)
@@ -267,9 +275,11 @@ def _write_snapshot(folder: Path, draft: _Draft) -> None:
     try:
         if draft.begun is None:
             os.mkdir(beside)
-        files = write_parts(beside, draft.parts)
-        if draft.begun is not None:
-            files |= draft.begun.others()
+        try:
+            files = write_parts(beside, draft.parts)
+        finally:  # see _abandon
+            theirs = draft.begun.others() if draft.begun else {}
+        files |= theirs
         files[STATE] = _write_bytes(beside / STATE, draft.info)
         manifest = Manifest(draft.step, draft.best, files)
         _write_bytes(beside / MANIFEST, render_manifest(manifest))
