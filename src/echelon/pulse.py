@@ -28,15 +28,20 @@ class Pulse:
         self._map = _mapped(path) if path is not None else None
         self._offset = row * _ROW.size
         self._beats = 0
+        self._missed = 0
         self.step = 0
 
     def beat(self) -> None:
-        if self._map is not None:
+        if self._missed:
+            self._missed -= 1
+        elif self._map is not None:
             self._beats += 1
             _ROW.pack_into(self._map, self._offset, self._beats, self.step, time.monotonic())
 
-    def rest(self) -> None:
-        """For work that may take any time: until the next beat nobody is called hung."""
+    def rest(self, beats: int = 0) -> None:
+        """For work that may take any time: until the next beat nobody is called hung, or until so
+        many beats later."""
+        self._missed = beats
         if self._map is not None:
             _ROW.pack_into(self._map, self._offset, 0, self.step, time.monotonic())
 

@@ -99,6 +99,10 @@ def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
         first(torch.ones(size))
         second(torch.ones(size))  # a layer like the first: what was compiled serves both
     assert beats == [0, 0]  # at work that may take any time
+    pulse.beat()  # of the forward pass; torch compiles the backward pass when it is first called
+    assert watch.signs()[0].beats == 0
+    pulse.beat()
+    assert watch.signs()[0].beats > 0
 
 
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:

@@ -45,7 +45,8 @@ class _Patient:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
 
-        self.pulse.rest()  # a large model takes minutes
+        # A large model takes minutes; and its backward pass as many again, after the forward beat.
+        self.pulse.rest(beats=1)
         return lookup_backend(self.backend)(graph, inputs)
 
 
