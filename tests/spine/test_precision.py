@@ -38,7 +38,7 @@ def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
     ("word", "says"),
     [
         ("trainer.precision=fp16", "trainer.precision=fp16, but this run is on a CPU"),
-        ("trainer.capture=always", "a CUDA graph needs an NVIDIA GPU"),
+        ("trainer.capture=always", "the step cannot be a CUDA graph: this run is on a CPU"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -49,10 +49,26 @@ def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> 
     assert "Traceback" not in ended.said
 
 
+@pytest.mark.parametrize("how", [[], ["launch=local", "launch.procs=2"]])
+def test_what_a_cpu_cannot_is_all_said_before_a_run_is_made(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from echelon.cli import dispatch, guarded
+
+    words = [f"run.dir={tmp_path / 'runs'}", "trainer.precision=fp16", "trainer.capture=always"]
+    for more in ([], ["--dry-run"]):
+        assert guarded(lambda more=more: dispatch(["train", *words, *how, *more])) == Exit.USAGE
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 2
+        assert "error: trainer.precision=fp16, but this run is on a CPU" in said
+        assert "error: trainer.capture=always, but the step cannot be a CUDA graph" in said
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixture[str]) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no compiler was found\nand much more")
+        raise RuntimeError("no compiler was found\n\nSet TORCHDYNAMO_VERBOSE=1 for much more")
 
     doubled = Compiled(lambda x: x * 2.0, backend=broken)
     for _ in range(2):
@@ -60,8 +76,10 @@ def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert said.count("trainer.compile=true: not compiled: ") == 1
     assert "no compiler was found" in said
-    with pytest.raises(ZeroDivisionError):  # the user's own
+    assert "TORCHDYNAMO" not in said
+    with pytest.raises(ZeroDivisionError) as caught:  # the user's own, and torch's not before it
         Compiled(lambda x: x / (1 // 0), backend=broken)(torch.ones(()))
+    assert caught.value.__context__ is None
 
 
 def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:

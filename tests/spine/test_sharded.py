@@ -262,6 +262,12 @@ def test_a_piece_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert snapshot_steps(Run(tmp_path / "a")) == []
 
 
+def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
+    ended = train_world(tmp_path, 2, FSDP, "trainer.compile=true", "trainer.steps=2")
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
+
+
 def test_without_a_shared_folder_rank_0_saves_for_all(tmp_path: Path, shared: Run) -> None:
     # A path that is another folder to each rank.
     config = configured(Path("/proc/self/cwd/runs"), [*SHORT, FSDP, "run.name=a"], stacks.stack)

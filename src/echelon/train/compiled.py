@@ -24,13 +24,16 @@ class Compiled:
         try:
             return self._compiled(*args, **named)
         except Exception as error:
-            result = self._plain(*args, **named)  # wrong code of the user says so here
-            print(f"trainer.compile=true: not compiled: {_reason(error)}", file=sys.stderr)
-            self._given_up = True
-            return result
+            reason = _reason(error)
+        # Wrong code of the user says so here, and not as a consequence of torch's error.
+        result = self._plain(*args, **named)
+        print(f"trainer.compile=true: not compiled: {reason}", file=sys.stderr)
+        self._given_up = True
+        return result
 
 
 def _reason(error: Exception) -> str:
-    """torch says who failed in the first line, and why in the second."""
+    """torch says who failed in the first line, and why in the second, or how to hear more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("Set TORCHDYNAMO")]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from echelon import failure as failures
 from echelon import runs
-from echelon.config.check import batch_fault, replica_fault
+from echelon.config.check import batch_fault, cpu_faults, replica_fault
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.failure import Failure
@@ -203,7 +203,9 @@ def _world(config: Config) -> World:
         devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
-    faults = (batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size))
+    faults = [batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size)]
+    if world.devices[0].startswith("cpu"):
+        faults += cpu_faults(config)
     if found := [fault for fault in faults if fault]:
         raise EchelonError(*found)
     if config.launch.threads:
