@@ -28,6 +28,7 @@ from launching import ECHELON, QUICK, TWO, run
 
 import echelon
 from echelon.errors import EchelonError
+from echelon.experiments import toy
 from echelon.runs import Run
 from echelon.train.snapshots import SnapshotDamaged, verify
 from echelon.train.worker import train_here
@@ -263,7 +264,8 @@ def test_a_piece_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
-    ended = train_world(tmp_path, 2, FSDP, "trainer.compile=true", "trainer.steps=2")
+    words = (FSDP, "trainer.compile=true", "trainer.steps=2")
+    ended = train_world(tmp_path, 2, *words, experiment=toy.experiment)
     assert ended.codes == [0, 0], ended.said
     assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 
