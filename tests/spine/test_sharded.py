@@ -28,7 +28,6 @@ from launching import ECHELON, QUICK, TWO, run
 
 import echelon
 from echelon.errors import EchelonError
-from echelon.experiments import toy
 from echelon.runs import Run
 from echelon.train.snapshots import SnapshotDamaged, verify
 from echelon.train.worker import train_here
@@ -263,9 +262,16 @@ def test_a_piece_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert snapshot_steps(Run(tmp_path / "a")) == []
 
 
+def _one_layer(cfg: stacks.Settings) -> echelon.Experiment:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = (torch.ones(8, 2), torch.ones(8, 1))
+    return echelon.Experiment(model, optimizer, torch.nn.functional.mse_loss, data)
+
+
 def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
     words = (FSDP, "trainer.compile=true", "trainer.steps=2")
-    ended = train_world(tmp_path, 2, *words, experiment=toy.experiment)
+    ended = train_world(tmp_path, 2, *words, experiment=_one_layer)
     assert ended.codes == [0, 0], ended.said
     assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 

@@ -202,7 +202,7 @@ def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
         if not blocks and world.rank == 0:
             _say(
                 "trainer.compile=true: not compiled: fsdp compiles layer by layer, and the model "
-                "has no ModuleList or Sequential of them; name their classes: replica.blocks=[Block]"
+                "has no ModuleList or Sequential of them; name them with replica.blocks=[Block]"
             )
         for block in blocks:
             block.forward = Compiled(block.forward)
