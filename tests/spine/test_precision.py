@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from helpers import losses, train_world
+from torch._dynamo.backends.common import aot_autograd
 
 from echelon.config.schema import Config, Trainer
 from echelon.errors import Exit
@@ -94,6 +96,24 @@ def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str])
     for size in (3, 2, 3):
         assert doubled(torch.ones(size)).tolist() == [2.0] * size
     assert capsys.readouterr().err.count("no kernel of that shape") == 1
+
+
+def test_a_backward_pass_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    """torch would compile it when it comes, where the forward pass cannot be taken back."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no sparse gradients\nWhile executing %a")
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=broken
+    )
+    doubled = Compiled(lambda x: x * 2.0, backend=backend)
+    x = torch.ones(3, requires_grad=True)
+    doubled(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.endswith("no sparse gradients")
 
 
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+_FOR_OTHERS = ("Set TORCHDYNAMO", "While executing %")
+"""Lines for who mends torch."""
+
 
 class Compiled:
     """Is compiled by its first call, and again for other shapes, such as of the last batch: any
     call may fail in a way that is torch's."""
 
     def __init__(self, function: Callable[..., Any], backend: Any = "inductor") -> None:
+        _compile_backward_too()
         self._plain = function
         self._compiled = torch.compile(function, dynamic=False, backend=backend)
         self._given_up = False
@@ -32,8 +36,17 @@ class Compiled:
         return result
 
 
+def _compile_backward_too() -> None:
+    """With the forward pass, where a failure can be answered: amid a backward pass, gradients of
+    some layers are there and those of others on their way to other ranks."""
+    from torch._functorch import config
+
+    if hasattr(config, "force_non_lazy_backward_lowering"):  # torch 2.9 and newer
+        config.force_non_lazy_backward_lowering = True
+
+
 def _reason(error: Exception) -> str:
     """torch says who failed in the first line, and why in the second, or how to hear more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("Set TORCHDYNAMO")]
+    lines = [line for line in lines if not line.startswith(_FOR_OTHERS)]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
