@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import looked_at
 import pytest
 import subjects
 from helpers import ECHELON, Trained, losses, snapshot_steps, train_config, train_world
@@ -154,6 +155,15 @@ def test_out_of_memory(tmp_path: Path, how: str) -> None:
     again = f"echelon resume {done.run.folder} trainer.accumulate=2"
     assert f"the last snapshot, {snapshot}, is intact: {again}" in done.said
     assert done.said.rstrip().endswith("after step 8")
+
+
+def test_out_of_memory_of_a_model_on_several_devices(tmp_path: Path) -> None:
+    words = ("full=host", "replica.devices=2")
+    done = train_world(tmp_path, 1, *words, experiment=looked_at.placed)
+    assert done.codes == [1]
+    assert is_a_sentence_and_a_hint(done.said)
+    assert "\n        replica.devices=4 (each holds less of the model)" in done.said
+    assert "replica.kind=fsdp" not in done.said, "which is of one device per process"
 
 
 @pytest.mark.slow
