@@ -158,7 +158,7 @@ def test_out_of_memory(tmp_path: Path, how: str) -> None:
 
 
 def test_out_of_memory_of_a_model_on_several_devices(tmp_path: Path) -> None:
-    words = ("full=host", "replica.devices=2")
+    words = ("full=host", "replica.devices=2", "trainer.batch_size=8")
     done = train_world(tmp_path, 1, *words, experiment=looked_at.placed)
     assert done.codes == [1]
     assert is_a_sentence_and_a_hint(done.said)
