@@ -49,6 +49,8 @@ def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> 
     assert ended.codes == [Exit.USAGE] * ranks
     assert says in ended.said
     assert "Traceback" not in ended.said
+    for number, rank in enumerate(ended.ranks):
+        assert f"\n  rank {number} on " in rank.output
 
 
 @pytest.mark.parametrize("how", [[], ["launch=local", "launch.procs=2"]])

@@ -53,9 +53,10 @@ def batch_fault(batch_size: int, world_size: int) -> Fault | None:
 def replica_fault(config: Config, world_size: int) -> Fault | None:
     if config.replica.kind != "fsdp" or world_size > 1 or config.program:
         return None
+    more = "launch.procs=2" if config.launch.kind != "inline" else "launch=local launch.procs=2"
     return Fault(
         "replica.kind=fsdp shares one model out between processes, but there is one process",
-        "start two or more: launch=local launch.procs=2; or set replica.kind=ddp",
+        f"start two or more: {more}; or set replica.kind=ddp",
     )
 
 

@@ -83,6 +83,7 @@ class Rank:
         try:
             world = _world(self.config)
             self.number = world.rank
+            _require_possible(self.config, world)
             self.group = meet(world, self.config, os.environ)
             if not self.has_agent:  # which was given what its launcher took
                 self.config = with_parameters(self.config, self.group, os.environ)
@@ -203,14 +204,18 @@ def _world(config: Config) -> World:
         devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    return world
+
+
+def _require_possible(config: Config, world: World) -> None:
+    """What only the world and its devices say about the settings."""
     faults = [batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size)]
     if world.devices[0].startswith("cpu"):
         faults += cpu_faults(config)
     if found := [fault for fault in faults if fault]:
         raise EchelonError(*found)
-    if config.launch.threads:
-        torch.set_num_threads(config.launch.threads)
-    return world
 
 
 def _agreed_run(config: Config, group: Group) -> Run:
