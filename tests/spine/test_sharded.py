@@ -152,6 +152,17 @@ def test_weights_are_plain_for_others(shared: Run) -> None:
         stacks.Stack(stacks.Settings()).load_state_dict(weights)
 
 
+def test_weights_of_the_best_and_of_a_snapshot_that_is_gone(shared: Run) -> None:
+    marked = (shared.snapshots / "best").read_text().strip()
+    weights = echelon.load_weights(shared.snapshots / "best")
+    assert differing(weights, echelon.load_weights(shared.snapshots / marked)) == []
+    with pytest.raises(EchelonError) as told:
+        echelon.load_weights(shared.snapshots / "step-000000001")
+    [fault] = told.value.faults
+    assert fault.what == f"there is no snapshot {shared.snapshots / 'step-000000001'}"
+    assert "step-000000012" in fault.do
+
+
 def stopped(folder: Path, ranks: int, *words: str) -> Trained:
     """The short run up to its 8th step, under a name that goes on."""
     ended = train_world(
