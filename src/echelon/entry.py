@@ -78,7 +78,7 @@ def composed(
     from echelon.config.compose import compose
     from echelon.config.outside import as_trial
 
-    rest, named = _experiment_by_path(overrides)
+    rest, named = experiment_by_path(overrides)
     own = named or own
     conf_dir = _conf_beside(own) if own else None
     config = compose(rest, own, conf_dir, program, defaults=_defaults())
@@ -104,7 +104,7 @@ def train_all(
     from echelon.config.compose import compose
     from echelon.config.several import expand
 
-    rest, named = _experiment_by_path(overrides)
+    rest, named = experiment_by_path(overrides)
     own = named or own
     conf_dir = _conf_beside(own) if own else None
     defaults = _defaults()
@@ -361,7 +361,7 @@ def own_experiment(function: Callable[..., Any]) -> OwnExperiment:
     return OwnExperiment(f"{file}:{name}", declared_settings(function))
 
 
-def _experiment_by_path(overrides: Sequence[str]) -> tuple[list[str], OwnExperiment | None]:
+def experiment_by_path(overrides: Sequence[str]) -> tuple[list[str], OwnExperiment | None]:
     """`experiment=path/to/file.py:function` is ours to read; a plain name is Hydra's."""
     rest, own = [], None
     for word in overrides:
