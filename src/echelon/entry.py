@@ -78,7 +78,7 @@ def composed(
     from echelon.config.compose import compose
     from echelon.config.outside import as_trial
 
-    rest, named = _experiment_by_path(overrides)
+    rest, named = experiment_by_path(overrides)
     own = named or own
     conf_dir = _conf_beside(own) if own else None
     config = compose(rest, own, conf_dir, program, defaults=_defaults())
@@ -104,7 +104,7 @@ def train_all(
     from echelon.config.compose import compose
     from echelon.config.several import expand
 
-    rest, named = _experiment_by_path(overrides)
+    rest, named = experiment_by_path(overrides)
     own = named or own
     conf_dir = _conf_beside(own) if own else None
     defaults = _defaults()
@@ -207,7 +207,7 @@ def _defaults(*folders: Path) -> Defaults:
 
 def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bool = False) -> int:
     """Plan it, and carry out the plan."""
-    from echelon.config.check import batch_fault, replica_fault
+    from echelon.config.check import batch_fault, cpu_faults, replica_fault
     from echelon.gpus import visible_count
     from echelon.launch.plan import Here
     from echelon.track.choice import require
@@ -219,10 +219,15 @@ def start(config: Config, dry_run: bool = False, as_json: bool = False, wait: bo
     config = _with_secrets(config, kind, dry_run)
     here = Here(os.environ, socket.gethostname(), visible_count(os.environ))
     plan = launcher.plan(config, here)
+    faults: list[Fault] = []
     if not config.program and (fault := batch_fault(config.trainer.batch_size, len(plan.places))):
-        raise EchelonError(fault)
+        faults.append(fault)
     if kind in ("local", "env", "slurm") and (fault := replica_fault(config, len(plan.places))):
-        raise EchelonError(fault)
+        faults.append(fault)
+    if kind == "local" and not config.program and not here.visible:
+        faults += cpu_faults(config)
+    if faults:
+        raise EchelonError(*faults)
     if not config.program and kind != "ssh" and plan.places[0].rank == 0:
         require(config, os.environ)
     if dry_run:
@@ -356,7 +361,7 @@ def own_experiment(function: Callable[..., Any]) -> OwnExperiment:
     return OwnExperiment(f"{file}:{name}", declared_settings(function))
 
 
-def _experiment_by_path(overrides: Sequence[str]) -> tuple[list[str], OwnExperiment | None]:
+def experiment_by_path(overrides: Sequence[str]) -> tuple[list[str], OwnExperiment | None]:
     """`experiment=path/to/file.py:function` is ours to read; a plain name is Hydra's."""
     rest, own = [], None
     for word in overrides:

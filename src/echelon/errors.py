@@ -64,7 +64,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     import difflib  # every command comes by here, and few guess
 
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    as_written = {n.lower(): n for n in names}
+    alike = difflib.get_close_matches(name.lower(), as_written, n=3, cutoff=0.5)
+    close = [as_written[n] for n in alike]
     rest = [n for n in names if n not in close]
     listed = ", ".join((close + rest)[:12]) + (", …" if len(names) > 12 else "")
     return f"did you mean {close[0]!r}? known: {listed}" if close else f"known: {listed}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 _IN_ASCII = str.maketrans(
@@ -17,6 +17,11 @@ _IN_ASCII = str.maketrans(
 
 def cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def spread(names: Sequence[str], most: int = 8) -> str:
+    """All of them, or where they begin and end."""
+    return ", ".join(names) if len(names) <= most else f"{names[0]} … {names[-1]}"
 
 
 def duration(seconds: float) -> str:

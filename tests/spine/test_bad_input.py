@@ -242,6 +242,8 @@ NONSENSE = {
     "no model": ("model=model,", "model=3,", ("model", "int", "Module")),
     "no optimizer": ("torch.optim.SGD(model.parameters(), lr=0.01)", "'sgd'", ("optimizer", "str")),
     "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
+    "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
+    "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
     "no data": (SHORT, "train_data=None", ("train_data", "NoneType")),
     "empty": (SHORT, "train_data=(x[:0], x[:0])", ("train_data", "no samples")),
     "unequal": (SHORT, "train_data=(x, x[:3])", ("train_data", "[8, 3]")),

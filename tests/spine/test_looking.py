@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import looked_at
 import pytest
 import subjects
 from helpers import ECHELON, Trained, losses, snapshot_steps, train_config, train_world
@@ -180,6 +181,15 @@ def test_out_of_memory_in_the_larger_of_two_pieces(tmp_path: Path) -> None:
     three = Config(trainer=Trainer(batch_size=3, accumulate=2))
     said = str(explained(MemoryError(), three, detect({}).world, Run(tmp_path / "a"), None))
     assert "trainer.accumulate=4 (the numbers stay)" in said
+
+
+def test_out_of_memory_of_a_model_on_several_devices(tmp_path: Path) -> None:
+    words = ("full=host", "replica.devices=2", "trainer.batch_size=8")
+    done = train_world(tmp_path, 1, *words, experiment=looked_at.placed)
+    assert done.codes == [1]
+    assert is_a_sentence_and_a_hint(done.said)
+    assert "\n        replica.devices=4 (each holds less of the model)" in done.said
+    assert "replica.kind=fsdp" not in done.said, "which is of one device per process"
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from helpers import losses, train_world
+from torch._dynamo.backends.common import aot_autograd
 
 from echelon.config.schema import Config, Trainer
 from echelon.errors import Exit
@@ -40,7 +42,7 @@ def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
     ("word", "says"),
     [
         ("trainer.precision=fp16", "trainer.precision=fp16, but this run is on a CPU"),
-        ("trainer.capture=always", "a CUDA graph needs an NVIDIA GPU"),
+        ("trainer.capture=always", "the step cannot be a CUDA graph: this run is on a CPU"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -49,12 +51,30 @@ def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> 
     assert ended.codes == [Exit.USAGE] * ranks
     assert says in ended.said
     assert "Traceback" not in ended.said
+    for number, rank in enumerate(ended.ranks):
+        assert f"\n  rank {number} on " in rank.output
+
+
+@pytest.mark.parametrize("how", [[], ["launch=local", "launch.procs=2"]])
+def test_what_a_cpu_cannot_is_all_said_before_a_run_is_made(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from echelon.cli import dispatch, guarded
+
+    words = [f"run.dir={tmp_path / 'runs'}", "trainer.precision=fp16", "trainer.capture=always"]
+    for more in ([], ["--dry-run"]):
+        assert guarded(lambda more=more: dispatch(["train", *words, *how, *more])) == Exit.USAGE
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 2
+        assert "error: trainer.precision=fp16, but this run is on a CPU" in said
+        assert "error: trainer.capture=always, but the step cannot be a CUDA graph" in said
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixture[str]) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no compiler was found\nand much more")
+        raise RuntimeError("no compiler was found\n\nSet TORCHDYNAMO_VERBOSE=1 for much more")
 
     doubled = Compiled(lambda x: x * 2.0, NOBODY, broken)
     for _ in range(2):
@@ -62,8 +82,10 @@ def test_what_does_not_compile_is_said_and_computed(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert said.count("trainer.compile=true: not compiled: ") == 1
     assert "no compiler was found" in said
-    with pytest.raises(ZeroDivisionError):  # the user's own
+    assert "TORCHDYNAMO" not in said
+    with pytest.raises(ZeroDivisionError) as caught:  # the user's own, and torch's not before it
         Compiled(lambda x: x / (1 // 0), NOBODY, broken)(torch.ones(()))
+    assert caught.value.__context__ is None
 
 
 def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +125,24 @@ def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
     assert watch.signs()[0].beats == 0
     pulse.beat()
     assert watch.signs()[0].beats > 0
+
+
+def test_a_backward_pass_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    """torch would compile it when it comes, where the forward pass cannot be taken back."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no sparse gradients\nWhile executing %a")
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=broken
+    )
+    doubled = Compiled(lambda x: x * 2.0, NOBODY, backend)
+    x = torch.ones(3, requires_grad=True)
+    doubled(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.endswith("no sparse gradients")
 
 
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:

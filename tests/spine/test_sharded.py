@@ -154,6 +154,17 @@ def test_weights_are_plain_for_others(shared: Run) -> None:
         stacks.Stack(stacks.Settings()).load_state_dict(weights)
 
 
+def test_weights_of_the_best_and_of_a_snapshot_that_is_gone(shared: Run) -> None:
+    marked = (shared.snapshots / "best").read_text().strip()
+    weights = echelon.load_weights(shared.snapshots / "best")
+    assert differing(weights, echelon.load_weights(shared.snapshots / marked)) == []
+    with pytest.raises(EchelonError) as told:
+        echelon.load_weights(shared.snapshots / "step-000000001")
+    [fault] = told.value.faults
+    assert fault.what == f"there is no snapshot {shared.snapshots / 'step-000000001'}"
+    assert "step-000000012" in fault.do
+
+
 def stopped(folder: Path, ranks: int, *words: str) -> Trained:
     """The short run up to its 8th step, under a name that goes on."""
     ended = train_world(
@@ -258,9 +269,24 @@ def test_a_piece_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         raise SystemExit(train_here(mine))
 
     ended = spawn_world(2, rank_main, tmp_path / "output")
-    assert [rank.code for rank in ended] == [0, 0], ended[0].output
+    assert [rank.code for rank in ended] == [1, 0], ended[0].output
     assert "warning: not saved: rank 1: file too large" in ended[0].output
+    assert "but this step is not saved: rank 1: file too large" in ended[0].output
     assert snapshot_steps(Run(tmp_path / "a")) == []
+
+
+def _one_layer(cfg: stacks.Settings) -> echelon.Experiment:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = (torch.ones(8, 2), torch.ones(8, 1))
+    return echelon.Experiment(model, optimizer, torch.nn.functional.mse_loss, data)
+
+
+def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
+    words = (FSDP, "trainer.compile=true", "trainer.steps=2")
+    ended = train_world(tmp_path, 2, *words, experiment=_one_layer)
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 
 
 def test_without_a_shared_folder_rank_0_saves_for_all(tmp_path: Path, shared: Run) -> None:

@@ -198,6 +198,9 @@ def test_a_list_is_written_as_one(word: str, instead: str) -> None:
         ("experiment=toi", "toy"),
         ("trainer.schedule=cosin", "cosine"),
         ("sead=3", "seed"),
+        ("trainer.precision=BF16", "bf16"),
+        ("trainer.precision=fp32", "float32"),
+        ("trainer.precision=bfloat16", "bf16"),
     ],
 )
 def test_the_nearest_name_comes_first(word: str, nearest: str) -> None:

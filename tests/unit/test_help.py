@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from echelon.cli import VERBS, dispatch
+from echelon.config.compose import OwnExperiment
 from echelon.config.schema import Config, flatten
+from echelon.verbs.training import train
 
 VERB_WORDS = [*([verb] for verb in VERBS), ["sweep", "show"]]
 
@@ -49,3 +53,34 @@ def _settings() -> set[str]:
         next((c for c in cadences if key.startswith(c) and key.endswith(units)), key)
         for key in [*flat, "experiment"]
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], "settings of toy:\n  samples=2048\n"),
+        (["experiment=transformer"], "  feed=gelu\n      the layers after attention: gelu, or swi"),
+        (["experiment=movielens_dot"], "  tower=[]\n      widths of layers over both vectors"),
+    ],
+)
+def test_train_lists_the_settings_of_the_experiment(
+    words: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        dispatch(["train", *words, "--help"])
+    told = capsys.readouterr().out.partition("\nsettings of ")
+    assert shown in "".join(told[1:]).lstrip("\n")
+    assert "epochs" not in told[2], "which are the trainer's"
+
+
+def test_help_lists_what_a_users_experiment_declares(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass
+    class Settings:
+        lr: float = 0.1
+        tied: bool = True
+        widths: list[int] = field(default_factory=lambda: [8])
+
+    with pytest.raises(SystemExit):
+        train(["--help"], OwnExperiment("/home/me/own.py:experiment", Settings))
+    shown = capsys.readouterr().out
+    assert "\nsettings of own.py:experiment:\n  lr=0.1\n  tied=true\n  widths=[8]\n" in shown

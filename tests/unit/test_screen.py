@@ -18,6 +18,7 @@ from echelon.errors import Exit
 from echelon.runs import Run
 from echelon.track.screen import Bar, Lines, Screen, screen
 from echelon.track.summary import sparkline, summary
+from echelon.train.output import Output
 
 LINE = {"step": 3, "epoch": 1, "loss": 0.25, "samples_per_s": 1234.5}
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -151,3 +152,22 @@ def test_last_words_in_letters_that_can_be_read(
     assert ("1 #_ 0.5" if ascii_only else "1 █▁ 0.5") in said
     assert "trainer.epochs=" in said
     assert "trainer.steps=" in summary(run, Exit.OK, 2, 2, 1.0, "", {}, "trainer.steps")
+
+
+def test_a_reader_that_leaves_does_not_end_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `echelon train 2>&1 | head` does."""
+    reader, writer = os.pipe()
+    with open(writer, "w", buffering=1) as left:
+        monkeypatch.setattr(sys, "stdout", left)
+        monkeypatch.setattr(sys, "stderr", left)
+        output = Output()
+        output.log_to(tmp_path / "log")
+        os.close(reader)
+        for i in range(3):
+            print(f"step {i}", file=sys.stderr)
+            sys.stderr.flush()
+        output.close()
+        left.flush()
+    assert (tmp_path / "log").read_text() == "step 0\nstep 1\nstep 2\n"

@@ -234,3 +234,9 @@ def test_layers_that_an_experiment_forgot_to_place() -> None:
         accept(_experiment(Free()), ("cuda:0", "cuda:1"), (OTHER, OTHER))
     [fault] = told.value.faults
     assert "takes devices (cuda:0, cuda:1), but left a.weight on cpu, and 3 more" in fault.what
+
+
+def test_many_stages_are_told_in_few_words() -> None:
+    names = tuple(f"cpu stage {i}" for i in range(100))
+    [stage] = accept(_experiment(Free()), names, (torch.device("cpu"),) * 100)
+    assert stage.device == "cpu stage 0 … cpu stage 99"

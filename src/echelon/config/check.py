@@ -53,10 +53,31 @@ def batch_fault(batch_size: int, world_size: int) -> Fault | None:
 def replica_fault(config: Config, world_size: int) -> Fault | None:
     if config.replica.kind != "fsdp" or world_size > 1 or config.program:
         return None
+    more = "launch.procs=2" if config.launch.kind != "inline" else "launch=local launch.procs=2"
     return Fault(
         "replica.kind=fsdp shares one model out between processes, but there is one process",
-        "start two or more: launch=local launch.procs=2; or leave replica.kind=fsdp out",
+        f"start two or more: {more}; or set replica.kind=ddp",
     )
+
+
+def cpu_faults(config: Config) -> list[Fault]:
+    """What a run on a CPU cannot do."""
+    faults = []
+    if config.trainer.precision == "fp16":
+        faults.append(
+            Fault(
+                "trainer.precision=fp16, but this run is on a CPU, which cannot compute in it",
+                "set trainer.precision=bf16, or run on a GPU",
+            )
+        )
+    if config.trainer.capture == "always":
+        faults.append(
+            Fault(
+                "trainer.capture=always, but the step cannot be a CUDA graph: this run is on a CPU",
+                "set trainer.capture=auto, and it is trained without",
+            )
+        )
+    return faults
 
 
 def _sharded(config: Config) -> Iterator[Fault]:
@@ -115,6 +136,10 @@ def _cadence(key: str, every: Every) -> Iterator[Fault]:
             yield Fault(f"{key}.{unit}={value} is not above 0", f"set {key}.{unit}=null for never")
 
 
+_MEANT = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+"""What others call a precision; by its letters, fp32 is nearest to tf32."""
+
+
 def _choices(config: Config) -> Iterator[Fault]:
     choices = {
         "launch.kind": (config.launch.kind, LAUNCHERS),
@@ -129,7 +154,8 @@ def _choices(config: Config) -> Iterator[Fault]:
     }
     for key, (value, known) in choices.items():
         if value not in known:
-            yield Fault(f"{key}={value}: there is no such choice", nearest(value, known))
+            meant = _MEANT.get(value.lower(), value)
+            yield Fault(f"{key}={value}: there is no such choice", nearest(meant, known))
     if config.run.name is not None and (fault := name_fault(config.run.name)):
         yield fault
 

@@ -144,10 +144,11 @@ class Trainer:
     loader_workers: int = 0
     """Processes per rank that fetch samples of a Dataset; tensors need none."""
     precision: str = "float32"
-    """Of the computation: float32, tf32 (faster matrix products), bf16 or fp16 (with a scaler);
-    weights and the optimizer stay float32."""
+    """Of the computation: float32, tf32 (faster matrix products of a GPU), bf16, or on a GPU fp16
+    (with a scaler); weights and the optimizer stay float32."""
     compile: bool = False
-    """Compile the forward and backward pass with torch.compile."""
+    """Compile the forward and backward pass with torch.compile; what torch cannot compile is
+    computed without, and the reason said."""
     capture: str = "auto"
     """The whole step as one CUDA graph: `auto` where it can be, `always` (an error where it cannot)
     or `never`."""
@@ -169,8 +170,8 @@ class ReplicaChoice:
     """Compute activations again in the backward pass instead of keeping them: less memory, a
     third more computation."""
     blocks: list[str] = field(default_factory=list)
-    """Classes of the layers that are sharded and recomputed one by one, e.g. [Block]; default:
-    the layers of the longest ModuleList or Sequential."""
+    """Classes of the layers that are sharded, compiled (fsdp) and recomputed one by one, e.g.
+    [Block]; default: the layers of the longest ModuleList or Sequential."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any
 
 _SECTIONS = {
     "Trainer": "trainer.",
@@ -24,6 +27,39 @@ def described() -> str:
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     lines = [line for name, prefix in _SECTIONS.items() for line in _section(prefix, classes[name])]
     return "\n".join(lines)
+
+
+def described_own(name: str, declared: Mapping[str, Any] | type | None) -> str:
+    """What a user's experiment declares."""
+    if isinstance(declared, type):
+        values = {field.name: _default(field) for field in fields(declared)}
+    else:
+        values = dict(declared or {})
+    return _titled(name, [f"  {key}{_shown(repr(value))}" for key, value in values.items()])
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return "???" if field.default is MISSING else field.default
+
+
+def described_bundled(name: str) -> str:
+    """Read from its file, where each setting is explained beside itself."""
+    file = Path(__file__).parents[1] / "conf" / "experiment" / f"{name}.yaml"
+    if not name.isidentifier() or not file.is_file():
+        return ""  # to train it says so, with the names there are
+    text = file.read_text().rpartition("\nexperiment:\n")[2]  # of a file that sets more
+    text = textwrap.dedent(text.partition("\n\n")[0])
+    lines = []
+    for key, value, why in re.findall(r"^(\w+): (.*?)(?: +# (.*))?$", text, re.MULTILINE):
+        if key != "entry":
+            lines += [f"  {key}={value}", *([f"      {why}"] if why else [])]
+    return _titled(name, lines)
+
+
+def _titled(name: str, lines: list[str]) -> str:
+    return "\n".join(["", "", f"settings of {name}:", *lines]) if lines else ""
 
 
 def _section(prefix: str, node: ast.ClassDef) -> Iterator[str]:

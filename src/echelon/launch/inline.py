@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.config.check import replica_fault
+from echelon.config.check import cpu_faults, replica_fault
 from echelon.config.schema import Config
 from echelon.errors import EchelonError
 from echelon.launch.plan import Here, Place, Plan
@@ -19,8 +19,10 @@ def plan(config: Config, here: Here) -> Plan:
         devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
-    if fault := replica_fault(config, world.size):
-        raise EchelonError(fault)
+    fault = replica_fault(config, world.size)
+    faults = [*([fault] if fault else []), *([] if here.visible else cpu_faults(config))]
+    if faults:
+        raise EchelonError(*faults)
     place = Place(world.rank, here.host, world.local_rank, world.devices)
     if world.size == 1:
         return Plan("inline", (place,), steps=("train in this process",))

@@ -121,8 +121,6 @@ def obstacle(
     experiment: Experiment, source: Source, device: torch.device, world_size: int, trainer: Trainer
 ) -> str | None:
     """Why the steps of this run cannot be captured, as far as is known before the first."""
-    if device.type != "cuda":
-        return "a CUDA graph needs an NVIDIA GPU"
     if not isinstance(source, TensorSource):
         return "the data is a Dataset; tensors could be kept on the GPU"
     if source.home.type != "cuda":

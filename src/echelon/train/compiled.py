@@ -11,6 +11,9 @@ import torch
 
 from echelon.pulse import Pulse
 
+_FOR_OTHERS = ("Set TORCHDYNAMO", "While executing %")
+"""Lines for who mends torch."""
+
 
 class Compiled:
     """Is compiled by its first call, and again for other shapes, such as of the last batch: any
@@ -19,6 +22,7 @@ class Compiled:
     def __init__(
         self, function: Callable[..., Any], pulse: Pulse, backend: Any = "inductor"
     ) -> None:
+        _compile_backward_too()
         self._plain = function
         self._compiled = torch.compile(function, dynamic=False, backend=_Patient(backend, pulse))
         self._given_up = False
@@ -29,10 +33,21 @@ class Compiled:
         try:
             return self._compiled(*args, **named)
         except Exception as error:
-            result = self._plain(*args, **named)  # wrong code of the user says so here
-            print(f"trainer.compile=true: not compiled: {_reason(error)}", file=sys.stderr)
-            self._given_up = True
-            return result
+            reason = _reason(error)
+        # Wrong code of the user says so here, and not as a consequence of torch's error.
+        result = self._plain(*args, **named)
+        print(f"trainer.compile=true: not compiled: {reason}", file=sys.stderr)
+        self._given_up = True
+        return result
+
+
+def _compile_backward_too() -> None:
+    """With the forward pass, where a failure can be answered: amid a backward pass, gradients of
+    some layers are there and those of others on their way to other ranks."""
+    from torch._functorch import config
+
+    if hasattr(config, "force_non_lazy_backward_lowering"):  # torch 2.9 and newer
+        config.force_non_lazy_backward_lowering = True
 
 
 @dataclass(frozen=True)
@@ -45,12 +60,13 @@ class _Patient:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
 
-        # A large model takes minutes; and its backward pass as many again, after the forward beat.
+        # A large model takes minutes; an older torch compiles the backward pass after the beat.
         self.pulse.rest(beats=1)
         return lookup_backend(self.backend)(graph, inputs)
 
 
 def _reason(error: Exception) -> str:
-    """torch says who failed in the first line, and why in the second."""
+    """torch says who failed in the first line, and why in the second, or how to hear more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(_FOR_OTHERS)]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -136,11 +136,26 @@ def build_experiment(
     declared = declared_settings(function)
     cfg = declared(**settings) if declared else types.SimpleNamespace(**settings)
     placed = takes_devices(function)
-    own = [name for name in inspect.signature(function).parameters if name != "devices"]
+    own = _own_parameters(function, entry)
     made = function(*([cfg] if own else []), **({"devices": devices} if placed else {}))
     _check(made, entry)
     experiment: Experiment = made
     return experiment, placed
+
+
+def _own_parameters(function: Callable[..., Any], entry: str) -> list[str]:
+    """Beside `devices`: the settings, or nothing."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.name != "devices"]
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    more = [p.name for p in own[1:] if p.default is p.empty and p.kind not in any_number]
+    if more:
+        raise _fault(
+            f"experiment={entry} takes {', '.join(map(repr, more))}, which nobody gives it",
+            "take the settings, and devices where it places layers: "
+            f"def {entry.rpartition(':')[2]}(cfg, devices): …",
+        )
+    return [p.name for p in own]
 
 
 def _check(made: Any, entry: str) -> None:
@@ -160,6 +175,14 @@ def _check(made: Any, entry: str) -> None:
                     f"give a {kind.__module__}.{kind.__qualname__}",
                 )
             )
+    if isinstance(made.optimizer, torch.optim.LBFGS):
+        faults.append(
+            Fault(
+                "the optimizer LBFGS computes the loss several times in a step (it takes a "
+                "closure), but a step here computes it once",
+                "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
+            )
+        )
     if not callable(made.loss):
         faults.append(
             Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")

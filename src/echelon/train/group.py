@@ -124,14 +124,14 @@ class Group:
 
     # --- failures ---
 
-    def publish(self, failure: Failure) -> None:
+    def publish(self, failure: Failure, stay: bool = True) -> None:
         """The first failure wins. The store's host stays until the others have read it."""
         if self.store is None:
             return
         try:
             self.store.compare_set("failure", "", failure.to_json())
             left = self.store.add("left", 1)
-            if self.hosts_store and self.world.size > 1:
+            if stay and self.hosts_store and self.world.size > 1:
                 _hang_up(self.world)
                 deadline = time.monotonic() + _STAY_S
                 while left < self.world.size and time.monotonic() < deadline:

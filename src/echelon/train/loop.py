@@ -95,6 +95,8 @@ class Training:
     best_is_new: bool = False
     last_saved: str | None = None
     saved_step: int | None = None
+    unsaved: str | None = None
+    """Why the last state of the run is on no disk."""
 
     _losses: list[float] = field(default_factory=list)
     _marked: deque[Line] = field(default_factory=deque)
@@ -318,17 +320,20 @@ class Training:
 
     def _report_saved(self, results: list[Saved]) -> None:
         for saved in results:
-            if saved.error is None:
+            if saved.folder is not None:
                 self.last_saved = str(saved.folder)
                 self.run.update_status(step=self.step, snapshot=str(saved.folder))
-            else:
-                print(f"warning: not saved: {saved.error}", file=sys.stderr)
+            if saved.error is not None:
+                what = saved.error if saved.folder else f"not saved: {saved.error}"
+                print(f"warning: {what}", file=sys.stderr)
 
     def close(self) -> None:
         """Wait for the last snapshot to be on disk."""
         self.pulse.rest()
-        if self.writer is not None:
-            self._report_saved(self.writer.close())
+        results = self.writer.close() if self.writer is not None else []
+        if results and results[-1].step == self.step and results[-1].folder is None:
+            self.unsaved = results.pop().error
+        self._report_saved(results)
         self.screen.close()
 
     def close_trackers(self, outcome: Exit) -> dict[str, str]:

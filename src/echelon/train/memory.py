@@ -23,6 +23,7 @@ from echelon.runs import Run
 from echelon.track.summary import short, spoken
 from echelon.train.loop import Training
 from echelon.train.snapshots import listed
+from echelon.train.stages import devices_of
 from echelon.world import World
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -59,7 +60,7 @@ def explained(
     error: BaseException, config: Config, world: World, run: Run | None, training: Training | None
 ) -> EchelonError:
     """In sentences: for the person whose model it is, who knows its traceback by heart."""
-    on_gpu = torch.device(world.devices[0]).type == "cuda"
+    on_gpu = devices_of(world)[0].type == "cuda"
     held = Held.of(training)
     evaluating = any(f.name == "evaluate" for f in traceback.extract_tb(error.__traceback__))
     what = [_asked(str(error), world, on_gpu), *held.told(_share(config, world), on_gpu)]
@@ -201,7 +202,9 @@ def _ways(
     smaller = [way for _, way in _smaller_pieces(config, world, evaluating)]
     if evaluating or not large_model:
         yield from smaller
-    if replica.kind != "fsdp" and (on_gpu or world.size > 1):
+    if replica.devices > 1:
+        yield f"replica.devices={2 * replica.devices} (each holds less of the model)"
+    elif replica.kind != "fsdp" and (on_gpu or world.size > 1):
         several = "" if world.size > 1 else " on several GPUs"
         yield f"replica.kind=fsdp{several} (each holds a shard of the model)"
     if large_model and not evaluating:

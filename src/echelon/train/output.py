@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,16 +48,25 @@ class _Tee(io.TextIOBase):
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # a full disk must not end a training
             self.log.write(text)
-        if self.show is None:
-            self.screen.write(text)
-        else:
-            *lines, self._line = (self._line + text).split("\n")
-            for line in lines:
-                self.show(line)
+        try:
+            self._show(text)
+        except OSError:  # nor must a reader that left: `… | head`, a terminal that was closed
+            _silence(self.screen)
         return len(text)
 
+    def _show(self, text: str) -> None:
+        if self.show is None:
+            self.screen.write(text)
+            return
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self.show(line)
+
     def flush(self) -> None:
-        self.screen.flush()
+        try:
+            self.screen.flush()
+        except OSError:
+            _silence(self.screen)
 
     def isatty(self) -> bool:
         return self.screen.isatty()
@@ -67,3 +77,9 @@ class _Tee(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self.screen.encoding
+
+
+def _silence(stream: TextIO) -> None:
+    """What it has not written yet, and all that comes, goes nowhere."""
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from echelon.errors import EchelonError, Fault
 from echelon.train.experiment import Experiment
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,13 +19,6 @@ class Precision:
 
     def use(self, experiment: Experiment) -> None:
         """Set what is set once for a run: tf32 for all matrix products, a scaler for fp16."""
-        if self.name == "fp16" and self.device.type == "cpu":
-            raise EchelonError(
-                Fault(
-                    "trainer.precision=fp16, but this run is on a CPU, which cannot compute in it",
-                    "set trainer.precision=bf16, or run on a GPU",
-                )
-            )
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if self.name == "float32" else "high")
         if self.name == "fp16" and experiment.scaler is None:

@@ -199,6 +199,11 @@ def _shard(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
 
     trainer, run, world = t.config.trainer, t.run, t.group.world
     if trainer.compile:
+        if not blocks and world.rank == 0:
+            _say(
+                "trainer.compile=true: not compiled: fsdp compiles layer by layer, and the model "
+                "has no ModuleList or Sequential of them; name them with replica.blocks=[Block]"
+            )
         for block in blocks:
             block.forward = Compiled(block.forward, t.pulse)
     shard(t.experiment, blocks, t.device, trainer)

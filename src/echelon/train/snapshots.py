@@ -157,8 +157,17 @@ def part_file(part: str) -> str:
 
 def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """The model's weights by name, whole, however many ranks wrote them: of a snapshot's folder,
-    or of the newest snapshot of a run: its folder, its name in ./runs, or `latest`."""
-    path = Path(folder) if Path(folder).exists() else open_run(str(folder)).folder
+    of a run's `snapshots/best`, or of the newest snapshot of a run: its folder, its name in ./runs,
+    or `latest`."""
+    path = Path(folder)
+    if path.name == BEST:
+        path = best(path.parent) or path
+    if not path.exists() and path.parent.name == "snapshots":
+        raise EchelonError(
+            Fault(f"there is no snapshot {path}", _kept(path.parent)), exit=Exit.NOT_FOUND
+        )
+    if not path.exists():
+        path = open_run(str(folder)).folder
     try:
         if (path / "snapshots").is_dir():
             path = path / "snapshots"
@@ -177,6 +186,11 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
         ) from None
     weights: dict[str, torch.Tensor] = snapshot.load("model")
     return weights
+
+
+def _kept(root: Path) -> str:
+    names = [folder.name for folder in listed(root)]
+    return f"kept are {', '.join(names)} in {root}" if names else f"none is kept in {root}"
 
 
 # Verifying -----------------------------------------------------------------------------------

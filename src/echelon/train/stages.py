@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from echelon.errors import EchelonError, Fault
+from echelon.letters import spread
 from echelon.train.experiment import Experiment, predict_default
 from echelon.world import World
 
@@ -88,14 +89,14 @@ def accept(
         where = tensors[lost[0]].device
         raise EchelonError(
             Fault(
-                f"the experiment takes devices ({', '.join(names)}), but left {lost[0]} on {where}"
+                f"the experiment takes devices ({spread(names)}), but left {lost[0]} on {where}"
                 + (f", and {len(lost) - 1} more like it" if len(lost) > 1 else ""),
                 "bring every layer to one of them: layer.to(devices[0])",
             )
         )
     _lead(experiment, devices[0], devices[-1])
     if devices[0].type == "cpu":
-        return [Stage(", ".join(names), "placed by the experiment", _bytes(tensors.values()))]
+        return [Stage(spread(names), "placed by the experiment", _bytes(tensors.values()))]
     on = {d: [t for t in tensors.values() if t.device == d] for d in devices}
     counted = ((name, on[d]) for name, d in zip(names, devices, strict=True))
     return [Stage(name, f"{len(there)} tensors", _bytes(there)) for name, there in counted]

@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from echelon import failure as failures
 from echelon import runs
-from echelon.config.check import batch_fault, replica_fault
+from echelon.config.check import batch_fault, cpu_faults, replica_fault
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, Exit, Fault
 from echelon.failure import Failure
 from echelon.gpus import visible_count
 from echelon.launch.process import launched
 from echelon.pulse import Pulse
 from echelon.runs import Run, launch_id
-from echelon.track.summary import summary, titled
+from echelon.track.summary import spoken, summary, titled
 from echelon.train.group import Group, PeerFailed, meet, tell_agent
 from echelon.train.loop import Training, train
 from echelon.train.memory import explained, out_of_memory
@@ -75,12 +75,15 @@ class Rank:
         self.group: Group | None = None
         self.folder: Run | None = None
         self.training: Training | None = None
+        self.parted = False
+        """Whether the others have left, and hear nothing any more."""
 
     def live(self, find_run: Callable[[Group], Run]) -> int:
         self.stop.listen()
         try:
             world = _world(self.config)
             self.number = world.rank
+            _require_possible(self.config, world)
             self.group = meet(world, self.config, os.environ)
             if not self.has_agent:  # which was given what its launcher took
                 self.config = with_parameters(self.config, self.group, os.environ)
@@ -100,7 +103,9 @@ class Rank:
                 )
             outcome = train(self.training)
             self.group.part()
+            self.parted = True
             self.training.close()
+            self._require_saved(outcome)
             if world.rank == 0:
                 self._report(outcome, *begun)
             return outcome
@@ -125,6 +130,23 @@ class Rank:
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**mine | now, launch_id=launch_id(os.environ))
 
+    def _require_saved(self, outcome: Exit) -> None:
+        """A disk that was full for a while is a warning; one that is full at the end has lost
+        what was computed."""
+        t = self.training
+        assert t is not None
+        if t.unsaved is None:
+            return
+        how = "finished" if outcome is Exit.OK else f"stopped by {self.stop.reason}"
+        at = f"after step {t.step} of {t.total_steps}"
+        raise EchelonError(
+            Fault(
+                f"{how} {at}, but this step is not saved: {t.unsaved}",
+                f"mend that, then go on: echelon resume {spoken(t.run)}",
+            ),
+            exit=Exit.FAILED,
+        )
+
     def _report(self, outcome: Exit, first_step: int, begun: float) -> None:
         t = self.training
         assert t is not None
@@ -142,7 +164,7 @@ class Rank:
             self.training.screen.close()
         failure = self._cause(error)
         if self.group is not None:
-            self.group.publish(failure)
+            self.group.publish(failure, stay=not self.parted)
         if self.has_agent and (self.group is None or self.group.store is None):
             tell_agent(failure, os.environ)
         if self.folder is not None and self.number == 0 and not self.has_agent:
@@ -182,12 +204,18 @@ def _world(config: Config) -> World:
         devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
-    faults = (batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size))
-    if found := [fault for fault in faults if fault]:
-        raise EchelonError(*found)
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     return world
+
+
+def _require_possible(config: Config, world: World) -> None:
+    """What only the world and its devices say about the settings."""
+    faults = [batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size)]
+    if world.devices[0].startswith("cpu"):
+        faults += cpu_faults(config)
+    if found := [fault for fault in faults if fault]:
+        raise EchelonError(*found)
 
 
 def _agreed_run(config: Config, group: Group) -> Run:

@@ -27,7 +27,7 @@ def train(words: Sequence[str], own: OwnExperiment | None = None) -> int:
         "  experiment=toy\n"
         "      What to train: toy, transformer, movielens, movielens_dot,\n"
         "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
-        "      their bare names: lr=0.1.\n" + described(),
+        "      their bare names: lr=0.1.\n" + described() + _of_experiment(words, own),
     )
     add_plan(parser)
     parser.add_argument(
@@ -46,6 +46,20 @@ def train(words: Sequence[str], own: OwnExperiment | None = None) -> int:
     if given.multirun:
         return train_all(given.overrides, own, given.dry_run)
     return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)
+
+
+def _of_experiment(words: Sequence[str], own: OwnExperiment | None) -> str:
+    """The settings of the experiment that help is asked for."""
+    if not {"-h", "--help"} & set(words):
+        return ""
+    from echelon.config.settings import described_bundled, described_own
+    from echelon.entry import experiment_by_path
+
+    rest, named = experiment_by_path(words)
+    if own := named or own:
+        return described_own(own.entry.rpartition("/")[2], own.declared)
+    chosen = [word.partition("=")[2] for word in rest if word.startswith("experiment=")]
+    return described_bundled(chosen[-1] if chosen else "toy")
 
 
 def run(words: list[str]) -> int:
