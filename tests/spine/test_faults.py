@@ -288,6 +288,26 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
     assert evaluations(folder)[-1][0] == 300
 
 
+@pytest.mark.slow
+def test_stopped_with_a_full_disk_it_says_so_and_may_be_queued_again(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    words = ["rows=8000", "trainer.save.steps=5", *SETTINGS, "trainer.epochs=3000"]
+    command = [*TRAIN, *words, f"run.dir={small_disk}", "run.name=full"]
+    folder = small_disk / "full"
+    with launching.started(command, tmp_path) as running:
+        launching.until(lambda: list(folder.glob("snapshots/step-*/manifest.json")), 120, "saved")
+        _fill(small_disk / "filler")
+        running.process.send_signal(signal.SIGTERM)
+        done = running.wait()
+    assert done.code == 75, done.err
+    assert done.left == []
+    (last,) = [line for line in done.err.splitlines() if line.startswith("stopped by")]
+    assert "; this step is not saved: no space left" in last
+    assert "everything is saved" not in done.err
+    assert "  go on     echelon resume " in done.err
+
+
 def _fill(path: Path) -> None:
     filled = subprocess.run(["dd", "if=/dev/zero", f"of={path}", "bs=4k"], capture_output=True)
     assert b"No space left" in filled.stderr

@@ -27,10 +27,13 @@ def summary(
     reason: str,
     tracked: Mapping[str, str],
     longer: str = "trainer.epochs",
+    unsaved: str | None = None,
 ) -> str:
-    """`longer` is the setting that says how long it trains."""
+    """`longer` is the setting that says how long it trains; `unsaved`, why the last state is on no
+    disk."""
     if outcome is Exit.PREEMPTED:
-        first = f"stopped by {reason} after step {step} of {total}; everything is saved"
+        kept = "everything is saved" if unsaved is None else f"this step is not saved: {unsaved}"
+        first = f"stopped by {reason} after step {step} of {total}; {kept}"
     elif step == total and seconds < 0:
         first = f"nothing left to do: all {total} steps were already made"
     else:

@@ -105,7 +105,7 @@ class Rank:
             self.group.part()
             self.parted = True
             self.training.close()
-            self._require_saved(outcome)
+            self._require_saved()
             if world.rank == 0:
                 self._report(outcome, *begun)
             return outcome
@@ -130,22 +130,21 @@ class Rank:
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**mine | now, launch_id=launch_id(os.environ))
 
-    def _require_saved(self, outcome: Exit) -> None:
+    def _require_saved(self) -> None:
         """A disk that was full for a while is a warning; one that is full at the end has lost
-        what was computed."""
+        what was computed. A run that was stopped says so as well, and goes on from the snapshot
+        before: it may be queued again, and the disk may have room then."""
         t = self.training
         assert t is not None
-        if t.unsaved is None:
-            return
-        how = "finished" if outcome is Exit.OK else f"stopped by {self.stop.reason}"
-        at = f"after step {t.step} of {t.total_steps}"
-        raise EchelonError(
-            Fault(
-                f"{how} {at}, but this step is not saved: {t.unsaved}",
-                f"mend that, then go on: echelon resume {spoken(t.run)}",
-            ),
-            exit=Exit.FAILED,
-        )
+        if t.unsaved is not None and t.step == t.total_steps:
+            raise EchelonError(
+                Fault(
+                    f"finished after step {t.step} of {t.total_steps}, but this step is not "
+                    f"saved: {t.unsaved}",
+                    f"mend that, then go on: echelon resume {spoken(t.run)}",
+                ),
+                exit=Exit.FAILED,
+            )
 
     def _report(self, outcome: Exit, first_step: int, begun: float) -> None:
         t = self.training
@@ -156,7 +155,7 @@ class Rank:
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
         so_far = (t.step, t.total_steps, seconds)
-        text = summary(t.run, outcome, *so_far, self.stop.reason, tracked, longer)
+        text = summary(t.run, outcome, *so_far, self.stop.reason, tracked, longer, t.unsaved)
         print(text, file=sys.stderr)
 
     def _fail(self, error: BaseException) -> int:
