@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from dataclasses import replace
 from functools import partial
@@ -229,3 +230,12 @@ def _count(collective: str, calls: list[str]) -> None:
         return plain(*args, **kwargs)
 
     setattr(dist, collective, counted)
+
+
+def test_a_job_that_asked_for_gpus_and_has_none_is_warned(tmp_path: Path) -> None:
+    words = ("launch=slurm", "launch.gpus_per_node=2", "trainer.steps=2")
+    for ranks in (1, 2):
+        ended = train_world(tmp_path, ranks, *words, name=f"of-{ranks}")
+        assert ended.codes == [0] * ranks, ended.said
+        assert ended.said.count("warning: launch.gpus_per_node=2, but torch ") == 1
+        assert f"sees no GPU on {socket.gethostname()}" in ended.said

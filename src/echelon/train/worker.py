@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class Rank:
             world = _world(self.config)
             self.number = world.rank
             _require_possible(self.config, world)
+            _warn_of_cpu(self.config, world)
             self.group = meet(world, self.config, os.environ)
             if not self.has_agent:  # which was given what its launcher took
                 self.config = with_parameters(self.config, self.group, os.environ)
@@ -215,6 +217,17 @@ def _require_possible(config: Config, world: World) -> None:
         faults += cpu_faults(config)
     if found := [fault for fault in faults if fault]:
         raise EchelonError(*found)
+
+
+def _warn_of_cpu(config: Config, world: World) -> None:
+    """A torch without CUDA, or a driver that is gone, would be noticed by the hours it takes."""
+    asked = config.launch.gpus_per_node
+    if asked and world.devices[0].startswith("cpu") and world.local_rank == 0:
+        print(
+            f"warning: launch.gpus_per_node={asked}, but torch {torch.__version__} sees no GPU on "
+            f"{socket.gethostname()}, so it trains on the CPU; `echelon doctor` there says why",
+            file=sys.stderr,
+        )
 
 
 def _agreed_run(config: Config, group: Group) -> Run:
