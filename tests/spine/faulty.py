@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,16 @@ def _kill(number: int, who: Callable[[], int] = os.getpid) -> Callable[[], None]
     return lambda: os.kill(who(), number)
 
 
+def _kill_keeper(who: Callable[[], int]) -> Callable[[], None]:
+    """And wait to be ended: the few steps that are left would be done before anybody looks."""
+
+    def kill() -> None:
+        os.kill(who(), signal.SIGKILL)
+        threading.Event().wait(60)
+
+    return kill
+
+
 def _agent() -> int:
     text = Path(f"/proc/{os.getppid()}/stat").read_text()
     return int(text.rpartition(")")[2].split()[1])
@@ -62,8 +73,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "segv": lambda: ctypes.string_at(0),
     "stop": _kill(signal.SIGSTOP),
     "loop": _loop,
-    "kill agent": _kill(signal.SIGKILL, _agent),
-    "kill zygote": _kill(signal.SIGKILL, os.getppid),
+    "kill agent": _kill_keeper(_agent),
+    "kill zygote": _kill_keeper(os.getppid),
     "slow": lambda: time.sleep(0.3),
     "": lambda: None,
 }
