@@ -16,9 +16,9 @@ demo: $(READY)  ## train a toy on two processes and look at it
 test: check     ## everything that runs on a CPU
 	@$(MAKE) --no-print-directory -j2 --output-sync=target slow-here slow-cluster
 
-# Side by side: both wait more than they compute.
+# Side by side: all of them wait more than they compute.
 slow-here: $(READY)
-	$(PY) -m pytest tests --ignore=tests/cluster -m $(SLOW)
+	$(PY) -m pytest tests --ignore=tests/cluster -n 2 --dist worksteal -m $(SLOW)
 
 slow-cluster: $(READY)
 	$(PY) -m pytest tests/cluster -m $(SLOW)
