@@ -253,6 +253,7 @@ class _Objective(nn.Module):
         # First, so that its gradient lands in the last bucket, with the model's first layers.
         self.control = nn.Parameter(torch.zeros(len(Wishes()) + 1, device=device))
         self._signal = torch.zeros(len(Wishes()) + 1, device=device)
+        self._loss_place = self._signal[-1]
         self._wished = Wishes()
         self.model = experiment.model
         self.predict: Predict = experiment.predict or predict_default
@@ -274,8 +275,10 @@ class _Objective(nn.Module):
             return self.loss(*self.predict(self.model, data))
 
     def forward(self, data: Any, weight: float) -> Tensor:
-        weighted = self._nothing() if data is None else self.loss_of(data) * weight
-        self._signal[-1] = weighted.detach()
+        weighted = self._nothing() if data is None else self.loss_of(data)
+        if weight != 1.0:  # most often it is, and a product takes a percent of a small step
+            weighted = weighted * weight
+        self._loss_place.copy_(weighted.detach())
         return self.scaled(weighted) + self.control.dot(self._signal)
 
     def scaled(self, loss: Tensor) -> Tensor:
