@@ -107,7 +107,7 @@ class Rank:
             self.group.part()
             self.parted = True
             self.training.close()
-            self._require_saved()
+            self._require_saved(outcome)
             if world.rank == 0:
                 self._report(outcome, *begun)
             return outcome
@@ -132,13 +132,13 @@ class Rank:
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**mine | now, launch_id=launch_id(os.environ))
 
-    def _require_saved(self) -> None:
+    def _require_saved(self, outcome: Exit) -> None:
         """A disk that was full for a while is a warning; one that is full at the end has lost
         what was computed. A run that was stopped says so as well, and goes on from the snapshot
         before: it may be queued again, and the disk may have room then."""
         t = self.training
         assert t is not None
-        if t.unsaved is not None and t.step == t.total_steps:
+        if t.unsaved is not None and outcome is Exit.OK:
             raise EchelonError(
                 Fault(
                     f"finished after step {t.step} of {t.total_steps}, but this step is not "
