@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ class Settings:
     phase: str = "step"
     once: str = ""
     """A file that remembers that the fault has happened, so that a restart goes on."""
+    after: str = ""
+    """Snapshots to wait for before it fails: they are written while the steps go on."""
     rows: int = 1
     """Size of the model, to make snapshots of a size."""
     pause_s: float = 0.0
@@ -98,6 +101,8 @@ class Trap:
         self.set = False
         if self.cfg.once:
             Path(self.cfg.once).touch()
+        while self.cfg.after and not glob.glob(self.cfg.after):
+            time.sleep(0.01)
         FAULTS[self.cfg.fault]()
 
     def delay(self) -> None:

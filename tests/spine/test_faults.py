@@ -174,6 +174,7 @@ def test_a_killed_agent_takes_everything_with_it_and_the_same_command_goes_on(
 ) -> None:
     words = [*TRAIN, *Case("kill agent", 1, "step", 15, 14, "").words]
     words += ["run.name=a", f"once={tmp_path}/once"]
+    words += [f"after={tmp_path}/runs/a/snapshots/step-000000010"]
     done = launching.run(words, tmp_path)
     assert done.code == -signal.SIGKILL
     assert done.left == []

@@ -124,7 +124,7 @@ def test_wandb_agent_with_torchrun(tmp_path: Path) -> None:
     program.write_text(
         f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nimport echelon, subjects\n"
         "def experiment(cfg: subjects.Settings) -> echelon.Experiment:\n"
-        "    print(f\"rank {os.environ['RANK']} has lr={cfg.lr}\", flush=True)\n"
+        "    os.write(1, f\"rank {os.environ['RANK']} has lr={cfg.lr}\\n\".encode())\n"
         "    return subjects.regression(cfg)\n"
         "if __name__ == '__main__':\n    echelon.main(experiment)\n"
     )
