@@ -9,7 +9,7 @@ from torch import nn
 from echelon.config.schema import Trainer
 from echelon.data.batches import Batch, TensorSource
 from echelon.pulse import Pulse
-from echelon.train.capture import obstacle
+from echelon.train.capture import obstacle, too_few
 from echelon.train.experiment import Experiment
 from echelon.train.precision import Precision
 from echelon.train.replica import Replica, Wishes
@@ -55,6 +55,12 @@ def test_data_without_a_whole_batch() -> None:
     experiment, source = given(fused=True)
     reason = obstacle(experiment, source, GPU, 1, Trainer(batch_size=9))
     assert reason == "a batch is of 9 samples, and there are only 8"
+
+
+@pytest.mark.parametrize(("steps", "must"), [(63, False), (3, True)])
+def test_steps_that_end_before_a_capture_is_worth_it_or_could_be(steps: int, must: bool) -> None:
+    assert too_few(steps, must) == f"only {steps} steps are left"
+    assert too_few(steps + 1, must) is None
 
 
 def test_a_step_that_failed_halfway_leaves_nothing_to_the_next() -> None:

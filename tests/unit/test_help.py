@@ -83,4 +83,5 @@ def test_help_lists_what_a_users_experiment_declares(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         train(["--help"], OwnExperiment("/home/me/own.py:experiment", Settings))
     shown = capsys.readouterr().out
+    assert shown.startswith("usage: python own.py ")
     assert "\nsettings of own.py:experiment:\n  lr=0.1\n  tied=true\n  widths=[8]\n" in shown

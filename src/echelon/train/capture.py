@@ -28,7 +28,7 @@ from echelon.train.tables import tables_of
 _WARM = 3
 """Steps before the capture; the last of them is watched."""
 
-WORTH = 64
+_WORTH = 64
 """Steps. A capture takes as long as about a hundred small steps."""
 
 Step = Callable[[Any, int, int], Tensor]
@@ -115,6 +115,10 @@ def of_all(reason: str | None, world_size: int) -> str | None:
     hindered = torch.tensor(float(reason is not None))
     dist.all_reduce(hindered)
     return reason or ("another rank cannot capture its step" if hindered > 0 else None)
+
+
+def too_few(steps: int, must: bool) -> str | None:
+    return f"only {steps} steps are left" if steps <= (_WARM if must else _WORTH - 1) else None
 
 
 def obstacle(

@@ -16,7 +16,7 @@ from echelon.runs import Run
 from echelon.track.choice import trackers
 from echelon.track.screen import screen
 from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
-from echelon.train.capture import WORTH, Capture, not_captured, obstacle, of_all
+from echelon.train.capture import Capture, not_captured, obstacle, of_all, too_few
 from echelon.train.compiled import Compiled
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
@@ -120,20 +120,19 @@ def _place(experiment: Experiment, config: Config, world: World, by_hand: bool) 
 def _capture(t: Training, replica: Replica) -> Capture | None:
     """The step as a CUDA graph, where it is wished and can be."""
     trainer, size = t.config.trainer, t.group.world.size
-    if trainer.capture == "never" or (trainer.capture == "auto" and t.device.type != "cuda"):
+    must, left = trainer.capture == "always", t.total_steps - t.step
+    if trainer.capture == "never" or left == 0 or (not must and t.device.type != "cuda"):
         return None
-    steps, reason = t.total_steps - t.step, None
+    reason = too_few(left, must)
     if len(t.group.world.devices) > 1:
         reason = "the model lies on several devices"
     elif size > 1 and t.config.launch.share_devices:
         reason = "ranks that share a GPU send each other their gradients through the host"
-    elif trainer.capture == "auto" and steps < WORTH:
-        reason = f"only {steps} steps are left"
     reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
         return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size)
-    not_captured(reason or "", trainer.capture == "always")
+    not_captured(reason or "", must)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import EchelonError, Fault
@@ -29,6 +30,8 @@ def train(words: Sequence[str], own: OwnExperiment | None = None) -> int:
         "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
         "      their bare names: lr=0.1.\n" + described() + _of_experiment(words, own),
     )
+    if own is not None:
+        parser.prog = f"python {Path(own.entry.rpartition(':')[0]).name}"
     add_plan(parser)
     parser.add_argument(
         "-m",
