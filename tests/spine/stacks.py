@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import echelon
 
 WORDS, LENGTH, WIDTH = 11, 6, 12
+FAR = 5000.0
 
 
 @dataclass
@@ -108,3 +109,23 @@ def _data(size: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, WORDS, (size, LENGTH), generator=generator)
     return words, (words * 3 + 1) % WORDS
+
+
+class Centred(nn.Sequential):
+    """Takes numbers far from zero as they are, and their mean off them: in half precision nothing
+    of them would be left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x - FAR)
+        return found
+
+
+def centred(cfg: Settings) -> echelon.Experiment:
+    model = Centred(nn.Linear(WIDTH, 20), nn.GELU(), nn.Linear(20, 1))
+    x = torch.randn(cfg.samples, WIDTH, generator=torch.Generator().manual_seed(1))
+    return echelon.Experiment(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=cfg.lr),
+        loss=nn.functional.mse_loss,
+        train_data=(x + FAR, x.sum(1, keepdim=True)),
+    )

@@ -123,6 +123,14 @@ def test_half_precision_trains_as_ddps_and_keeps_whole_weights(tmp_path: Path, n
     assert {t.dtype for t in kept if t.is_floating_point()} == {torch.float32}
 
 
+def test_half_precision_leaves_the_inputs_as_they_are(tmp_path: Path) -> None:
+    words = ("trainer.precision=bf16", "trainer.log_steps=1")
+    more = {"experiment": stacks.centred}
+    whole = trained(tmp_path, 2, *words, name="ddp", **more)
+    shared = trained(tmp_path, 2, *words, FSDP, name="fsdp", **more)
+    assert losses(shared) == pytest.approx(losses(whole), rel=0.01)
+
+
 def test_recomputing_changes_nothing_with_ddp(tmp_path: Path, whole: Run) -> None:
     again = trained(tmp_path, 2, "replica.checkpoint=true", name="again")
     assert metrics(again) == metrics(whole)

@@ -33,13 +33,18 @@ def shard(
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     trained = _Trained(experiment.optimizer, mesh)
     # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
+    # So are the model's own inputs: it may still have to take a mean off them.
     half = HALF.get(trainer.precision)
-    policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
-    as_they_are = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    norms = _with_averages(model) if half else []
+    of_model, of_norms = (
+        MixedPrecisionPolicy(weights, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for weights in (half, None)
+    )
+    of_blocks = MixedPrecisionPolicy(half, reduce_dtype=torch.float32)
+    norms = _whole_norms(model, device) if half else []
     for module in (*_innermost_first(model, [*blocks, *norms]), model):
         before = dict(module.named_parameters())
-        fully_shard(module, mesh=mesh, mp_policy=as_they_are if module in norms else policy)
+        policy = of_model if module is model else of_norms if module in norms else of_blocks
+        fully_shard(module, mesh=mesh, mp_policy=policy)
         for name, p in module.named_parameters():
             if p is not before[name]:
                 trained.switch(before[name], p)
@@ -52,10 +57,14 @@ def shard(
             count_unused(sharded)
 
 
-def _with_averages(model: nn.Module) -> list[nn.Module]:
-    """Norms with running averages, which are float32: torch takes no half weights beside them."""
-    norms = (m for m in model.modules() if isinstance(m, _NormBase))
-    return [norm for norm in norms if norm.affine and norm.track_running_stats]
+def _whole_norms(model: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Norms whose weights stay float32: torch takes no half weights beside running averages, which
+    are float32, and on a CPU none beside float32 inputs."""
+    norms = (m for m in model.modules() if isinstance(m, _NormBase) and m.affine)
+    if device.type != "cpu":
+        return [norm for norm in norms if norm.track_running_stats]
+    others = (m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm))
+    return [*norms, *(norm for norm in others if norm.weight is not None)]
 
 
 def _innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
