@@ -244,6 +244,7 @@ NONSENSE = {
     "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
     "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
     "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
+    "settings one by one": ("(cfg)", "(width: int = 4)", ("width: int", "cfg.width")),
     "no data": (SHORT, "train_data=None", ("train_data", "NoneType")),
     "empty": (SHORT, "train_data=(x[:0], x[:0])", ("train_data", "no samples")),
     "unequal": (SHORT, "train_data=(x, x[:3])", ("train_data", "[8, 3]")),

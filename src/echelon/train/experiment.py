@@ -118,7 +118,14 @@ def declared_settings(function: Callable[..., Any]) -> type | None:
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         return None
-    hint = get_type_hints(function).get(parameters[0].name)
+    first = parameters[0].name
+    hint = get_type_hints(function).get(first)
+    if hint in (bool, int, float, str):
+        name = function.__name__
+        raise _fault(
+            f"{name} takes {first}: {hint.__name__}, but all settings come as one object",
+            f"declare them in a dataclass, def {name}(cfg: Settings), and use cfg.{first}",
+        )
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 
