@@ -28,6 +28,8 @@ class Settings:
     """In this forward pass; 0: in the first evaluation."""
     slow: int = -1
     """The rank that takes 30 ms more."""
+    late: int = -1
+    """The rank whose every sample takes 10 ms."""
 
 
 class Model(nn.Linear):
@@ -52,13 +54,26 @@ def _fill(how: str) -> None:
     torch.empty(2**50)
 
 
+class Late:
+    def __init__(self, rank: int) -> None:
+        self.pause_s = 0.01 if int(os.environ["SPINE_RANK"]) == rank else 0.0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.pause_s)
+        return torch.ones(4), torch.ones(1)
+
+
 def experiment(cfg: Settings) -> echelon.Experiment:
     model = Model(4, 1)
     model.cfg = cfg
     data = (torch.ones(64, 4), torch.ones(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     judged = None if cfg.at else data
-    return echelon.Experiment(model, optimizer, nn.functional.mse_loss, data, judged)
+    given = data if cfg.late < 0 else Late(cfg.late)
+    return echelon.Experiment(model, optimizer, nn.functional.mse_loss, given, judged)
 
 
 def placed(cfg: Settings, devices: tuple[torch.device, ...]) -> echelon.Experiment:

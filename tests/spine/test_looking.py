@@ -65,6 +65,16 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_rank_whose_data_is_late_is_named_though_the_model_is_sharded(tmp_path: Path) -> None:
+    words = ("replica.kind=fsdp", "late=1", "trainer.steps=120", "trainer.batch_size=6")
+    done = trained(tmp_path, 2, *words)
+    assert done.codes == [0, 0], done.said
+    [said] = [line for line in done.said.splitlines() if "waits for its data" in line]
+    assert said.startswith("rank 1 on ")
+    assert "and all wait for it" in said
+
+
+@pytest.mark.slow
 def test_the_transformer_trains_alike_in_one_process_and_two(tmp_path: Path) -> None:
     small = ("samples=64", "eval_samples=8", "trainer.epochs=1", "trainer.log_steps=1")
     curves = []

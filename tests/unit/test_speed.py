@@ -214,6 +214,16 @@ def test_who_is_behind_is_said_once_per_change() -> None:
     assert judge(slow, str) == {"slowest_rank": 2, "slowest_x": 2.1}
 
 
+def test_of_a_sharded_model_only_the_wait_for_data_is_a_ranks_own() -> None:
+    said: list[str] = []
+    judge = Judge(said.append)
+    for _ in range(2):
+        assert judge({0: Own(0.2, 0.0), 1: Own(30.0, 0.0)}, str) == {}
+    assert [text.partition(";")[0] for text in said] == [
+        "rank 1 on 1 waits for its data 30 ms a step (the others 0.2) and all wait for it"
+    ]
+
+
 def test_little_differences_of_little_steps_are_none() -> None:
     said: list[str] = []
     judge = Judge(said.append)

@@ -220,7 +220,8 @@ class Speed:
 
 
 def _own(split: Split) -> Own | None:
-    """A step whose own part cannot be told from the wait for others says nothing of this rank."""
-    if split.communication is None or split.data is None or split.compute is None:
+    """What a rank took before it waited for anybody. A sharded model waits within its computation,
+    and a captured step says nothing at all."""
+    if split.data is None or split.compute is None:
         return None
-    return Own(split.data, split.compute)
+    return Own(split.data, 0.0 if split.communication is None else split.compute)

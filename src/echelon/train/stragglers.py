@@ -31,6 +31,7 @@ class Own(NamedTuple):
 
     data: float
     compute: float
+    """0 where a rank waits for others within it, so that nobody knows what is its own."""
 
     @property
     def total(self) -> float:
@@ -98,15 +99,23 @@ class Judge:
             else:
                 self._say(_behind(slowest, host(slowest), its, usual))
             self._named = behind
+        if not its.compute:
+            return {}
         return {"slowest_rank": slowest, "slowest_x": round(times, 2)}
 
 
 def _behind(rank: int, host: str, its: Own, usual: float) -> str:
+    look = f"look at {host} with `echelon gpus` or `echelon preflight`"
+    if not its.compute:
+        return (
+            f"rank {rank} on {host} waits for its data {its.data:.3g} ms a step "
+            f"(the others {usual:.3g}) and all wait for it; {look}"
+        )
     part = "waits for its data" if its.data > its.compute else "computes"
     return (
         f"rank {rank} on {host} takes {its.total / max(usual, 1e-6):.1f} × the median "
         f"({its.total:.3g} ms beside {usual:.3g}) and all wait for it: of these it {part} "
-        f"{max(its):.3g} ms a step; look at {host} with `echelon gpus` or `echelon preflight`"
+        f"{max(its):.3g} ms a step; {look}"
     )
 
 
