@@ -39,6 +39,40 @@ def test_adam_is_fused_and_steps_as_before(make: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+GPU = torch.device("cuda")
+"""Where SGD is fused; torch can do it on a CPU as well."""
+
+
+def test_fused_momentum_survives_a_first_step_that_is_skipped() -> None:
+    plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
+    fuse(fused, GPU)
+    assert fused.optimizer.param_groups[0]["fused"]
+    fused.optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]  # as a scaler says it
+    stepped(fused, 1)
+    fused.optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    for a, b in zip(stepped(plain), stepped(fused), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fused_momentum_of_a_layer_that_joins_later() -> None:
+    plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
+    fuse(fused, GPU)
+    for e in (plain, fused):
+        first, _, last = e.model
+        nn.init.ones_(last.weight)
+        last(first(torch.ones(1, 4)).detach()).sum().backward()
+        e.optimizer.step()
+        e.optimizer.zero_grad()
+    for a, b in zip(stepped(plain), stepped(fused), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dampened_momentum_is_not_fused() -> None:
+    e = experiment("SGD", momentum=0.9, dampening=0.1)
+    fuse(e, GPU)
+    assert e.optimizer.param_groups[0]["fused"] is None
+
+
 @pytest.mark.parametrize(
     ("make", "settings"),
     [("Adam", {"foreach": True}), ("Adam", {"fused": False}), ("Adagrad", {}), ("SGD", {})],

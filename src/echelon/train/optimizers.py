@@ -39,6 +39,8 @@ def fuse(experiment: Experiment, device: torch.device) -> None:
         return
     for group in optimizer.param_groups:
         group["fused"] = True
+        if group.get("momentum"):
+            _begin_at_zero(optimizer, group["params"])
     # As their constructors do when they are asked for it.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
@@ -51,8 +53,18 @@ def _can_fuse(group: dict[str, Any]) -> bool:
         undecided
         and not group.get("differentiable")
         and not group.get("capturable")
+        and not group.get("dampening")  # see _begin_at_zero
         and all(p.is_floating_point() and p.layout is torch.strided for p in group["params"])
     )
+
+
+def _begin_at_zero(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """SGD's momentum, which its fused step would leave unset where the first step is skipped for an
+    overflow, and cannot do without where a parameter has its first gradient later than others. The
+    first momentum is the first gradient either way, unless it is dampened."""
+    for p in parameters:
+        if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def capturable(optimizer: Optimizer, device: torch.device) -> str | None:
