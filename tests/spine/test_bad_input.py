@@ -242,6 +242,17 @@ NONSENSE = {
     "no model": ("model=model,", "model=3,", ("model", "int", "Module")),
     "no optimizer": ("torch.optim.SGD(model.parameters(), lr=0.01)", "'sgd'", ("optimizer", "str")),
     "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
+    "a loss for every sample": (
+        "torch.nn.functional.mse_loss",
+        "torch.nn.MSELoss(reduction='none')",
+        ("shape (8, 1)", "loss.mean()"),
+    ),
+    "several losses": ("torch.nn.functional.mse_loss", "lambda *_: (1, 2)", ("tuple", "metrics")),
+    "weights outside the model": (
+        "model.parameters(), lr",
+        "[*model.parameters(), torch.nn.Parameter(x)], lr",
+        ("1 tensor(s)", "model.extra"),
+    ),
     "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
     "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
     "settings one by one": ("(cfg)", "(width: int = 4)", ("width: int", "cfg.width")),

@@ -190,12 +190,26 @@ def _check(made: Any, entry: str) -> None:
                 "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
             )
         )
+    elif not faults and (apart := _outside(made.model, made.optimizer)):
+        faults.append(
+            Fault(
+                f"the optimizer trains {apart} tensor(s) that are no parameters of the model: they "
+                "would be in no snapshot, and differ between processes",
+                "make what they belong to, such as a loss with weights, a part of the model: "
+                "model.extra = it",
+            )
+        )
     if not callable(made.loss):
         faults.append(
             Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")
         )
     if faults:
         raise EchelonError(*faults)
+
+
+def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    inside = {id(p) for p in model.parameters()}
+    return sum(id(p) not in inside for group in optimizer.param_groups for p in group["params"])
 
 
 def _fault(what: str, do: str) -> EchelonError:

@@ -31,10 +31,11 @@ from echelon.train.capture import Capture
 from echelon.train.compiled import Compiled
 from echelon.train.experiment import Experiment, Predict, predict_default
 from echelon.train.graph import RING
+from echelon.train.number import one_number
 from echelon.train.precision import Precision
 from echelon.train.speed import Moments
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
-from echelon.train.update import update
+from echelon.train.update import stepped_by, update
 from echelon.world import World
 
 READ_EVERY_CUDA = 16
@@ -79,6 +80,7 @@ class Replica:
         self.accumulate = trainer.accumulate
         self.world_size = world.size
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
+        self._stepped = stepped_by(experiment.optimizer)
         self._optimize = _Unlabelled(experiment.optimizer)
         self._pending: list[Tensor] = []
         self.sampled: Moments | None = None
@@ -139,15 +141,15 @@ class Replica:
             p.grad = None
 
     def _clip_to(self, most: float) -> None:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [p.grad for p in self._stepped if p.grad is not None]
         if not any(grad.is_sparse for grad in grads):
-            nn.utils.clip_grad_norm_(self.parameters, most)
+            nn.utils.clip_grad_norm_(self._stepped, most)
             return
         # The norm is of a row's whole gradient, not of its share in every sample.
-        for p in self.parameters:
+        for p in self._stepped:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = sparse_grad(*self._merge(p.grad), p)
-        scaled = [p.grad for p in self.parameters if p.grad is not None]
+        scaled = [p.grad for p in self._stepped if p.grad is not None]
         scaled = [grad._values() if grad.is_sparse else grad for grad in scaled]
         norms = [norm.to(self.device) for norm in torch._foreach_norm(scaled)]
         factor = (most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
@@ -270,9 +272,9 @@ class _Objective(nn.Module):
 
     def loss_of(self, data: Any) -> Tensor:
         if self._precision.half is None:  # even an empty context takes a percent of a small step
-            return self.loss(*self.predict(self.model, data))
+            return one_number(self.loss(*self.predict(self.model, data)))
         with self._precision.context():
-            return self.loss(*self.predict(self.model, data))
+            return one_number(self.loss(*self.predict(self.model, data)))
 
     def forward(self, data: Any, weight: float) -> Tensor:
         weighted = self._nothing() if data is None else self.loss_of(data)

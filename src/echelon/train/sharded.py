@@ -25,10 +25,11 @@ from echelon.data.batches import Batch, Cut, Source
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
+from echelon.train.number import one_number
 from echelon.train.precision import Precision
 from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, in_pieces, read_all
 from echelon.train.speed import Moments
-from echelon.train.update import update
+from echelon.train.update import stepped_by, update
 from echelon.world import World
 
 _BUCKET_BYTES = 250 << 20
@@ -81,6 +82,7 @@ class ShardedReplica:
         self.world_size = world.size
         self.read_every = 1 if device.type == "cpu" else READ_EVERY_CUDA
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
+        self._stepped = stepped_by(experiment.optimizer)
         self._root: FSDPModule = experiment.model
         self._buffers = list(experiment.model.buffers())
         self._predict = experiment.predict or predict_default
@@ -168,7 +170,7 @@ class ShardedReplica:
                     ),
                     exit=Exit.FAILED,
                 ) from error
-            return self.experiment.loss(output, target).float()
+            return one_number(self.experiment.loss(output, target)).float()
 
     def _wish(self, wishes: Wishes) -> Tensor:
         if wishes != self._wished:  # seldom, so writing to the device costs nothing
@@ -183,10 +185,10 @@ class ShardedReplica:
             dist._broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
 
     def _clip_to(self, most: float) -> None:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [p.grad for p in self._stepped if p.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(self.parameters, most, whole)
+        nn.utils.clip_grads_with_norm_(self._stepped, most, whole)
 
 
 def _of_shards(error: Exception) -> bool:

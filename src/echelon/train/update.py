@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+from torch.optim import Optimizer
+
 from echelon.train.experiment import Experiment
 
 
@@ -23,3 +26,8 @@ def update(
         optimize()
     if experiment.schedule is not None:
         experiment.schedule.step()
+
+
+def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """What is clipped: gradients of others are never used, and a scaler leaves them as they are."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,0 +1,58 @@
+"""One step of one process: what is clipped, and what a loss may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.config.schema import Trainer
+from echelon.data.batches import Batch
+from echelon.pulse import Pulse
+from echelon.train.experiment import Experiment
+from echelon.train.number import one_number
+from echelon.train.precision import Precision
+from echelon.train.replica import Replica, Wishes
+from echelon.world import detect
+
+CPU = torch.device("cpu")
+DATA = (torch.arange(32.0).view(8, 4) / 32, torch.ones(8, 1))
+
+
+def told_of_two_steps(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    scaler: torch.amp.GradScaler | None = None,
+    clip: float | None = None,
+) -> list[float]:
+    """Of a head that is trained on a body that is not, though nobody froze it."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    experiment = Experiment(nn.Sequential(body, head), optimizer, loss, DATA, scaler=scaler)
+    precision, world = Precision("float32", CPU), detect({}).world
+    replica = Replica(experiment, world, CPU, Trainer(clip=clip), precision, Pulse())
+    for _ in range(2):
+        replica.step(Batch(DATA, 8), 8, Wishes())
+    return [told.loss for told in replica.told()]
+
+
+def test_only_what_is_trained_is_clipped() -> None:
+    """A scaler leaves the others' gradients as they are, 65,536 times too large."""
+    plain = told_of_two_steps(nn.functional.mse_loss, clip=1.0)
+    scaled = told_of_two_steps(nn.functional.mse_loss, torch.amp.GradScaler("cpu"), clip=1.0)
+    assert plain[1] < plain[0]
+    assert scaled == pytest.approx(plain)
+
+
+def test_a_loss_with_one_element_is_a_number() -> None:
+    def shaped(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target).reshape(1, 1)
+
+    assert told_of_two_steps(shaped) == told_of_two_steps(nn.functional.mse_loss)
+
+
+def test_a_loss_in_half_precision_is_weighed_in_whole() -> None:
+    assert one_number(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+    assert one_number(torch.ones((), dtype=torch.float64)).dtype == torch.float64
