@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from launching import ECHELON, Started, started
+from launching import ECHELON, Started, started, until
 
 from echelon.sweep.book import Book
 from echelon.sweep.folder import Sweep
@@ -80,7 +80,8 @@ def disturbed(
     deadline = time.monotonic() + END_S
     while True:
         with started(words, folder) as running:
-            _kill_in(running, kills, pause_s, rng, count, deadline)
+            first = folder / "runs" / f"{words[-1]}-0" / "metrics.jsonl"
+            _kill_in(running, first, kills, pause_s, rng, count, deadline)
             done = running.wait(max(1.0, deadline - time.monotonic()))
         count["left"] += len(done.left)
         if done.code != -signal.SIGKILL:
@@ -90,6 +91,7 @@ def disturbed(
 
 def _kill_in(
     running: Started,
+    first: Path,
     kills: int,
     pause_s: float,
     rng: random.Random,
@@ -99,7 +101,10 @@ def _kill_in(
     while running.process.poll() is None and time.monotonic() < deadline:
         if sum(count[what] for what in ("command", "worker", "trial")) >= kills:
             return
-        time.sleep(rng.uniform(0.2, 1.0) * pause_s)
+        if count:
+            time.sleep(rng.uniform(0.2, 1.0) * pause_s)
+        else:  # the first one comes for sure, however quick this machine is
+            until(lambda: first.exists() or running.process.poll() is not None, END_S, "a trial")
         if found := victim(running.process.pid, rng):
             what, pid = found
             try:

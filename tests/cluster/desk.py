@@ -19,12 +19,15 @@ from bed import Cluster
 from launching import Done, Started, until
 
 from echelon.runs import Run
+from echelon.track import jsonl
 
 ECHELON = (sys.executable, "-m", "echelon")
 FAULTY = f"experiment={launching.HERE / 'faulty.py'}:experiment"
 REGRESSION = f"experiment={launching.HERE / 'subjects.py'}:regression"
 START_S = 120.0
 """From typing to the first steps, on a machine with too few cores."""
+GONE_S = 30.0
+"""The same, from an end to the end of the last process."""
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Desk:
         return started
 
     def type(
-        self, *words: str, on: str | None = None, limit_s: float = 90.0, **variables: str
+        self, *words: str, on: str | None = None, limit_s: float = 180.0, **variables: str
     ) -> Done:
         return self.start(*words, on=on, **variables).wait(limit_s)
 
@@ -77,8 +80,9 @@ class Desk:
         return Run(self.folder / "runs" / name)
 
     def step(self, name: str = "a") -> int:
-        """The newest step in the metrics."""
-        return max((step for step, _ in curve(self.run(name))), default=0)
+        """The newest step in the metrics, whose last line may be half written."""
+        lines = jsonl.read(self.run(name).metrics_file)
+        return max((line["step"] for line in lines if "loss" in line), default=0)
 
     def wait_for_step(self, step: int, name: str = "a", limit_s: float = START_S) -> None:
         until(lambda: self.step(name) >= step, limit_s, f"step {step}; {self.said()}")
@@ -123,7 +127,7 @@ class Desk:
         ours = [pid for pid in self._ours() if not hosts or pid in there]
         return [f"{pid} {_command(pid)}" for pid in ours]
 
-    def require_nothing_left(self, *hosts: str, limit_s: float = 5.0) -> None:
+    def require_nothing_left(self, *hosts: str, limit_s: float = GONE_S) -> None:
         try:
             until(lambda: not self.left(*hosts), limit_s, "nothing left")
         except AssertionError:

@@ -14,6 +14,9 @@ from bed import EMPTY_S, Cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
+STAYS = "sleep 1739"
+"""Nobody else's: jobs of other tests may just be ending."""
+
 
 def test_slurm_sees_three_nodes_with_their_gpus(cluster: Cluster) -> None:
     lines = cluster.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %c %G %t").splitlines()
@@ -178,7 +181,7 @@ def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
     short = bed.start(kind)
     assert _traces(spare_folder) != before
     try:
-        stays = "sleep 1000 & setsid sleep 1000 & wait"
+        stays = f"{STAYS} & setsid {STAYS} & wait"
         short.slurm("sbatch", "-o", "/dev/null", "--wrap", stays, cwd=Path("/"))
         wait_until(lambda: len(short.processes(short.nodes[0])) >= 2)
         if lost:
@@ -199,7 +202,7 @@ def _traces(folder: Path) -> dict[str, object]:
         "run": _names_in("/run"),
         "policies": {each for each in _names_in("/usr/sbin") if each.startswith("policy-rc")},
         "processes": [line for line in processes.splitlines() if str(folder) in line],
-        "sleeps": processes.count("sleep 1000"),
+        "sleeps": processes.count(STAYS),
     }
 
 

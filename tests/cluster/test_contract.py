@@ -32,7 +32,6 @@ SETTINGS = (
     "eval_samples=9",
     "launch.threads=1",
 )
-PAUSE = {"SPINE_PAUSE_S": "0.03"}
 ERROR = "ValueError: injected error"
 
 
@@ -112,7 +111,8 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_a_run_stopped_under_one_goes_on_under_another(
     launcher: Launcher, whole: Run, desk: Desk
 ) -> None:
-    desk.variables = PAUSE
+    # All launchers tell the last rank, and it goes no further before it has heard it.
+    desk.variables = {"SPINE_FAULT": f"{launcher.ranks - 1}:20:hear"}
     started = launcher.start(desk, (REGRESSION, *SETTINGS))
     desk.wait_for_step(5)
     launcher.stop(desk, started)

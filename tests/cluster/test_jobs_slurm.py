@@ -53,7 +53,7 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(desk: Desk) -> None:
     openings = [line for line in told.out.splitlines() if "100,000 steps" in line]
     assert (told.code, len(openings)) == (0, 2), told.out
     assert told.out.count("everything is saved") >= 1
-    desk.require_nothing_left(limit_s=15.0)
+    desk.require_nothing_left()
 
 
 @pytest.fixture(params=["cluster", "accounted"])

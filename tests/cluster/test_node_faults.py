@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import desk as desks
 import pytest
+from bed import EMPTY_S
 from desk import FAULTY, Desk, curve
 from launching import Done, Started, free_port, until
 
@@ -170,14 +171,14 @@ def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(desk: Des
     desk.cluster.kill_node(node_1)
     lost = f"node 1 ({node_1}, rank 1) ended without a word"
     _notice("a killed node", lambda: lost in log.read_text(), CUT_OFF_S)
-    desk.wait_for_more(limit_s=120)  # the same job, on other nodes, where the snapshot was
+    desk.wait_for_more(limit_s=EMPTY_S)  # the same job, on other nodes, where the snapshot was
     assert desk.job() == job
     assert node_1 not in desk.hosts(job)
     steps = [step for step, _ in curve(desk.run())]
     assert steps == sorted(set(steps))
     desk.cluster.slurm("scancel", job)
     assert following.wait().code != Exit.OK
-    desk.require_nothing_left(node_0, limit_s=10)  # Slurm's own patience is five
+    desk.require_nothing_left(node_0)
 
 
 # --- who never comes ---

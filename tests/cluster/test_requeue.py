@@ -32,7 +32,7 @@ QUEUES_S = 180.0
 
 
 def test_one_run_over_three_jobs(desk: Desk) -> None:
-    desk.variables = {"SPINE_PAUSE_S": "0.05"}
+    desk.variables = {"SPINE_FAULT": "1:20:hear"}  # twenty steps a job, and then a signal
     words = (*SLURM, *NUMBERS, CONTAINER, "launch.partition=spare", "run.name=a", "--wait")
     following = desk.start("train", *words)
     desk.wait_for_step(5)
@@ -52,7 +52,8 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
     # Somebody more important: Slurm sends TERM and requeues.
     other = ("-N3", "--exclusive", "-p", "high", "-o", "/dev/null", "--parsable", "--wrap", "true")
     desk.cluster.slurm("sbatch", *other, cwd=desk.folder)
-    until(lambda: run.newest_step() > saved, START_S, "saved again")
+    until(lambda: run.status()["state"] == "preempted", START_S, "saved again")
+    assert run.newest_step() == run.status()["step"] > saved
     saved = run.newest_step()
     _goes_on(desk, saved)
     assert [start["after"] for start in run.status()["starts"]] == ["", "preempted", "preempted"]

@@ -94,7 +94,10 @@ def _last_line(log: Path) -> str:
 def test_tasks_of_srun_and_programs_left_alone(desk: Desk) -> None:
     tell = 'echo "task $SLURM_PROCID of $SLURM_NTASKS, rank [$RANK], devices $CUDA_VISIBLE_DEVICES"'
     gpus = ("launch.gpus_per_node=2", "launch.gpu_request=gpus-per-task")
-    srun = (*gpus, "mode=srun", "--", "bash", "-c", f"{tell}; exit $((SLURM_PROCID == 2 ? 9 : 0))")
+    # Who fails ends the others, so that it waits until they have been heard.
+    told = "for n in 0 1 3; do until grep -qs devices runs/a/logs/rank-$n.log; do sleep 0.1; done"
+    fail = f"if test $SLURM_PROCID = 2; then {told}; done; exit 9; fi"
+    srun = (*gpus, "mode=srun", "--", "bash", "-c", f"{tell}; {fail}")
     done = desk.type("run", *SLURM, *srun)
     assert done.code == 9, done.out
     for task in range(4):

@@ -35,7 +35,8 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
         *("launch.sbatch=['--comment=hello','--exclusive=user']", "launch.cpus_per_node=2"),
         """launch.setup=['export FROM_SETUP="a  b"','mkdir -p made']""",
     )
-    fail = "if test $RANK = 3; then sleep 0.5; exit 7; fi"  # when the others are done
+    told = "until grep -qs 'a  b' runs/a/logs/rank-$n.log; do sleep 0.1; done"  # their last words
+    fail = f"if test $RANK = 3; then for n in 0 1 2; do {told}; done; exit 7; fi"
     program = ("--", "bash", "-c", TELL + fail)
     planned = json.loads(desk.type(*words, "--dry-run", "--json", *program).out)
     assert not (desk.folder / "runs").exists()

@@ -39,13 +39,15 @@ OPTIONS = ("--parallel", "2", "--lease", "8", "--wait", "--json")
 def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     """To whoever is there first: the other one, after the lease, or itself, queued again."""
     (desk.folder / "s.yml").write_text(FILE)
-    desk.variables = {"SPINE_PAUSE_S": "0.1"}
+    killed = desk.folder / "killed"  # no trial is over before somebody was
+    desk.variables = {"SPINE_FAULT": "0:20:go", "SPINE_AFTER": str(killed)}
     where = f"experiment={HERE / 'subjects.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
     following = desk.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
     sweep = Sweep(desk.folder / "runs" / "s")
     until(lambda: _saved(sweep.run(0)) and _saved(sweep.run(1)), START_S, "both are at work")
     os.kill(_worker(sweep, 0), signal.SIGKILL)  # the hosts have this machine's process numbers
+    killed.touch()
     done = following.wait(END_S)
     assert done.code == Exit.OK, done.err
     assert done.left == []

@@ -32,7 +32,7 @@ class Settings:
     once: str = ""
     """A file that remembers that the fault has happened, so that a restart goes on."""
     after: str = ""
-    """Snapshots to wait for before it fails: they are written while the steps go on."""
+    """What it waits for before it fails, such as a snapshot, written while the steps go on."""
     rows: int = 1
     """Size of the model, to make snapshots of a size."""
     pause_s: float = 0.0
@@ -79,6 +79,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "kill agent": _kill_keeper(_agent),
     "kill zygote": _kill_keeper(os.getppid),
     "slow": lambda: time.sleep(0.3),
+    "wait": lambda: None,  # for `after`, and no more
     "": lambda: None,
 }
 

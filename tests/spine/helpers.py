@@ -11,10 +11,8 @@ import atexit
 import dataclasses
 import json
 import os
-import random
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +26,7 @@ import metric_set  # noqa: F401  torchmetrics takes a second to import
 import subjects
 import torch
 import torch._dynamo  # DDP and the optimizers import it on first use: once here, not in every rank
+from launching import free_port
 
 from echelon.cli import dispatch, guarded
 from echelon.config.compose import compose
@@ -158,19 +157,6 @@ def _ended(code: int, beside: Path) -> Ended:
     value = beside.with_suffix(".json")
     told = json.loads(value.read_text()) if value.exists() else None
     return Ended(code, beside.with_suffix(".out").read_text(), told)
-
-
-def free_port() -> int:
-    """Below the ports the system gives to clients, so that none of those takes it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 # --- processes ----------------------------------------------------------------------------------

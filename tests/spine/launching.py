@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -171,9 +172,17 @@ def _command_of(pid: int) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Below the ports the system gives to clients, so that none of those takes it meanwhile, and
+    apart from those of our cluster's jobs and from the default one."""
+    while True:
+        port = random.SystemRandom().randrange(24_000, 29_000)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 # --- what a run left ---

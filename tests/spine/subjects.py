@@ -1,7 +1,8 @@
 """What the tests of the spine train, and the faults they suffer, given as data.
 
 `SPINE_FAULT="RANK:STEP:WHAT"`: after this rank's STEP-th optimizer step of this life, WHAT happens
-to it: a signal (KILL, TERM, USR2, INT) or `wait` (until it is ended from outside).
+to it: a signal (KILL, TERM, USR2, INT), `wait` (until it is ended from outside), `hear` (it waits
+until it is asked to stop) or `go` (nothing; it has waited for SPINE_AFTER).
 `SPINE_AFTER=PATH`: it does not happen before this is there.
 `SPINE_TRACE=FOLDER`: every rank writes down what it did: samples asked for, batches, steps.
 
@@ -15,6 +16,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +174,19 @@ class Life:
         rank, step, what = os.environ.get("SPINE_FAULT", "-1:0:").split(":")
         self.fault_step = int(step) if int(rank) == own_rank() else -1
         self.fault = what
+        self.heard = False
+        if what == "hear":
+            self._listen()
         optimizer.register_step_post_hook(self._stepped)
+
+    def _listen(self) -> None:
+        """Before whoever listens already."""
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, partial(self._hear, signal.getsignal(number)))
+
+    def _hear(self, listener: Any, number: int, frame: Any) -> None:
+        self.heard = True
+        listener(number, frame)
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         numbers, x, y = batch
@@ -193,11 +207,12 @@ class Life:
             return
         while (after := os.environ.get("SPINE_AFTER")) and not Path(after).exists():
             time.sleep(0.001)
-        if self.fault == "wait":
+        if self.fault in ("wait", "hear"):
             trace(waiting=True)
-            while True:
+            while not self.heard:
                 time.sleep(0.01)
-        os.kill(os.getpid(), getattr(signal, f"SIG{self.fault}"))
+        if self.fault not in ("hear", "go"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{self.fault}"))
 
 
 def own_rank() -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import launching
@@ -20,6 +23,14 @@ PYTHON = sys.executable
 def examples(tmp_path: Path) -> Path:
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "__*"))
     return tmp_path / "examples"
+
+
+@pytest.fixture
+def default_port() -> Iterator[None]:
+    """Where ranks meet that are not told: tests run beside each other, and one at a time has it."""
+    with Path(tempfile.gettempdir(), "echelon-tests-29500.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _trained(done: Done, folder: Path, steps: int) -> Path:
@@ -46,6 +57,7 @@ def test_train_with_overrides(examples: Path) -> None:
     assert '"lr": 0.1' in (run / "metrics.jsonl").read_text()
 
 
+@pytest.mark.usefixtures("default_port")
 def test_four_distributed_ranks_in_any_order(examples: Path) -> None:
     ranks = random.sample(range(4), 4)
     commands = [[PYTHON, "distributed.py", f"rank={r}", "world_size=4"] for r in ranks]
@@ -58,6 +70,7 @@ def test_four_distributed_ranks_in_any_order(examples: Path) -> None:
     assert curve(run)[-1][1] < curve(run)[0][1]
 
 
+@pytest.mark.usefixtures("default_port")
 def test_two_distributed_ranks_on_chosen_devices(examples: Path) -> None:
     """Where there is no such device, as here, the CPU."""
     commands = [[PYTHON, "distributed.py", f"rank={r}", "world_size=2"] for r in range(2)]

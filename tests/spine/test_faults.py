@@ -256,18 +256,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Path) -> None:
     """A snapshot takes some 300 kB: the first ones fit, and then the disk is filled."""
-    words = [
-        "rows=8000",
-        "trainer.save.steps=5",
-        "trainer.keep_last=1",
-        *SETTINGS,
-        "trainer.epochs=30",
-    ]
-    command = [*TRAIN, *words, f"run.dir={small_disk}", "run.name=full"]
+    command = [*TRAIN, *_filled_at_13(tmp_path), "trainer.epochs=30"]
+    command += [f"run.dir={small_disk}", "run.name=full"]
     folder = small_disk / "full"
     with launching.started(command, tmp_path) as running:
-        launching.until(lambda: list(folder.glob("snapshots/step-*/manifest.json")), 120, "saved")
-        _fill(small_disk / "filler")
+        _fill_after_the_save(folder, small_disk / "filler")
+        (tmp_path / "filled").touch()
         done = running.wait()
     assert done.code == 1, done.err
     assert done.left == []
@@ -293,13 +287,12 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
 def test_stopped_with_a_full_disk_it_says_so_and_may_be_queued_again(
     small_disk: Path, tmp_path: Path
 ) -> None:
-    words = ["rows=8000", "trainer.save.steps=5", *SETTINGS, "trainer.epochs=3000"]
-    command = [*TRAIN, *words, f"run.dir={small_disk}", "run.name=full"]
-    folder = small_disk / "full"
+    command = [*TRAIN, *_filled_at_13(tmp_path), "trainer.epochs=100000"]
+    command += [f"run.dir={small_disk}", "run.name=full"]
     with launching.started(command, tmp_path) as running:
-        launching.until(lambda: list(folder.glob("snapshots/step-*/manifest.json")), 120, "saved")
-        _fill(small_disk / "filler")
+        _fill_after_the_save(small_disk / "full", small_disk / "filler")
         running.process.send_signal(signal.SIGTERM)
+        (tmp_path / "filled").touch()
         done = running.wait()
     assert done.code == 75, done.err
     assert done.left == []
@@ -307,6 +300,20 @@ def test_stopped_with_a_full_disk_it_says_so_and_may_be_queued_again(
     assert "; this step is not saved: no space left" in last
     assert "everything is saved" not in done.err
     assert "  go on     echelon resume " in done.err
+
+
+def _filled_at_13(folder: Path) -> list[str]:
+    """Settings of a run that waits in its 13th step until there is a file `filled`."""
+    gate = ["fault=wait", "at=13", f"after={folder}/filled"]
+    return ["rows=8000", *SETTINGS, "trainer.save.steps=5", "trainer.keep_last=1", *gate]
+
+
+def _fill_after_the_save(folder: Path, filler: Path) -> None:
+    """Once nothing is being written: what a save removes at its end would be room for the next."""
+    alone = {"step-000000010", "best"}
+    snapshots = folder / "snapshots"
+    launching.until(lambda: snapshots.exists() and set(os.listdir(snapshots)) == alone, 120, "10")
+    _fill(filler)
 
 
 def _fill(path: Path) -> None:

@@ -356,10 +356,14 @@ def test_a_run_that_is_at_work_is_not_started_again(tmp_path: Path) -> None:
 @slow
 @pytest.mark.parametrize("code", [0, 3])
 def test_attach_ends_as_the_program_does(tmp_path: Path, code: int) -> None:
-    wait = f"import time, sys; print('here', flush=True); time.sleep(3); sys.exit({code})"
+    wait = "import os, sys, time\nprint('here', flush=True)\n"
+    wait += f"while not os.path.exists('go'):\n    time.sleep(0.05)\nsys.exit({code})"
     words = ("run", "launch=local", "launch.procs=2", "run.name=a", "--", sys.executable, "-c")
     with started([*ECHELON, *words, wait], tmp_path) as program:
         until(lambda: Run(tmp_path / "runs/a").log_file(0).exists(), 120, "a log")
-        done = echelon(tmp_path, "attach", "a")
+        with started([*ECHELON, "attach", "a"], tmp_path) as attached:
+            until(lambda: "here" in attached.told(), 120, "attached")
+            (tmp_path / "go").touch()
+            done = attached.wait()
         assert program.wait().code == done.code == code
     assert done.out.splitlines()[0] == "here"

@@ -19,29 +19,43 @@ from echelon.runs import Run
 
 CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "sweep_kills.py"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SLOW = """\
-import time
+WAITS = """\
+import signal, time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 import echelon, torch
 from echelon.data.toy import linear_data
+
+STEPS, HEARD = [], []
 
 @dataclass
 class Settings:
     lr: float = 0.1
 
-def loss(output, target):
-    time.sleep(0.02)
+def hear(listener, number, frame):
+    HEARD.append(number)
+    listener(number, frame)
+
+def loss(cfg, output, target):
+    STEPS.extend([1] * output.requires_grad)
+    ended = cfg.lr > 0.01 and Path(__file__).with_name("stopped").exists()
+    while len(STEPS) == 70 and not HEARD and not ended:  # the good one goes on, once resumed
+        time.sleep(0.01)
     return torch.nn.functional.mse_loss(output, target)
 
 def experiment(cfg: Settings):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, partial(hear, signal.getsignal(number)))
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     data = linear_data(512, 4, 0.1, 0)
-    return echelon.Experiment(model, optimizer, loss, train_data=data, eval_data=data)
+    return echelon.Experiment(model, optimizer, partial(loss, cfg), train_data=data, eval_data=data)
 
 if __name__ == "__main__":
     echelon.main(experiment)
 """
+"""Every trial waits in its 70th step, in the fifth epoch, until it is asked to end."""
 TINY = "samples: {value: 512}, eval_samples: {value: 64}"
 
 
@@ -196,13 +210,13 @@ def test_a_sweep_is_stopped_gone_on_with_and_looked_at(
 method: grid
 name: my search
 metric: {name: loss}
-program: slow.py
+program: waits.py
 parameters:
   lr: {values: [0.05, 1e-4]}
   trainer: {parameters: {epochs: {value: 8}}}
 early_terminate: {type: hyperband, min_iter: 2, eta: 2}
 """
-    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "waits.py").write_text(WAITS)
     words = (*ECHELON, "sweep", file(tmp_path, text), "launch=local", "launch.procs=2")
     first = Run(tmp_path / "runs" / "my-search-0")
     with started(words, tmp_path) as running:
@@ -213,6 +227,7 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     assert done.left == []
     assert "the same command goes on" in done.err
 
+    (tmp_path / "stopped").touch()
     done = run(words, tmp_path)
     assert done.code == Exit.OK, done.err
     assert done.left == []

@@ -356,7 +356,7 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
     run = Run(tmp_path / "runs" / f"{SWEEP}-trial0")
     with serving() as server:
         server.sweep.trials = [{"lr": 0.125, "trainer.epochs": 40}, {"lr": 0.25}]
-        env = at_home(tmp_path, server) | {"WANDB_FINISH_TIMEOUT": "2"}
+        env = at_home(tmp_path, server)
         words = sweeping(tmp_path, 1, EXPERIMENT)
         with launching.started(words, tmp_path, SPINE_PAUSE_S="0.1", **env) as first:
             launching.until(lambda: any(run.snapshots.glob("step-*")), 60, "a snapshot")
@@ -368,7 +368,8 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
         server.sweep.config = ""
 
         server.then = 500  # after the first request, as there is a run already
-        with launching.started(words, tmp_path, **env | {"WANDB_INIT_TIMEOUT": "2"}) as second:
+        env |= {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
+        with launching.started(words, tmp_path, **env) as second:
             launching.until(lambda: "trial0\t" in second.told(), 60, "its end")
             second.process.terminate()
             again = second.wait()

@@ -205,9 +205,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/graphql":
             asked = json.loads(body)
             given = asked.get("variables") or {}
-            self._reply(200, {"data": self.server.graphql(asked["query"], given)})
-            if self.server.runs:
+            data = self.server.graphql(asked["query"], given)
+            if self.server.runs:  # before the client has heard, and asks for more
                 self.server.answer = self.server.then
+            self._reply(200, {"data": data})
         elif self.path.endswith("/file_stream"):
             self.server.stream(self.path.split("/")[-2], json.loads(body))
             self._reply(200, {"exitcode": None, "limits": {}})

@@ -17,6 +17,10 @@ TASK = {"SLURM_JOB_ID": "70009", "SLURM_ARRAY_JOB_ID": "70007", "SLURM_ARRAY_TAS
 LIMIT = "launch.max_requeues=2"
 
 
+HEARD = "until grep -q 'State:.S' /proc/$PPID/status; do sleep 0.01; done"
+"""A signal wakes the script up: when it sleeps, it has heard it and waits for its worker again."""
+
+
 def worked(
     folder: Path, worker: str, *words: str, look: str = "true", **variables: str
 ) -> tuple[int, list[str], str]:
@@ -42,7 +46,7 @@ def worked(
         ("kill -9 $$", {}, 0, True),
         ("exit 75", {"SLURM_RESTART_COUNT": "1"}, 0, True),
         ("exit 75", {"SLURM_RESTART_COUNT": "2"}, 75, False),
-        ("kill -TERM $PPID; sleep 0.05; exit 75", {}, 75, False),
+        (f"kill -TERM $PPID; {HEARD}; exit 75", {}, 75, False),
     ],
     ids=["done", "failed", "saved", "killed", "again", "often enough", "Slurm's own business"],
 )
