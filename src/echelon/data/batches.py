@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from echelon.data.order import batches_per_epoch
 from echelon.errors import EchelonError, Fault
 
+_COLUMN = (Tensor, np.ndarray)
 _BLOCK_BYTES = 8 << 20
 """Gathering many batches at once makes the cut of one nearly free; more would leave the cache."""
 
@@ -92,23 +95,57 @@ class Source(Protocol):
 
 def source_of(data: Any, name: str, workers: int, device: torch.device) -> Source:
     """The source for what an experiment gave as data."""
-    if isinstance(data, Tensor):
-        data = (data,)
-    if isinstance(data, Sequence) and data and all(isinstance(t, Tensor) for t in data):
-        sizes = [len(t) for t in data]
+    if (columns := columns_of(data)) is not None:
+        if not all(t.ndim for t in columns):
+            raise _fault(f"{name} has a tensor without rows", "give each one row per sample")
+        sizes = [len(t) for t in columns]
         if len(set(sizes)) > 1:
             raise _fault(f"the tensors of {name} have {sizes} rows", "give each one row per sample")
-        source: Source = TensorSource(tuple(data), device)
+        source: Source = TensorSource(tuple(_as_tensor(t, name) for t in columns), device)
     elif _by_index(data):
         source = DatasetSource(data, workers)
     else:
-        raise _fault(
-            f"{name} is of type {type(data).__name__}, which has no length or no samples by index",
-            "give a tuple of tensors, or a Dataset with __len__ and __getitem__",
-        )
+        raise _not_by_index(data, name)
     if len(source) == 0:
         raise _fault(f"{name} has no samples", "give at least one")
     return source
+
+
+def columns_of(data: Any) -> tuple[Any, ...] | None:
+    """The tensors or arrays that are all of the data, where they are."""
+    if isinstance(data, _COLUMN):
+        return (data,)
+    is_columns = isinstance(data, Sequence) and data and all(isinstance(t, _COLUMN) for t in data)
+    return tuple(data) if is_columns else None
+
+
+def _as_tensor(column: Any, name: str) -> Tensor:
+    if isinstance(column, Tensor):
+        return column
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one that is read-only, such as a mapped file
+        try:
+            return torch.from_numpy(column.copy() if min(column.strides) < 0 else column)
+        except (TypeError, ValueError) as error:
+            raise _fault(
+                f"{name} has a numpy array of dtype {column.dtype}, which torch does not take",
+                "give numbers: array.astype('float32')",
+            ) from error
+
+
+def _not_by_index(data: Any, name: str) -> EchelonError:
+    from torch.utils.data import DataLoader
+
+    if isinstance(data, DataLoader):
+        return _fault(
+            f"{name} is a DataLoader, but every process makes its own share of each batch",
+            "give its dataset, loader.dataset, and set trainer.batch_size and "
+            "trainer.loader_workers",
+        )
+    return _fault(
+        f"{name} is of type {type(data).__name__}, which has no length or no samples by index",
+        "give a tuple of tensors, or a Dataset with __len__ and __getitem__",
+    )
 
 
 def _by_index(data: Any) -> bool:
