@@ -42,26 +42,32 @@ class Failure:
         return f"{self.detail.rstrip()}\n\n{who} {failed}: {self.summary}".lstrip()
 
 
-def from_exception(error: BaseException, rank: int, step: int | None) -> Failure:
+def from_exception(error: BaseException, rank: int, step: int | None, hint: str = "") -> Failure:
     """A user's mistake is told in sentences; anything else keeps its traceback."""
     if isinstance(error, EchelonError):
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
         return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)
     summary = traceback.format_exception_only(error)[-1].strip()
-    detail = users_traceback(error)
+    detail = users_traceback(error) + (f"  hint: {hint}\n" if hint else "")
     return Failure(rank, socket.gethostname(), step, summary, detail)
 
 
 def users_traceback(error: BaseException) -> str:
     """From the user's first line on; whole where no line is theirs, as the fault may be ours."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    files = [frame.f_code.co_filename for frame, _ in frames]
-    theirs = [i for i, file in enumerate(files) if not file.startswith(_NOT_THEIRS)]
-    first = theirs[0] if theirs else len(files) if isinstance(error, SyntaxError) else 0
+    theirs = users_lines(error)
+    first = theirs[0] if theirs else 0
+    if isinstance(error, SyntaxError) and not theirs:
+        return "".join(traceback.format_exception(type(error), error, None))
     shown = error.__traceback__
     for _ in range(first):
         shown = shown.tb_next if shown is not None else None
     return "".join(traceback.format_exception(type(error), error, shown))
+
+
+def users_lines(error: BaseException) -> list[int]:
+    """Which frames of its traceback are in the user's files."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [i for i, file in enumerate(files) if not file.startswith(_NOT_THEIRS)]
 
 
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]

@@ -54,5 +54,12 @@ def test_a_loss_with_one_element_is_a_number() -> None:
 
 
 def test_a_loss_in_half_precision_is_weighed_in_whole() -> None:
-    assert one_number(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
-    assert one_number(torch.ones((), dtype=torch.float64)).dtype == torch.float64
+    half = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    assert one_number(half).dtype == torch.float32
+    double = torch.ones((), dtype=torch.float64, requires_grad=True)
+    assert one_number(double).dtype == torch.float64
+
+
+def test_an_evaluated_loss_has_no_gradient() -> None:
+    with torch.no_grad():
+        assert one_number(torch.ones(1)) == 1.0

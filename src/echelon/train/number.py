@@ -1,7 +1,9 @@
-"""A step's loss as one number."""
+"""A step's loss as one number, and what is said where the experiment's gives none."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +14,17 @@ from echelon.errors import EchelonError, Exit, Fault
 _HALF = (torch.bfloat16, torch.float16)
 
 
+def judged(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Tensor:
+    """The loss of a batch. A function of its own, as `untaken` looks for it in tracebacks."""
+    return one_number(loss(output, target))
+
+
 def one_number(loss: Any) -> Tensor:
     """Without a shape, and not in half precision: it is weighed, scaled and told."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise _no_number(loss)
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise _no_gradient()
     number = loss.reshape(()) if loss.dim() else loss
     return number.float() if number.dtype in _HALF else number
 
@@ -29,6 +38,45 @@ def _no_number(loss: Any) -> EchelonError:
         ),
         exit=Exit.USAGE,
     )
+
+
+def _no_gradient() -> EchelonError:
+    return EchelonError(
+        Fault(
+            "the experiment's loss has no gradient: it depends on no parameter that is trained",
+            "compute it from the model's output, without detach(), item(), no_grad() or a "
+            "comparison in between",
+        ),
+        exit=Exit.USAGE,
+    )
+
+
+def untaken(error: BaseException) -> Fault | None:
+    """Where the loss failed on something other than a tensor: what it was given."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is judged.__code__ and not isinstance(error, EchelonError):
+            loss, output = frame.f_locals["loss"], frame.f_locals["output"]
+            if isinstance(output, Tensor):
+                return None
+            name = getattr(loss, "__name__", type(loss).__name__)
+            said = traceback.format_exception_only(error)[-1].strip()
+            if output is None:
+                do = "let the model's forward, or predict, return its output: it returned None"
+                return Fault(f"the loss {name} was given no output: {said}", do)
+            return Fault(
+                f"the loss {name} cannot take the output, {_kind(output)}: {said}",
+                f"the output is {_kind(output)}: take apart what the model returns with "
+                "echelon.Experiment(…, predict=lambda model, batch: (output, target))",
+            )
+    return None
+
+
+def _kind(output: Any) -> str:
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {', '.join(type(o).__name__ for o in output[:5])}"
+    if isinstance(output, dict):
+        return f"a {type(output).__name__} with {', '.join(map(repr, list(output)[:5]))}"
+    return f"something of type {type(output).__name__}"
 
 
 def _typed(loss: Any) -> str:

@@ -31,7 +31,7 @@ from echelon.train.capture import Capture
 from echelon.train.compiled import Compiled
 from echelon.train.experiment import Experiment, Predict, predict_default
 from echelon.train.graph import RING
-from echelon.train.number import one_number
+from echelon.train.number import judged
 from echelon.train.precision import Precision
 from echelon.train.speed import Moments
 from echelon.train.tables import RowExchange, sparse_grad, tables_of
@@ -41,6 +41,10 @@ from echelon.world import World
 READ_EVERY_CUDA = 16
 _UNREDUCED = "Expected to have finished reduction in the prior iteration"
 """How torch's DDP begins to say it."""
+
+
+_NAMED = 5
+"""Parameters in a sentence."""
 
 
 class Wishes(NamedTuple):
@@ -272,9 +276,9 @@ class _Objective(nn.Module):
 
     def loss_of(self, data: Any) -> Tensor:
         if self._precision.half is None:  # even an empty context takes a percent of a small step
-            return one_number(self.loss(*self.predict(self.model, data)))
+            return judged(self.loss, *self.predict(self.model, data))
         with self._precision.context():
-            return one_number(self.loss(*self.predict(self.model, data)))
+            return judged(self.loss, *self.predict(self.model, data))
 
     def forward(self, data: Any, weight: float) -> Tensor:
         weighted = self._nothing() if data is None else self.loss_of(data)
@@ -321,12 +325,23 @@ def _require_reduced(ddp: DistributedDataParallel) -> None:
             raise
         raise EchelonError(
             Fault(
-                "some parameters had no part in the loss of this step, so the other processes "
-                "wait for gradients that never come",
+                f"{_without_gradient(ddp)} had no part in the loss of this step, so the other "
+                "processes wait for gradients that never come",
                 "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
             ),
             exit=Exit.FAILED,
         ) from error
+
+
+def _without_gradient(ddp: DistributedDataParallel) -> str:
+    """Where a batch is taken in pieces, an earlier one may have left them a gradient."""
+    objective = ddp.module
+    assert isinstance(objective, _Objective)
+    waited_for = {id(p) for p in objective._dense}
+    named = objective.model.named_parameters()
+    names = [name for name, p in named if p.grad is None and id(p) in waited_for]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"the parameters {', '.join(names[:_NAMED])}{more}" if names else "some parameters"
 
 
 def _average(parameters: list[nn.Parameter], world_size: int) -> None:

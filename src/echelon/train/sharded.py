@@ -25,7 +25,7 @@ from echelon.data.batches import Batch, Cut, Source
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
-from echelon.train.number import one_number
+from echelon.train.number import judged
 from echelon.train.precision import Precision
 from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, in_pieces, read_all
 from echelon.train.speed import Moments
@@ -170,7 +170,7 @@ class ShardedReplica:
                     ),
                     exit=Exit.FAILED,
                 ) from error
-            return one_number(self.experiment.loss(output, target)).float()
+            return judged(self.experiment.loss, output, target).float()
 
     def _wish(self, wishes: Wishes) -> Tensor:
         if wishes != self._wished:  # seldom, so writing to the device costs nothing

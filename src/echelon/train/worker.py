@@ -30,6 +30,7 @@ from echelon.track.summary import spoken, summary, titled
 from echelon.train.group import Group, PeerFailed, meet, tell_agent
 from echelon.train.loop import Training, train
 from echelon.train.memory import explained, out_of_memory
+from echelon.train.number import untaken
 from echelon.train.output import Output
 from echelon.train.prepare import prepare
 from echelon.train.stop import Stop
@@ -192,7 +193,11 @@ class Rank:
         if self.group is not None and (full := out_of_memory(error)):
             error = explained(full, self.config, self.group.world, self.folder, self.training)
         step = self.pulse.step if self.training is not None else None
-        return failures.from_exception(error, self.number, step)
+        fault = untaken(error)
+        if fault is not None and not failures.users_lines(error):
+            error = EchelonError(fault)
+        hint = fault.do if fault is not None else ""
+        return failures.from_exception(error, self.number, step, hint)
 
 
 def _world(config: Config) -> World:
