@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -241,17 +242,101 @@ NONSENSE = {
     "a dict": ("return echelon.Experiment(", "return dict(", ("dict", "echelon.Experiment")),
     "no model": ("model=model,", "model=3,", ("model", "int", "Module")),
     "no optimizer": ("torch.optim.SGD(model.parameters(), lr=0.01)", "'sgd'", ("optimizer", "str")),
+    "an optimizer's class": (
+        *("torch.optim.SGD(model.parameters(), lr=0.01)", "torch.optim.SGD"),
+        ("optimizer is the class SGD and no object", "Optimizer"),
+    ),
     "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
     "a loss for every sample": (
         "torch.nn.functional.mse_loss",
         "torch.nn.MSELoss(reduction='none')",
         ("shape (8, 1)", "loss.mean()"),
     ),
+    "a loss without gradient": (
+        "torch.nn.functional.mse_loss",
+        "lambda output, target: (output - target).square().mean().detach()",
+        ("no gradient", "detach()", "no_grad()"),
+    ),
+    "a loss of the output": (
+        *("torch.nn.functional.mse_loss", "lambda output: output.mean()"),
+        ("does not take two arguments", "<lambda>(output)", "(output, target)"),
+    ),
+    "a loss of the target": (
+        *("torch.nn.functional.mse_loss", "lambda output, target: target.mean()"),
+        ("no gradient", "the model's output"),
+    ),
+    "several outputs": (
+        *("torch.nn.Linear(4, 1)", "Several()"),
+        ("mse_loss cannot take", "a tuple of Tensor, NoneType", "predict=", "'tuple' object"),
+    ),
+    "no output": (
+        *("model=model,", "model=model, predict=lambda model, batch: (None, batch[1]),"),
+        ("mse_loss was given no output", "NoneType", "returned None"),
+    ),
     "several losses": ("torch.nn.functional.mse_loss", "lambda *_: (1, 2)", ("tuple", "metrics")),
     "weights outside the model": (
         "model.parameters(), lr",
         "[*model.parameters(), torch.nn.Parameter(x)], lr",
         ("1 tensor(s)", "model.extra"),
+    ),
+    "the weights of another model": (
+        "model.parameters()",
+        "torch.nn.Linear(4, 1).parameters()",
+        ("none is a parameter of the model", "SGD(model.parameters(), …)"),
+    ),
+    "a frozen model": (
+        "x = torch",
+        "model.requires_grad_(False); x = torch",
+        ("every parameter of the model is frozen", "nothing to train"),
+    ),
+    "a frozen optimizer": (
+        "model.parameters(), lr",
+        "[model.weight.requires_grad_(False)], lr",
+        ("every parameter of the optimizer is frozen", "requires_grad"),
+    ),
+    "Adam for a table": (
+        *("torch.nn.Linear(4, 1)", "torch.nn.EmbeddingBag(4, 1, sparse=True)", "SGD", "Adam"),
+        ("Adam takes no sparse", "'weight'", "echelon.optim.RowAdam or echelon.optim.RowSGD"),
+    ),
+    "decay of a table": (
+        *("torch.nn.Linear(4, 1)", "torch.nn.EmbeddingBag(4, 1, sparse=True)"),
+        *("lr=0.01", "lr=0.01, weight_decay=0.1"),
+        ("SGD takes no sparse gradients with a weight_decay", "echelon.optim.RowAdam"),
+    ),
+    "SparseAdam for all": ("SGD", "SparseAdam", ("sparse gradients only, but 2 of its 2", "Adam")),
+    "SparseAdam for all but a table": (
+        *("torch.nn.Linear(4, 1)", "Looked()", "SGD", "SparseAdam"),
+        ("2 of its 3 parameters have dense", "echelon.optim.RowAdam"),
+    ),
+    "a scaler": ("model=model,", "model=model, scaler=3,", ("scaler is of type int", "GradScaler")),
+    "a schedule": (
+        *("model=model,", "model=model, schedule=torch.optim.lr_scheduler.StepLR,"),
+        ("schedule is the class StepLR and no object", "state_dict"),
+    ),
+    "a list of metrics": (
+        *("model=model,", "model=model, metrics=[1],"),
+        ("metrics is of type list", "{name: Metric}"),
+    ),
+    "a function as a metric": (
+        *("model=model,", "model=model, metrics={'mae': torch.nn.functional.l1_loss},"),
+        ("metric 'mae' is of type function", "torchmetrics.Metric"),
+    ),
+    "a function as metrics": (
+        *("model=model,", "model=model, metrics=torch.nn.functional.l1_loss,"),
+        ("metrics is a function that takes arguments", "without arguments"),
+    ),
+    "metrics made wrong": (
+        *("model=model,", "model=model, eval_data=(x, x[:, :1]), metrics=lambda: {'mae': 3},"),
+        ("metric 'mae' is of type int", "torchmetrics.Metric"),
+    ),
+    "one tensor": (SHORT, "train_data=x", ("1 tensor(s)", "0 input(s)", "forward(", "predict=")),
+    "three tensors": (SHORT, "train_data=(x, x, x)", ("3 tensor(s)", "2 input(s)", "predict=")),
+    "eval_data of one": (SHORT, SHORT + ", eval_data=x", ("eval_data is 1", "predict=")),
+    "words": (SHORT, "train_data=(x.numpy(), np.array(['a'] * 8))", ("<U1", "astype")),
+    "no rows": (SHORT, "train_data=(x, torch.tensor(1.0))", ("without rows", "per sample")),
+    "a loader": (
+        *(SHORT, "train_data=torch.utils.data.DataLoader(x)"),
+        ("DataLoader", "loader.dataset", "trainer.batch_size", "trainer.loader_workers"),
     ),
     "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
     "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
@@ -262,7 +347,25 @@ NONSENSE = {
     "a stream": (SHORT, "train_data=Stream()", ("train_data", "Stream", "__getitem__")),
     "a stream with a length": (SHORT, "train_data=Counted()", ("train_data", "Counted")),
 }
-STREAMS = """
+CLASSES = """
+import numpy as np
+
+class Looked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 4, sparse=True)
+        self.top = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.top(x + self.table(x[:, 0].long()))
+
+class Several(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x):
+        return super().forward(x), None
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(8))
@@ -275,13 +378,72 @@ class Counted(Stream):
 
 @pytest.mark.parametrize("what", NONSENSE)
 def test_an_experiment_that_returns_nonsense(what: str, told: Told, tmp_path: Path) -> None:
-    old, new, parts = NONSENSE[what]
-    _write(tmp_path, STREAMS.join(GOOD.replace(old, new).split("\n\n", 1)))
+    *changes, parts = NONSENSE[what]
+    text = GOOD
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new)
+    _write(tmp_path, CLASSES.join(text.split("\n\n", 1)))
     code, text = told("train", "experiment=own.py:experiment")
     assert code == Exit.USAGE, text
     assert is_a_sentence_and_a_hint(text), text
     for part in parts:
         assert part in text, text
+
+
+def test_what_the_users_loss_was_given(told: Told, tmp_path: Path) -> None:
+    """Below the user's own lines, which say where it failed."""
+    changed = GOOD.replace("torch.nn.Linear(4, 1)", "torch.nn.LSTM(4, 1)")
+    loss = "lambda output, target: (output - target).mean()"
+    _write(tmp_path, changed.replace("torch.nn.functional.mse_loss", loss))
+    code, text = told("train", "experiment=own.py:experiment")
+    assert code == Exit.FAILED
+    assert "unsupported operand" in text
+    assert 'own.py", line ' in text
+    assert "src/echelon" not in text
+    [hint] = [line for line in text.splitlines() if line.startswith("  hint: ")]
+    assert "a tuple of Tensor, tuple" in hint
+    assert "predict=" in hint
+
+
+def test_numpy_arrays_are_tensors(told: Told, tmp_path: Path) -> None:
+    _write(tmp_path, GOOD)
+    other = GOOD.replace(SHORT, "train_data=(x.numpy()[::-1], x.sum(1, keepdim=True).numpy())")
+    (tmp_path / "arrays.py").write_text(other)
+    for file in ("own", "arrays"):
+        code, text = told("train", f"experiment={file}.py:experiment", f"run.name={file}")
+        assert code == 0, text
+    losses = [
+        [json.loads(line)["loss"] for line in run.joinpath("metrics.jsonl").open()]
+        for run in (tmp_path / "runs" / "own", tmp_path / "runs" / "arrays")
+    ]
+    assert losses[0] == losses[1] != []
+
+
+@pytest.mark.parametrize("order", ["cfg, devices", "devices, cfg", "devices, cfg: S", "devices"])
+def test_devices_stand_anywhere(order: str, told: Told, tmp_path: Path) -> None:
+    declared = "from dataclasses import dataclass\n@dataclass\nclass S:\n    width: int = 4\n"
+    use = "cfg.width" if "S" in order else "4"
+    placed = "Linear(4, 1).to(devices[0])"
+    text = GOOD.replace("(cfg)", f"({order})").replace("Linear(4, 1)", placed)
+    _write(tmp_path, declared + text.replace("ones(8, 4)", f"ones(8, {use})"))
+    code, said = told("train", "experiment=own.py:experiment")
+    assert code == 0, said
+
+
+def test_best_of_what_is_not_evaluated(told: Told, tmp_path: Path) -> None:
+    _write(tmp_path, GOOD)
+    code, text = told("train", "experiment=own.py:experiment", "trainer.best=accuracy")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "trainer.best=accuracy, but the experiment has no eval_data" in text
+    _write(tmp_path, GOOD.replace(SHORT, SHORT + ", eval_data=(x, x[:, :1])"))
+    code, text = told("train", "experiment=own.py:experiment", "trainer.best=los")
+    assert code == Exit.USAGE
+    assert is_a_sentence_and_a_hint(text), text
+    assert "trainer.best=los, but no such number is evaluated" in text
+    assert "'loss'" in text
+    assert "before the first step" in text
 
 
 def test_no_such_function_names_the_nearest(told: Told, tmp_path: Path) -> None:
@@ -409,6 +571,19 @@ def test_nonsense_in_a_worker_is_a_sentence_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_refuse_a_loss_without_gradient(kind: str, tmp_path: Path) -> None:
+    """Theirs has a part that all ranks need, and its gradient is no training."""
+    _, loss, _ = NONSENSE["a loss of the target"]
+    _write(tmp_path, GOOD.replace("torch.nn.functional.mse_loss", loss))
+    words = ["experiment=own.py:experiment", f"replica.kind={kind}", *TWO]
+    ended = launching.run([*ECHELON, "train", *words], tmp_path)
+    assert ended.code == Exit.USAGE, ended.err
+    assert is_a_sentence_and_a_hint(ended.err), ended.err
+    assert "the experiment's loss has no gradient" in ended.err
+
+
+@pytest.mark.slow
 def test_parameters_that_no_loss_needs(tmp_path: Path) -> None:
     text = """
         import torch, echelon
@@ -428,6 +603,7 @@ def test_parameters_that_no_loss_needs(tmp_path: Path) -> None:
     ended = launching.run([*words, "trainer.steps=1"], tmp_path)
     assert ended.code == 1
     assert is_a_sentence_and_a_hint(ended.err)
+    assert "the parameters 1.weight, 1.bias had no part" in ended.err
     assert "set trainer.unused_parameters=true" in ended.err
     ended = launching.run([*words, "trainer.unused_parameters=true"], tmp_path)
     assert ended.code == 0, ended.err

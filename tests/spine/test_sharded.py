@@ -355,7 +355,11 @@ def test_by_the_command_that_a_person_types(
     ("ranks", "words", "told"),
     [
         (1, (FSDP,), "there is one process"),
-        (2, (FSDP, "sparse=true"), "'words.weight' is a table with sparse gradients"),
+        (
+            2,
+            (FSDP, "sparse=true", "optimizer=adagrad"),
+            "'words.weight' is a table with sparse gradients",
+        ),
         (2, (FSDP, "number=true"), "the parameter 'scale' is a single number"),
         (2, (FSDP, "replica.blocks=[Blok]"), "did you mean 'Block'? known: Block, BatchNorm"),
         (2, ("replica.checkpoint=true", "replica.blocks=[Blok]"), "did you mean 'Block'?"),

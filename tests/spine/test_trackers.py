@@ -187,6 +187,7 @@ def test_a_training_that_fails_is_marked_so(tmp_path: Path) -> None:
             tmp_path,
             1,
             "track=wandb",
+            "metrics=true",  # made when they are needed, so that it is found then
             "trainer.best=nothing",
             *SIZE,
             env=at_home(tmp_path, server),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.batches import Source, WholeBatches
+from echelon.train.checks import made_later, named_metrics
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.group import Group
 from echelon.train.precision import Precision
@@ -88,9 +89,8 @@ class Evaluator:
     @property
     def metrics(self) -> dict[str, Any]:
         if self._metrics is None:
-            given = self.experiment.metrics
-            made = given() if callable(given) and not hasattr(given, "update") else given
-            named = _named(made)
+            given: Any = self.experiment.metrics
+            named = named_metrics(given() if made_later(given) else given)
             self._metrics = {k: metric.to(self.output_device) for k, metric in named.items()}
             for metric in self._metrics.values():
                 metric.sync_on_compute = metric._to_sync = False  # rank 0 computes alone
@@ -123,14 +123,6 @@ class Evaluator:
             if merged is not None:
                 metric.merge_state(merged)  # torchmetrics puts what it is given first
             merged = metric.metric_state
-
-
-def _named(metrics: Any) -> dict[str, Any]:
-    if metrics is None:
-        return {}
-    if isinstance(metrics, Mapping) or hasattr(metrics, "items"):
-        return dict(metrics.items())
-    return {type(metrics).__name__.lower(): metrics}
 
 
 def _merges(metric: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.train.checks import described, parts_faults
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -29,24 +30,41 @@ Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 @dataclass
 class Experiment:
-    """The parts to train, the same on every rank and at any scale."""
+    """The parts to train, the same on every rank and at any scale.
+
+    model       what is trained. It is moved to its device for you.
+    optimizer   of the model's parameters. Models with sparse embeddings take
+                echelon.optim.RowAdam or RowSGD.
+    loss        loss(output, target) → one number: the mean over the samples of the batch.
+                Every torch.nn.functional loss does so by itself.
+    train_data  a tuple of tensors or numpy arrays, (*inputs, target), with one row per sample; or
+                a Dataset with a length. Batches are made of it by trainer.batch_size, shuffled
+                anew in every epoch, and fetched ahead by trainer.loader_workers.
+    eval_data   the same, to evaluate by; without it nothing is evaluated.
+    metrics     a torchmetrics.Metric, or several as {name: Metric}: updated with (output, target)
+                of every batch of eval_data. Or a function that makes them, which is called when
+                the first evaluation needs them, so that a start does not wait for their import.
+    schedule    a learning-rate schedule of your own (torch.optim.lr_scheduler), stepped once per
+                optimizer step; without it, trainer.schedule and trainer.warmup_steps decide.
+    scaler      a torch.amp.GradScaler, for half precision: it scales the loss, and skips a step
+                whose gradients overflow.
+    predict     predict(model, batch) → (output, target). Without it a batch is (*inputs, target),
+                and the output is model(*inputs). Give one where batches are something else, such
+                as dicts, or where the model returns more than the loss takes:
+
+                    def predict(model, batch):
+                        return model(batch["tokens"]).logits, batch["label"]
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], Tensor]
-    """(output, target) → the mean loss over the samples of the batch."""
     train_data: Any
-    """A tuple of tensors with one row per sample, or a Dataset with a length."""
     eval_data: Any = None
     metrics: Metrics | Callable[[], Metrics] | None = None
-    """torchmetrics objects, updated with (output, target); a function is called when the first
-    evaluation needs them, so that a start does not wait for their import."""
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-    """A learning-rate schedule of your own, stepped once per optimizer step."""
     scaler: torch.amp.GradScaler | None = None
-    """For half precision: it scales the loss, and skips a step whose gradients overflow."""
     predict: Predict | None = None
-    """(model, batch) → (output, target); default: batch is (*inputs, target)."""
 
 
 def predict_default(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -115,10 +133,10 @@ def _is_file(module: types.ModuleType, path: Path) -> bool:
 
 def declared_settings(function: Callable[..., Any]) -> type | None:
     """The dataclass an experiment annotates its argument with, if it does."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if not parameters:
+    own = [name for name in inspect.signature(function).parameters if name != "devices"]
+    if not own:
         return None
-    first = parameters[0].name
+    first = own[0]
     hint = get_type_hints(function).get(first)
     if hint in (bool, int, float, str):
         name = function.__name__
@@ -144,7 +162,10 @@ def build_experiment(
     cfg = declared(**settings) if declared else types.SimpleNamespace(**settings)
     placed = takes_devices(function)
     own = _own_parameters(function, entry)
-    made = function(*([cfg] if own else []), **({"devices": devices} if placed else {}))
+    if own and next(iter(inspect.signature(function).parameters)) == "devices":
+        made = function(devices, cfg)
+    else:
+        made = function(*([cfg] if own else []), **({"devices": devices} if placed else {}))
     _check(made, entry)
     experiment: Experiment = made
     return experiment, placed
@@ -178,10 +199,12 @@ def _check(made: Any, entry: str) -> None:
         if not isinstance(value, kind):
             faults.append(
                 Fault(
-                    f"the experiment's {part} is of type {type(value).__name__}",
+                    f"the experiment's {part} is {described(value)}",
                     f"give a {kind.__module__}.{kind.__qualname__}",
                 )
             )
+    if not faults:
+        faults += parts_faults(made)
     if isinstance(made.optimizer, torch.optim.LBFGS):
         faults.append(
             Fault(
@@ -190,26 +213,12 @@ def _check(made: Any, entry: str) -> None:
                 "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
             )
         )
-    elif not faults and (apart := _outside(made.model, made.optimizer)):
-        faults.append(
-            Fault(
-                f"the optimizer trains {apart} tensor(s) that are no parameters of the model: they "
-                "would be in no snapshot, and differ between processes",
-                "make what they belong to, such as a loss with weights, a part of the model: "
-                "model.extra = it",
-            )
-        )
     if not callable(made.loss):
         faults.append(
             Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")
         )
     if faults:
         raise EchelonError(*faults)
-
-
-def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    inside = {id(p) for p in model.parameters()}
-    return sum(id(p) not in inside for group in optimizer.param_groups for p in group["params"])
 
 
 def _fault(what: str, do: str) -> EchelonError:

@@ -15,11 +15,12 @@ import torch
 from echelon.config.schema import Config, Every
 from echelon.data.batches import Batch, Cut, Source
 from echelon.data.order import EpochOrder, batches_per_epoch
-from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.lines import Line, Tracker, better
 from echelon.track.screen import Screen
+from echelon.train.checks import no_such_best
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group, PeerFailed
@@ -285,11 +286,7 @@ class Training:
     def _compare(self, results: dict[str, float]) -> None:
         name = self.config.trainer.best
         if name not in results:
-            raise EchelonError(
-                Fault(
-                    f"trainer.best={name}, but no such number is evaluated", nearest(name, results)
-                )
-            )
+            raise no_such_best(name, results)
         if better(results[name], self.best, self.config.trainer.best_is):
             self.best, self.best_is_new = results[name], True
 

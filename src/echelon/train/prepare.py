@@ -17,6 +17,7 @@ from echelon.track.choice import trackers
 from echelon.track.screen import screen
 from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
 from echelon.train.capture import Capture, not_captured, obstacle, of_all, too_few
+from echelon.train.checks import require_best
 from echelon.train.compiled import Compiled
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
@@ -52,6 +53,7 @@ def prepare(
     seed_all(config.seed)  # the same weights on every rank
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
+    require_best(trainer.best, experiment)
     speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     sharded = config.replica.kind == "fsdp"
     # Shards go to their device block by block, as all of them together need not fit.
