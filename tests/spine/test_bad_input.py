@@ -189,6 +189,18 @@ def test_a_snapshot_that_is_none(told: Told) -> None:
     assert "trainer.resume=nowhere/step-1" in text
 
 
+@pytest.mark.parametrize("given", ["runs/a", "nowhere"])
+def test_a_refused_snapshot_leaves_the_run_as_it_was(
+    given: str, told: Told, tmp_path: Path
+) -> None:
+    assert told("train", *QUICK, "run.name=a")[0] == 0
+    before = {f: (tmp_path / "runs" / "a" / f).read_text() for f in ("config.json", "status.json")}
+    code, text = told("train", "run.name=a", f"trainer.resume={given}")
+    assert code == Exit.NOT_FOUND, text
+    assert is_a_sentence_and_a_hint(text), text
+    assert {f: (tmp_path / "runs" / "a" / f).read_text() for f in before} == before
+
+
 def test_a_damaged_config_of_a_run(told: Told, tmp_path: Path) -> None:
     assert told("train", *QUICK, "run.name=a")[0] == 0
     (tmp_path / "runs" / "a" / "config.json").write_text("{")
