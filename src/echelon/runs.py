@@ -235,7 +235,8 @@ def _require_snapshot(config: Config) -> None:
     given = config.trainer.resume
     if given in ("auto", "never") or config.launch.kind == "ssh":
         return
-    if not (Path(given) / "manifest.json").is_file():
+    best = Path(given).name == "best" and Path(given).is_file()
+    if not best and not (Path(given) / "manifest.json").is_file():
         lacks = "it has no manifest.json" if Path(given).is_dir() else "there is no such folder"
         raise EchelonError(
             Fault(

@@ -237,6 +237,17 @@ def test_a_snapshot_by_its_path(
     assert differing(state_at(other.run, STEPS), state_at(whole_runs[1], STEPS)) == []
 
 
+def test_the_best_snapshot_by_its_name(tmp_path: Path) -> None:
+    first = train_world(tmp_path, 1, *SHORT)
+    path = first.run.snapshots / "best"
+    name = path.read_text().strip()
+    words = [word for word in SHORT if not word.startswith("trainer.epochs")]
+    longer = (*words, "trainer.epochs=5", f"trainer.resume={path}")
+    ended = train_world(tmp_path, 1, *longer, name="b")
+    assert ended.codes == [0], ended.said
+    assert f"going on from {path.with_name(name)} after step {int(name[5:])}" in ended.said
+
+
 def test_a_snapshot_by_its_path_with_another_rate(tmp_path: Path, stopped: Trained) -> None:
     path = stopped.run.snapshots / "step-000000005"
     words = (*SHORT, "trainer.schedule=constant", "trainer.warmup_steps=0", "lr=0.5")
@@ -259,7 +270,7 @@ def test_a_snapshot_by_its_path_with_another_batch(tmp_path: Path, stopped: Trai
 def test_no_snapshot_at_the_path(tmp_path: Path) -> None:
     ended = train_world(tmp_path, 1, *SHORT, f"trainer.resume={tmp_path / 'nowhere'}")
     assert ended.codes == [3]
-    assert f"trainer.resume={tmp_path / 'nowhere'} is no valid snapshot" in ended.said
+    assert f"trainer.resume={tmp_path / 'nowhere'} is no snapshot" in ended.said
 
 
 def test_never_sets_the_old_run_aside(

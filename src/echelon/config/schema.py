@@ -136,7 +136,8 @@ class Trainer:
     log_steps: int = 10
     """Steps between two lines of metrics."""
     resume: str = "auto"
-    """`auto`: go on with this run's newest valid snapshot; `never`; or the path of a snapshot."""
+    """`auto`: go on with this run's newest valid snapshot; `never`; or a snapshot of any run, such
+    as runs/NAME/snapshots/best."""
     eval_batch_size: int | None = None
     """Samples one process evaluates at a time; default: the batch size."""
     unused_parameters: bool = False
