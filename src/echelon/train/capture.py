@@ -45,6 +45,7 @@ class Capture:
         source: TensorSource,
         trainer: Trainer,
         world_size: int,
+        row: int,
     ) -> None:
         self._step = step
         self._forget = forget
@@ -53,6 +54,8 @@ class Capture:
         self._batch_size = trainer.batch_size
         self._must = trainer.capture == "always"
         self._world_size = world_size
+        self._row = row
+        """How many numbers are told of a step."""
         self._seen = 0
         self._before: tuple[Any, ...] = ()
         self.graph: StepGraph | None = None
@@ -86,11 +89,10 @@ class Capture:
         def body(data: tuple[Tensor, ...]) -> Tensor:
             return self._step(data, cut.mine, total)
 
-        row = 1 if self._world_size == 1 else 4
         stream = torch.cuda.current_stream()
         try:
             capacity = self._source.largest_block(cut.mine)
-            self.graph = StepGraph(body, cut, capacity, row)
+            self.graph = StepGraph(body, cut, capacity, self._row)
         except Exception as error:  # whatever torch or the model says of it, the step is as before
             _leave(stream)
             self._forget()

@@ -23,6 +23,7 @@ from echelon.track.screen import Screen
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group, PeerFailed
+from echelon.train.looks import Looks
 from echelon.train.optimizers import Ways
 from echelon.train.profile import Profile
 from echelon.train.replica import Replica, Wishes
@@ -98,6 +99,7 @@ class Training:
     unsaved: str | None = None
     """Why the last state of the run is on no disk."""
 
+    looks: Looks = field(default_factory=Looks)
     _losses: list[float] = field(default_factory=list)
     _marked: deque[Line] = field(default_factory=deque)
     _evaluated_step: int | None = None
@@ -163,13 +165,12 @@ class Training:
 
     def wishes(self) -> Wishes:
         """Clocks differ between ranks, so rank 0's counts; a signal may reach any rank."""
-        stop = self.stop.requested
+        stop, look = self.stop.requested, self.looks.slow
         if self._no_minutes or self.group.world.rank != 0:
-            return _STOP if stop else _NOTHING
+            return Wishes(stop, look=look) if stop or look else _NOTHING
         trainer = self.config.trainer
-        return Wishes(
-            stop, self._late("save", trainer.save), self._late("evaluate", trainer.evaluate)
-        )
+        save = self._late("save", trainer.save)
+        return Wishes(stop, save, self._late("evaluate", trainer.evaluate), look)
 
     @property
     def _no_minutes(self) -> bool:
@@ -192,9 +193,10 @@ class Training:
         return -(-self.samples // self.size)
 
     def time_to_look(self) -> bool:
-        """Every step on a CPU; rarely on a GPU, and whenever something is due by its step."""
+        """Every step on a CPU; rarely on a GPU whose steps are quick, and whenever something is due
+        by its step."""
         every = self.replica.read_every
-        return every == 1 or self.step % every == 0 or self._something_due()
+        return every == 1 or self.looks.due(self.step, every) or self._something_due()
 
     def _something_due(self) -> bool:
         trainer = self.config.trainer
@@ -223,7 +225,10 @@ class Training:
             self._losses.append(loss)
             if self._marked and self._marked[0]["step"] == step:
                 self._write(self._marked.popleft() | speed)
-        return told[-1].wishes if len(told) == 1 else _any(told)
+        wishes = told[-1].wishes if len(told) == 1 else _any(told)
+        if self.replica.read_every > 1:
+            self.looks.looked(self.step, wishes)
+        return wishes
 
     def _not_finite(self, loss: float, step: int) -> Exception:
         """Rank 0 knows what was saved, so it speaks for all."""
@@ -343,7 +348,7 @@ class Training:
         return {title: text for t in closing for title, text in t.close(outcome).items()}
 
 
-_NOTHING, _STOP = Wishes(), Wishes(stop=True)
+_NOTHING = Wishes()
 
 
 def _any(told: list[Any]) -> Wishes:

@@ -131,7 +131,8 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
     reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
         model = t.experiment.model
-        return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size)
+        told = replica.numbers_told
+        return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size, told)
     not_captured(reason or "", must)
     return None
 

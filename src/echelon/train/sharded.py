@@ -27,7 +27,7 @@ from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.number import one_number
 from echelon.train.precision import Precision
-from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, in_pieces, read_all
+from echelon.train.replica import READ_EVERY, Told, Wishes, in_pieces, read_all
 from echelon.train.speed import Moments
 from echelon.train.update import stepped_by, update
 from echelon.world import World
@@ -80,7 +80,7 @@ class ShardedReplica:
         self._clip = None if most is None else partial(self._clip_to, most)
         self.accumulate = trainer.accumulate
         self.world_size = world.size
-        self.read_every = 1 if device.type == "cpu" else READ_EVERY_CUDA
+        self.read_every = READ_EVERY[device.type]
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self._stepped = stepped_by(experiment.optimizer)
         self._root: FSDPModule = experiment.model
