@@ -130,9 +130,8 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
         reason = "ranks that share a GPU send each other their gradients through the host"
     reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
-        model = t.experiment.model
-        told = replica.numbers_told
-        return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size, told)
+        told, e = replica.numbers_told, t.experiment
+        return Capture(replica.whole_step, replica.abandon, e, t.source, trainer, size, told)
     not_captured(reason or "", must)
     return None
 

@@ -145,6 +145,12 @@ class Replica:
         for p in self._graded:
             p.grad = None
 
+    def abandon(self) -> None:
+        """After a step that failed halfway: nothing of it is in the next one."""
+        self.forget()
+        if self.experiment.scaler is not None:  # it knows whose gradients are unscaled already
+            self.experiment.scaler._per_optimizer_states.clear()
+
     def _clip_to(self, most: float) -> None:
         grads = [p.grad for p in self._stepped if p.grad is not None]
         if not any(grad.is_sparse for grad in grads):
