@@ -28,6 +28,7 @@ from echelon.train.precision import Precision
 from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
+from echelon.train.same_data import require_same_data
 from echelon.train.schedule import Schedule
 from echelon.train.shards import ShardedWriter, collect_rows, collect_whole, folder_is_shared
 from echelon.train.speed import speed_of
@@ -64,6 +65,7 @@ def prepare(
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
     evaluator = _evaluator(experiment, config, group, devices, pulse, precision)
     group.all_ready("built", _BUILD_TIMEOUT_S)
+    require_same_data(experiment, group)
     group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
     training = Training(
