@@ -256,6 +256,19 @@ def test_a_snapshot_by_its_path_with_another_batch(tmp_path: Path, stopped: Trai
     assert f"trainer.batch_size=7, but {path} stands after 5 of 17 samples" in other.said
 
 
+def test_returning_to_an_older_snapshot_of_the_same_run(tmp_path: Path, stopped: Trained) -> None:
+    """What it saves from there on takes the place of what was saved before."""
+    path = stopped.run.snapshots / "step-000000004"
+    plain = ("trainer.schedule=constant", "trainer.warmup_steps=0", "lr=0.5", "trainer.steps=6")
+    words = (*SHORT, *plain, f"trainer.resume={path}")
+    elsewhere = train_world(tmp_path, 1, *words, name="b")
+    returned = train_world(tmp_path, 1, *words)
+    assert returned.codes == elsewhere.codes == [0], returned.said
+    assert metrics(returned.run)[-3:] == metrics(elsewhere.run)[-3:]
+    for step in (5, 6):
+        assert differing(state_at(returned.run, step), state_at(elsewhere.run, step)) == []
+
+
 def test_no_snapshot_at_the_path(tmp_path: Path) -> None:
     ended = train_world(tmp_path, 1, *SHORT, f"trainer.resume={tmp_path / 'nowhere'}")
     assert ended.codes == [3]

@@ -87,7 +87,7 @@ def prepare(
     training.speed = speed
     fuse(experiment, device)
     if world.rank == 0:
-        training.writer = Writer(run.snapshots, trainer.keep_last)
+        training.writer = Writer(run.snapshots, trainer.keep_last, after=training.step)
     if sharded:
         _shard(training, blocks, precision)
     else:
