@@ -256,6 +256,41 @@ def test_a_snapshot_by_its_path_with_another_batch(tmp_path: Path, stopped: Trai
     assert f"trainer.batch_size=7, but {path} stands after 5 of 17 samples" in other.said
 
 
+def test_another_batch_from_the_end_of_an_epoch(tmp_path: Path, stopped: Trained) -> None:
+    """Four steps were one epoch; two steps are, of the two that are left."""
+    path = stopped.run.snapshots / "step-000000004"
+    plain = ("trainer.schedule=linear", "trainer.warmup_steps=0", "trainer.batch_size=9")
+    words = (*SHORT, *plain, f"trainer.resume={path}")
+    other = train_world(tmp_path, 1, *words, name="b", env=stop(0, 3))
+    assert other.codes == [75], other.said
+    resumed = verb(tmp_path, "resume", str(other.run.folder))
+    assert resumed.code == 0, resumed.output
+    assert [(line["step"], line["samples"]) for line in metrics(other.run) if "loss" in line] == [
+        (5, 17 + 9),
+        (6, 2 * 17),
+        (7, 2 * 17 + 9),
+        (8, 3 * 17),
+    ]
+    assert [line["step"] for line in metrics(other.run) if "eval_loss" in line] == [6, 8]
+    rates = [line["lr"] / 0.02 for line in metrics(other.run) if "lr" in line]
+    assert rates == pytest.approx([1 - step / 8 for step in (4, 5, 6, 7)])
+    assert "finished 8 steps in" in resumed.output
+
+
+@pytest.mark.parametrize(
+    ("less", "said"),
+    [
+        ("trainer.epochs=1", "nothing left to do: all 6 steps were already made"),
+        ("trainer.steps=3", "nothing left to do: all 3 steps were already made"),
+    ],
+)
+def test_less_than_was_made(tmp_path: Path, stopped: Trained, less: str, said: str) -> None:
+    shorter = verb(tmp_path, "resume", str(stopped.run.folder), less)
+    assert shorter.code == 0, shorter.output
+    assert said in shorter.output
+    assert snapshot_steps(stopped.run) == [4, 5, 6]
+
+
 def test_returning_to_an_older_snapshot_of_the_same_run(tmp_path: Path, stopped: Trained) -> None:
     """What it saves from there on takes the place of what was saved before."""
     path = stopped.run.snapshots / "step-000000004"

@@ -121,7 +121,7 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
     """The step as a CUDA graph, where it is wished and can be."""
     trainer, size = t.config.trainer, t.group.world.size
     must, left = trainer.capture == "always", t.total_steps - t.step
-    if trainer.capture == "never" or left == 0 or (not must and t.device.type != "cuda"):
+    if trainer.capture == "never" or left <= 0 or (not must and t.device.type != "cuda"):
         return None
     reason = too_few(left, must)
     if len(t.group.world.devices) > 1:
