@@ -453,6 +453,59 @@ def test_a_schedule_of_the_users_is_followed_and_restored(tmp_path: Path, traced
     require_same(again.run, whole.run)
 
 
+def _settings(run: Run, step: int) -> dict[str, Any]:
+    [settings] = state_at(run, step)["optimizer"]["optimizer"]["param_groups"]
+    assert isinstance(settings, dict)
+    return settings
+
+
+PLAIN = ("trainer.batch_size=5", "trainer.save.steps=1", "trainer.keep_last=99")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_settings_of_the_optimizer_hold_from_a_path_on(
+    tmp_path: Path, world_size: int
+) -> None:
+    done = train_world(tmp_path, world_size, *PLAIN, "trainer.steps=4")
+    path = done.run.snapshots / "step-000000004"
+    words = (*PLAIN, "optimizer=less momentum", f"trainer.resume={path}")
+    whole = train_world(tmp_path, world_size, *words, name="whole")
+    assert "note: experiment.optimizer=less momentum" in whole.said
+    assert (_settings(done.run, 4)["momentum"], _settings(whole.run, 5)["momentum"]) == (0.9, 0.5)
+    again = train_world(tmp_path, world_size, *words, "trainer.steps=8", name="again")
+    assert again.codes == [0] * world_size, again.said
+    on = train_world(tmp_path, world_size, *words, "trainer.resume=auto", name="again")
+    assert on.codes == [0] * world_size, on.said
+    assert _settings(on.run, STEPS)["momentum"] == 0.5
+    assert differing(state_at(on.run, STEPS), state_at(whole.run, STEPS)) == []
+
+
+def test_what_a_schedule_cycles_goes_on_from_a_path(tmp_path: Path) -> None:
+    words = (*PLAIN, "schedule=cycle", "lr=0.08")
+    whole = train_world(tmp_path, 1, *words)
+    assert whole.codes == [0], whole.said
+    path = whole.run.snapshots / "step-000000004"
+    assert 0.85 < _settings(whole.run, 4)["momentum"] < 0.95
+    same = train_world(tmp_path, 1, *words, f"trainer.resume={path}", name="b")
+    assert differing(state_at(same.run, STEPS), state_at(whole.run, STEPS)) == []
+    higher = train_world(tmp_path, 1, *words, "lr=0.16", f"trainer.resume={path}", name="c")
+    assert higher.codes == [0], higher.said
+    assert _settings(higher.run, 8)["lr"] == pytest.approx(2 * _settings(whole.run, 8)["lr"])
+    assert _settings(higher.run, 8)["momentum"] == _settings(whole.run, 8)["momentum"]
+
+
+def test_a_schedule_that_is_new_begins_with_the_experiments_rate(
+    tmp_path: Path, traced: Path
+) -> None:
+    done = train_world(tmp_path, 1, *PLAIN, "trainer.steps=4", "trainer.schedule=linear")
+    path = done.run.snapshots / "step-000000004"
+    words = (*PLAIN, "schedule=step", "lr=0.08", f"trainer.resume={path}")
+    other = train_world(tmp_path, 1, *words, name="b", env={"SPINE_TRACE": str(traced)})
+    assert other.codes == [0], other.said
+    rates = [line["lr"] for line in traced_lines(traced, "step")]
+    assert rates == [0.08 * 0.5 ** (step // 2) for step in range(8)]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_scaler_is_used_and_restored(tmp_path: Path, world_size: int) -> None:
     """A power of two rounds nothing, so the curve is that without; it grows every four steps."""

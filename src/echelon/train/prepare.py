@@ -172,7 +172,8 @@ def _go_on(training: Training) -> None:
     if info is None:
         return
     parts = {p: snapshot.load(p) for p in ("optimizer", "rng")} if snapshot else {}
-    restore(training.experiment, parts, group)
+    given = training.config.trainer.resume != "auto"
+    restore(training.experiment, training.ways, parts, group, given)
     training.take_up(info)
 
 
