@@ -135,12 +135,15 @@ def tables(cfg: TableSettings) -> echelon.Experiment:
 def _optimizer(cfg: Settings, model: nn.Module) -> torch.optim.Optimizer:
     if cfg.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=cfg.lr)
-    return torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=0.9)
+    momentum = 0.5 if cfg.optimizer == "less momentum" else 0.9
+    return torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=momentum)
 
 
 def _schedule(cfg: Settings, optimizer: torch.optim.Optimizer) -> Any:
     if cfg.schedule == "step":
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    if cfg.schedule == "cycle":
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, cfg.lr, total_steps=50)
     return None
 
 

@@ -215,6 +215,14 @@ def test_goes_on_bit_for_bit_with_the_same_ranks(tmp_path: Path, shared: Run) ->
     assert differing(state_at(gone_on, 12), state_at(shared, 12)) == []
 
 
+def test_returning_to_an_older_snapshot_replaces_the_later_ones(tmp_path: Path) -> None:
+    path = stopped(tmp_path, 2, FSDP).run.snapshots / "step-000000004"
+    words = (FSDP, "lr=0.05", "trainer.steps=8", f"trainer.resume={path}")
+    elsewhere = trained(tmp_path, 2, *words, name="b")
+    returned = trained(tmp_path, 2, *words, name="a")
+    assert differing(state_at(returned, 8), state_at(elsewhere, 8)) == []
+
+
 @pytest.mark.parametrize("optimizer", ["adagrad", "momentum"])
 def test_the_state_of_other_optimizers_goes_on(tmp_path: Path, optimizer: str) -> None:
     words = (f"optimizer={optimizer}", FSDP)

@@ -109,10 +109,7 @@ class Training:
         trainer = self.config.trainer
         self.size = len(self.source)
         self.steps_per_epoch = batches_per_epoch(self.size, trainer.batch_size)
-        epochs = trainer.epochs or 0
-        self.total_steps = (
-            trainer.steps if trainer.steps is not None else epochs * self.steps_per_epoch
-        )
+        self.total_steps = self._steps_in_all()
         self.speed = Speed([self.device])
         self._minutes = dict.fromkeys(("save", "evaluate"), time.monotonic())
 
@@ -131,6 +128,16 @@ class Training:
                     "keep the batch size, or take a snapshot of the end of an epoch",
                 )
             )
+        self.total_steps = self.schedule.total = self._steps_in_all()
+
+    def _steps_in_all(self) -> int:
+        """Those made, perhaps with batches of another size, and what is left of the epochs."""
+        trainer = self.config.trainer
+        if trainer.steps is not None:
+            return trainer.steps
+        epoch, offset = divmod(self.samples, self.size)
+        left = ((trainer.epochs or 0) - epoch) * self.steps_per_epoch
+        return self.step + max(0, left - offset // trainer.batch_size)
 
     # --- moving on ---
 
@@ -209,7 +216,7 @@ class Training:
             return True
         if every.steps is not None and self.step % every.steps == 0:
             return True
-        return every.epochs is not None and self.step % (every.epochs * self.steps_per_epoch) == 0
+        return every.epochs is not None and self.samples % (every.epochs * self.size) == 0
 
     def due_log(self) -> bool:
         return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps

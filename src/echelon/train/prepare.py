@@ -89,7 +89,7 @@ def prepare(
     training.speed = speed
     fuse(experiment, device)
     if world.rank == 0:
-        training.writer = Writer(run.snapshots, trainer.keep_last)
+        training.writer = Writer(run.snapshots, trainer.keep_last, after=training.step)
     if sharded:
         _shard(training, blocks, precision)
     else:
@@ -123,7 +123,7 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
     """The step as a CUDA graph, where it is wished and can be."""
     trainer, size = t.config.trainer, t.group.world.size
     must, left = trainer.capture == "always", t.total_steps - t.step
-    if trainer.capture == "never" or left == 0 or (not must and t.device.type != "cuda"):
+    if trainer.capture == "never" or left <= 0 or (not must and t.device.type != "cuda"):
         return None
     reason = too_few(left, must)
     if len(t.group.world.devices) > 1:
@@ -174,7 +174,8 @@ def _go_on(training: Training) -> None:
     if info is None:
         return
     parts = {p: snapshot.load(p) for p in ("optimizer", "rng")} if snapshot else {}
-    restore(training.experiment, parts, group)
+    given = training.config.trainer.resume != "auto"
+    restore(training.experiment, training.ways, parts, group, given)
     training.take_up(info)
 
 
