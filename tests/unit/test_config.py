@@ -238,6 +238,10 @@ def test_a_section_is_not_a_value() -> None:
         (["seed=-1"], "seed=-1 is below 0"),
         (["replica.devices=0"], "replica.devices=0 is below 1"),
         (["replica.devices=2", "replica.kind=fsdp"], "replica.kind=fsdp shards layers"),
+        (
+            ["replica.kind=fsdp", "trainer.unused_parameters=true", "trainer.accumulate=2"],
+            "trainer.unused_parameters=true and trainer.accumulate=2",
+        ),
         (["replica.devices=2", "launch.share_devices=true"], "puts several processes on one"),
         (["replica.devices=2", "trainer.capture=always"], "trainer.capture=always is of one"),
         (

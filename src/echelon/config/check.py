@@ -81,10 +81,20 @@ def cpu_faults(config: Config) -> list[Fault]:
 
 
 def _sharded(config: Config) -> Iterator[Fault]:
-    if config.replica.kind == "fsdp" and config.trainer.capture == "always":
+    if config.replica.kind != "fsdp":
+        return
+    if config.trainer.capture == "always":
         yield Fault(
             "trainer.capture=always, but replica.kind=fsdp has no step that could be captured",
             "leave one of the two out",
+        )
+    if config.trainer.unused_parameters and config.trainer.accumulate > 1:
+        yield Fault(
+            "trainer.unused_parameters=true and trainer.accumulate="
+            f"{config.trainer.accumulate}, but with replica.kind=fsdp torch knows what a layer "
+            "has not used only of a whole batch",
+            "set trainer.accumulate=1 with a smaller batch or replica.checkpoint=true, or leave "
+            "one of the others out",
         )
 
 
