@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.data.batches import Source, WholeBatches
 from echelon.train.experiment import Experiment, predict_default
-from echelon.train.group import Group
+from echelon.train.group import Group, same_buffers
 from echelon.train.precision import Precision
 
 Learned = list[dict[str, Tensor]]
@@ -50,6 +50,9 @@ class Evaluator:
 
     def __call__(self) -> dict[str, float]:
         """loss and metrics by name, on every rank."""
+        # Averages of batches, which differ by rank until the next step: a snapshot has rank 0's,
+        # and what is said here is of that model.
+        same_buffers(list(self.experiment.model.buffers()))
         was_training = self.experiment.model.training
         self.experiment.model.eval()
         try:

@@ -1,0 +1,40 @@
+"""What a model keeps beside its parameters, such as averages of batches, is as it would be with one
+process and a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import normed
+import pytest
+import torch
+from helpers import metrics, train_world
+
+import echelon
+from echelon.runs import Run
+
+pytestmark = pytest.mark.slow
+
+FSDP = "replica.kind=fsdp"
+WORDS = ("trainer.batch_size=8", "trainer.epochs=2", "trainer.eval_batch_size=2")
+
+
+def trained(folder: Path, *words: str, name: str = "a") -> Run:
+    ended = train_world(folder, 2, *WORDS, *words, name=name, experiment=normed.normed)
+    assert ended.codes == [0, 0], ended.said
+    return ended.run
+
+
+@pytest.mark.parametrize("how", ["replica.kind=ddp", FSDP, "replica.devices=2"])
+@pytest.mark.parametrize("samples", [7, 2])  # with two, a rank has none
+def test_what_is_evaluated_is_the_model_that_is_saved(
+    tmp_path: Path, how: str, samples: int
+) -> None:
+    run = trained(tmp_path, how, f"eval_samples={samples}")
+    saved = normed.normed(normed.Settings(eval_samples=samples))
+    saved.model.load_state_dict(echelon.load_weights(run.folder))
+    saved.model.eval()
+    x, y = saved.eval_data
+    with torch.no_grad():
+        loss = saved.loss(saved.model(x), y).item()
+    assert metrics(run)[-1]["eval_loss"] == pytest.approx(loss, rel=1e-6)
