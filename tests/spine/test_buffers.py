@@ -8,7 +8,7 @@ from pathlib import Path
 import normed
 import pytest
 import torch
-from helpers import metrics, train_world
+from helpers import differing, metrics, train_world
 
 import echelon
 from echelon.runs import Run
@@ -38,3 +38,11 @@ def test_what_is_evaluated_is_the_model_that_is_saved(
     with torch.no_grad():
         loss = saved.loss(saved.model(x), y).item()
     assert metrics(run)[-1]["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["replica.kind=ddp", FSDP])
+def test_recomputing_leaves_averages_as_they_are(tmp_path: Path, how: str) -> None:
+    plain = trained(tmp_path, how, name="plain")
+    again = trained(tmp_path, how, "replica.checkpoint=true", name="again")
+    assert metrics(again) == metrics(plain)
+    assert differing(echelon.load_weights(again.folder), echelon.load_weights(plain.folder)) == []
