@@ -16,6 +16,8 @@ FEATURES = 4
 class Settings:
     eval_samples: int = 7
     lr: float = 0.05
+    frozen: bool = False
+    """Its first layer."""
 
 
 def layer(inputs: int) -> nn.Sequential:
@@ -24,6 +26,8 @@ def layer(inputs: int) -> nn.Sequential:
 
 def normed(cfg: Settings) -> echelon.Experiment:
     model = nn.Sequential(layer(FEATURES), layer(8), nn.Linear(8, 1))
+    if cfg.frozen:
+        model[0].requires_grad_(False).eval()
     return echelon.Experiment(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=cfg.lr),

@@ -46,3 +46,12 @@ def test_recomputing_leaves_averages_as_they_are(tmp_path: Path, how: str) -> No
     again = trained(tmp_path, how, "replica.checkpoint=true", name="again")
     assert metrics(again) == metrics(plain)
     assert differing(echelon.load_weights(again.folder), echelon.load_weights(plain.folder)) == []
+
+
+@pytest.mark.parametrize("how", ["replica.kind=ddp", FSDP, "replica.devices=2"])
+def test_a_frozen_layer_in_eval_mode_stays_as_it_is(tmp_path: Path, how: str) -> None:
+    run = trained(tmp_path, how, "frozen=true", "trainer.evaluate.steps=2")
+    assert sum("eval_loss" in line for line in metrics(run)) == 4
+    found = echelon.load_weights(run.folder)
+    assert [int(found[f"{i}.1.num_batches_tracked"]) for i in (0, 1)] == [0, 8]
+    assert torch.equal(found["0.1.running_mean"], torch.zeros(8))

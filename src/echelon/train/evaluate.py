@@ -16,6 +16,7 @@ from torch import Tensor
 from echelon.data.batches import Source, WholeBatches
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.group import Group, same_buffers
+from echelon.train.modes import evaluating
 from echelon.train.precision import Precision
 
 Learned = list[dict[str, Tensor]]
@@ -53,12 +54,8 @@ class Evaluator:
         # Averages of batches, which differ by rank until the next step: a snapshot has rank 0's,
         # and what is said here is of that model.
         same_buffers(list(self.experiment.model.buffers()))
-        was_training = self.experiment.model.training
-        self.experiment.model.eval()
-        try:
+        with evaluating(self.experiment.model):
             learned = self._judge()
-        finally:
-            self.experiment.model.train(was_training)
         everything = self.group.gather(_pack(learned))
         results = self._merge([_unpack(raw) for raw in everything]) if everything else None
         told: dict[str, float] = self.group.broadcast_json(results)

@@ -32,6 +32,7 @@ class Experiment:
     """The parts to train, the same on every rank and at any scale."""
 
     model: nn.Module
+    """It is put into training mode, but for parts that are in eval mode and frozen."""
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], Tensor]
     """(output, target) → the mean loss over the samples of the batch."""

@@ -22,6 +22,7 @@ from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
+from echelon.train.modes import begin_training
 from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
@@ -93,7 +94,7 @@ def prepare(
     else:
         training.replica = replica = Replica(experiment, world, device, trainer, precision, pulse)
         replica.capture = _capture(training, replica)
-    experiment.model.train()
+    begin_training(experiment.model)
     if world.rank == 0:
         _say(_opening(training, stages))
         training.trackers = trackers(config, run, training.step)
