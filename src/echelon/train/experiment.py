@@ -191,6 +191,14 @@ def _check(made: Any, entry: str) -> None:
                 "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
             )
         )
+    if isinstance(made.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        faults.append(
+            Fault(
+                "the schedule ReduceLROnPlateau waits for a number of every evaluation, but a "
+                "schedule here is stepped once per optimizer step, without one",
+                "leave it out and set trainer.schedule=cosine, or give another scheduler",
+            )
+        )
     if not callable(made.loss):
         faults.append(
             Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")
