@@ -182,7 +182,7 @@ def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     choice = config.replica
     if choice.kind == "fsdp":
         require_shardable(experiment.model)
-    if choice.kind != "fsdp" and not choice.checkpoint and not choice.blocks:
+    if choice.kind != "fsdp" and not choice.checkpoint:
         return []
     blocks = blocks_of(experiment.model, choice.blocks)
     if choice.checkpoint:
