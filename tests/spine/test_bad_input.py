@@ -266,6 +266,11 @@ NONSENSE = {
         ("1 tensor(s)", "model.extra"),
     ),
     "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
+    "a plateau": (
+        SHORT,
+        f"{SHORT}, schedule=Plateau(torch.optim.SGD(model.parameters()))",
+        ("ReduceLROnPlateau", "trainer.schedule=cosine"),
+    ),
     "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
     "settings one by one": ("(cfg)", "(width: int = 4)", ("width: int", "cfg.width")),
     "no data": (SHORT, "train_data=None", ("train_data", "NoneType")),
@@ -275,6 +280,8 @@ NONSENSE = {
     "a stream with a length": (SHORT, "train_data=Counted()", ("train_data", "Counted")),
 }
 STREAMS = """
+Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(8))

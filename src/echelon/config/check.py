@@ -219,6 +219,12 @@ def _launch(config: Config) -> Iterator[Fault]:
 
 def _replica(config: Config) -> Iterator[Fault]:
     each, launch = config.replica.devices, config.launch
+    if config.replica.blocks and config.replica.kind == "ddp" and not config.replica.checkpoint:
+        yield Fault(
+            f"replica.blocks=[{','.join(config.replica.blocks)}] names the layers to shard or to "
+            "compute again, but replica.kind=ddp and replica.checkpoint=false do neither",
+            "add replica.kind=fsdp or replica.checkpoint=true, or leave replica.blocks out",
+        )
     if each <= 1:
         return
     if config.replica.kind == "fsdp":

@@ -32,6 +32,7 @@ class Experiment:
     """The parts to train, the same on every rank and at any scale."""
 
     model: nn.Module
+    """It is put into training mode, but for parts that are in eval mode and frozen."""
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], Tensor]
     """(output, target) → the mean loss over the samples of the batch."""
@@ -197,6 +198,14 @@ def _check(made: Any, entry: str) -> None:
                 "would be in no snapshot, and differ between processes",
                 "make what they belong to, such as a loss with weights, a part of the model: "
                 "model.extra = it",
+            )
+        )
+    if isinstance(made.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        faults.append(
+            Fault(
+                "the schedule ReduceLROnPlateau waits for a number of every evaluation, but a "
+                "schedule here is stepped once per optimizer step, without one",
+                "leave it out and set trainer.schedule=cosine, or give another scheduler",
             )
         )
     if not callable(made.loss):

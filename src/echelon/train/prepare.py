@@ -22,6 +22,7 @@ from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
+from echelon.train.modes import begin_training
 from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
@@ -35,6 +36,7 @@ from echelon.train.speed import speed_of
 from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
+from echelon.train.tables import require_same_rows
 from echelon.train.writer import Writer
 from echelon.world import World
 
@@ -53,6 +55,8 @@ def prepare(
     seed_all(config.seed)  # the same weights on every rank
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
+    if world.size > 1:
+        require_same_rows(experiment.model)
     speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     sharded = config.replica.kind == "fsdp"
     # Shards go to their device block by block, as all of them together need not fit.
@@ -95,7 +99,7 @@ def prepare(
     else:
         training.replica = replica = Replica(experiment, world, device, trainer, precision, pulse)
         replica.capture = _capture(training, replica)
-    experiment.model.train()
+    begin_training(experiment.model)
     if world.rank == 0:
         _say(_opening(training, stages))
         training.trackers = trackers(config, run, training.step)
@@ -184,7 +188,7 @@ def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     choice = config.replica
     if choice.kind == "fsdp":
         require_shardable(experiment.model)
-    if choice.kind != "fsdp" and not choice.checkpoint and not choice.blocks:
+    if choice.kind != "fsdp" and not choice.checkpoint:
         return []
     blocks = blocks_of(experiment.model, choice.blocks)
     if choice.checkpoint:

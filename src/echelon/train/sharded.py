@@ -25,6 +25,7 @@ from echelon.data.batches import Batch, Cut, Source
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
+from echelon.train.group import same_buffers
 from echelon.train.number import one_number
 from echelon.train.precision import Precision
 from echelon.train.replica import READ_EVERY, Told, Wishes, in_pieces, read_all
@@ -32,7 +33,6 @@ from echelon.train.speed import Moments
 from echelon.train.update import stepped_by, update
 from echelon.world import World
 
-_BUCKET_BYTES = 250 << 20
 _SPARE_SAMPLES = 2
 """One would be too few for layers that want a variance."""
 
@@ -135,7 +135,7 @@ class ShardedReplica:
         return told
 
     def _backward(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
-        self._same_buffers()
+        same_buffers(self._buffers)  # before every step, as DDP does
         agreed = self._wish(wishes)
         pieces = in_pieces(batch.data, batch.mine, self.accumulate)
         for i, (data, mine) in enumerate(pieces):
@@ -177,12 +177,6 @@ class ShardedReplica:
             self._signal[:-1] = torch.tensor([float(w) for w in wishes])
             self._wished = wishes
         return self._signal.clone()
-
-    def _same_buffers(self) -> None:
-        """Rank 0's, before every step, as DDP does."""
-        if self._buffers:
-            group = dist.distributed_c10d._get_default_group()
-            dist._broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
 
     def _clip_to(self, most: float) -> None:
         grads = [p.grad for p in self._stepped if p.grad is not None]
