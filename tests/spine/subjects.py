@@ -81,6 +81,8 @@ class TableSettings:
     scale: float = 0.0
     misused: bool = False
     """The whole table is used, not its rows alone."""
+    max_norm: float = 0.0
+    """To which a row of users is shortened when it is looked up; 0: none."""
 
 
 class Tables(nn.Module):
@@ -88,7 +90,7 @@ class Tables(nn.Module):
 
     def __init__(self, cfg: TableSettings) -> None:
         super().__init__()
-        self.users = nn.Embedding(cfg.users, 6, sparse=True)
+        self.users = nn.Embedding(cfg.users, 6, sparse=True, max_norm=cfg.max_norm or None)
         self.items = nn.Embedding(cfg.items, 6, sparse=True)
         self.bias = nn.Embedding(cfg.users, 1, sparse=True)
         self.unused = nn.Embedding(3, 2, sparse=True)

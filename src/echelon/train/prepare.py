@@ -35,6 +35,7 @@ from echelon.train.speed import speed_of
 from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
+from echelon.train.tables import require_same_rows
 from echelon.train.writer import Writer
 from echelon.world import World
 
@@ -53,6 +54,8 @@ def prepare(
     seed_all(config.seed)  # the same weights on every rank
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
+    if world.size > 1:
+        require_same_rows(experiment.model)
     speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     sharded = config.replica.kind == "fsdp"
     # Shards go to their device block by block, as all of them together need not fit.
