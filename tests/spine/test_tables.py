@@ -118,7 +118,7 @@ def test_rows_that_each_process_would_shorten_alone(tmp_path: Path, kind: str) -
     ended = train_world(tmp_path, 2, *words, experiment=subjects.tables)
     assert ended.codes == [2, 2]
     for rank in ended.ranks:
-        assert "users is an Embedding with max_norm=0.5" in rank.output
+        assert "the layer 'users' is an Embedding with max_norm=0.5" in rank.output
         assert "leave max_norm out" in rank.output
     assert "Traceback" not in ended.said
 

@@ -40,9 +40,10 @@ def require_same_rows(model: nn.Module) -> None:
     not trained, all come out the same whoever shortens them."""
     faults = [
         Fault(
-            f"{name or 'the model'} is an {type(module).__name__} with max_norm="
-            f"{module.max_norm:g}, which shortens the rows that a process looks up in its own copy "
-            "alone, so with several processes the copies would drift apart",
+            (f"the layer {name!r}" if name else "the model")
+            + f" is an {type(module).__name__} with max_norm={module.max_norm:g}, which shortens "
+            "the rows that a process looks up in its own copy alone, so with several processes the "
+            "copies would drift apart",
             "leave max_norm out, or normalize what was looked up in the model's forward",
         )
         for name, module in model.named_modules()
