@@ -132,6 +132,15 @@ def test_half_precision_leaves_the_inputs_as_they_are(tmp_path: Path) -> None:
     assert losses(shared) == pytest.approx(losses(whole), rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_complex_weights_are_for_one_process(kind: str, tmp_path: Path) -> None:
+    """Nobody knows how to send them: gloo does not, and torch shards only one kind of number."""
+    words = (f"replica.kind={kind}", "imaginary=true")
+    ended = train_world(tmp_path, 2, *SHORT, *words, experiment=stacks.stack)
+    assert ended.codes == [2, 2], ended.said
+    assert "scale is complex, which one process alone can train" in ended.said
+
+
 def test_recomputing_changes_nothing_with_ddp(tmp_path: Path, whole: Run) -> None:
     again = trained(tmp_path, 2, "replica.checkpoint=true", name="again")
     assert metrics(again) == metrics(whole)
@@ -303,6 +312,7 @@ def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
     words = (FSDP, "trainer.compile=true", "trainer.steps=2")
     ended = train_world(tmp_path, 2, *words, experiment=_one_layer)
     assert ended.codes == [0, 0], ended.said
+    assert "compiling within the first steps" in ended.said
     assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from echelon.config.schema import Config
 from echelon.data.batches import TensorSource, WholeBatches, source_of
+from echelon.errors import EchelonError, Fault
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
@@ -56,6 +57,7 @@ def prepare(
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
     if world.size > 1:
+        _require_real(experiment.model)
         require_same_rows(experiment.model)
     speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     sharded = config.replica.kind == "fsdp"
@@ -102,6 +104,8 @@ def prepare(
     begin_training(experiment.model)
     if world.rank == 0:
         _say(_opening(training, stages))
+        if trainer.compile and training.step < training.total_steps:
+            _say("compiling within the first steps, which takes a while")
         training.trackers = trackers(config, run, training.step)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
@@ -121,6 +125,20 @@ def _place(experiment: Experiment, config: Config, world: World, by_hand: bool) 
     few = next(data.batches(WholeBatches(min(2, len(data)), 2, 0, 1), 0, cpu))
     share = config.trainer.batch_size / world.size / config.trainer.accumulate
     return place(experiment, world.devices, devices, Sample(few.data, share / few.mine))
+
+
+def _require_real(model: nn.Module) -> None:
+    faults = [
+        Fault(
+            f"the model's {name} is complex, which one process alone can train: gradients are "
+            "sent as real numbers",
+            "hold it as two real parts and put them together in forward: torch.view_as_complex",
+        )
+        for name, p in model.named_parameters()
+        if p.is_complex()
+    ]
+    if faults:
+        raise EchelonError(*faults)
 
 
 def _capture(t: Training, replica: Replica) -> Capture | None:
