@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from echelon.train.experiment import Experiment
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEEP = 4
-_MOST = 1000
+_DEEP = 3
+_MOST = 100
 """Items of a list that are looked at."""
 
 State = tuple[dict[str, Any], Any]
@@ -105,7 +105,7 @@ def _seen(value: Any, deep: int = _DEEP) -> Any:
     if isinstance(value, Tensor):
         return (id(value), value._version) if value.device.type == "cpu" else None
     if isinstance(value, np.ndarray):
-        return value.tobytes() if value.nbytes < _MOST else id(value)
+        return value.tobytes() if value.nbytes < 1000 else id(value)
     if deep == 0 or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
         return id(value)
     if isinstance(value, Mapping):
