@@ -213,6 +213,7 @@ def create(config: Config) -> Run:
     """The folder of a new run, or of the named one when it exists; holds the resolved config."""
     root = Path(config.run.dir).absolute()
     run = Run(root / (config.run.name or _new_name(config)))
+    _require_snapshot(config)
     if run.config_file.exists() and config.trainer.resume == "never":
         _set_aside(run)
     elif run.config_file.exists():
@@ -226,6 +227,24 @@ def create(config: Config) -> Run:
         ended.unlink(missing_ok=True)
     _point_latest(root, run)
     return run
+
+
+def _require_snapshot(config: Config) -> None:
+    """Before anything of a run is replaced. Whether it is whole is looked at where it is read,
+    which with ssh is elsewhere."""
+    given = config.trainer.resume
+    if given in ("auto", "never") or config.launch.kind == "ssh":
+        return
+    best = Path(given).name == "best" and Path(given).is_file()
+    if not best and not (Path(given) / "manifest.json").is_file():
+        lacks = "it has no manifest.json" if Path(given).is_dir() else "there is no such folder"
+        raise EchelonError(
+            Fault(
+                f"trainer.resume={given} is no snapshot: {lacks}",
+                "give a folder such as runs/NAME/snapshots/step-000000100",
+            ),
+            exit=Exit.NOT_FOUND,
+        )
 
 
 def _make_folder(run: Run, config: Config) -> None:

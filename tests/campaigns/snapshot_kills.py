@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def template(folder: Path) -> Path:
     return root
 
 
-def kill_at_operation(k: int) -> None:
+def kill_at_operation(k: int, operations: Sequence[str] = OPERATIONS) -> None:
     """Make this process kill itself at its k-th operation from now."""
     left = [k]
 
@@ -158,7 +158,7 @@ def kill_at_operation(k: int) -> None:
 
         return run
 
-    for name in OPERATIONS:
+    for name in operations:
         setattr(os, name, counted(name, getattr(os, name)))
 
 

@@ -26,6 +26,7 @@ class Settings:
     sparse: bool = False
     number: bool = False
     """A parameter without a shape."""
+    imaginary: bool = False
     norm: bool = False
     """A layer with buffers that every training step changes."""
     noise: float = 0.0
@@ -59,7 +60,8 @@ class Stack(nn.Module):
         self.norm = nn.BatchNorm1d(LENGTH) if cfg.norm else None
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
-        self.scale = nn.Parameter(torch.tensor(1.0) if cfg.number else torch.ones(1))
+        one = torch.tensor(1.0) if cfg.number else torch.ones(1)
+        self.scale = nn.Parameter(one.to(torch.complex64) if cfg.imaginary else one)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words) + self.places

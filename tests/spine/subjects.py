@@ -83,6 +83,8 @@ class TableSettings:
     scale: float = 0.0
     misused: bool = False
     """The whole table is used, not its rows alone."""
+    max_norm: float = 0.0
+    """To which a row of users is shortened when it is looked up; 0: none."""
 
 
 class Tables(nn.Module):
@@ -90,7 +92,7 @@ class Tables(nn.Module):
 
     def __init__(self, cfg: TableSettings) -> None:
         super().__init__()
-        self.users = nn.Embedding(cfg.users, 6, sparse=True)
+        self.users = nn.Embedding(cfg.users, 6, sparse=True, max_norm=cfg.max_norm or None)
         self.items = nn.Embedding(cfg.items, 6, sparse=True)
         self.bias = nn.Embedding(cfg.users, 1, sparse=True)
         self.unused = nn.Embedding(3, 2, sparse=True)
@@ -135,12 +137,15 @@ def tables(cfg: TableSettings) -> echelon.Experiment:
 def _optimizer(cfg: Settings, model: nn.Module) -> torch.optim.Optimizer:
     if cfg.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=cfg.lr)
-    return torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=0.9)
+    momentum = 0.5 if cfg.optimizer == "less momentum" else 0.9
+    return torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=momentum)
 
 
 def _schedule(cfg: Settings, optimizer: torch.optim.Optimizer) -> Any:
     if cfg.schedule == "step":
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    if cfg.schedule == "cycle":
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, cfg.lr, total_steps=50)
     return None
 
 

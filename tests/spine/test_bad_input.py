@@ -190,6 +190,18 @@ def test_a_snapshot_that_is_none(told: Told) -> None:
     assert "trainer.resume=nowhere/step-1" in text
 
 
+@pytest.mark.parametrize("given", ["runs/a", "nowhere"])
+def test_a_refused_snapshot_leaves_the_run_as_it_was(
+    given: str, told: Told, tmp_path: Path
+) -> None:
+    assert told("train", *QUICK, "run.name=a")[0] == 0
+    before = {f: (tmp_path / "runs" / "a" / f).read_text() for f in ("config.json", "status.json")}
+    code, text = told("train", "run.name=a", f"trainer.resume={given}")
+    assert code == Exit.NOT_FOUND, text
+    assert is_a_sentence_and_a_hint(text), text
+    assert {f: (tmp_path / "runs" / "a" / f).read_text() for f in before} == before
+
+
 def test_a_damaged_config_of_a_run(told: Told, tmp_path: Path) -> None:
     assert told("train", *QUICK, "run.name=a")[0] == 0
     (tmp_path / "runs" / "a" / "config.json").write_text("{")
@@ -339,6 +351,11 @@ NONSENSE = {
         ("DataLoader", "loader.dataset", "trainer.batch_size", "trainer.loader_workers"),
     ),
     "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
+    "a plateau": (
+        SHORT,
+        f"{SHORT}, schedule=Plateau(torch.optim.SGD(model.parameters()))",
+        ("ReduceLROnPlateau", "trainer.schedule=cosine"),
+    ),
     "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
     "settings one by one": ("(cfg)", "(width: int = 4)", ("width: int", "cfg.width")),
     "no data": (SHORT, "train_data=None", ("train_data", "NoneType")),
@@ -349,6 +366,8 @@ NONSENSE = {
 }
 CLASSES = """
 import numpy as np
+
+Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 class Looked(torch.nn.Module):
     def __init__(self):
@@ -607,3 +626,28 @@ def test_parameters_that_no_loss_needs(tmp_path: Path) -> None:
     assert "set trainer.unused_parameters=true" in ended.err
     ended = launching.run([*words, "trainer.unused_parameters=true"], tmp_path)
     assert ended.code == 0, ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        (
+            "torch.full((8, 4), os.getpid())",
+            "its first or last sample is another one than on rank 0",
+        ),
+        ("torch.ones(9 - int('rank=0' in sys.argv), 4)", "9 samples here, 8 on rank 0"),
+    ],
+)
+def test_data_that_differs_between_ranks(drawn: str, said: str, tmp_path: Path) -> None:
+    """As it does when it is drawn while torchrun's processes start."""
+    _write(
+        tmp_path,
+        f"import os, sys, torch\nx = {drawn}\n"
+        + GOOD.replace("    x = torch.ones", "    torch.ones"),
+    )
+    own = ["experiment=own.py:experiment", "trainer.batch_size=4"]
+    words = [*own, "world_size=2", f"master=127.0.0.1:{launching.free_port()}"]
+    commands = [[*ECHELON, "train", f"rank={rank}", *words] for rank in (0, 1)]
+    for done in launching.together(commands, tmp_path, 60.0):
+        assert f"train_data is not the same on all ranks: {said}" in _sentence(done, Exit.USAGE)

@@ -237,6 +237,17 @@ def test_a_snapshot_by_its_path(
     assert differing(state_at(other.run, STEPS), state_at(whole_runs[1], STEPS)) == []
 
 
+def test_the_best_snapshot_by_its_name(tmp_path: Path) -> None:
+    first = train_world(tmp_path, 1, *SHORT)
+    path = first.run.snapshots / "best"
+    name = path.read_text().strip()
+    words = [word for word in SHORT if not word.startswith("trainer.epochs")]
+    longer = (*words, "trainer.epochs=5", f"trainer.resume={path}")
+    ended = train_world(tmp_path, 1, *longer, name="b")
+    assert ended.codes == [0], ended.said
+    assert f"going on from {path.with_name(name)} after step {int(name[5:])}" in ended.said
+
+
 def test_a_snapshot_by_its_path_with_another_rate(tmp_path: Path, stopped: Trained) -> None:
     path = stopped.run.snapshots / "step-000000005"
     words = (*SHORT, "trainer.schedule=constant", "trainer.warmup_steps=0", "lr=0.5")
@@ -256,10 +267,58 @@ def test_a_snapshot_by_its_path_with_another_batch(tmp_path: Path, stopped: Trai
     assert f"trainer.batch_size=7, but {path} stands after 5 of 17 samples" in other.said
 
 
+def test_another_batch_from_the_end_of_an_epoch(tmp_path: Path, stopped: Trained) -> None:
+    """Four steps were one epoch; two steps are, of the two that are left."""
+    path = stopped.run.snapshots / "step-000000004"
+    plain = ("trainer.schedule=linear", "trainer.warmup_steps=0", "trainer.batch_size=9")
+    words = (*SHORT, *plain, f"trainer.resume={path}")
+    other = train_world(tmp_path, 1, *words, name="b", env=stop(0, 3))
+    assert other.codes == [75], other.said
+    resumed = verb(tmp_path, "resume", str(other.run.folder))
+    assert resumed.code == 0, resumed.output
+    assert [(line["step"], line["samples"]) for line in metrics(other.run) if "loss" in line] == [
+        (5, 17 + 9),
+        (6, 2 * 17),
+        (7, 2 * 17 + 9),
+        (8, 3 * 17),
+    ]
+    assert [line["step"] for line in metrics(other.run) if "eval_loss" in line] == [6, 8]
+    rates = [line["lr"] / 0.02 for line in metrics(other.run) if "lr" in line]
+    assert rates == pytest.approx([1 - step / 8 for step in (4, 5, 6, 7)])
+    assert "finished 8 steps in" in resumed.output
+
+
+@pytest.mark.parametrize(
+    ("less", "said"),
+    [
+        ("trainer.epochs=1", "nothing left to do: all 6 steps were already made"),
+        ("trainer.steps=3", "nothing left to do: all 3 steps were already made"),
+    ],
+)
+def test_less_than_was_made(tmp_path: Path, stopped: Trained, less: str, said: str) -> None:
+    shorter = verb(tmp_path, "resume", str(stopped.run.folder), less)
+    assert shorter.code == 0, shorter.output
+    assert said in shorter.output
+    assert snapshot_steps(stopped.run) == [4, 5, 6]
+
+
+def test_returning_to_an_older_snapshot_of_the_same_run(tmp_path: Path, stopped: Trained) -> None:
+    """What it saves from there on takes the place of what was saved before."""
+    path = stopped.run.snapshots / "step-000000004"
+    plain = ("trainer.schedule=constant", "trainer.warmup_steps=0", "lr=0.5", "trainer.steps=6")
+    words = (*SHORT, *plain, f"trainer.resume={path}")
+    elsewhere = train_world(tmp_path, 1, *words, name="b")
+    returned = train_world(tmp_path, 1, *words)
+    assert returned.codes == elsewhere.codes == [0], returned.said
+    assert metrics(returned.run)[-3:] == metrics(elsewhere.run)[-3:]
+    for step in (5, 6):
+        assert differing(state_at(returned.run, step), state_at(elsewhere.run, step)) == []
+
+
 def test_no_snapshot_at_the_path(tmp_path: Path) -> None:
     ended = train_world(tmp_path, 1, *SHORT, f"trainer.resume={tmp_path / 'nowhere'}")
     assert ended.codes == [3]
-    assert f"trainer.resume={tmp_path / 'nowhere'} is no valid snapshot" in ended.said
+    assert f"trainer.resume={tmp_path / 'nowhere'} is no snapshot" in ended.said
 
 
 def test_never_sets_the_old_run_aside(
@@ -403,6 +462,59 @@ def test_a_schedule_of_the_users_is_followed_and_restored(tmp_path: Path, traced
     again = train_world(tmp_path, 1, *words)
     assert again.codes == [0], again.said
     require_same(again.run, whole.run)
+
+
+def _settings(run: Run, step: int) -> dict[str, Any]:
+    [settings] = state_at(run, step)["optimizer"]["optimizer"]["param_groups"]
+    assert isinstance(settings, dict)
+    return settings
+
+
+PLAIN = ("trainer.batch_size=5", "trainer.save.steps=1", "trainer.keep_last=99")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_settings_of_the_optimizer_hold_from_a_path_on(
+    tmp_path: Path, world_size: int
+) -> None:
+    done = train_world(tmp_path, world_size, *PLAIN, "trainer.steps=4")
+    path = done.run.snapshots / "step-000000004"
+    words = (*PLAIN, "optimizer=less momentum", f"trainer.resume={path}")
+    whole = train_world(tmp_path, world_size, *words, name="whole")
+    assert "note: experiment.optimizer=less momentum" in whole.said
+    assert (_settings(done.run, 4)["momentum"], _settings(whole.run, 5)["momentum"]) == (0.9, 0.5)
+    again = train_world(tmp_path, world_size, *words, "trainer.steps=8", name="again")
+    assert again.codes == [0] * world_size, again.said
+    on = train_world(tmp_path, world_size, *words, "trainer.resume=auto", name="again")
+    assert on.codes == [0] * world_size, on.said
+    assert _settings(on.run, STEPS)["momentum"] == 0.5
+    assert differing(state_at(on.run, STEPS), state_at(whole.run, STEPS)) == []
+
+
+def test_what_a_schedule_cycles_goes_on_from_a_path(tmp_path: Path) -> None:
+    words = (*PLAIN, "schedule=cycle", "lr=0.08")
+    whole = train_world(tmp_path, 1, *words)
+    assert whole.codes == [0], whole.said
+    path = whole.run.snapshots / "step-000000004"
+    assert 0.85 < _settings(whole.run, 4)["momentum"] < 0.95
+    same = train_world(tmp_path, 1, *words, f"trainer.resume={path}", name="b")
+    assert differing(state_at(same.run, STEPS), state_at(whole.run, STEPS)) == []
+    higher = train_world(tmp_path, 1, *words, "lr=0.16", f"trainer.resume={path}", name="c")
+    assert higher.codes == [0], higher.said
+    assert _settings(higher.run, 8)["lr"] == pytest.approx(2 * _settings(whole.run, 8)["lr"])
+    assert _settings(higher.run, 8)["momentum"] == _settings(whole.run, 8)["momentum"]
+
+
+def test_a_schedule_that_is_new_begins_with_the_experiments_rate(
+    tmp_path: Path, traced: Path
+) -> None:
+    done = train_world(tmp_path, 1, *PLAIN, "trainer.steps=4", "trainer.schedule=linear")
+    path = done.run.snapshots / "step-000000004"
+    words = (*PLAIN, "schedule=step", "lr=0.08", f"trainer.resume={path}")
+    other = train_world(tmp_path, 1, *words, name="b", env={"SPINE_TRACE": str(traced)})
+    assert other.codes == [0], other.said
+    rates = [line["lr"] for line in traced_lines(traced, "step")]
+    assert rates == [0.08 * 0.5 ** (step // 2) for step in range(8)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

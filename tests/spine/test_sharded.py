@@ -89,7 +89,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ids=["plain", "clipped pieces", "scaled and recomputed", "named blocks"],
 )
 def test_the_curve_is_ddps(tmp_path: Path, ranks: int, words: tuple[str, ...]) -> None:
-    whole = trained(tmp_path, ranks, *words, name="ddp")
+    of_both = [word for word in words if not word.startswith("replica.blocks")]
+    whole = trained(tmp_path, ranks, *of_both, name="ddp")
     require_close(trained(tmp_path, ranks, *words, FSDP, name="fsdp"), whole)
 
 
@@ -129,6 +130,15 @@ def test_half_precision_leaves_the_inputs_as_they_are(tmp_path: Path) -> None:
     whole = trained(tmp_path, 2, *words, name="ddp", **more)
     shared = trained(tmp_path, 2, *words, FSDP, name="fsdp", **more)
     assert losses(shared) == pytest.approx(losses(whole), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_complex_weights_are_for_one_process(kind: str, tmp_path: Path) -> None:
+    """Nobody knows how to send them: gloo does not, and torch shards only one kind of number."""
+    words = (f"replica.kind={kind}", "imaginary=true")
+    ended = train_world(tmp_path, 2, *SHORT, *words, experiment=stacks.stack)
+    assert ended.codes == [2, 2], ended.said
+    assert "scale is complex, which one process alone can train" in ended.said
 
 
 def test_recomputing_changes_nothing_with_ddp(tmp_path: Path, whole: Run) -> None:
@@ -215,6 +225,14 @@ def test_goes_on_bit_for_bit_with_the_same_ranks(tmp_path: Path, shared: Run) ->
     assert differing(state_at(gone_on, 12), state_at(shared, 12)) == []
 
 
+def test_returning_to_an_older_snapshot_replaces_the_later_ones(tmp_path: Path) -> None:
+    path = stopped(tmp_path, 2, FSDP).run.snapshots / "step-000000004"
+    words = (FSDP, "lr=0.05", "trainer.steps=8", f"trainer.resume={path}")
+    elsewhere = trained(tmp_path, 2, *words, name="b")
+    returned = trained(tmp_path, 2, *words, name="a")
+    assert differing(state_at(returned, 8), state_at(elsewhere, 8)) == []
+
+
 @pytest.mark.parametrize("optimizer", ["adagrad", "momentum"])
 def test_the_state_of_other_optimizers_goes_on(tmp_path: Path, optimizer: str) -> None:
     words = (f"optimizer={optimizer}", FSDP)
@@ -294,6 +312,7 @@ def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
     words = (FSDP, "trainer.compile=true", "trainer.steps=2")
     ended = train_world(tmp_path, 2, *words, experiment=_one_layer)
     assert ended.codes == [0, 0], ended.said
+    assert "compiling within the first steps" in ended.said
     assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 
 

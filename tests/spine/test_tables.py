@@ -20,6 +20,8 @@ from helpers import (
 )
 
 from echelon.data.order import permute
+from echelon.errors import EchelonError
+from echelon.train.tables import require_same_rows
 
 pytestmark = pytest.mark.slow
 
@@ -108,3 +110,26 @@ def test_a_table_that_is_used_as_a_whole_is_named(tmp_path: Path) -> None:
     assert 0 not in trained.codes
     assert "users.weight is of an embedding with sparse=True" in trained.said
     assert "sparse=False" in trained.said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rows_that_each_process_would_shorten_alone(tmp_path: Path, kind: str) -> None:
+    words = ("max_norm=0.5", "trainer.batch_size=5", f"replica.kind={kind}")
+    ended = train_world(tmp_path, 2, *words, experiment=subjects.tables)
+    assert ended.codes == [2, 2]
+    for rank in ended.ranks:
+        assert "the layer 'users' is an Embedding with max_norm=0.5" in rank.output
+        assert "leave max_norm out" in rank.output
+    assert "Traceback" not in ended.said
+
+
+def test_one_process_may_shorten_rows(tmp_path: Path) -> None:
+    ended = train_world(tmp_path, 1, "max_norm=0.5", experiment=subjects.tables)
+    assert ended.codes == [0], ended.said
+
+
+def test_rows_that_are_not_trained_come_out_the_same_everywhere() -> None:
+    bag = torch.nn.EmbeddingBag(3, 2, max_norm=1.0)
+    with pytest.raises(EchelonError, match="the model is an EmbeddingBag with max_norm=1"):
+        require_same_rows(bag)
+    require_same_rows(bag.requires_grad_(False))

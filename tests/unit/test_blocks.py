@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import pytest
@@ -14,7 +15,9 @@ from echelon.errors import EchelonError
 from echelon.launch.inline import plan as inline_plan
 from echelon.launch.local import plan
 from echelon.launch.plan import Here
+from echelon.pulse import Pulse
 from echelon.train.blocks import blocks_of, recompute, require_blocks, require_shardable
+from echelon.train.compiled import Compiled
 from echelon.train.pieces import join, parts_and_pieces, piece_name, row_range
 from echelon.train.sharding import count_unused
 
@@ -85,6 +88,35 @@ def test_recomputed_layers_give_the_same_gradients_and_names() -> None:
     named = dict(plain.named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, named[name].grad, rtol=0, atol=0)
+
+
+def normed_layers() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers)
+
+
+def called_twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = (model(x) + model(x + 1)).square().sum()
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_recomputed_layers_count_a_batch_once(compiled: bool) -> None:
+    again, plain = normed_layers(), normed_layers()
+    recompute(blocks_of(again, []))
+    again[0][1].eval()  # its averages are used, and stay
+    plain[0][1].eval()
+    for one in (again, plain):
+        twice = partial(called_twice, one)
+        loss = Compiled(twice, Pulse(), "aot_eager") if compiled else twice
+        for batch in (1.0, 2.0):
+            loss(torch.linspace(-batch, 3, 8).view(4, 2)).backward()
+    assert int(plain[1][1].num_batches_tracked) == 4
+    for name, wanted in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], wanted), name
+    for p, q in zip(again.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
 
 
 def test_a_model_that_is_a_mere_list_cannot_be_sharded() -> None:

@@ -237,7 +237,12 @@ def test_a_section_is_not_a_value() -> None:
         (["trainer.clip=0"], "trainer.clip=0.0 is not above 0"),
         (["seed=-1"], "seed=-1 is below 0"),
         (["replica.devices=0"], "replica.devices=0 is below 1"),
+        (["replica.blocks=[A,B]"], "replica.blocks=[A,B] names the layers to shard or to compute"),
         (["replica.devices=2", "replica.kind=fsdp"], "replica.kind=fsdp shards layers"),
+        (
+            ["replica.kind=fsdp", "trainer.unused_parameters=true", "trainer.accumulate=2"],
+            "trainer.unused_parameters=true and trainer.accumulate=2",
+        ),
         (["replica.devices=2", "launch.share_devices=true"], "puts several processes on one"),
         (["replica.devices=2", "trainer.capture=always"], "trainer.capture=always is of one"),
         (

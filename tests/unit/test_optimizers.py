@@ -102,6 +102,19 @@ def test_a_snapshot_says_what_the_experiment_chose() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_of_a_snapshot_only_what_the_experiment_changed_is_not_taken() -> None:
+    """Others may be of a cycle, or count steps."""
+    then = experiment("AdamW", weight_decay=0.0)
+    saved = Ways(then.optimizer)
+    then.optimizer.param_groups[0] |= {"betas": (0.7, 0.9), "count": 3}
+    now = experiment("AdamW", weight_decay=0.5, foreach=True)
+    state = Ways(now.optimizer).changed(saved.plain(then.optimizer.state_dict()), saved.settings)
+    now.optimizer.load_state_dict(state)
+    [group] = now.optimizer.param_groups
+    assert (group["weight_decay"], group["foreach"]) == (0.5, True)
+    assert (group["betas"], group["count"]) == ((0.7, 0.9), 3)
+
+
 def resumed(model: dict[str, torch.Tensor], optimizer: dict[str, object]) -> Experiment:
     e = experiment("Adam")
     e.model.load_state_dict(model)

@@ -259,6 +259,78 @@ def test_the_same_step_damaged_is_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step-000000001"]
 
 
+# Returning to an older one -------------------------------------------------------------------
+
+
+def value(folder: Path) -> float:
+    return float(verify(folder).load("model")["w"][0])
+
+
+def save_after(root: Path, after: int, step: int, number: int, best: bool = False) -> Saved:
+    """Go on from the step `after`, and save a state that this number marks."""
+    writer = Writer(root, keep_last=9, after=after)
+    writer.save(step, tiny(number), {"step": step}, best=best)
+    return only(writer.close())
+
+
+@pytest.mark.parametrize("is_best", [False, True])
+def test_a_later_step_is_replaced_once_it_is_saved_again(tmp_path: Path, is_best: bool) -> None:
+    save(tmp_path, 1, 2, 3, 4, best=(1, 3))
+    saved = save_after(tmp_path, 2, 3, number=33, best=is_best)
+    assert (saved.error, saved.already) == (None, False)
+    assert [value(folder) for folder in listed(tmp_path)] == [1, 2, 33, 4]
+    assert best(tmp_path) == tmp_path / f"step-00000000{3 if is_best else 1}"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_no_mark_stays_on_what_is_not_the_best(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, best=(2,))
+    assert save_after(tmp_path, 1, 2, number=22).error is None
+    assert best(tmp_path) is None
+    Writer(tmp_path, after=2)
+    assert best(tmp_path) is None
+
+
+def test_what_this_run_saved_is_not_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    assert save_after(tmp_path, 3, 3, number=33).already
+    writer = Writer(tmp_path, after=1)
+    for number in (22, 222):
+        writer.save(2, tiny(number), {})
+    assert [saved.already for saved in writer.close()] == [False, True]
+    assert [value(folder) for folder in listed(tmp_path)] == [1, 22, 3]
+
+
+def test_killed_at_any_change_of_names_of_a_replacement(tmp_path: Path) -> None:
+    """The old one or the new one or none of that step, and a mark on the best of those there."""
+    save(tmp_path / "source", 1, 2, 3, best=(1, 3))
+    seen = set()
+    for k in range(1, 1000):
+        root = snapshot_kills.fresh(tmp_path / "source", tmp_path / "target")
+
+        def once(pipe: int, root: Path = root, k: int = k) -> None:
+            writer = Writer(root, 9, after=2)
+            snapshot_kills.kill_at_operation(k, ("mkdir", "rename", "unlink", "rmdir"))
+            writer.save(3, tiny(33), {})
+            writer.close()
+
+        child, reader = snapshot_kills.forked(once)
+        _, status = os.waitpid(child, 0)
+        os.close(reader)
+        step, damaged = found(root)
+        assert step in (2, 3)
+        assert not damaged
+        Writer(root, after=step)
+        there = [value(folder) for folder in listed(root)]
+        assert best(root) == root / ("step-000000003" if 3 in there else "step-000000001")
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+        seen.add(tuple(there))
+        if not os.WIFSIGNALED(status):
+            break
+    assert status == 0
+    assert seen == {(1, 2, 3), (1, 2), (1, 2, 33)}
+
+
 # Damage --------------------------------------------------------------------------------------
 
 FILES = ("model.pt", "rng.pt", "state.json", "manifest.json")

@@ -81,10 +81,20 @@ def cpu_faults(config: Config) -> list[Fault]:
 
 
 def _sharded(config: Config) -> Iterator[Fault]:
-    if config.replica.kind == "fsdp" and config.trainer.capture == "always":
+    if config.replica.kind != "fsdp":
+        return
+    if config.trainer.capture == "always":
         yield Fault(
             "trainer.capture=always, but replica.kind=fsdp has no step that could be captured",
             "leave one of the two out",
+        )
+    if config.trainer.unused_parameters and config.trainer.accumulate > 1:
+        yield Fault(
+            "trainer.unused_parameters=true and trainer.accumulate="
+            f"{config.trainer.accumulate}, but with replica.kind=fsdp torch knows what a layer "
+            "has not used only of a whole batch",
+            "set trainer.accumulate=1 with a smaller batch or replica.checkpoint=true, or leave "
+            "one of the others out",
         )
 
 
@@ -209,6 +219,12 @@ def _launch(config: Config) -> Iterator[Fault]:
 
 def _replica(config: Config) -> Iterator[Fault]:
     each, launch = config.replica.devices, config.launch
+    if config.replica.blocks and config.replica.kind == "ddp" and not config.replica.checkpoint:
+        yield Fault(
+            f"replica.blocks=[{','.join(config.replica.blocks)}] names the layers to shard or to "
+            "compute again, but replica.kind=ddp and replica.checkpoint=false do neither",
+            "add replica.kind=fsdp or replica.checkpoint=true, or leave replica.blocks out",
+        )
     if each <= 1:
         return
     if config.replica.kind == "fsdp":

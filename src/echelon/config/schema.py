@@ -116,9 +116,10 @@ class Trainer:
     batch_size: int = 32
     """Samples of one optimizer step over all processes together: the global batch."""
     accumulate: int = 1
-    """Pieces a process computes its share of a batch in, to fit memory; the numbers stay."""
+    """Pieces a process computes its share of a batch in, to fit memory; the numbers stay (but for
+    batch norms, which see one piece)."""
     clip: float | None = None
-    """Largest norm of the gradient of all parameters together."""
+    """Largest norm of the gradient of all trained parameters together."""
     schedule: str = "constant"
     """How the learning rate falls from its peak: constant, linear or cosine (to zero)."""
     warmup_steps: int = 0
@@ -136,7 +137,8 @@ class Trainer:
     log_steps: int = 10
     """Steps between two lines of metrics."""
     resume: str = "auto"
-    """`auto`: go on with this run's newest valid snapshot; `never`; or the path of a snapshot."""
+    """`auto`: go on with this run's newest valid snapshot; `never`; or a snapshot of any run, such
+    as runs/NAME/snapshots/best."""
     eval_batch_size: int | None = None
     """Samples one process evaluates at a time; default: the batch size."""
     unused_parameters: bool = False

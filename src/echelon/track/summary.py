@@ -34,7 +34,7 @@ def summary(
     if outcome is Exit.PREEMPTED:
         kept = "everything is saved" if unsaved is None else f"this step is not saved: {unsaved}"
         first = f"stopped by {reason} after step {step} of {total}; {kept}"
-    elif step == total and seconds < 0:
+    elif seconds < 0:
         first = f"nothing left to do: all {total} steps were already made"
     else:
         first = f"finished {total} steps in {seconds:.1f} s"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import EchelonError, Fault, nearest
@@ -53,7 +57,35 @@ def recompute(blocks: list[nn.Module]) -> None:
     By the instance's own `forward`, so that parameters keep their names.
     """
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(_recomputed, block, block.forward)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    plain = partial(checkpoint, forward, use_reentrant=False)
+    buffers = list(block.buffers())
+    if not buffers or torch.compiler.is_compiling():  # which writes buffers once by itself
+        return plain(*args, **named)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _Untouched(buffers)
+
+    return plain(*args, context_fn=contexts, **named)
+
+
+class _Untouched(AbstractContextManager[None]):
+    """Buffers are afterwards what they were: averages of batches count a batch once, though its
+    layer is computed twice."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, was in zip(self._buffers, self._kept, strict=True):
+            buffer.data.copy_(was)  # unseen by autograd, which has them for the backward pass
+        self._kept.clear()
 
 
 def require_blocks(blocks: list[nn.Module]) -> None:

@@ -7,21 +7,20 @@ compiled, and show whether a step does anything that a replay would not. All ran
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.config.schema import Trainer
 from echelon.data.batches import Batch, Cut, Source, TensorSource
 from echelon.errors import EchelonError, Fault
 from echelon.train.experiment import Experiment
 from echelon.train.graph import StepGraph
+from echelon.train.host_state import State, host_change, host_state
 from echelon.train.optimizers import capturable
 from echelon.train.tables import tables_of
 
@@ -41,20 +40,23 @@ class Capture:
         self,
         step: Step,
         forget: Callable[[], None],
-        model: nn.Module,
+        experiment: Experiment,
         source: TensorSource,
         trainer: Trainer,
         world_size: int,
+        row: int,
     ) -> None:
         self._step = step
         self._forget = forget
-        self._model = model
+        self._experiment = experiment
         self._source = source
         self._batch_size = trainer.batch_size
         self._must = trainer.capture == "always"
         self._world_size = world_size
+        self._row = row
+        """How many numbers are told of a step."""
         self._seen = 0
-        self._before: tuple[Any, ...] = ()
+        self._before: State | None = None
         self.graph: StepGraph | None = None
         self.given_up = False
 
@@ -65,7 +67,7 @@ class Capture:
         if self.graph is None:
             self._seen += 1
             if self._seen == _WARM:
-                self._before = _host_state(self._model)
+                self._before = host_state(self._experiment)
             if self._seen <= _WARM or not self._captured(batch, total):
                 return False
         assert self.graph is not None
@@ -73,7 +75,8 @@ class Capture:
         return True
 
     def _captured(self, cut: Cut, total: int) -> bool:
-        reason = _host_change(self._before, _host_state(self._model)) or _room()
+        assert self._before is not None
+        reason = host_change(self._before, host_state(self._experiment)) or _room()
         reason = of_all(reason, self._world_size)
         if reason is None:
             reason = of_all(self._tried(cut, total), self._world_size)
@@ -86,11 +89,10 @@ class Capture:
         def body(data: tuple[Tensor, ...]) -> Tensor:
             return self._step(data, cut.mine, total)
 
-        row = 1 if self._world_size == 1 else 4
         stream = torch.cuda.current_stream()
         try:
             capacity = self._source.largest_block(cut.mine)
-            self.graph = StepGraph(body, cut, capacity, row)
+            self.graph = StepGraph(body, cut, capacity, self._row)
         except Exception as error:  # whatever torch or the model says of it, the step is as before
             _leave(stream)
             self._forget()
@@ -139,11 +141,31 @@ def obstacle(
         return "the model's buffers are spread between ranks at every step"
     if world_size > 1 and trainer.unused_parameters:
         return "ranks may use different parameters (trainer.unused_parameters=true)"
+    if hooked := _hooked(experiment):
+        return f"{hooked} has hooks, which run on the host"
     scales = getattr(experiment.optimizer, "_step_supports_amp_scaling", False)
     if experiment.scaler is not None and not scales:
         name = type(experiment.optimizer).__name__
         return f"the host asks the scaler before every step of {name}, which is not fused"
     return capturable(experiment.optimizer, device)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooked(experiment: Experiment) -> str | None:
+    """Whose hooks would be called at the capture, and never again."""
+    if any(getattr(experiment.optimizer, hooks, None) for hooks in _STEP_HOOKS):
+        return "the optimizer"
+    for name, module in experiment.model.named_modules():
+        if any(getattr(module, hooks, None) for hooks in _HOOKS):
+            return f"the model's {name}" if name else "the model"
+    for name, p in experiment.model.named_parameters():
+        if any(getattr(p, hooks, None) for hooks in _GRADIENT_HOOKS):
+            return f"the model's {name}"
+    return None
 
 
 def not_captured(reason: str, must: bool) -> None:
@@ -160,31 +182,6 @@ def not_captured(reason: str, must: bool) -> None:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _host_state(model: nn.Module) -> tuple[Any, ...]:
-    """What a step can change on the host, which a graph would not: random numbers, and plain
-    attributes of modules. A step that changes it is not captured."""
-    attributes = {
-        (name, key): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
-    }
-    _, keys, *rest = np.random.get_state(legacy=True)
-    torch_ = torch.get_rng_state().numpy().tobytes()
-    drawn = (random.getstate(), np.asarray(keys).tobytes(), rest, torch_)
-    return attributes, drawn
-
-
-def _host_change(before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
-    """Why a step with these states around it cannot be captured."""
-    if before[1] != after[1]:
-        return "the step draws random numbers on the host"
-    for (name, key), value in after[0].items():
-        if before[0].get((name, key)) != value:
-            return f"the model's {'.'.join(filter(None, (name, key)))} changes from step to step"
-    return None
 
 
 def _room() -> str | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from echelon.data.batches import Source, WholeBatches
 from echelon.train.checks import made_later, named_metrics
 from echelon.train.experiment import Experiment, predict_default
-from echelon.train.group import Group
+from echelon.train.group import Group, same_buffers
+from echelon.train.modes import evaluating
 from echelon.train.precision import Precision
 
 Learned = list[dict[str, Tensor]]
@@ -51,12 +52,11 @@ class Evaluator:
 
     def __call__(self) -> dict[str, float]:
         """loss and metrics by name, on every rank."""
-        was_training = self.experiment.model.training
-        self.experiment.model.eval()
-        try:
+        # Averages of batches, which differ by rank until the next step: a snapshot has rank 0's,
+        # and what is said here is of that model.
+        same_buffers(list(self.experiment.model.buffers()))
+        with evaluating(self.experiment.model):
             learned = self._judge()
-        finally:
-            self.experiment.model.train(was_training)
         everything = self.group.gather(_pack(learned))
         results = self._merge([_unpack(raw) for raw in everything]) if everything else None
         told: dict[str, float] = self.group.broadcast_json(results)

@@ -32,7 +32,8 @@ Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
 class Experiment:
     """The parts to train, the same on every rank and at any scale.
 
-    model       what is trained. It is moved to its device for you.
+    model       what is trained. It is moved to its device for you, and put into training mode, but
+                for parts that are in eval mode and frozen.
     optimizer   of the model's parameters. Models with sparse embeddings take
                 echelon.optim.RowAdam or RowSGD.
     loss        loss(output, target) → one number: the mean over the samples of the batch.
@@ -211,6 +212,14 @@ def _check(made: Any, entry: str) -> None:
                 "the optimizer LBFGS computes the loss several times in a step (it takes a "
                 "closure), but a step here computes it once",
                 "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
+            )
+        )
+    if isinstance(made.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        faults.append(
+            Fault(
+                "the schedule ReduceLROnPlateau waits for a number of every evaluation, but a "
+                "schedule here is stepped once per optimizer step, without one",
+                "leave it out and set trainer.schedule=cosine, or give another scheduler",
             )
         )
     if not callable(made.loss):

@@ -38,6 +38,7 @@ _TELL_TIMEOUT_S = 60.0
 _PATIENT_S = 2.0
 """Who waits longer says what for."""
 _FOREVER_S = 365 * 86400.0
+_BUCKET_BYTES = 250 << 20
 
 
 class PeerFailed(Exception):
@@ -206,6 +207,13 @@ class Group:
             raw = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.broadcast(raw)
         return json.loads(raw.numpy().tobytes())
+
+
+def same_buffers(buffers: list[Tensor]) -> None:
+    """Rank 0's on every rank, as DDP does it: few messages, each of one device and type."""
+    if buffers and dist.is_initialized():
+        whole = dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(whole, buffers, _BUCKET_BYTES, 0)
 
 
 def meet(world: World, config: Config, env: Mapping[str, str]) -> Group:

@@ -24,6 +24,7 @@ from echelon.train.checks import no_such_best
 from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group, PeerFailed
+from echelon.train.looks import Looks
 from echelon.train.optimizers import Ways
 from echelon.train.profile import Profile
 from echelon.train.replica import Replica, Wishes
@@ -99,6 +100,7 @@ class Training:
     unsaved: str | None = None
     """Why the last state of the run is on no disk."""
 
+    looks: Looks = field(default_factory=Looks)
     _losses: list[float] = field(default_factory=list)
     _marked: deque[Line] = field(default_factory=deque)
     _evaluated_step: int | None = None
@@ -108,10 +110,7 @@ class Training:
         trainer = self.config.trainer
         self.size = len(self.source)
         self.steps_per_epoch = batches_per_epoch(self.size, trainer.batch_size)
-        epochs = trainer.epochs or 0
-        self.total_steps = (
-            trainer.steps if trainer.steps is not None else epochs * self.steps_per_epoch
-        )
+        self.total_steps = self._steps_in_all()
         self.speed = Speed([self.device])
         self._minutes = dict.fromkeys(("save", "evaluate"), time.monotonic())
 
@@ -130,6 +129,16 @@ class Training:
                     "keep the batch size, or take a snapshot of the end of an epoch",
                 )
             )
+        self.total_steps = self.schedule.total = self._steps_in_all()
+
+    def _steps_in_all(self) -> int:
+        """Those made, perhaps with batches of another size, and what is left of the epochs."""
+        trainer = self.config.trainer
+        if trainer.steps is not None:
+            return trainer.steps
+        epoch, offset = divmod(self.samples, self.size)
+        left = ((trainer.epochs or 0) - epoch) * self.steps_per_epoch
+        return self.step + max(0, left - offset // trainer.batch_size)
 
     # --- moving on ---
 
@@ -164,13 +173,12 @@ class Training:
 
     def wishes(self) -> Wishes:
         """Clocks differ between ranks, so rank 0's counts; a signal may reach any rank."""
-        stop = self.stop.requested
+        stop, look = self.stop.requested, self.looks.slow
         if self._no_minutes or self.group.world.rank != 0:
-            return _STOP if stop else _NOTHING
+            return Wishes(stop, look=look) if stop or look else _NOTHING
         trainer = self.config.trainer
-        return Wishes(
-            stop, self._late("save", trainer.save), self._late("evaluate", trainer.evaluate)
-        )
+        save = self._late("save", trainer.save)
+        return Wishes(stop, save, self._late("evaluate", trainer.evaluate), look)
 
     @property
     def _no_minutes(self) -> bool:
@@ -193,9 +201,10 @@ class Training:
         return -(-self.samples // self.size)
 
     def time_to_look(self) -> bool:
-        """Every step on a CPU; rarely on a GPU, and whenever something is due by its step."""
+        """Every step on a CPU; rarely on a GPU whose steps are quick, and whenever something is due
+        by its step."""
         every = self.replica.read_every
-        return every == 1 or self.step % every == 0 or self._something_due()
+        return every == 1 or self.looks.due(self.step, every) or self._something_due()
 
     def _something_due(self) -> bool:
         trainer = self.config.trainer
@@ -208,7 +217,7 @@ class Training:
             return True
         if every.steps is not None and self.step % every.steps == 0:
             return True
-        return every.epochs is not None and self.step % (every.epochs * self.steps_per_epoch) == 0
+        return every.epochs is not None and self.samples % (every.epochs * self.size) == 0
 
     def due_log(self) -> bool:
         return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps
@@ -224,7 +233,10 @@ class Training:
             self._losses.append(loss)
             if self._marked and self._marked[0]["step"] == step:
                 self._write(self._marked.popleft() | speed)
-        return told[-1].wishes if len(told) == 1 else _any(told)
+        wishes = told[-1].wishes if len(told) == 1 else _any(told)
+        if self.replica.read_every > 1:
+            self.looks.looked(self.step, wishes)
+        return wishes
 
     def _not_finite(self, loss: float, step: int) -> Exception:
         """Rank 0 knows what was saved, so it speaks for all."""
@@ -340,7 +352,7 @@ class Training:
         return {title: text for t in closing for title, text in t.close(outcome).items()}
 
 
-_NOTHING, _STOP = Wishes(), Wishes(stop=True)
+_NOTHING = Wishes()
 
 
 def _any(told: list[Any]) -> Wishes:

@@ -3,6 +3,7 @@ can hold its step. What it computes is the experiment's; snapshots never say how
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -99,6 +100,22 @@ class Ways:
         self._wanted = [
             {key: group[key] for key in _HOW if key in group} for group in optimizer.param_groups
         ]
+        self.settings = [
+            {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "lr")}
+            for group in optimizer.param_groups
+        ]
+        """As the experiment gave them. Schedules, and some optimizers, change theirs later."""
+
+    def changed(self, state: dict[str, Any], then: list[dict[str, Any]]) -> dict[str, Any]:
+        """The state dict of a snapshot, with the settings that the experiment gives otherwise than
+        it did `then`. The rest is as it was left: it may be of a cycle, or count steps."""
+        if not len(then) == len(self.settings) == len(state["param_groups"]):
+            return state  # of another model; torch says so
+        groups = [
+            {**group, **{k: v for k, v in now.items() if k not in was or _differs(v, was[k])}}
+            for group, now, was in zip(state["param_groups"], self.settings, then, strict=True)
+        ]
+        return {**state, "param_groups": groups}
 
     def plain(self, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state dict as the experiment would have it on any device."""
@@ -107,3 +124,9 @@ class Ways:
             for group, wanted in zip(state["param_groups"], self._wanted, strict=True)
         ]
         return {**state, "param_groups": groups}
+
+
+def _differs(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return not torch.equal(a.cpu(), b.cpu())
+    return bool(a != b)

@@ -11,6 +11,7 @@ from torch import nn
 
 from echelon.config.schema import Config
 from echelon.data.batches import TensorSource, WholeBatches, source_of
+from echelon.errors import EchelonError, Fault
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
@@ -23,18 +24,21 @@ from echelon.train.evaluate import Evaluator
 from echelon.train.experiment import Experiment, build_experiment
 from echelon.train.group import Group
 from echelon.train.loop import Training
+from echelon.train.modes import begin_training
 from echelon.train.optimizers import Ways, follow, fuse
 from echelon.train.output import Output
 from echelon.train.precision import Precision
 from echelon.train.profile import profile_of
 from echelon.train.replica import Replica
 from echelon.train.resume import choose
+from echelon.train.same_data import require_same_data
 from echelon.train.schedule import Schedule
 from echelon.train.shards import ShardedWriter, collect_rows, collect_whole, folder_is_shared
 from echelon.train.speed import speed_of
 from echelon.train.stages import Sample, Stage, accept, described, devices_of, place
 from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
+from echelon.train.tables import require_same_rows
 from echelon.train.writer import Writer
 from echelon.world import World
 
@@ -54,6 +58,9 @@ def prepare(
     entry = run.entry(config, world.node_rank)
     experiment, by_hand = build_experiment(entry, config.settings, devices)
     require_best(trainer.best, experiment)
+    if world.size > 1:
+        _require_real(experiment.model)
+        require_same_rows(experiment.model)
     speed = speed_of(experiment, config, group)  # whose model is as the user gave it
     sharded = config.replica.kind == "fsdp"
     # Shards go to their device block by block, as all of them together need not fit.
@@ -66,6 +73,7 @@ def prepare(
     source = source_of(experiment.train_data, "train_data", trainer.loader_workers, device)
     evaluator = _evaluator(experiment, config, group, devices, pulse, precision)
     group.all_ready("built", _BUILD_TIMEOUT_S)
+    require_same_data(experiment, group)
     group.open(_backend(device, config.launch.share_devices))
     seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
     training = Training(
@@ -89,15 +97,17 @@ def prepare(
     training.speed = speed
     fuse(experiment, device)
     if world.rank == 0:
-        training.writer = Writer(run.snapshots, trainer.keep_last)
+        training.writer = Writer(run.snapshots, trainer.keep_last, after=training.step)
     if sharded:
         _shard(training, blocks, precision)
     else:
         training.replica = replica = Replica(experiment, world, device, trainer, precision, pulse)
         replica.capture = _capture(training, replica)
-    experiment.model.train()
+    begin_training(experiment.model)
     if world.rank == 0:
         _say(_opening(training, stages))
+        if trainer.compile and training.step < training.total_steps:
+            _say("compiling within the first steps, which takes a while")
         training.trackers = trackers(config, run, training.step)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
@@ -119,11 +129,25 @@ def _place(experiment: Experiment, config: Config, world: World, by_hand: bool) 
     return place(experiment, world.devices, devices, Sample(few.data, share / few.mine))
 
 
+def _require_real(model: nn.Module) -> None:
+    faults = [
+        Fault(
+            f"the model's {name} is complex, which one process alone can train: gradients are "
+            "sent as real numbers",
+            "hold it as two real parts and put them together in forward: torch.view_as_complex",
+        )
+        for name, p in model.named_parameters()
+        if p.is_complex()
+    ]
+    if faults:
+        raise EchelonError(*faults)
+
+
 def _capture(t: Training, replica: Replica) -> Capture | None:
     """The step as a CUDA graph, where it is wished and can be."""
     trainer, size = t.config.trainer, t.group.world.size
     must, left = trainer.capture == "always", t.total_steps - t.step
-    if trainer.capture == "never" or left == 0 or (not must and t.device.type != "cuda"):
+    if trainer.capture == "never" or left <= 0 or (not must and t.device.type != "cuda"):
         return None
     reason = too_few(left, must)
     if len(t.group.world.devices) > 1:
@@ -132,8 +156,8 @@ def _capture(t: Training, replica: Replica) -> Capture | None:
         reason = "ranks that share a GPU send each other their gradients through the host"
     reason = of_all(reason or obstacle(t.experiment, t.source, t.device, size, trainer), size)
     if reason is None and isinstance(t.source, TensorSource):
-        model = t.experiment.model
-        return Capture(replica.whole_step, replica.forget, model, t.source, trainer, size)
+        told, e = replica.numbers_told, t.experiment
+        return Capture(replica.whole_step, replica.abandon, e, t.source, trainer, size, told)
     not_captured(reason or "", must)
     return None
 
@@ -174,7 +198,8 @@ def _go_on(training: Training) -> None:
     if info is None:
         return
     parts = {p: snapshot.load(p) for p in ("optimizer", "rng")} if snapshot else {}
-    restore(training.experiment, parts, group)
+    given = training.config.trainer.resume != "auto"
+    restore(training.experiment, training.ways, parts, group, given)
     training.take_up(info)
 
 
@@ -183,7 +208,7 @@ def _blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     choice = config.replica
     if choice.kind == "fsdp":
         require_shardable(experiment.model)
-    if choice.kind != "fsdp" and not choice.checkpoint and not choice.blocks:
+    if choice.kind != "fsdp" and not choice.checkpoint:
         return []
     blocks = blocks_of(experiment.model, choice.blocks)
     if choice.checkpoint:

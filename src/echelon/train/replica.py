@@ -38,7 +38,8 @@ from echelon.train.tables import RowExchange, sparse_grad, tables_of
 from echelon.train.update import stepped_by, update
 from echelon.world import World
 
-READ_EVERY_CUDA = 16
+READ_EVERY = {"cpu": 1, "cuda": 16}
+"""Steps. Reading a number back makes the host wait for the device; ranks must read together."""
 _UNREDUCED = "Expected to have finished reduction in the prior iteration"
 """How torch's DDP begins to say it."""
 
@@ -53,6 +54,8 @@ class Wishes(NamedTuple):
     stop: bool = False
     save: bool = False
     evaluate: bool = False
+    look: bool = False
+    """To read what is told after every step."""
 
 
 _NONE = Wishes()
@@ -107,11 +110,13 @@ class Replica:
 
     @property
     def read_every(self) -> int:
-        """Reading a number back makes the host wait for the device; ranks must read together."""
-        if self.device.type == "cpu":
-            return 1
         captured = self.capture is not None and self.capture.graph is not None
-        return RING if captured and self.world_size == 1 else READ_EVERY_CUDA
+        return RING if captured and self.world_size == 1 else READ_EVERY[self.device.type]
+
+    @property
+    def numbers_told(self) -> int:
+        """Of a step: the loss, and with several ranks what they wish."""
+        return 1 if self.world_size == 1 else self._objective.control.numel()
 
     def step(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
@@ -143,6 +148,12 @@ class Replica:
     def forget(self) -> None:
         for p in self._graded:
             p.grad = None
+
+    def abandon(self) -> None:
+        """After a step that failed halfway: nothing of it is in the next one."""
+        self.forget()
+        if self.experiment.scaler is not None:  # it knows whose gradients are unscaled already
+            self.experiment.scaler._per_optimizer_states.clear()
 
     def _clip_to(self, most: float) -> None:
         grads = [p.grad for p in self._stepped if p.grad is not None]

@@ -8,7 +8,7 @@ from pathlib import Path
 from echelon.config.schema import Config, differences
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.runs import Run, require_same_numbers
-from echelon.train.snapshots import Snapshot, SnapshotDamaged, newest, verify
+from echelon.train.snapshots import BEST, Snapshot, SnapshotDamaged, best, newest, verify
 
 
 def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | None:
@@ -32,7 +32,7 @@ def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | N
 def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
     """A snapshot of any run by its path: what differs is said, and is the user's wish."""
     try:
-        snapshot = verify(path)
+        snapshot = verify(best(path.parent) or path if path.name == BEST else path)
     except SnapshotDamaged as error:
         raise EchelonError(
             Fault(
@@ -44,4 +44,5 @@ def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
     different = differences(snapshot.info.get("config", {}), config.numbers())
     for key, (then, now) in different.items():
         say(f"note: {key}={now}, in the snapshot it was {then}")
+    say(f"going on from {snapshot.folder} after step {snapshot.step}")
     return snapshot

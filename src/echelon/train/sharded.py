@@ -25,14 +25,14 @@ from echelon.data.batches import Batch, Cut, Source
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.pulse import Pulse
 from echelon.train.experiment import Experiment, predict_default
+from echelon.train.group import same_buffers
 from echelon.train.number import judged
 from echelon.train.precision import Precision
-from echelon.train.replica import READ_EVERY_CUDA, Told, Wishes, in_pieces, read_all
+from echelon.train.replica import READ_EVERY, Told, Wishes, in_pieces, read_all
 from echelon.train.speed import Moments
 from echelon.train.update import stepped_by, update
 from echelon.world import World
 
-_BUCKET_BYTES = 250 << 20
 _SPARE_SAMPLES = 2
 """One would be too few for layers that want a variance."""
 
@@ -80,7 +80,7 @@ class ShardedReplica:
         self._clip = None if most is None else partial(self._clip_to, most)
         self.accumulate = trainer.accumulate
         self.world_size = world.size
-        self.read_every = 1 if device.type == "cpu" else READ_EVERY_CUDA
+        self.read_every = READ_EVERY[device.type]
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self._stepped = stepped_by(experiment.optimizer)
         self._root: FSDPModule = experiment.model
@@ -135,7 +135,7 @@ class ShardedReplica:
         return told
 
     def _backward(self, batch: Batch | Cut, total: int, wishes: Wishes) -> None:
-        self._same_buffers()
+        same_buffers(self._buffers)  # before every step, as DDP does
         agreed = self._wish(wishes)
         pieces = in_pieces(batch.data, batch.mine, self.accumulate)
         for i, (data, mine) in enumerate(pieces):
@@ -177,12 +177,6 @@ class ShardedReplica:
             self._signal[:-1] = torch.tensor([float(w) for w in wishes])
             self._wished = wishes
         return self._signal.clone()
-
-    def _same_buffers(self) -> None:
-        """Rank 0's, before every step, as DDP does."""
-        if self._buffers:
-            group = dist.distributed_c10d._get_default_group()
-            dist._broadcast_coalesced(group, self._buffers, _BUCKET_BYTES, 0)
 
     def _clip_to(self, most: float) -> None:
         grads = [p.grad for p in self._stepped if p.grad is not None]

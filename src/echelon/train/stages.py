@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from echelon.errors import EchelonError, Fault
 from echelon.letters import spread
 from echelon.train.experiment import Experiment, predict_default
+from echelon.train.modes import evaluating
 from echelon.world import World
 
 _TAKE_THEM = "place the layers yourself: def experiment(cfg, devices): …"
@@ -354,14 +355,11 @@ def _pretend(experiment: Experiment, sample: Sample, device: torch.device) -> No
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = experiment.model
-    was_training = model.training
-    model.eval()  # in training, layers count their batches even so
-    try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            batch = tree_map_only(Tensor, lambda t: mode.from_tensor(t.to(device)), sample.data)
-            (experiment.predict or predict_default)(model, batch)
-    finally:
-        model.train(was_training)
+    pretending = FakeTensorMode(allow_non_fake_inputs=True)
+    # In training, layers count their batches even so.
+    with evaluating(model), torch.no_grad(), pretending as mode:
+        batch = tree_map_only(Tensor, lambda t: mode.from_tensor(t.to(device)), sample.data)
+        (experiment.predict or predict_default)(model, batch)
 
 
 def _require_apart(experiment: Experiment, devices: Sequence[torch.device], sample: Sample) -> None:

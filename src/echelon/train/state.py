@@ -76,7 +76,10 @@ def collect(experiment: Experiment, ways: Ways, group: Group) -> dict[str, Any]:
 
 def parts_of(experiment: Experiment, ways: Ways) -> dict[str, Any]:
     """What is the same on every rank, or held by all of them together."""
-    optimizer = {"optimizer": ways.plain(experiment.optimizer.state_dict())}
+    optimizer: dict[str, Any] = {
+        "optimizer": ways.plain(experiment.optimizer.state_dict()),
+        "settings": ways.settings,
+    }
     if experiment.schedule is not None:
         optimizer["schedule"] = experiment.schedule.state_dict()
     if experiment.scaler is not None:
@@ -84,12 +87,24 @@ def parts_of(experiment: Experiment, ways: Ways) -> dict[str, Any]:
     return {"model": experiment.model.state_dict(), "optimizer": optimizer}
 
 
-def restore(experiment: Experiment, parts: Mapping[str, Any], group: Group) -> None:
-    """Load what rank 0 read into every rank."""
+def restore(
+    experiment: Experiment, ways: Ways, parts: Mapping[str, Any], group: Group, given: bool
+) -> None:
+    """Load what rank 0 read into every rank. Of a snapshot that was `given` by its path, what the
+    experiment has set otherwise since is not taken."""
     optimizer = _spread(parts.get("optimizer"), group)
-    experiment.optimizer.load_state_dict(optimizer["optimizer"])
+    state, then = optimizer["optimizer"], optimizer.get("settings", ways.settings)
+    if given:
+        state = ways.changed(state, then)
+    else:
+        ways.settings = then  # which go on to hold
+    rates = [group["lr"] for group in experiment.optimizer.param_groups]
+    experiment.optimizer.load_state_dict(state)
     if experiment.schedule is not None and "schedule" in optimizer:
         experiment.schedule.load_state_dict(optimizer["schedule"])
+    elif given:  # a schedule that is new begins with the experiment's rates
+        for settings, rate in zip(experiment.optimizer.param_groups, rates, strict=True):
+            settings["lr"] = rate
     if experiment.scaler is not None and "scaler" in optimizer:
         experiment.scaler.load_state_dict(optimizer["scaler"])
     rng = _spread(parts.get("rng"), group)["ranks"]

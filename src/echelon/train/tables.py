@@ -35,6 +35,26 @@ def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if id(p) in wanted}
 
 
+def require_same_rows(model: nn.Module) -> None:
+    """Every rank would shorten the rows it looks up, and only in its own copy. Of a table that is
+    not trained, all come out the same whoever shortens them."""
+    faults = [
+        Fault(
+            (f"the layer {name!r}" if name else "the model")
+            + f" is an {type(module).__name__} with max_norm={module.max_norm:g}, which shortens "
+            "the rows that a process looks up in its own copy alone, so with several processes the "
+            "copies would drift apart",
+            "leave max_norm out, or normalize what was looked up in the model's forward",
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.max_norm is not None
+        and module.weight.requires_grad
+    ]
+    if faults:
+        raise EchelonError(*faults)
+
+
 def sparse_grad(numbers: Tensor, values: Tensor, table: Tensor) -> Tensor:
     """Not marked as coalesced, which would promise that the numbers are sorted."""
     return torch.sparse_coo_tensor(numbers[None], values, table.shape, check_invariants=False)

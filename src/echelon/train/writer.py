@@ -93,9 +93,12 @@ class Writer:
 
     Errors of the disk never raise here; they come out of :meth:`finished` as sentences, and
     the snapshots there were before still stand.
+
+    `after` is the step the run goes on from. Folders of later steps were left behind when it
+    returned there: they stand until their step is saved again, and are replaced then.
     """
 
-    def __init__(self, root: Path, keep_last: int = 3) -> None:
+    def __init__(self, root: Path, keep_last: int = 3, after: int | None = None) -> None:
         if keep_last < 1:
             raise EchelonError(
                 Fault(f"keep_last={keep_last}: a run needs a snapshot.", "set it to 1 or more.")
@@ -105,7 +108,9 @@ class Writer:
         self._stage = Stage()
         self._thread: threading.Thread | None = None
         self._results: deque[Saved] = deque()
-        _open(self._root)
+        self._after = after
+        _open(self._root, after)
+        self._left_behind = {f for f in listed(self._root) if not _up_to(after, f)}
 
     def save(
         self,
@@ -175,15 +180,19 @@ class Writer:
 
     def _store(self, draft: _Draft) -> Saved:
         folder = self._root / folder_name(draft.step)
-        already = _is_valid(folder)
+        already = folder not in self._left_behind and _is_valid(folder)
+        was_best = best(self._root) == folder
         if not already:
             _write_snapshot(folder, draft)
+            self._left_behind.discard(folder)
         else:
             _abandon(draft.begun)
         seconds = time.monotonic() - draft.began
         try:
             if draft.best:
                 _mark_best(folder)
+            elif was_best and not already:
+                _recover_best(self._root, self._after)
             _prune(self._root, draft.step, self._keep_last)
         except OSError as error:
             late = (
@@ -214,7 +223,7 @@ def sentence(root: Path, error: OSError) -> str:
     return f"{reason(error)}: {path}"
 
 
-def _open(root: Path) -> None:
+def _open(root: Path, after: int | None) -> None:
     """Make the folder, and finish what a killed writer left undone."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -227,7 +236,7 @@ def _open(root: Path) -> None:
         _delete(root / name)
     # Whether this works is said by the first save.
     with contextlib.suppress(OSError):
-        _recover_best(root)
+        _recover_best(root, after)
 
 
 def _check_names(step: int, parts: Mapping[str, Any]) -> None:
@@ -284,7 +293,9 @@ def _write_snapshot(folder: Path, draft: _Draft) -> None:
         manifest = Manifest(draft.step, draft.best, files)
         _write_bytes(beside / MANIFEST, render_manifest(manifest))
         flush_folder(beside)
-        if os.path.lexists(folder):  # damaged, or it would have been left as it is
+        if os.path.lexists(folder):  # damaged or left behind, else it would have been kept
+            if best(root) == folder and not draft.best:
+                _unmark_best(root)  # first: a kill must not leave the mark on the new one
             aside = _hide(folder)
         os.rename(beside, folder)
         flush_folder(root)
@@ -423,14 +434,24 @@ def _mark_best(folder: Path) -> None:
         raise
 
 
-def _recover_best(root: Path) -> None:
+def _unmark_best(root: Path) -> None:
+    (root / BEST).unlink()
+    flush_folder(root)
+
+
+def _recover_best(root: Path, after: int | None) -> None:
     """A kill between the rename of a snapshot and its mark as the best must not lose the mark."""
-    last = next(filter(_says_best, reversed(listed(root))), None)
+    folders = [folder for folder in listed(root) if _up_to(after, folder)]
+    last = next(filter(_says_best, reversed(folders)), None)
     if last is None or last == best(root):
         return
     # By time, not by step: after a return to an older snapshot the lower step is the later one.
     if best(root) is None or (root / BEST).stat().st_mtime < (last / MANIFEST).stat().st_mtime:
         _mark_best(last)
+
+
+def _up_to(step: int | None, folder: Path) -> bool:
+    return step is None or (step_of(folder.name) or 0) <= step
 
 
 def _says_best(folder: Path) -> bool:

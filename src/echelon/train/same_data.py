@@ -1,0 +1,63 @@
+"""Every rank cuts its share out of data that it holds itself, so all must hold the same.
+
+Data that is drawn when a file is imported differs between ranks that torchrun or Slurm started:
+some samples would be trained on twice and some never, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.train.experiment import Experiment
+from echelon.train.group import Group
+
+_COMPARED_S = 600.0
+_HINT = (
+    "read it from a file, or draw it within the experiment's function, before which every process "
+    "is seeded alike"
+)
+
+
+def require_same_data(experiment: Experiment, group: Group) -> None:
+    """By their number, and where they are tensors by the first and the last of them."""
+    if group.store is None:
+        return
+    mine = {name: _told(getattr(experiment, name)) for name in ("train_data", "eval_data")}
+    theirs = json.loads(group.share("data", json.dumps(mine)))
+    faults = [
+        Fault(
+            f"{name} is not the same on all ranks: {_difference(mine[name], theirs[name])}", _HINT
+        )
+        for name in mine
+        if mine[name] != theirs[name]
+    ]
+    if faults:
+        raise EchelonError(*faults, exit=Exit.USAGE)
+    group.all_ready("given the same data", _COMPARED_S)
+
+
+def _told(data: Any) -> list[Any]:
+    if data is None:
+        return [0, ""]
+    tensors = [data] if isinstance(data, Tensor) else data if isinstance(data, Sequence) else []
+    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+        return [len(data), ""]
+    ends = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        for end in (t[:1], t[-1:]):
+            ends.update(f"{end.dtype} {tuple(end.shape)}".encode())
+            ends.update(end.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [len(tensors[0]), ends.hexdigest()]
+
+
+def _difference(mine: list[Any], theirs: list[Any]) -> str:
+    if mine[0] != theirs[0]:
+        return f"{mine[0]:,} samples here, {theirs[0]:,} on rank 0"
+    return "its first or last sample is another one than on rank 0"
