@@ -636,16 +636,16 @@ def test_parameters_that_no_loss_needs(tmp_path: Path) -> None:
             "torch.full((8, 4), os.getpid())",
             "its first or last sample is another one than on rank 0",
         ),
+        ("torch.full((8, 4), os.getpid()).numpy()[::-1]", "its first or last sample is another"),
         ("torch.ones(9 - int('rank=0' in sys.argv), 4)", "9 samples here, 8 on rank 0"),
     ],
 )
 def test_data_that_differs_between_ranks(drawn: str, said: str, tmp_path: Path) -> None:
     """As it does when it is drawn while torchrun's processes start."""
-    _write(
-        tmp_path,
-        f"import os, sys, torch\nx = {drawn}\n"
-        + GOOD.replace("    x = torch.ones", "    torch.ones"),
+    of_file = GOOD.replace("    x = torch.ones", "    torch.ones").replace(
+        SHORT, "train_data=(x, x)"
     )
+    _write(tmp_path, f"import os, sys, torch\nx = {drawn}\n{of_file}")
     own = ["experiment=own.py:experiment", "trainer.batch_size=4"]
     words = [*own, "world_size=2", f"master=127.0.0.1:{launching.free_port()}"]
     commands = [[*ECHELON, "train", f"rank={rank}", *words] for rank in (0, 1)]

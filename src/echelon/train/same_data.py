@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from echelon.data.batches import columns_of
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.train.experiment import Experiment
 from echelon.train.group import Group
@@ -46,15 +46,23 @@ def require_same_data(experiment: Experiment, group: Group) -> None:
 def _told(data: Any) -> list[Any]:
     if data is None:
         return [0, ""]
-    tensors = [data] if isinstance(data, Tensor) else data if isinstance(data, Sequence) else []
-    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+    tensors = columns_of(data)
+    if tensors is None:
         return [len(data), ""]
     ends = hashlib.blake2b(digest_size=8)
     for t in tensors:
         for end in (t[:1], t[-1:]):
             ends.update(f"{end.dtype} {tuple(end.shape)}".encode())
-            ends.update(end.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            ends.update(_bytes(end))
     return [len(tensors[0]), ends.hexdigest()]
+
+
+def _bytes(rows: Any) -> bytes:
+    """Of a tensor, also in a type that numpy does not know, or of an array."""
+    if isinstance(rows, Tensor):
+        rows = rows.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    raw: bytes = rows.tobytes()
+    return raw
 
 
 def _difference(mine: list[Any], theirs: list[Any]) -> str:
