@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,9 @@ def main() -> None:
 
 def guarded(verb: Callable[[], int]) -> int:
     """A user's mistake is a sentence and an exit code, never a traceback of ours."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C has no letter for │ or ×
+            stream.reconfigure(errors="replace")
     try:
         return int(verb())
     except EchelonError as error:
