@@ -16,7 +16,7 @@ from typing import Any
 from echelon.config import bundled
 from echelon.config.check import NAME_CHARACTERS, name_fault
 from echelon.config.schema import Config, build, differences
-from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
 
 SUBMISSION = "submission.json"
 
@@ -237,7 +237,7 @@ def _make_folder(run: Run, config: Config) -> None:
             Fault(
                 f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
                 f"{(error.strerror or str(error)).lower()}",
-                "free some space, or give another place with run.dir=PATH",
+                elsewhere(error, "run.dir=PATH"),
             )
         ) from error
 

@@ -259,7 +259,7 @@ def test_a_snapshot_by_its_path_with_another_batch(tmp_path: Path, stopped: Trai
 def test_no_snapshot_at_the_path(tmp_path: Path) -> None:
     ended = train_world(tmp_path, 1, *SHORT, f"trainer.resume={tmp_path / 'nowhere'}")
     assert ended.codes == [3]
-    assert f"trainer.resume={tmp_path / 'nowhere'} is no valid snapshot" in ended.said
+    assert f"trainer.resume={tmp_path / 'nowhere'}: there is no such folder" in ended.said
 
 
 def test_never_sets_the_old_run_aside(

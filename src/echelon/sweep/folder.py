@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
 from echelon.runs import Run, write_json
 from echelon.sweep import marked
 from echelon.sweep.file import Metric, SweepFile, understood
@@ -132,7 +132,7 @@ def not_writable(folder: Path, error: OSError) -> EchelonError:
     return EchelonError(
         Fault(
             f"the sweep's folder {folder} cannot be written: {(error.strerror or '').lower()}",
-            "free some space, or give another place with --dir PATH",
+            elsewhere(error, "--dir PATH"),
         )
     )
 

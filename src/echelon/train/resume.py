@@ -31,6 +31,14 @@ def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | N
 
 def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
     """A snapshot of any run by its path: what differs is said, and is the user's wish."""
+    if not path.is_dir():
+        raise EchelonError(
+            Fault(
+                f"trainer.resume={path}: there is no such folder",
+                "write auto, never, or a folder such as runs/NAME/snapshots/step-000000100",
+            ),
+            exit=Exit.NOT_FOUND,
+        )
     try:
         snapshot = verify(path)
     except SnapshotDamaged as error:
