@@ -39,6 +39,7 @@ def guarded(verb: Callable[[], int]) -> int:
             print(f"error: {fault}", file=sys.stderr)
         return error.exit
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
     except BrokenPipeError:  # `echelon … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -114,6 +114,7 @@ class Rank:
         except BaseException as error:
             return self._fail(error)
         finally:
+            self.stop.over = True
             if self.training is not None and self.training.profile is not None:
                 self.training.profile.close()
             self.output.close()
