@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -25,17 +26,28 @@ def main() -> None:
 
 def guarded(verb: Callable[[], int]) -> int:
     """A user's mistake is a sentence and an exit code, never a traceback of ours."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C has no letter for │ or ×
+            stream.reconfigure(errors="replace")
+    code: int = Exit.OK
     try:
-        return int(verb())
+        code = int(verb())
+        sys.stdout.flush()  # here, where a reader that has left is no error
+        return code
     except EchelonError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         return error.exit
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
     except BrokenPipeError:  # `echelon … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.OK
+        return code
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # how rich takes the same
+            return Exit.OK
+        raise
     except Exception as error:  # a user's file that cannot be imported, or a fault of ours
         from echelon.failure import users_traceback
 

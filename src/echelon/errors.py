@@ -7,6 +7,7 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
@@ -59,14 +60,27 @@ class EchelonError(Exception):
         self.exit = exit
 
 
+def elsewhere(error: OSError, setting: str) -> str:
+    """What to do where a folder cannot be written; only a disk that is full wants space."""
+    place = f"give another place with {setting}"
+    return f"free some space, or {place}" if error.errno in _FULL else place
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MANY = 12
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that lists the known names, the nearest first."""
+    """A hint that lists the known names, the nearest first; of many, where some are near, those."""
     import difflib  # every command comes by here, and few guess
 
     names = sorted(known)
     as_written = {n.lower(): n for n in names}
     alike = difflib.get_close_matches(name.lower(), as_written, n=3, cutoff=0.5)
     close = [as_written[n] for n in alike]
+    if close and len(names) > _MANY:
+        others = f" also like it: {', '.join(close[1:])}" if close[1:] else ""
+        return f"did you mean {close[0]!r}?{others}"
     rest = [n for n in names if n not in close]
-    listed = ", ".join((close + rest)[:12]) + (", …" if len(names) > 12 else "")
+    listed = ", ".join((close + rest)[:_MANY]) + (", …" if len(names) > _MANY else "")
     return f"did you mean {close[0]!r}? known: {listed}" if close else f"known: {listed}"

@@ -47,6 +47,8 @@ def from_exception(error: BaseException, rank: int, step: int | None, hint: str 
     if isinstance(error, EchelonError):
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
         return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(rank, socket.gethostname(), step, "interrupted", "", Exit.INTERRUPTED)
     summary = traceback.format_exception_only(error)[-1].strip()
     detail = users_traceback(error) + (f"  hint: {hint}\n" if hint else "")
     return Failure(rank, socket.gethostname(), step, summary, detail)

@@ -24,6 +24,11 @@ def spread(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names) if len(names) <= most else f"{names[0]} … {names[-1]}"
 
 
+def counted(number: int, what: str) -> str:
+    """1 step, 1,000 steps."""
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
 def duration(seconds: float) -> str:
     """The two largest units, or one: 42s, 7m, 3h05, 2d."""
     minutes = int(seconds) // 60

@@ -16,7 +16,7 @@ from typing import Any
 from echelon.config import bundled
 from echelon.config.check import NAME_CHARACTERS, name_fault
 from echelon.config.schema import Config, build, differences
-from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
 
 SUBMISSION = "submission.json"
 
@@ -123,7 +123,7 @@ class Run:
 
     def job(self) -> str:
         with contextlib.suppress(OSError):
-            return self.job_file.read_text().strip()
+            return self.job_file.read_text(encoding="utf-8").strip()
         return ""
 
     @property
@@ -138,7 +138,7 @@ class Run:
 
     def wandb_id(self) -> str | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads(self.wandb_file.read_text())["id"])
+            return str(json.loads(self.wandb_file.read_text(encoding="utf-8"))["id"])
         return None
 
     def mark_file(self, tracker: str) -> Path:
@@ -163,7 +163,7 @@ class Run:
 
     def config(self) -> Config:
         try:
-            return build(json.loads(self.config_file.read_text()))
+            return build(json.loads(self.config_file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise EchelonError(
                 Fault(
@@ -175,7 +175,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         try:
-            loaded = json.loads(self.status_file.read_text())
+            loaded = json.loads(self.status_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return loaded if isinstance(loaded, dict) else {}
@@ -189,7 +189,7 @@ class Run:
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write beside and rename: a reader sees the old text or the new, never a half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    beside.write_text(json.dumps(data, indent=2) + "\n")
+    beside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     beside.replace(path)
 
 
@@ -256,7 +256,7 @@ def _make_folder(run: Run, config: Config) -> None:
             Fault(
                 f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
                 f"{(error.strerror or str(error)).lower()}",
-                "free some space, or give another place with run.dir=PATH",
+                elsewhere(error, "run.dir=PATH"),
             )
         ) from error
 

@@ -54,6 +54,15 @@ REFUSED = {
     "trainer.epochs=-1": ("trainer.epochs=-1", "0 or more"),
     "trainer.schedule=cosin": ("trainer.schedule=cosin", "'cosine'"),
     "trainer.best_is=most": ("trainer.best_is=most", "min"),
+    "trainer.steps=0": ("trainer.steps=0", "1 or more"),
+    "trainer.clip=nan": ("trainer.clip=nan", "finite"),
+    "trainer.clip=inf": ("trainer.clip=inf", "finite"),
+    "trainer.save.minutes=inf": ("trainer.save.minutes=inf", "finite"),
+    "launch.hang_s=nan": ("launch.hang_s=nan", "finite"),
+    "lr=nan": ("lr=nan", "finite"),
+    "noise=inf": ("noise=inf", "finite"),
+    "run.dir=/proc/runs": ("/proc/runs", "directory", "hint: give another place with run.dir=PATH"),
+    "run.dir=/dev/null": ("/dev/null", "not a directory", "hint: give another place"),
     "trainer.clip=0": ("trainer.clip=0", "positive"),
     "trainer.save.steps=0": ("trainer.save.steps=0", "null"),
     "trainer.epochs=null": ("trainer.epochs", "set one"),
@@ -110,6 +119,23 @@ def test_several_runs_of_no_value(told: Told, tmp_path: Path) -> None:
     assert is_a_sentence_and_a_hint(text), text
     assert "seed=range(0,0) lists no value" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_names_only_those_alike_are_listed(told: Told) -> None:
+    for typed, hint in {
+        "trainer.epoch=3": "did you mean 'trainer.epochs'? also like it: ",
+        "lrr=0.1": "did you mean 'lr'?",
+        "entri=1": "known: data_seed",
+    }.items():
+        text = told("train", typed)[1]
+        assert f"hint: {hint}" in text
+        assert "entry" not in text
+        assert ("launch.account" in text) == hint.startswith("known"), "unlike what was typed"
+
+
+def test_an_experiment_of_ones_own_may_have_any_number(told: Told, tmp_path: Path) -> None:
+    _write(tmp_path, GOOD)
+    assert told("train", "experiment=own.py:experiment", "+limit=inf", "--dry-run") == (0, "")
 
 
 def test_all_faults_are_told_together(told: Told) -> None:

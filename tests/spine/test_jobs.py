@@ -18,10 +18,12 @@ import pytest
 from launching import ECHELON, Done, run, started, until
 
 from echelon.errors import Exit
+from echelon.jobs import follow as following
 from echelon.jobs.cancel import cancel
-from echelon.jobs.reading import Log, merged
+from echelon.jobs.follow import Plain
+from echelon.jobs.reading import Line, Log, merged
 from echelon.jobs.standing import stand_of
-from echelon.launch.process import is_alive, send, this_process
+from echelon.launch.process import _born, is_alive, send, this_process
 from echelon.runs import Run
 
 LONG = ("train", "launch=local", "launch.procs=2", "run.name=a", "trainer.steps=1000000")
@@ -276,6 +278,41 @@ def test_the_last_lines_are_the_last_lines_of_any_file(tmp_path: Path) -> None:
 
 
 # --- runs that run ---
+
+
+class Ear(Plain):
+    """Hears a run out whose process closes its trackers, says some more and ends."""
+
+    def __init__(self, run: Run, process: subprocess.Popen[bytes]) -> None:
+        self.heard, self._run, self._process, self._pauses = b"", run, process, 0
+
+    def show(self, line: Line) -> None:
+        self.heard += line.text
+
+    def pause(self) -> None:
+        self._pauses += 1
+        if self._pauses == 3:
+            self._run.log_file(0).write_text("finished\nlast words\n")
+            self._process.communicate(timeout=60)
+
+
+def test_a_run_that_closes_its_trackers_is_heard_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_LAST_WORDS_S", 0.0)
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    its = this_process() | {"pid": process.pid, "born": _born(process.pid)}
+    run = make_run(tmp_path, state="finished", process=its, updated=time.time())
+    run.logs.mkdir(exist_ok=True)
+    run.log_file(0).write_text("finished\n")
+    ear = Ear(run, process)
+    try:
+        assert following.follow(run, lambda: ["rank-0"], ear, 20).state == "finished"
+    finally:
+        process.kill()
+        process.wait()
+    assert ear.heard == b"finished\nlast words\n"
+
 
 slow = pytest.mark.slow
 

@@ -100,7 +100,7 @@ def test_evaluation_is_equal_exactly(tmp_path: Path, size: int) -> None:
     words = (
         f"eval_samples={size}",
         "metrics=true",
-        "trainer.steps=0",
+        "trainer.epochs=0",
         f"trainer.eval_batch_size={1 + 2 * (size % 3)}",
     )
     results = {}
@@ -134,7 +134,7 @@ def test_evaluation_equals_torchmetrics_over_all_samples(tmp_path: Path) -> None
         return found
 
     [expected] = spawn_world(1, all_at_once, tmp_path / "at-once")
-    words = ("eval_samples=17", "metrics=true", "trainer.steps=0", "trainer.eval_batch_size=17")
+    words = ("eval_samples=17", "metrics=true", "trainer.epochs=0", "trainer.eval_batch_size=17")
     exact = metrics(train_world(tmp_path, 3, *words, name="one-batch").run)[0]
     words = (*words[:-1], "trainer.eval_batch_size=3")
     cut = metrics(train_world(tmp_path, 3, *words, name="cut").run)[0]

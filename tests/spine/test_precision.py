@@ -35,6 +35,8 @@ def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
     full = train_world(tmp_path, 1, *STEPS, name="full")
     tf32 = train_world(tmp_path, 1, *STEPS, "trainer.precision=tf32", name="tf32")
     assert losses(tf32.run) == losses(full.run)
+    assert "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32" in tf32.said
+    assert "note:" not in full.said
 
 
 @pytest.mark.slow

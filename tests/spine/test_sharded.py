@@ -312,7 +312,7 @@ def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
     words = (FSDP, "trainer.compile=true", "trainer.steps=2")
     ended = train_world(tmp_path, 2, *words, experiment=_one_layer)
     assert ended.codes == [0, 0], ended.said
-    assert "compiling within the first steps" in ended.said
+    assert "note: the first steps compile the model" in ended.said
     assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 
 

@@ -183,6 +183,53 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, traced: Path, launch: 
     assert "going on with run a after step 4" in again.output
 
 
+PRESSED_AT_THE_END = """\
+import atexit, os, signal
+import subjects
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Late:
+    def __del__(self, press=press):  # when Python has given its signals back
+        press()
+
+late = Late()
+atexit.register(press)
+regression = subjects.regression
+"""
+
+
+def test_an_interrupt_after_the_last_word_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pressed.py").write_text(PRESSED_AT_THE_END)
+    words = ["train", "experiment=pressed.py:regression", *SHORT, f"run.dir={tmp_path}"]
+    path = f"{Path(subjects.__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ended = finish(command(words, tmp_path, {"PYTHONPATH": path}))
+    assert ended.code == 0, ended.output
+    assert f"finished {STEPS} steps" in ended.output
+    assert "stopping after this step" not in ended.output
+
+
+def test_an_interrupt_while_the_file_is_imported(tmp_path: Path) -> None:
+    text = "import time\nprint('begun', flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "slow.py").write_text(text)
+    process = command(["train", "experiment=slow.py:experiment", f"run.dir={tmp_path}"], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    os.kill(process.pid, signal.SIGINT)
+    ended = finish(process)
+    assert (ended.code, ended.output) == (Exit.INTERRUPTED, "interrupted\n")
+
+
+def test_an_interrupt_of_the_experiment_s_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def experiment(cfg):\n    raise KeyboardInterrupt\n")
+    words = ["train", "experiment=own.py:experiment", f"run.dir={tmp_path}"]
+    ended = finish(command(words, tmp_path))
+    assert ended.code == Exit.INTERRUPTED
+    (line,) = ended.output.splitlines()
+    assert line.endswith("failed before the first step: interrupted")
+
+
 # --- by the clock -------------------------------------------------------------------------------
 
 

@@ -39,6 +39,15 @@ def evaluated(run: Run, name: str = "eval_loss") -> dict[int, float]:
     return {line["step"]: line[name] for line in metrics(run) if name in line}
 
 
+def test_the_first_lines_say_what_a_batch_is(tmp_path: Path) -> None:
+    said = train_world(tmp_path, 2, "trainer.batch_size=1000000", "trainer.steps=1").said
+    assert ": 1 step over 17 samples in batches of 1,000,000 on 2 processes" in said
+    all_of_them = "but there are 17 samples: every step takes all of them"
+    assert said.count(f"note: trainer.batch_size=1000000, {all_of_them}") == 1
+    assert "finished 1 step in" in said
+    assert "note:" not in train_world(tmp_path, 1, BATCH, "trainer.steps=1", name="b").said
+
+
 # --- when ---------------------------------------------------------------------------------------
 
 

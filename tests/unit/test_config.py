@@ -205,7 +205,7 @@ def test_a_list_is_written_as_one(word: str, instead: str) -> None:
 )
 def test_the_nearest_name_comes_first(word: str, nearest: str) -> None:
     [hint] = faults([word]).values()
-    assert hint.startswith(f"did you mean {nearest!r}? known: {nearest}")
+    assert hint.startswith(f"did you mean {nearest!r}?")
 
 
 @pytest.mark.parametrize("word", ["lr=1,2", "lr=range(1,3)", "launch=inline,local", "seed=glob(*)"])

@@ -28,6 +28,7 @@ from echelon.train.snapshots import (
     SnapshotDamaged,
     best,
     listed,
+    load_weights,
     newest,
     verify,
 )
@@ -475,6 +476,36 @@ def test_only_damaged_ones_there(tmp_path: Path) -> None:
     assert found(tmp_path) == (None, {1: "manifest.json: missing"})
     with pytest.raises(SnapshotDamaged, match=r"manifest\.json: missing"):
         verify(tmp_path / "step-000000001")
+
+
+def test_weights_of_a_run_whose_newest_snapshot_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "a"
+    save(run / "snapshots", 1, 2)
+    (run / "config.json").write_text("{}")
+    newest_of = run / "snapshots" / "step-000000002"
+    (newest_of / "model.pt").write_bytes(b"")
+    assert load_weights("a")["w"][0] == 1.0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"warning: {newest_of} is damaged (model.pt: 0 bytes instead of ")
+    assert told.endswith("; its weights are left out, and step-000000001's taken")
+
+
+def test_an_unknown_run_is_answered_with_those_that_have_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("saved", "never_started"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+    (tmp_path / "runs" / "latest").symlink_to("saved")
+    with pytest.raises(EchelonError, match="hint: train one with"):
+        load_weights("nope")
+    save(tmp_path / "runs" / "saved" / "snapshots", 1)
+    with pytest.raises(EchelonError, match=r"no run 'nope' .*\n  hint: known: saved$"):
+        load_weights("nope")
 
 
 # Errors of the disk --------------------------------------------------------------------------

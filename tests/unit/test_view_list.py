@@ -286,3 +286,19 @@ def test_only_what_is_shown_is_looked_into(
     os.mkfifo(oldest)
     assert len(listed(capsys)) == 20
     assert "r0" not in names(capsys)
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80])
+def test_a_name_stays_whole_where_it_fits(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = ["toy-20260101-120000-ab12", "recommender"]
+    for name in known:
+        make_run(tmp_path / "runs", name, lines(), entry=f"{name}_experiment.py:experiment")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = echelon(capsys, "runs")
+    head, *rows = [line.rstrip() for line in out.splitlines()]
+    assert sorted(row.split()[0] for row in rows) == sorted(known)
+    assert ("STATE" in head) == (width >= 40), "what there is room for is shown"
+    assert max(map(len, [head, *rows])) <= width

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from view_runs import echelon, lines, make_run
 
+from echelon.cli import dispatch, guarded
 from echelon.letters import beyond_ascii
 from echelon.view.canvas import ASCII, BRAILLE, Letters, Panel, beside, drawn
 from echelon.view.smooth import averaged, fitting, thinned
@@ -234,3 +237,28 @@ def test_thinning_keeps_ends_spikes_and_the_best() -> None:
     assert {0, 123, 77_777, 99_999} <= set(kept)
     assert len(kept) < 1010
     assert thinned([1.0, 2.0], 10, 0) == [0, 1]
+
+
+@pytest.mark.parametrize("words", ["show a", "runs", "jobs", "explain", "logs a", "--help"])
+def test_a_reader_that_leaves_is_no_error(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "runs", "a", lines()).log_file(0).write_text("a\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert guarded(lambda: dispatch(words.split())) == 0
+
+
+def test_a_reader_that_leaves_hides_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    def fails() -> int:
+        print("and then")
+        return 1
+
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert guarded(fails) == 1

@@ -202,7 +202,8 @@ def child(module: str, limit_s: float) -> dict[str, Any] | str:
             [sys.executable, "-m", module],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
@@ -247,7 +248,12 @@ def said_by(*words: str) -> Tool | None:
         return None
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_S
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_COMMAND_S,
         )
     except subprocess.TimeoutExpired:
         return Tool("", f"{words[0]} did not answer within {_COMMAND_S:g} s")

@@ -17,7 +17,9 @@ _ENTRY = re.compile(r"^\s*entry:\s*(\S+)", re.MULTILINE)
 def names() -> dict[str, str]:
     """What each is called, by its entry; from the text, as a list of runs must not wait for a
     reader of YAML."""
-    files = {file.stem: _ENTRY.search(file.read_text()) for file in _FILES.glob("*.yaml")}
+    files = {
+        file.stem: _ENTRY.search(file.read_text(encoding="utf-8")) for file in _FILES.glob("*.yaml")
+    }
     return {found[1]: name for name, found in files.items() if found}
 
 

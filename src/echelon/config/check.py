@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Iterator
 
+from echelon.config import bundled
 from echelon.config.schema import (
     CAPTURES,
     GPU_REQUESTS,
@@ -21,6 +23,7 @@ from echelon.config.schema import (
     Launch,
     TensorBoard,
     Wandb,
+    flatten,
 )
 from echelon.errors import Fault, nearest
 
@@ -30,6 +33,7 @@ NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
 def faults_of(config: Config) -> list[Fault]:
     return [
         *_numbers(config),
+        *_finite(config),
         *_choices(config),
         *_sharded(config),
         *_launch(config),
@@ -109,7 +113,7 @@ def _numbers(config: Config) -> Iterator[Fault]:
         "trainer.warmup_steps": (t.warmup_steps, 0),
         "trainer.loader_workers": (t.loader_workers, 0),
         "trainer.epochs": (t.epochs, 0),
-        "trainer.steps": (t.steps, 0),
+        "trainer.steps": (t.steps, 1),
         "trainer.profile": (t.profile, 1),
         "replica.devices": (config.replica.devices, 1),
         "launch.procs": (launch.procs, 1),
@@ -131,7 +135,7 @@ def _numbers(config: Config) -> Iterator[Fault]:
         "trainer.clip": t.clip,
         "launch.join_timeout_s": launch.join_timeout_s,
     }.items():
-        if positive is not None and not positive > 0:
+        if positive is not None and positive <= 0:
             yield Fault(f"{key}={positive} is not above 0", f"set {key} to a positive number")
     for name, every in {"evaluate": t.evaluate, "save": t.save}.items():
         yield from _cadence(f"trainer.{name}", every)
@@ -139,10 +143,21 @@ def _numbers(config: Config) -> Iterator[Fault]:
         yield Fault("trainer.epochs and trainer.steps are both null", "set one of them")
 
 
+def _finite(config: Config) -> Iterator[Fault]:
+    """An experiment of the user's may know what it wants with an infinity; ours do not."""
+    ours = config.experiment.get("entry") in bundled.names()
+    for key, value in flatten(config.to_dict()).items():
+        if not isinstance(value, float) or math.isfinite(value):
+            continue
+        if ours or not key.startswith("experiment."):
+            name = key.removeprefix("experiment.")
+            yield Fault(f"{name}={value} is no number to train with", f"set {name} to a finite one")
+
+
 def _cadence(key: str, every: Every) -> Iterator[Fault]:
     for unit in ("steps", "epochs", "minutes"):
         value = getattr(every, unit)
-        if value is not None and not value > 0:
+        if value is not None and value <= 0:
             yield Fault(f"{key}.{unit}={value} is not above 0", f"set {key}.{unit}=null for never")
 
 

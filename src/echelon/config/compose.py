@@ -308,7 +308,7 @@ def _set(
         key = f"experiment.{key}"
     inside_experiment = key.startswith("experiment.")
     if key not in known and not (inside_experiment and free) and not _inside_mapping(base, key):
-        names = {k.removeprefix("experiment.") for k in known}
+        names = {k.removeprefix("experiment.") for k in known} - {"entry"}
         hint = nearest(key.removeprefix("experiment."), names)
         faults.append(Fault(f"{shown}: there is no such setting", hint))
         return

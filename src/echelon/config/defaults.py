@@ -84,7 +84,7 @@ def _read(file: Path, faults: list[Fault]) -> Iterator[tuple[str, Default]]:
     import yaml
 
     try:
-        tree = yaml.compose(file.read_text(), yaml.SafeLoader)
+        tree = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)

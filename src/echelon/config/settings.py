@@ -23,7 +23,7 @@ _SECTIONS = {
 
 
 def described() -> str:
-    tree = ast.parse(Path(__file__).with_name("schema.py").read_text())
+    tree = ast.parse(Path(__file__).with_name("schema.py").read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     lines = [line for name, prefix in _SECTIONS.items() for line in _section(prefix, classes[name])]
     return "\n".join(lines)
@@ -49,7 +49,9 @@ def described_bundled(name: str) -> str:
     file = Path(__file__).parents[1] / "conf" / "experiment" / f"{name}.yaml"
     if not name.isidentifier() or not file.is_file():
         return ""  # to train it says so, with the names there are
-    text = file.read_text().rpartition("\nexperiment:\n")[2]  # of a file that sets more
+    text = file.read_text(encoding="utf-8").rpartition("\nexperiment:\n")[
+        2
+    ]  # of a file that sets more
     text = textwrap.dedent(text.partition("\n\n")[0])
     lines = []
     for key, value, why in re.findall(r"^(\w+): (.*?)(?: +# (.*))?$", text, re.MULTILINE):

@@ -202,7 +202,6 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             encoding="utf-8",
             errors="replace",
             pass_fds=lock.inherited(),
@@ -260,7 +259,9 @@ def _lock_pipfile(
     _run(pipenv, plan, lock, log, say, cwd=place.inputs, **variables)
     found = Read()
     file = place.inputs / "Pipfile.lock"
-    pipfile.add_locked(found, json.loads(file.read_text()), file, plan.source, plan.recipe.environ)
+    pipfile.add_locked(
+        found, json.loads(file.read_text(encoding="utf-8")), file, plan.source, plan.recipe.environ
+    )
     lines = "".join(f"{wanted.text}\n" for wanted in found.wanted)
     (place.inputs / "requirements.txt").write_text(lines, encoding="utf-8")
 

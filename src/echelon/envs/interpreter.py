@@ -76,7 +76,9 @@ def _meets(version: str, how: str, wish: str) -> bool:
 def _asked(python: str) -> dict[str, Any]:
     command = [python, "-I", str(Path(identity.__file__))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
+        )
         said = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise EchelonError(

@@ -94,7 +94,7 @@ def owner(path: Path) -> str:
     """For messages; what is in the file is only a note."""
     for file in (_lease(path), path):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads(file.read_text())
+            said = json.loads(file.read_text(encoding="utf-8"))
             return f"process {said['pid']} on {said['host']}"
     return "another process"
 
@@ -178,7 +178,7 @@ class _Lease:
     @classmethod
     def _remove_stale(cls, path: Path) -> None:
         try:
-            changed, said = path.stat().st_mtime, path.read_text()
+            changed, said = path.stat().st_mtime, path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return
         now = time.monotonic()
@@ -203,7 +203,7 @@ class _Lease:
 
     def mine(self) -> bool:
         try:
-            return bool(json.loads(self._path.read_text())["token"] == self._token)
+            return bool(json.loads(self._path.read_text(encoding="utf-8"))["token"] == self._token)
         except (OSError, ValueError, KeyError):
             return False
 

@@ -73,12 +73,12 @@ class Place:
         """The folder that all of these are in."""
         self.lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.lock.parent.name == ".echelon":
-            (self.lock.parent / ".gitignore").write_text("*\n")
+            (self.lock.parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
     def made(self) -> dict[str, Any]:
         """What the marker says; nothing where there is no finished environment."""
         try:
-            said = json.loads(self.marker.read_text())
+            said = json.loads(self.marker.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return said if isinstance(said, dict) else {}

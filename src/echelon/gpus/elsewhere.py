@@ -79,7 +79,9 @@ def program() -> bytes:
     package = resources.files("echelon.gpus")
     sources = [("echelon", ""), ("echelon.gpus", "")]
     for name in _SENT:
-        sources.append((f"echelon.gpus.{name}", package.joinpath(f"{name}.py").read_text()))
+        sources.append(
+            (f"echelon.gpus.{name}", package.joinpath(f"{name}.py").read_text(encoding="utf-8"))
+        )
     return f"SOURCES = {sources!r}\n{_LOAD}".encode()
 
 

@@ -33,7 +33,7 @@ class Runs:
         with suppress(OSError, ValueError):
             changed = os.stat(file).st_mtime_ns
             if changed != known[0]:
-                with open(file) as opened:
+                with open(file, encoding="utf-8") as opened:
                     known = self._read[folder] = (changed, dict(json.load(opened)))
         return known[1]
 

@@ -48,7 +48,9 @@ def _of_partition(partition: str, ssh: str) -> list[There]:
 
 def _slurm(*words: str) -> str:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_S)
+        done = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=_COMMAND_S
+        )
         said = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
     except subprocess.TimeoutExpired:
         said = f"it did not answer within {_COMMAND_S:g} s"

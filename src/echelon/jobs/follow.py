@@ -9,6 +9,7 @@ from typing import Protocol
 
 from echelon.jobs.reading import Line, Log, merged
 from echelon.jobs.standing import Standing, stand_of
+from echelon.launch.process import is_alive
 from echelon.runs import Run
 
 BEGIN_WITH = 20
@@ -21,6 +22,8 @@ _SURE = 3
 """So many looks in a row at a run that seems to be gone: files of other machines come late."""
 _LAST_WORDS_S = 1.0
 """A run says some more after it has noted how it ended."""
+_CLOSING_S = 30.0
+"""So long its process is waited for then: trackers take their time to close."""
 
 
 class Printer(Protocol):
@@ -85,5 +88,14 @@ def _looks(run: Run) -> Iterator[Standing]:
             yield standing
             time.sleep(_POLL_S)
             looking = time.monotonic() < until and (over or not run.exit_file.exists())
+            looking = looking or (over and _is_closing(run))
         if over:
             return
+
+
+def _is_closing(run: Run) -> bool:
+    """Where that can be known: its process is of this machine."""
+    status = run.status()
+    ended = status.get("updated")
+    recent = isinstance(ended, (int, float)) and time.time() - ended < _CLOSING_S
+    return recent and bool(is_alive(status.get("process")))

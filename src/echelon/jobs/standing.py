@@ -99,7 +99,7 @@ class _Facts:
     def of(cls, run: Run) -> _Facts:
         code = None
         with contextlib.suppress(OSError, ValueError):
-            code = int(run.exit_file.read_text())
+            code = int(run.exit_file.read_text(encoding="utf-8"))
         return cls(run, run.status(), code, run.cancel_file.exists())
 
     @property

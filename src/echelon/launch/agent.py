@@ -309,7 +309,7 @@ class Agent(SimpleElasticAgent):
         file = self._run.stack_file(rank)
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            if file.exists() and (text := file.read_text()):
+            if file.exists() and (text := file.read_text("utf-8", "replace")):
                 return f"Where rank {rank} stands:\n{text}"
         return f"Rank {rank} gave no stack."
 
@@ -321,7 +321,7 @@ class Agent(SimpleElasticAgent):
             log, words = self._run.log_file(worker.global_rank), str(self.failure)
             with contextlib.suppress(OSError):  # the disk may be full
                 if words not in self._stamps.words(worker.global_rank):
-                    with log.open("a") as file:
+                    with log.open("a", encoding="utf-8", errors="replace") as file:
                         file.write(f"\n{words}\n")
         if self._remaining_restarts:
             left = self._remaining_restarts
@@ -377,7 +377,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False

@@ -59,7 +59,7 @@ def _noted(run: Run, serving: Callable[[], int]) -> int:
         raise
     finally:
         with contextlib.suppress(OSError):
-            run.code_file.write_text(f"{code:d}\n")
+            run.code_file.write_text(f"{code:d}\n", encoding="utf-8")
     return code
 
 

@@ -65,8 +65,8 @@ def send(process: Mapping[str, Any], number: signal.Signals) -> bool:
 def _born(pid: int) -> str | None:
     """None when there is no such process, or only what is left of it."""
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         if fields[0] not in "ZX":
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
             return f"{fields[19]}@{boot}"
     return None

@@ -219,6 +219,6 @@ def _set_up(variables: Mapping[str, str], log: str | None) -> None:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     if "torch" in sys.modules and "OMP_NUM_THREADS" in variables:
         sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"]))

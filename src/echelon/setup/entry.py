@@ -104,7 +104,7 @@ def _words(line: str, keyword: str) -> list[str]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(errors="replace").splitlines()
+        return file.read_text(errors="replace", encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -22,7 +22,9 @@ def make(path: Path) -> None:
     make_folder(path.parent)
     comment = f"{getpass.getuser()}@{socket.gethostname()}"
     words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
         raise EchelonError(
@@ -39,12 +41,13 @@ def public(path: Path) -> str:
     """The half that may be shown; from its file, or worked out from the other half."""
     beside = Path(f"{path}.pub")
     if beside.is_file():
-        return beside.read_text().strip()
+        return beside.read_text(encoding="utf-8").strip()
     done = subprocess.run(
         ["ssh-keygen", "-y", "-P", "", "-f", str(path)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it said nothing"]

@@ -115,7 +115,9 @@ def _write(entry: Entry, config: Path) -> None:
 def _as_read(launch: Launch, alias: str) -> list[tuple[str, str]]:
     """What ssh makes of its configuration; a host's words and the first file that has one count."""
     words = [*remote.ssh_words(launch), "-G", "--", alias]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
         raise EchelonError(
             Fault(
@@ -158,7 +160,9 @@ def _install(launch: Launch, entry: Entry) -> None:
     public = keys.public(entry.key)
     words = [*remote.ssh_words(launch), "-o", "IdentitiesOnly=no", *_OPTIONS]
     words += ["--", entry.alias, shlex.join(["sh", "-c", _INSTALL])]
-    done = subprocess.run(words, input=public + "\n", text=True, stderr=subprocess.PIPE)
+    done = subprocess.run(
+        words, input=public + "\n", encoding="utf-8", errors="replace", stderr=subprocess.PIPE
+    )
     if done.returncode:
         raise EchelonError(
             Fault(
@@ -186,7 +190,8 @@ def _log_in(launch: Launch, entry: Entry, was_there: bool) -> None:
             [*words, "true"],
             stdin=None if asks else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=None if asks else _CONNECT_S,
         )
     except subprocess.TimeoutExpired:

@@ -124,7 +124,7 @@ def _is_for_lightning(words: Sequence[Word], source: Path) -> bool:
     if script is None:
         return False
     try:
-        with (source / script).open(errors="replace") as file:
+        with (source / script).open(errors="replace", encoding="utf-8") as file:
             text = file.read(_READ)
     except OSError:
         return False

@@ -76,7 +76,9 @@ def watch(place: Place, words: Sequence[str]) -> int:
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
         code = _code(agent.wait())
-    ended = [int(text) for text in codes.read_text().split()] if codes.exists() else []
+    ended = (
+        [int(text) for text in codes.read_text(encoding="utf-8").split()] if codes.exists() else []
+    )
     if begun > len(ended) and not any(ended):
         raise EchelonError(
             Fault(
@@ -95,7 +97,9 @@ def _make_tools(folder: Path, place: Place) -> None:
     us = [sys.executable, *safe, "-m", "echelon", "wandb-job", str(place.run.folder)]
     for name in _STOOD_IN:
         words = shlex.join([*us, "--master", place.master, "--instead-of", name, "--"])
-        (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (folder / name).write_text(
+            f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8", errors="surrogateescape"
+        )
         (folder / name).chmod(0o755)
 
 
@@ -118,9 +122,9 @@ def start(place: Place, name: str, arguments: Sequence[str]) -> int:
     with _passing_on(step):
         code = _code(step.wait())
     with contextlib.suppress(OSError, ValueError):
-        code = int(run.code_file.read_text())
+        code = int(run.code_file.read_text(encoding="utf-8"))
         run.code_file.unlink()  # the batch script would take it for that of the whole job
-    with (run.folder / ".trials").open("a") as file:
+    with (run.folder / ".trials").open("a", encoding="utf-8") as file:
         file.write(f"{code}\n")
     return code
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError, Exit, Fault, nearest
+from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
 from echelon.runs import Run, write_json
 from echelon.sweep import marked
 from echelon.sweep.file import Metric, SweepFile, understood
@@ -103,7 +103,7 @@ class Sweep:
 
     def settings(self) -> Settings:
         try:
-            known = json.loads(self.settings_file.read_text())
+            known = json.loads(self.settings_file.read_text(encoding="utf-8"))
             return Settings(**known)
         except (OSError, ValueError, TypeError) as error:
             raise EchelonError(
@@ -121,7 +121,7 @@ class Sweep:
             if settings.storage:
                 self.folder.chmod(0o700)  # its address may have a password in it
             beside = self.copy.with_name(f".{self.copy.name}.{os.getpid()}")
-            beside.write_text(text)
+            beside.write_text(text, encoding="utf-8")
             beside.replace(self.copy)  # workers of somebody else may be reading it
             write_json(self.settings_file, asdict(settings))
         except OSError as error:
@@ -132,7 +132,7 @@ def not_writable(folder: Path, error: OSError) -> EchelonError:
     return EchelonError(
         Fault(
             f"the sweep's folder {folder} cannot be written: {(error.strerror or '').lower()}",
-            "free some space, or give another place with --dir PATH",
+            elsewhere(error, "--dir PATH"),
         )
     )
 

@@ -60,7 +60,7 @@ def _space() -> int:
 def read(path: Path) -> Lease | None:
     """Under the lock; what cannot be read was never whole, and nobody has the trial."""
     try:
-        return Lease(**json.loads(path.read_text()))
+        return Lease(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -39,7 +39,7 @@ class Marked:
 
 def load(path: Path) -> Marked:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise EchelonError(

@@ -74,7 +74,7 @@ def _found(file: SweepFile) -> Path | None:
 def _main(path: Path) -> str | None:
     """The function that a file gives to echelon.main, without running the file."""
     try:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return None
     for node in ast.walk(tree):

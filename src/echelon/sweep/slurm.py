@@ -79,14 +79,16 @@ def at_work(sweep: Sweep) -> list[str] | None:
 
 
 def _job(sweep: Sweep) -> str:
-    return sweep.job_file.read_text().strip() if sweep.job_file.exists() else ""
+    return sweep.job_file.read_text(encoding="utf-8").strip() if sweep.job_file.exists() else ""
 
 
 def submit_workers(prepared: Prepared, parallel: int) -> str:
     sweep = prepared.sweep
-    sweep.script_file.write_text(script(prepared, parallel))
+    sweep.script_file.write_text(
+        script(prepared, parallel), encoding="utf-8", errors="surrogateescape"
+    )
     job = submit(sweep.name, ("sbatch", "--parsable", str(sweep.script_file)), [])
-    sweep.job_file.write_text(f"{job}\n")
+    sweep.job_file.write_text(f"{job}\n", encoding="utf-8")
     return job
 
 

@@ -54,7 +54,7 @@ class _Crew:
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         command = ["sweep", "--work", str(self._sweep.folder), "--slot", str(slot)]
-        with self._sweep.log(str(slot)).open("a") as log:
+        with self._sweep.log(str(slot)).open("a", encoding="utf-8") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "echelon", *command],
                 stdin=subprocess.DEVNULL,
@@ -118,7 +118,11 @@ def _devices(env: Mapping[str, str]) -> list[str]:
 
 def _no_use(sweep: Sweep, slot: int, code: int) -> EchelonError:
     log = sweep.log(str(slot))
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line
+        for line in log.read_text(errors="replace", encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     return EchelonError(
         Fault(
             f"{_IN_VAIN} workers ended in a row, the last with {code}: {(lines or ['?'])[-1]}",

@@ -74,7 +74,7 @@ def sweep(path: Path, words: Sequence[str], wanted: Wanted, compose: Compose, st
     require(wanted.storage)
     if on_slurm:
         slurm.check(prepared, wanted.parallel)
-    prepared.sweep.write(prepared.settings, path.read_text())
+    prepared.sweep.write(prepared.settings, path.read_text(encoding="utf-8"))
     if on_slurm:
         return _queue(prepared, wanted)
     return _here(prepared, wanted)

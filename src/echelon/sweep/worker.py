@@ -179,7 +179,7 @@ def _cause(run: Run, code: int) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")[-8192:]
+        return path.read_text(errors="replace", encoding="utf-8")[-8192:]
     except OSError:
         return ""
 

@@ -105,7 +105,7 @@ class Stepping:
 class _Stepped:
     def __init__(self, words: Sequence[str], run: Run, variables: Mapping[str, str]) -> None:
         parent = os.getpid()
-        with run.job_log.open("a") as log:
+        with run.job_log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -123,9 +123,9 @@ class _Stepped:
             return None
         # srun gives the code of the worst node, perhaps of a dead one; node 0 knows better
         with contextlib.suppress(OSError, ValueError):
-            code = int(self._run.code_file.read_text())
+            code = int(self._run.code_file.read_text(encoding="utf-8"))
         with contextlib.suppress(OSError):  # the job goes on, with another trial
-            self._run.exit_file.write_text(f"{code}\n")
+            self._run.exit_file.write_text(f"{code}\n", encoding="utf-8")
         return code
 
     def stop(self) -> None:
@@ -140,7 +140,8 @@ def _master(env: Mapping[str, str]) -> str:
     done = subprocess.run(
         ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         check=True,
     )
     return f"{done.stdout.split()[0]}:{FIRST_PORT + job % PORTS}"

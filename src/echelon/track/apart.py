@@ -177,7 +177,7 @@ def _settled(settling: deque[tuple[float, int]], settles_s: float) -> int:
 
 def _read(path: Path) -> Mark:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Mark(*json.loads(path.read_text()))
+        return Mark(*json.loads(path.read_text(encoding="utf-8")))
     return Mark()
 
 

@@ -17,7 +17,7 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.kept = _keep_until(path, resumed_step)
-        self._file: IO[str] = path.open("a", buffering=1)
+        self._file: IO[str] = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, line: Line) -> None:
         try:
@@ -34,7 +34,9 @@ class JsonLines:
 def read(path: Path) -> list[Line]:
     """The whole lines; a process killed while writing leaves half a line."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for text in (
+        path.read_text(errors="replace", encoding="utf-8").splitlines() if path.exists() else []
+    ):
         try:
             line = json.loads(text)
         except ValueError:
@@ -48,6 +50,6 @@ def _keep_until(path: Path, step: int) -> list[Line]:
     kept = [line for line in read(path) if line.get("step", 0) <= step]
     if path.exists():
         beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         beside.replace(path)
     return kept

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import Exit
-from echelon.letters import beyond_ascii, in_ascii
+from echelon.letters import beyond_ascii, counted, in_ascii
 from echelon.runs import Run
 from echelon.track.jsonl import read
 
@@ -34,10 +34,12 @@ def summary(
     if outcome is Exit.PREEMPTED:
         kept = "everything is saved" if unsaved is None else f"this step is not saved: {unsaved}"
         first = f"stopped by {reason} after step {step} of {total}; {kept}"
+    elif total == 0:
+        first = "nothing to train: trainer.epochs=0"
     elif seconds < 0:
         first = f"nothing left to do: all {total} steps were already made"
     else:
-        first = f"finished {total} steps in {seconds:.1f} s"
+        first = f"finished {counted(total, 'step')} in {seconds:.1f} s"
     rows = {
         "loss": _losses(read(run.metrics_file)),
         "run": short(run.folder),

@@ -252,7 +252,7 @@ def _stop(run: Run) -> None:
 
 def _state(run: Run) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        return {"unsent": []} | dict(json.loads(run.wandb_file.read_text()))
+        return {"unsent": []} | dict(json.loads(run.wandb_file.read_text(encoding="utf-8")))
     return {"unsent": []}
 
 

@@ -20,7 +20,7 @@ class Output:
 
     def log_to(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = path.open("a", buffering=1)
+        self._log = path.open("a", buffering=1, encoding="utf-8", errors="replace")
         sys.stdout = _Tee(self._kept[0], self._log)
         sys.stderr = _Tee(self._kept[1], self._log)
 
@@ -81,5 +81,5 @@ class _Tee(io.TextIOBase):
 
 def _silence(stream: TextIO) -> None:
     """What it has not written yet, and all that comes, goes nowhere."""
-    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+    with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

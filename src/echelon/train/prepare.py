@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from echelon.config.schema import Config
 from echelon.data.batches import TensorSource, WholeBatches, source_of
 from echelon.errors import EchelonError, Fault
+from echelon.letters import counted
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
@@ -105,9 +106,8 @@ def prepare(
         replica.capture = _capture(training, replica)
     begin_training(experiment.model)
     if world.rank == 0:
-        _say(_opening(training, stages))
-        if trainer.compile and training.step < training.total_steps:
-            _say("compiling within the first steps, which takes a while")
+        for line in (_opening(training, stages), *_notes(training)):
+            _say(line)
         training.trackers = trackers(config, run, training.step)
         training.screen = screen(config.track.progress, training.total_steps, training.step)
         output.above(training.screen.show)
@@ -258,8 +258,23 @@ def _opening(t: Training, stages: Sequence[Stage]) -> str:
     if t.config.replica.kind == "fsdp":
         where += ", which share the model"
     batch = t.config.trainer.batch_size
-    what = f"{t.size:,} samples in batches of {batch}"
-    return f"run {t.run.name}: {t.total_steps:,} steps over {what} on {where}"
+    what = f"{counted(t.size, 'sample')} in batches of {batch:,}"
+    return f"run {t.run.name}: {counted(t.total_steps, 'step')} over {what} on {where}"
+
+
+def _notes(t: Training) -> Iterator[str]:
+    """What is not as somebody who set it may think."""
+    trainer = t.config.trainer
+    if trainer.batch_size > t.size:
+        yield (
+            f"note: trainer.batch_size={trainer.batch_size}, but there "
+            f"{'is' if t.size == 1 else 'are'} {counted(t.size, 'sample')}: every step takes all "
+            "of them"
+        )
+    if trainer.precision == "tf32" and t.device.type == "cpu":
+        yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"
+    if trainer.compile and t.step < t.total_steps:
+        yield "note: the first steps compile the model, which takes a while"
 
 
 def _say(text: str) -> None:

@@ -49,7 +49,7 @@ def folder_is_shared(folder: Path, group: Group) -> bool:
     sign = folder / f".writing-shared-{os.urandom(8).hex()}"
     if rank == 0:
         with contextlib.suppress(OSError):  # what is wrong there the first save will say
-            sign.write_text("shared\n")
+            sign.write_text("shared\n", encoding="utf-8")
     name = group.broadcast_json(sign.name)
     seen = torch.tensor([int((folder / name).exists())])
     dist.all_reduce(seen, dist.ReduceOp.MIN)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.runs import open_run
 from echelon.train.pieces import join, parts_and_pieces
 
@@ -167,13 +168,18 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
             Fault(f"there is no snapshot {path}", _kept(path.parent)), exit=Exit.NOT_FOUND
         )
     if not path.exists():
-        path = open_run(str(folder)).folder
+        path = _run_of(str(folder))
     try:
         if (path / "snapshots").is_dir():
             path = path / "snapshots"
             snapshot, damaged = newest(path)
             if snapshot is None:
                 raise SnapshotDamaged(damaged[0].reason if damaged else "none was saved")
+            for bad in damaged:
+                instead = f"its weights are left out, and {snapshot.folder.name}'s taken"
+                print(
+                    f"warning: {bad.folder} is damaged ({bad.reason}); {instead}", file=sys.stderr
+                )
         else:
             snapshot = verify(path)
     except SnapshotDamaged as error:
@@ -186,6 +192,19 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
         ) from None
     weights: dict[str, torch.Tensor] = snapshot.load("model")
     return weights
+
+
+def _run_of(name: str) -> Path:
+    """By its name in ./runs; one that is not there is answered with those that have weights."""
+    try:
+        return open_run(name).folder
+    except EchelonError as error:
+        folders = {root.parent for root in Path("runs").glob("*/snapshots") if listed(root)}
+        known = {folder.name for folder in folders if not folder.is_symlink()}
+        if error.exit is not Exit.NOT_FOUND:
+            raise
+        do = nearest(name, known) if known else "train one with `echelon train`"
+        raise EchelonError(Fault(error.faults[0].what, do), exit=error.exit) from None
 
 
 def _kept(root: Path) -> str:

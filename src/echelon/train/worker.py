@@ -115,6 +115,7 @@ class Rank:
         except BaseException as error:
             return self._fail(error)
         finally:
+            self.stop.over = True
             if self.training is not None and self.training.profile is not None:
                 self.training.profile.close()
             self.output.close()
@@ -122,7 +123,7 @@ class Rank:
     def _show_life(self, run: Run, world: World) -> None:
         """Let the agent see progress, and ask for a stack where there is none."""
         self.pulse = Pulse(run.pulse_file(world.node_rank), world.local_rank)
-        file = run.stack_file(world.rank).open("w")
+        file = run.stack_file(world.rank).open("w", encoding="utf-8")
         faulthandler.register(signal.SIGQUIT, file, all_threads=True)
         faulthandler.enable()  # a crash in compiled code leaves the Python stack in the log
         self._stack_file = file

@@ -203,12 +203,11 @@ def _table(rows: Sequence[Row], hidden: int, width: int) -> Group:
     inline = max(map(len, [*asides, "SETTINGS"])) if any(asides) else 0
     for dated, named, beside in _LAYOUTS:
         table = _columns(rows, dated, named or not _one_experiment(rows))
-        widths = [max(map(len, column)) for column in table]
-        taken = sum(widths) + GAP * (len(widths) - 1) + beside * (inline + GAP)
-        if taken <= width:
+        if _taken(table) + beside * (inline + GAP) <= width:
             break
     else:
-        widths[0] = max(len("RUN"), widths[0] - (taken - width))
+        table = _fitting(table, width)
+    widths = [min(max(map(len, column)), width) for column in table]
     lines = _lines(rows, table, widths, ["SETTINGS" * bool(inline), *asides], beside, width)
     if spelled(usual):
         lines.append(Text(plain(cut(f"where not said: {spelled(usual)}", width)), "dim"))
@@ -227,6 +226,22 @@ _LAYOUTS = [
 ]
 """With the date or the age; with a column that is the same everywhere; with settings at the end of
 the line or below it. The first that fits is taken."""
+
+
+_KEPT = ("STATE", "BEST", "STEP", "TIME", "AGE", "EXPERIMENT")
+"""Beside the name, by which a run is asked for: what there is room for, in this order."""
+
+
+def _fitting(table: Sequence[list[str]], width: int) -> list[list[str]]:
+    kept = {"RUN"}
+    for name in _KEPT:
+        if _taken([column for column in table if column[0] in {*kept, name}]) <= width:
+            kept.add(name)
+    return [column for column in table if column[0] in kept]
+
+
+def _taken(table: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in table) + GAP * (len(table) - 1)
 
 
 def _one_experiment(rows: Sequence[Row]) -> bool:
@@ -255,12 +270,14 @@ def _lines(
     width: int,
 ) -> list[Text]:
     lines = []
+    heads = [column[0] for column in table]
     for number, (cells, aside) in enumerate(zip(zip(*table, strict=True), asides, strict=True)):
-        row = _joined(cells, widths)
+        row = _joined(heads, cells, widths)
         line = Text(plain(row if beside else cut(row, width)), "bold" if number == 0 else "")
         if number:
-            state = widths[0] + GAP
             line.stylize("bold", 0, widths[0])
+        if number and "STATE" in heads:
+            state = widths[0] + GAP
             line.stylize(STYLES.get(cells[1], ""), state, state + widths[1])
         if beside and aside:
             line.append(" " * GAP + plain(aside), "cyan" if number else "")
@@ -271,11 +288,11 @@ def _lines(
     return lines
 
 
-def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _joined(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
     """Words to the left, times to the right."""
     aligned = [
-        f"{cut(cell, w):>{w}}" if i >= len(cells) - 2 else f"{cut(cell, w):<{w}}"
-        for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        f"{cut(cell, w):>{w}}" if head in ("TIME", "WHEN", "AGE") else f"{cut(cell, w):<{w}}"
+        for head, cell, w in zip(heads, cells, widths, strict=True)
     ]
     return (" " * GAP).join(aligned)
 

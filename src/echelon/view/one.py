@@ -285,7 +285,7 @@ def _no_curves(seen: Seen) -> str:
 def _snapshots(run: Run) -> list[tuple[int, bool, Path]]:
     best = ""
     with contextlib.suppress(OSError, ValueError):
-        best = (run.snapshots / "best").read_text().strip()
+        best = (run.snapshots / "best").read_text(encoding="utf-8").strip()
     found = [(p.name.partition("-")[2], p) for p in sorted(run.snapshots.glob("step-*"))]
     return [(int(step), p.name == best, p) for step, p in found if step.isdecimal()]
 

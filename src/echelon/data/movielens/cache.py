@@ -97,7 +97,7 @@ def _size(path: Path) -> int:
 
 def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(encoding="utf-8"))
         return told if isinstance(told, dict) else {}
     return {}
 
@@ -134,7 +134,7 @@ def _locked(home: Path) -> Iterator[None]:
     writes beside, and the first to rename wins."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock = (home / "lock").open("w")
+        lock = (home / "lock").open("w", encoding="utf-8")
     except OSError as error:
         if error.errno in _CANNOT_WRITE:
             raise _Refused(f"{home}: {error.strerror}") from error
@@ -177,7 +177,9 @@ def _made(source: Source, home: Path, fingerprint: str) -> Ratings:
     try:
         dropped = prepare(source, beside)
         sizes = {path.name: path.stat().st_size for path in beside.iterdir()}
-        (beside / "prepared.json").write_text(json.dumps({"dropped": dropped, "sizes": sizes}))
+        (beside / "prepared.json").write_text(
+            json.dumps({"dropped": dropped, "sizes": sizes}), encoding="utf-8"
+        )
         flush(beside)
         beside.chmod(0o755)  # mkdtemp's own is for this user alone; the data may be shared
         _put(beside, home / fingerprint)
@@ -218,7 +220,7 @@ def _tell(source: Source, ratings: Ratings, dropped: int, taken_s: float) -> Non
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content))
+    beside.write_text(json.dumps(content), encoding="utf-8")
     beside.replace(path)
 
 

@@ -53,7 +53,7 @@ class Part:
     def version(self, url: str) -> str | None:
         """What the server called the version of which this is a part; None if that is not known."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            told = json.loads(self.about.read_text())
+            told = json.loads(self.about.read_text(encoding="utf-8"))
             return told.get("version") if told.get("url") == url else None
         return None
 
@@ -184,7 +184,7 @@ def _begin(
         _restart(part, data)
         raise _Broken("the server sent another part than was asked for")
     _restart(part, data)
-    part.about.write_text(json.dumps({"url": url, "version": _version(answer)}))
+    part.about.write_text(json.dumps({"url": url, "version": _version(answer)}), encoding="utf-8")
     length = answer.headers.get("Content-Length", "")
     return 0, int(length) if length.isdecimal() else None
 

@@ -86,7 +86,7 @@ def write_csv(ratings: Ratings, folder: Path) -> Path:
     with csv.CSVWriter(folder / "ratings.csv", schema, write_options=options) as file:
         for start in range(0, len(ratings.users), _BLOCK_ROWS):
             file.write_table(_table(ratings, slice(start, start + _BLOCK_ROWS), schema))
-    with (folder / "movies.csv").open("w") as movies:
+    with (folder / "movies.csv").open("w", encoding="utf-8") as movies:
         movies.write("movieId,title,genres\n")
         for number in ratings.item_ids:
             movies.write(f'{number},"Movie {number}, The (1999)",Comedy|Drama\n')

@@ -58,16 +58,18 @@ def queue(array: Array) -> tuple[str, list[Run]]:
     """Submit it: its number, and its runs."""
     configs, listing, text = array
     made = [runs.create(config) for config in configs]
-    listing.write_text("".join(f"{run.folder}\n" for run in made))
+    listing.write_text(
+        "".join(f"{run.folder}\n" for run in made), encoding="utf-8", errors="surrogateescape"
+    )
     file = listing.with_suffix(".sh")
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
     for run, config in zip(made, configs, strict=True):
         if config.program:
             script.write_words(config, run)
         note_queued(run, config)
     job = submit(made[0].name, ("sbatch", "--parsable", str(file)), made)
     for index, run in enumerate(made):
-        run.job_file.write_text(f"{job}_{index}\n")
+        run.job_file.write_text(f"{job}_{index}\n", encoding="utf-8")
     return job, made
 
 
@@ -95,7 +97,7 @@ def max_size(env: Mapping[str, str]) -> int:
     """From the cluster's own file where it can be read, without asking the controller."""
     for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
         try:
-            text = Path(file).read_text() if file else ""
+            text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
         except OSError:
             continue
         if found := re.search(r"^\s*MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE):

@@ -81,11 +81,11 @@ def require_sbatch(instead: str = "type the command on a login node") -> None:
 def queue(config: Config, text: str) -> tuple[str, Run]:
     """Submit one run: its job's number, and its folder."""
     run = runs.create(config)
-    run.script_file.write_text(text)
+    run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
     run.script_file.chmod(0o755)
     note_queued(run, config)
     job = submit(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
-    run.job_file.write_text(f"{job}\n")
+    run.job_file.write_text(f"{job}\n", encoding="utf-8")
     return job, run
 
 

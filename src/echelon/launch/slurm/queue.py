@@ -36,7 +36,12 @@ class Answer(NamedTuple):
 def slurm(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, input=input, timeout=_COMMAND_S
+            words,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            input=input,
+            timeout=_COMMAND_S,
         )
     except subprocess.TimeoutExpired:
         said = f"{words[0]} did not answer within {_COMMAND_S:g} s"

@@ -82,4 +82,6 @@ def after(run: Run, launch: Launch, failure: Failure) -> None:
         return
     if _count(run.status().get("starts", []), "preempted", "lost") < launch.max_requeues:
         with contextlib.suppress(OSError):
-            (run.folder / REQUEUE).write_text(failure.summary + "\n")
+            (run.folder / REQUEUE).write_text(
+                failure.summary + "\n", encoding="utf-8", errors="replace"
+            )

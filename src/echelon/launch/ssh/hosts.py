@@ -38,7 +38,7 @@ def listed(launch: Launch) -> list[Host]:
 
 def _of_file(path: Path, procs: int | None) -> list[Host]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise EchelonError(

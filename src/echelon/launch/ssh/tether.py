@@ -136,7 +136,7 @@ def _find_master(nodes: int, rank: int, meeting: int) -> str:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch  # noqa: F401  while node 0 does the same
 
-    return os.fdopen(meeting).readline().strip()
+    return os.fdopen(meeting, encoding="utf-8").readline().strip()
 
 
 def own_address(nodes: int) -> str:

@@ -91,7 +91,7 @@ def _known(file: SweepFile, folder: Path) -> str | None:
 def read(folder: Path) -> dict[str, Any]:
     """What is known here of a sweep there: sweep, file, metric, cap, program."""
     try:
-        known = json.loads((folder / _FILE).read_text())
+        known = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         if isinstance(known, dict) and {"sweep", "file", "metric", "cap", "program"} <= {*known}:
             return known
         why = "it holds something else"

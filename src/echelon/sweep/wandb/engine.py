@@ -320,7 +320,7 @@ def _cause(run: Run, log: Path) -> str:
     failure = run.status().get("failure")
     if isinstance(failure, dict) and failure.get("summary"):
         return str(failure["summary"])
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    lines = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     spoken = [line.strip() for line in lines if line.strip()]
     return (errors[:1] or spoken[-1:] or ["it said nothing"])[0]

@@ -51,7 +51,7 @@ class Process:
     def start(trial: Trial, command: Sequence[str], folder: Path) -> Process:
         file = record.parameter_file(folder, trial.id)
         given = {name: {"value": value} for name, value in trial.given.items()}
-        file.write_text(yaml.safe_dump({"wandb_version": 1, **given}))
+        file.write_text(yaml.safe_dump({"wandb_version": 1, **given}), encoding="utf-8")
         entity, project, sweep = trial.sweep.split("/")
         variables = {
             "WANDB_ENTITY": entity,

@@ -46,7 +46,7 @@ def read(folder: Path) -> list[Told]:
     found = []
     for path in folder.glob("trial-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Told(**json.loads(path.read_text())))
+            found.append(Told(**json.loads(path.read_text(encoding="utf-8"))))
     return sorted(found, key=lambda told: told.begun)
 
 
