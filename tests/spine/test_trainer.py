@@ -137,7 +137,7 @@ def test_a_snapshot_holds_the_whole_state(tmp_path: Path) -> None:
     assert trained.codes == [0, 0], trained.said
     parts = state_at(trained.run, 6)
     assert parts.keys() == {"model", "optimizer", "rng"}
-    assert parts["optimizer"].keys() == {"optimizer", "schedule"}
+    assert parts["optimizer"].keys() == {"optimizer", "settings", "schedule"}
     assert parts["optimizer"]["schedule"]["last_epoch"] == 6
     random_of_ranks = parts["rng"]["ranks"]
     assert len(random_of_ranks) == 2

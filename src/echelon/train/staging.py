@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -229,8 +230,8 @@ def _scalar(value: Any, path: Path) -> Any:
     for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, str):
-        return str.__str__(value)
+    if isinstance(value, str):  # one object for all that are equal: a file is then of its values
+        return sys.intern(str.__str__(value))
     if isinstance(value, tuple):
         return tuple(_scalar(v, path) for v in value)
     raise _refused(f"a {type(value).__module__}.{type(value).__qualname__}", path)
