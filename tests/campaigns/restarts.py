@@ -41,8 +41,6 @@ TRAINING_S, STARTING_S = 1.2, 0.4
 """A kill comes within so many seconds: steps, saves and an evaluation; or all of a start."""
 EARLY = 0.2
 """So often the next kill does not wait for the first new step."""
-LATE_S = 5.0
-"""The first new step comes sooner."""
 TRAIN = (*ECHELON, "train", *TWO, "track.progress=none")
 LONG = ("trainer.save.steps=25", "trainer.evaluate.steps=40", "trainer.log_steps=1")
 FOR_EVER = "trainer.steps=1000000000"
@@ -70,7 +68,9 @@ def wait_for(what: Callable[[], Any], running: Started, limit_s: float) -> float
 # Restarts --------------------------------------------------------------------------------------
 
 
-def restarts(folder: Path, number: int, limit_s: float, rng: random.Random, tick: Tick) -> Any:
+def restarts(
+    folder: Path, number: int, limit_s: float, late_s: float, rng: random.Random, tick: Tick
+) -> Any:
     count, seconds = Count(kills=0, early=0, hangs=0, late=0, left=0, differing=0), []
     for first in range(0, number, PER_RUN):
         kills = min(PER_RUN, number - first)
@@ -89,7 +89,7 @@ def restarts(folder: Path, number: int, limit_s: float, rng: random.Random, tick
         count["left"] += len(done.left)
         count["wrong exits"] += done.code != 75
         count["differing"] += not _as_if_never_killed(folder, run, done.err)
-    count["late"] = sum(s > LATE_S for s in seconds)
+    count["late"] = sum(s > late_s for s in seconds)
     return {"bad": _bad(count, "kills", "early"), "count": dict(count), "seconds": _spread(seconds)}
 
 
@@ -225,7 +225,8 @@ def campaign(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with Progress() as progress:
         with _bar(progress, "restarts", options.restarts) as tick:
-            result["restarts"] = restarts(folder, options.restarts, options.limit_s, rng, tick)
+            limits = options.limit_s, options.late_s
+            result["restarts"] = restarts(folder, options.restarts, *limits, rng, tick)
         with _bar(progress, "starts", options.starts) as tick:
             result["starts"] = starts(folder, options.starts, options.limit_s, tick)
     return result
@@ -236,6 +237,7 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=200)
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--limit-s", type=float, default=30.0, help="what takes longer hangs")
+    parser.add_argument("--late-s", type=float, default=5.0, help="a new step comes sooner")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
