@@ -145,11 +145,10 @@ def _numbers(config: Config) -> Iterator[Fault]:
 
 def _finite(config: Config) -> Iterator[Fault]:
     """An experiment of the user's may know what it wants with an infinity; ours do not."""
-    ours = config.experiment.get("entry") in bundled.names()
     for key, value in flatten(config.to_dict()).items():
         if not isinstance(value, float) or math.isfinite(value):
             continue
-        if ours or not key.startswith("experiment."):
+        if not key.startswith("experiment.") or config.experiment.get("entry") in bundled.names():
             name = key.removeprefix("experiment.")
             yield Fault(f"{name}={value} is no number to train with", f"set {name} to a finite one")
 

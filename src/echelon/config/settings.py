@@ -49,9 +49,8 @@ def described_bundled(name: str) -> str:
     file = Path(__file__).parents[1] / "conf" / "experiment" / f"{name}.yaml"
     if not name.isidentifier() or not file.is_file():
         return ""  # to train it says so, with the names there are
-    text = file.read_text(encoding="utf-8").rpartition("\nexperiment:\n")[
-        2
-    ]  # of a file that sets more
+    text = file.read_text(encoding="utf-8")
+    text = text.rpartition("\nexperiment:\n")[2]  # of a file that sets more
     text = textwrap.dedent(text.partition("\n\n")[0])
     lines = []
     for key, value, why in re.findall(r"^(\w+): (.*?)(?: +# (.*))?$", text, re.MULTILINE):

@@ -40,10 +40,8 @@ class Stamps:
                 lines.append(f"{time.time():.3f} {log.stem} {size}\n")
                 self._sizes[log] = size
         if lines:
-            with (
-                contextlib.suppress(OSError),
-                self._file.open("a", encoding="utf-8") as file,
-            ):  # the disk may be full
+            # The disk may be full.
+            with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         if self._shown and 0 in self._begun:
             self._show()

@@ -118,11 +118,8 @@ def _devices(env: Mapping[str, str]) -> list[str]:
 
 def _no_use(sweep: Sweep, slot: int, code: int) -> EchelonError:
     log = sweep.log(str(slot))
-    lines = [
-        line
-        for line in log.read_text(errors="replace", encoding="utf-8").splitlines()
-        if line.strip()
-    ]
+    text = log.read_text(errors="replace", encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip()]
     return EchelonError(
         Fault(
             f"{_IN_VAIN} workers ended in a row, the last with {code}: {(lines or ['?'])[-1]}",

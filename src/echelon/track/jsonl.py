@@ -34,9 +34,8 @@ class JsonLines:
 def read(path: Path) -> list[Line]:
     """The whole lines; a process killed while writing leaves half a line."""
     lines = []
-    for text in (
-        path.read_text(errors="replace", encoding="utf-8").splitlines() if path.exists() else []
-    ):
+    whole = path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
+    for text in whole.splitlines():
         try:
             line = json.loads(text)
         except ValueError:
