@@ -19,6 +19,10 @@ from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
 
 SUBMISSION = "submission.json"
+MANIFEST = "manifest.json"
+"""What makes a folder a snapshot."""
+BEST = "best"
+"""Names the best of the snapshots beside it."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +239,9 @@ def _require_snapshot(config: Config) -> None:
     given = config.trainer.resume
     if given in ("auto", "never") or config.launch.kind == "ssh":
         return
-    best = Path(given).name == "best" and Path(given).is_file()
-    if not best and not (Path(given) / "manifest.json").is_file():
-        lacks = "it has no manifest.json" if Path(given).is_dir() else "there is no such folder"
+    best = Path(given).name == BEST and Path(given).is_file()
+    if not best and not (Path(given) / MANIFEST).is_file():
+        lacks = f"it has no {MANIFEST}" if Path(given).is_dir() else "there is no such folder"
         raise EchelonError(
             Fault(
                 f"trainer.resume={given} is no snapshot: {lacks}",

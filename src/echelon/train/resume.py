@@ -8,7 +8,7 @@ from pathlib import Path
 from echelon.config.schema import Config, differences
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.runs import Run, require_same_numbers
-from echelon.train.snapshots import BEST, Snapshot, SnapshotDamaged, best, newest, verify
+from echelon.train.snapshots import Snapshot, SnapshotDamaged, by_name, newest, verify
 
 
 def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | None:
@@ -32,7 +32,7 @@ def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | N
 def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
     """A snapshot of any run by its path: what differs is said, and is the user's wish."""
     try:
-        snapshot = verify(best(path.parent) or path if path.name == BEST else path)
+        snapshot = verify(by_name(path))
     except SnapshotDamaged as error:
         raise EchelonError(
             Fault(

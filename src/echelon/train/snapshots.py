@@ -26,13 +26,11 @@ import torch
 import xxhash
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
-from echelon.runs import open_run
+from echelon.runs import BEST, MANIFEST, open_run
 from echelon.train.pieces import join, parts_and_pieces
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 STATE = "state.json"
-BEST = "best"
 
 BLOCK_BYTES = 16 << 20
 """What one thread verifies at a time; part of the format, since checksums are made of blocks."""
@@ -139,6 +137,11 @@ def best(root: Path) -> Path | None:
     return root / name if step_of(name) is not None and (root / name).is_dir() else None
 
 
+def by_name(path: Path) -> Path:
+    """The folder itself, or the one that `best` beside it names."""
+    return (best(path.parent) if path.name == BEST else None) or path
+
+
 def folder_name(step: int) -> str:
     return f"step-{step:09d}"
 
@@ -160,9 +163,7 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """The model's weights by name, whole, however many ranks wrote them: of a snapshot's folder,
     of a run's `snapshots/best`, or of the newest snapshot of a run: its folder, its name in ./runs,
     or `latest`."""
-    path = Path(folder)
-    if path.name == BEST:
-        path = best(path.parent) or path
+    path = by_name(Path(folder))
     if not path.exists() and path.parent.name == "snapshots":
         raise EchelonError(
             Fault(f"there is no snapshot {path}", _kept(path.parent)), exit=Exit.NOT_FOUND

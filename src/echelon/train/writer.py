@@ -24,10 +24,9 @@ from typing import IO, Any, cast
 import torch
 
 from echelon.errors import EchelonError, Fault
+from echelon.runs import BEST, MANIFEST
 from echelon.train.snapshots import (
-    BEST,
     CHUNK_BYTES,
-    MANIFEST,
     STATE,
     Checksum,
     Entry,
