@@ -67,6 +67,7 @@ REFUSED = {
     "trainer.save.steps=0": ("trainer.save.steps=0", "null"),
     "trainer.epochs=null": ("trainer.epochs", "set one"),
     "trainer.epochs=1,2": ("trainer.epochs=1,2", "single value"),
+    "trainer.save.steps=1e3": ("trainer.save.steps=1000.0", "write trainer.save.steps=1000"),
     "seed=-1": ("seed=-1", "0 or more"),
     "~trainer.clip": ("~trainer.clip", "null"),
     "just words": ("just words", "KEY=VALUE"),

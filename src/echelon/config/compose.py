@@ -319,7 +319,10 @@ def _set(
     try:
         OmegaConf.update(base, key, value, merge=True, force_add=inside_experiment)
     except OmegaConfBaseException as error:
-        found, hint = str(error).splitlines()[0], f"the default is {_default_of(base, key)}"
+        found = str(error).splitlines()[0]
+        hint = f"give a value of that kind; the default is {_default_of(base, key)}"
+        if found.endswith("Integer") and isinstance(value, float) and value.is_integer():
+            hint = f"write {key}={value:.0f}"
         if OmegaConf.is_list(OmegaConf.select(base, key)):
             found, hint = "not a list", f"write '{key}=[{'' if value is None else value}]'"
         faults.append(Fault(f"{shown}: {found}", hint))
