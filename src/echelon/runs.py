@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
 import time
@@ -17,6 +16,8 @@ from echelon.config import bundled
 from echelon.config.check import NAME_CHARACTERS, name_fault
 from echelon.config.schema import Config, build, differences
 from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
+from echelon.utils.files import read_json_object, replace_file, write_json_atomically
+from echelon.utils.os_errors import describe_os_error
 
 SUBMISSION = "submission.json"
 MANIFEST = "manifest.json"
@@ -178,23 +179,14 @@ class Run:
             ) from error
 
     def status(self) -> dict[str, Any]:
-        try:
-            loaded = json.loads(self.status_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return loaded if isinstance(loaded, dict) else {}
+        return read_json_object(self.status_file) or {}
 
     def update_status(self, **fields: Any) -> None:
         """Merge fields into status.json. A full disk must not end a training over its status."""
         with contextlib.suppress(OSError):
-            write_json(self.status_file, self.status() | fields | {"updated": time.time()})
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write beside and rename: a reader sees the old text or the new, never a half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    beside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)
+            write_json_atomically(
+                self.status_file, self.status() | fields | {"updated": time.time()}
+            )
 
 
 def named(config: Config) -> Config:
@@ -254,12 +246,12 @@ def _require_snapshot(config: Config) -> None:
 def _make_folder(run: Run, config: Config) -> None:
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
-        write_json(run.config_file, config.to_dict())
+        write_json_atomically(run.config_file, config.to_dict())
     except OSError as error:
         raise EchelonError(
             Fault(
                 f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
-                f"{(error.strerror or str(error)).lower()}",
+                f"{describe_os_error(error)}",
                 elsewhere(error, "run.dir=PATH"),
             )
         ) from error
@@ -416,7 +408,5 @@ def _set_aside(run: Run) -> None:
 
 def _point_latest(root: Path, run: Run) -> None:
     """`latest` is a convenience; a file system without links does without it."""
-    with contextlib.suppress(OSError):
-        beside = root / f".latest.{os.getpid()}"
-        beside.symlink_to(run.name)
-        beside.replace(root / "latest")
+    with contextlib.suppress(OSError), replace_file(root / "latest") as temporary:
+        temporary.symlink_to(run.name)

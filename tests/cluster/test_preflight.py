@@ -15,15 +15,15 @@ from desk import Desk
 from doors import sshd
 from scenes import Scene, gpu
 
-from echelon import letters
 from echelon.errors import Exit
+from echelon.utils import text
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 OURS = os.environ.get("PYTHONPATH", "")
 ANOTHER_WORLD = f"""
 mount --bind "$0/hosts" /etc/hosts && mount --bind "$0/faults" "$0/only" &&
-mount --bind "$0/old_letters.py" {letters.__file__} && mount --bind "$0/old.py" "$0/mine.py" &&
+mount --bind "$0/old_text.py" {text.__file__} && mount --bind "$0/old.py" "$0/mine.py" &&
 mount -t tmpfs -o ro none "$0/work" && exec "$@"
 """
 AHEAD = """
@@ -81,7 +81,7 @@ def test_all_that_may_differ_on_a_node(desk: Desk, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("def experiment(cfg):\n    return cfg\n")
     (tmp_path / "old.py").write_text("def experiment(cfg):\n    return None\n")
-    (tmp_path / "old_letters.py").write_text(Path(letters.__file__).read_text() + "# old\n")
+    (tmp_path / "old_text.py").write_text(Path(text.__file__).read_text() + "# old\n")
     driver = Scene(tmp_path / "driver", gpu(0), gpu(1, code=15)).library.parent
     more = f"SetEnv LD_LIBRARY_PATH={driver} LD_PRELOAD={clock_ahead(tmp_path)}\n"
     with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path, more):

@@ -23,7 +23,7 @@ SOURCE = Path(echelon.__file__).parent
 
 LEVELS = {
     "errors": 0,
-    "letters": 0,
+    "utils": 0,
     "config": 1,
     "world": 1,
     "runs": 1,

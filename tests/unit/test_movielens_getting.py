@@ -276,7 +276,7 @@ def test_no_internet_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EchelonError) as caught:
         get("25m", None, Path("data"), waits_s=(0.0,))
     [fault] = caught.value.faults
-    assert fault.what == f"{address}/ml-25m.zip cannot be reached: Connection refused"
+    assert fault.what == f"{address}/ml-25m.zip cannot be reached: connection refused"
     assert f"fetch {address}/ml-25m.zip where there is internet" in fault.do
     assert "echelon data movielens --from ml-25m.zip" in fault.do
     assert not Path("data").exists()

@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written_has_its_cache_elsewhere(
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         [what] = faults_of(folder)
     assert what.startswith(f"the prepared form of {folder} cannot be written: {folder}/.echelon: ")
-    assert what.count("Permission denied") == 2
+    assert what.count("permission denied") == 2
 
 
 def test_a_user_without_a_home_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_a_file_that_may_not_be_read(shared: Path) -> None:
     (folder / "ratings.csv").chmod(0o000)
     folder.chmod(0o777)
     with nobody():
-        assert faults_of(folder) == [f"{folder}/ratings.csv cannot be read: Permission denied"]
+        assert faults_of(folder) == [f"{folder}/ratings.csv cannot be read: permission denied"]
 
 
 _LOAD = "import sys; from echelon.data.movielens import load; print(len(load(sys.argv[1]).users))"

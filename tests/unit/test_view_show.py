@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from view_runs import echelon, lines, make_run
 
 from echelon.cli import dispatch, guarded
-from echelon.letters import beyond_ascii
+from echelon.utils.text import can_print_unicode
 from echelon.view.canvas import ASCII, BRAILLE, Letters, Panel, beside, drawn
 from echelon.view.smooth import averaged, fitting, thinned
 
@@ -168,7 +168,7 @@ def test_ascii_is_enough(
     ],
 )
 def test_what_a_terminal_can_show(encoding: str, env: dict[str, str], more: bool) -> None:
-    assert beyond_ascii(io.TextIOWrapper(io.BytesIO(), encoding), env) is more
+    assert can_print_unicode(io.TextIOWrapper(io.BytesIO(), encoding), env) is more
 
 
 # --- the canvas ---

@@ -15,7 +15,7 @@ from functools import partial
 from typing import IO, Any, NamedTuple
 
 from echelon.launch.ssh.tether import MARK
-from echelon.launch.zygote import die_with_parent
+from echelon.utils.processes import die_with_parent
 
 _LAST_LINES = 20
 _FAILED_S = 3.0

@@ -32,6 +32,7 @@ from echelon.gpus import nvml, visible_count
 from echelon.gpus.look import FAULTS, NO_GPU
 from echelon.gpus.nvml import NvmlError
 from echelon.track import key
+from echelon.utils.os_errors import describe_os_error
 
 _COMMAND_S = 8.0
 TORCH_S = 90.0
@@ -258,7 +259,7 @@ def said_by(*words: str) -> Tool | None:
     except subprocess.TimeoutExpired:
         return Tool("", f"{words[0]} did not answer within {_COMMAND_S:g} s")
     except OSError as error:
-        return Tool("", f"{words[0]} cannot be run: {(error.strerror or str(error)).lower()}")
+        return Tool("", f"{words[0]} cannot be run: {describe_os_error(error)}")
     text = done.stdout.strip() or done.stderr.strip()
     last = (done.stderr.strip() or text).splitlines()[-1:] or [f"exit code {done.returncode}"]
     return Tool(text, last[0] if done.returncode else "")
@@ -329,7 +330,7 @@ def _port_trouble() -> str:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=2).close()
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return describe_os_error(error)
     return ""
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from echelon.check.rules import size
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict
+from echelon.utils.text import format_bytes
 
 CHECKS = (
     *("start", "versions", "code", "name", "tcp", "interface", "clock", "folder", "disk"),
@@ -330,7 +330,9 @@ def _one_reduced(seen: Seen, node: int, took_s: float, nccls: set[Any]) -> Verdi
     if len(nccls) > 1:
         return Verdict("all-reduce", FAIL, f"NCCL is {ranks[0]['nccl']} of {nccls}", "see versions")
     alone = len(ranks) == 1 and len(seen.reduces) == 1
-    speed = f", {size(seen.reduced_bytes)} in {took_s:.3g} s" if took_s and not alone else ""
+    speed = (
+        f", {format_bytes(seen.reduced_bytes)} in {took_s:.3g} s" if took_s and not alone else ""
+    )
     backend = ranks[0]["backend"] + (f" {ranks[0]['nccl']}" if ranks[0].get("nccl") else "")
     return Verdict("all-reduce", OK, f"{backend}, the sum is right{speed}")
 
@@ -360,7 +362,7 @@ def _disk(seen: Seen, node: int) -> Iterator[Verdict]:
     if _silence(seen.looks, node):
         return
     worst = min(seen.looks[node]["disks"], key=lambda d: (d["writable"], d["free"]))
-    found = f"{size(worst['free'])} free in {worst['path']}"
+    found = f"{format_bytes(worst['free'])} free in {worst['path']}"
     do = f"df -h {worst['path']}, on that node; or give another place with " + (
         "run.dir=PATH" if worst["what"] == "runs" else "TMPDIR"
     )

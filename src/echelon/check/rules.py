@@ -9,6 +9,7 @@ from echelon.check.facts import Device, Disk, Driver, Facts, Limit, NoDriver, To
 from echelon.check.smoke import Rank
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict
 from echelon.check.wheels import Version, install_line, is_built_for, least_cuda, version
+from echelon.utils.text import format_bytes
 
 _LEAST_PYTHON = (3, 10)
 _LEAST_TORCH = (2, 4)
@@ -205,7 +206,7 @@ def _disk(each: Disk) -> tuple[str, str]:
     if each.inodes is not None and each.inodes < 1000:
         return FAIL, f"{each.path} has room for {each.inodes} more files"
     state = FAIL if each.free < _DISK_FAIL else WARN if each.free < _DISK_WARN else OK
-    return state, f"{size(each.free)} free in {each.path}"
+    return state, f"{format_bytes(each.free)} free in {each.path}"
 
 
 def shm(f: Facts) -> Iterator[Verdict]:
@@ -214,7 +215,7 @@ def shm(f: Facts) -> Iterator[Verdict]:
         yield Verdict("/dev/shm", FAIL, "is not there; NCCL and data loaders need it", do)
         return
     total, free = f.shm
-    found = f"{size(free)} free of {size(total)}"
+    found = f"{format_bytes(free)} free of {format_bytes(total)}"
     if free < _SHM_FAIL:
         yield Verdict("/dev/shm", FAIL, found, do if total < _SHM_WARN else "ls -la /dev/shm")
     elif free < _SHM_WARN:
@@ -227,7 +228,7 @@ def limits(f: Facts) -> Iterator[Verdict]:
     yield _limited("open files", f.files, 256, 1024, "ulimit -n", 65536)
     yield _limited("processes", f.processes, 128, 1024, "ulimit -u", 4096)
     soft = f.locked.soft
-    found = "no limit" if math.isinf(soft) else size(soft)
+    found = "no limit" if math.isinf(soft) else format_bytes(soft)
     if f.infiniband and not math.isinf(soft):
         do = "ulimit -l unlimited; for all: memlock in /etc/security/limits.conf"
         yield Verdict("locked memory", WARN, f"{found}, and InfiniBand registers more", do)
@@ -347,12 +348,3 @@ def _all_reduce(ranks: Sequence[Rank]) -> Verdict:
         return Verdict("all-reduce", FAIL, f"{backend}: the sum is wrong on rank {wrong}", do)
     found = f"{backend}: rank {first} {ranks[first].trouble or 'did not come to it'}"
     return Verdict("all-reduce", FAIL, found, "NCCL_DEBUG=INFO echelon doctor")
-
-
-def size(bytes_: float) -> str:
-    """In the unit that leaves few digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if bytes_ < 1000 or unit == "TB":
-            return f"{bytes_:.0f} {unit}" if bytes_ >= 10 or unit == "B" else f"{bytes_:.1f} {unit}"
-        bytes_ /= 1000
-    raise AssertionError

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from echelon.check.judge import CHECKS, Finding
 from echelon.check.verdict import FAIL, NONE, OK, WARN, Verdict, worst
-from echelon.letters import plain
+from echelon.utils.text import convert_for_terminal
 
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red", NONE: "dim"}
 SHOWN = {OK: "ok", WARN: "warn", FAIL: "FAIL", NONE: "–"}
@@ -39,9 +39,9 @@ def table(verdicts: Sequence[Verdict]) -> None:
         lines = textwrap.wrap(verdict.found, room) or [""]
         screen.print(_state(verdict, f"{verdict.check:<{wide}}  {lines[0]}"))
         for line in lines[1:]:
-            screen.print(plain(" " * (wide + 8) + line))
+            screen.print(convert_for_terminal(" " * (wide + 8) + line))
         if verdict.do and verdict.state != OK:  # whole, so that it can be copied
-            screen.print(Text(plain(" " * (wide + 8) + f"→ {verdict.do}"), "cyan"))
+            screen.print(Text(convert_for_terminal(" " * (wide + 8) + f"→ {verdict.do}"), "cyan"))
 
 
 def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
@@ -61,7 +61,9 @@ def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
             for check in checks:
                 mine = [v for n, v in findings if n == node and v.check == check]
                 state = worst(mine) if mine else NONE
-                row += Text(plain(f"{SHOWN[state]:<{len(check) + 2}}"), STYLES[state])
+                row += Text(
+                    convert_for_terminal(f"{SHOWN[state]:<{len(check) + 2}}"), STYLES[state]
+                )
             row.rstrip()
             screen.print(row)
         screen.print()
@@ -72,9 +74,9 @@ def matrix(names: Sequence[str], findings: Sequence[Finding]) -> None:
             first, *more = textwrap.wrap(told, max(_LEAST, screen.width) - 6)
             screen.print(_state(verdict, first))
             for line in more:
-                screen.print(plain(" " * 6 + line))
+                screen.print(convert_for_terminal(" " * 6 + line))
             if verdict.do:
-                screen.print(Text(plain(f"      → {verdict.do}"), "cyan"))
+                screen.print(Text(convert_for_terminal(f"      → {verdict.do}"), "cyan"))
             screen.print()
     fails = sum(verdict.state == FAIL for _, verdict in findings)
     screen.print(f"not ready: {fails} to mend" if fails else "ready")
@@ -92,5 +94,5 @@ def _beside(width: int) -> Iterator[list[str]]:
 
 
 def _state(verdict: Verdict, text: str) -> Text:
-    state = plain(f"{SHOWN[verdict.state]:<6}")
-    return Text.assemble((state, STYLES[verdict.state]), plain(text))
+    state = convert_for_terminal(f"{SHOWN[verdict.state]:<6}")
+    return Text.assemble((state, STYLES[verdict.state]), convert_for_terminal(text))

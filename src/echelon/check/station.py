@@ -36,7 +36,8 @@ from echelon.launch import interface
 from echelon.launch.node import network_variables, variables
 from echelon.launch.slurm.script import FIRST_PORT, PORTS
 from echelon.launch.ssh.tether import MARK, own_address
-from echelon.launch.zygote import die_with_parent
+from echelon.utils.os_errors import describe_os_error
+from echelon.utils.processes import die_with_parent
 
 _CONNECT_S = 4.0
 _PINGS = 8
@@ -125,7 +126,7 @@ class Station:
         try:
             listener = socket.create_server((where, wanted), family=family, backlog=_AT_ONCE)
         except OSError as error:
-            trouble = f"port {wanted} is taken: {(error.strerror or str(error)).lower()}"
+            trouble = f"port {wanted} is taken: {describe_os_error(error)}"
             listener = socket.create_server((where, 0), family=family, backlog=_AT_ONCE)
         serve = threading.Thread(target=_serve, args=(listener, self._key), daemon=True)
         serve.start()
@@ -159,7 +160,7 @@ class Station:
             with self._open(address, port) as connection:
                 return {"trouble": "", **_compare_clocks(connection)}
         except OSError as error:
-            return {"trouble": (error.strerror or str(error)).lower()}
+            return {"trouble": describe_os_error(error)}
 
     def _open(self, address: str, port: int) -> socket.socket:
         connection = socket.create_connection((address, port), timeout=_CONNECT_S)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from echelon.config.check import OF_ONE_LAUNCHER
 from echelon.config.schema import Launch
 from echelon.errors import EchelonError, Fault, nearest
+from echelon.utils.os_errors import describe_os_error
 
 FILE = "echelon.yaml"
 _VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
@@ -176,7 +177,7 @@ def secrets_of(file: str) -> dict[str, str]:
             )
         lines = [line.removesuffix("\r") for line in os.fsdecode(path.read_bytes()).split("\n")]
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = describe_os_error(error)
         raise EchelonError(Fault(f"launch.secrets={file}: {why}", "mend the path")) from None
     pairs = (line.partition("=") for line in lines if re.match(r"[A-Za-z_]\w*=", line, re.ASCII))
     return {key: value for key, _, value in pairs}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.config.check import name_fault
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault, nearest
+from echelon.utils.os_errors import describe_os_error
 
 if TYPE_CHECKING:
     from echelon.config.compose import OwnExperiment
@@ -145,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"WANDB_SWEEP_PARAM_PATH={path} cannot be read: {error.strerror}",
+                f"WANDB_SWEEP_PARAM_PATH={path} cannot be read: {describe_os_error(error)}",
                 "set WANDB_DIR to a folder that every process of the trial sees, before "
                 "`wandb agent` is started",
             )

@@ -12,11 +12,11 @@ import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -28,9 +28,11 @@ from echelon.envs.places import Place, unwritable
 from echelon.envs.plan import EnvPlan
 from echelon.envs.requirements import Read
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.files import write_json_atomically
+from echelon.utils.os_errors import describe_os_error
+from echelon.utils.processes import die_with_parent
 
 Say = Callable[[str], None]
-_PR_SET_PDEATHSIG = 1
 
 
 def _to_stderr(line: str) -> None:
@@ -205,10 +207,11 @@ def _run(
             encoding="utf-8",
             errors="replace",
             pass_fds=lock.inherited(),
-            preexec_fn=_die_with(os.getpid()),
+            # A killed builder takes pip with it, which else would write into its successor's place.
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
-        what = f"{step[0]} cannot be run: {error.strerror}"
+        what = f"{step[0]} cannot be run: {describe_os_error(error)}"
         raise EchelonError(
             Fault(what, "mend it, or take it from the PATH"), exit=Exit.FAILED
         ) from error
@@ -230,18 +233,6 @@ def _run(
         kept = Place(plan.folder).log
         said = kept.read_text(encoding="utf-8", errors="replace")
         raise EchelonError(*faults(said, plan.recipe.wanted, plan.source, kept), exit=Exit.FAILED)
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """A killed builder takes pip with it, which else would write into its successor's place."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
 
 
 def _lock_pipfile(
@@ -283,13 +274,7 @@ def _mark(plan: EnvPlan, place: Place, took_s: float) -> None:
     }
     place.use.touch()
     _flush_all(place.folder)
-    beside = place.marker.with_suffix(".new")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(said, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(place.marker)
-    _flush(place.folder)
+    write_json_atomically(place.marker, said, durable=True)
 
 
 def _distributions(place: Place) -> list[str]:
@@ -304,13 +289,5 @@ def _flush_all(folder: Path) -> None:
     file = os.open(folder, os.O_RDONLY)
     try:
         ctypes.CDLL(None).syncfs(file)
-    finally:
-        os.close(file)
-
-
-def _flush(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
     finally:
         os.close(file)

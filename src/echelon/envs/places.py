@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
+from echelon.utils.files import read_json_object
+from echelon.utils.os_errors import describe_os_error
 
 MARKER = ".echelon-env.json"
 """Written last: an environment without it was never finished."""
@@ -77,11 +78,7 @@ class Place:
 
     def made(self) -> dict[str, Any]:
         """What the marker says; nothing where there is no finished environment."""
-        try:
-            said = json.loads(self.marker.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return said if isinstance(said, dict) else {}
+        return read_json_object(self.marker) or {}
 
     def python(self) -> Path:
         return self.folder / "bin" / "python"
@@ -94,7 +91,7 @@ class Place:
 def unwritable(path: Path, error: OSError) -> EchelonError:
     return EchelonError(
         Fault(
-            f"{path} cannot be written: {(error.strerror or str(error)).lower()}",
+            f"{path} cannot be written: {describe_os_error(error)}",
             "free some space or ask for the permission, or set ECHELON_CACHE to another folder",
         )
     )

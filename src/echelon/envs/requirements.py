@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from echelon.envs.indexes import hidden, insecure, plain_http
 from echelon.errors import Fault, nearest
+from echelon.utils.os_errors import describe_os_error
 
 _ONE_LETTER = {
     "-r": "--requirement",
@@ -152,9 +153,10 @@ def _read_file(
     try:
         text = decoded(file.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        is_os_error = isinstance(error, OSError)
+        reason = describe_os_error(error) if is_os_error else "it is not UTF-8 text"
         found.faults.append(
-            Fault(f"{shown(file, source)} cannot be read: {reason.lower()}", "mend the file")
+            Fault(f"{shown(file, source)} cannot be read: {reason}", "mend the file")
         )
         return
     if "\0" in text:  # no path or name has one

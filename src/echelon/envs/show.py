@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from echelon.envs.plan import EnvPlan, plan
 from echelon.envs.requirements import shown
 from echelon.envs.store import Kept, clean, kept
 from echelon.errors import Exit
+from echelon.utils.text import format_age, format_bytes
 
 Say = Callable[[str], None]
 
@@ -54,7 +54,7 @@ def make(source: Path, where: str, python: str, as_json: bool, shell: bool) -> i
 
 def sweep(older_days: float, everything: bool, dry_run: bool) -> int:
     freed = clean(os.environ, older_days, everything, dry_run, print)
-    print(f"{'would free' if dry_run else 'freed'} {_size(freed)}")
+    print(f"{'would free' if dry_run else 'freed'} {format_bytes(freed)}")
     return Exit.OK
 
 
@@ -107,7 +107,7 @@ def _state(planned: EnvPlan) -> str:
     place = Place(planned.folder)
     made = place.made()
     if planned.ready:
-        size, age = _size(made.get("bytes", 0)), _ago(made.get("made", 0.0))
+        size, age = format_bytes(made.get("bytes", 0)), format_age(made.get("made", 0.0))
         return f"ready: {size}, built {age} with {made.get('builder')}"
     if made:
         return "to be rebuilt: what decides it has changed, or its Python is gone"
@@ -119,23 +119,5 @@ def _line(one: Kept) -> str:
     if not one.made:
         return f"{one.key}  unfinished"
     files = ", ".join(one.made.get("files", [])) or "a tool"
-    told = f"{_size(one.made.get('bytes', 0)):>8}  used {_ago(one.used):<14}"
+    told = f"{format_bytes(one.made.get('bytes', 0)):>8}  used {format_age(one.used):<14}"
     return f"{one.key}  {told}  {files} of {one.made.get('source')}"
-
-
-def _size(count: int) -> str:
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
-
-
-def _ago(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return "just now"

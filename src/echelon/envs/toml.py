@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.envs.requirements import decoded
 from echelon.errors import EchelonError, Fault
+from echelon.utils.os_errors import describe_os_error
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,7 +21,7 @@ def load(file: Path) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(decoded(file.read_bytes()).replace("\r\n", "\n")))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = describe_os_error(error)
         raise EchelonError(Fault(f"{file} cannot be read: {reason}", "mend the file")) from error
     except ValueError as error:  # of TOML, or of UTF-8
         raise EchelonError(Fault(f"{file} is not TOML: {error}", "mend the file")) from error

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from echelon.errors import EchelonError, Fault
 from echelon.gpus.snapshot import Node, from_dict
 from echelon.gpus.told import MARK
+from echelon.utils.os_errors import describe_os_error
 
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
@@ -102,7 +103,7 @@ def _ask(there: There, sent: bytes) -> Node:
     except subprocess.TimeoutExpired:
         return Node(there.host, f"did not answer within {_ANSWER_S:g} s")
     except OSError as error:
-        return Node(there.host, f"{command[0]}: {(error.strerror or str(error)).lower()}")
+        return Node(there.host, f"{command[0]}: {describe_os_error(error)}")
     for line in done.stdout.decode(errors="replace").split("\n"):
         if (node := _heard(there, line)) is not None:
             return node
@@ -177,7 +178,7 @@ class Feed:
                     command, stdin=program, stdout=subprocess.PIPE, stderr=errors
                 )
             except OSError as error:
-                return f"{command[0]}: {(error.strerror or str(error)).lower()}"
+                return f"{command[0]}: {describe_os_error(error)}"
             with process:
                 self._process = process
                 if self._over.is_set():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from echelon.gpus import words
 from echelon.gpus.snapshot import Node, Process
-from echelon.letters import cut
+from echelon.utils.text import truncate_text
 
 Line = list[tuple[str, str]]
 """Pieces of text, each with its style."""
@@ -59,7 +59,9 @@ class Layout(NamedTuple):
         """Of a process: numbers to the right, words to the left."""
         widths = (self.pid, self.user, self.own, self.age, self.job, self.run, self.command)
         shown = [
-            f"{cut(cell, w):>{w}}" if number in (0, 2, 3) else f"{cut(cell, w):<{w}}"
+            f"{truncate_text(cell, w):>{w}}"
+            if number in (0, 2, 3)
+            else f"{truncate_text(cell, w):<{w}}"
             for number, (cell, w) in enumerate(zip(cells, widths, strict=True))
             if w
         ]

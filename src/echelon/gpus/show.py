@@ -155,9 +155,9 @@ def _print(nodes: Sequence[Node], wanted: Wanted) -> None:
         lines = _drawn(nodes, wanted)
     else:
         from echelon.gpus.lines import plain_lines
-        from echelon.letters import plain
+        from echelon.utils.text import convert_for_terminal
 
-        lines = [*map(plain, plain_lines(nodes))] or _nobody(wanted)
+        lines = [*map(convert_for_terminal, plain_lines(nodes))] or _nobody(wanted)
     print("\n".join(lines), flush=True)
 
 
@@ -165,12 +165,12 @@ def _drawn(nodes: Sequence[Node], wanted: Wanted, clock: str = "") -> list[str]:
     import shutil  # takes longer to import than all lines of a pipe take
 
     from echelon.gpus.table import painted, table
-    from echelon.letters import plain
+    from echelon.utils.text import convert_for_terminal
 
     width = shutil.get_terminal_size().columns
     colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     lines = table(nodes, width, choose.me(), clock)
-    shown = [plain(painted(line, colour)) for line in lines]
+    shown = [convert_for_terminal(painted(line, colour)) for line in lines]
     return shown if any(node.gpus or node.fault for node in nodes) else shown + _nobody(wanted)
 
 

@@ -6,6 +6,7 @@ import subprocess
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.gpus.elsewhere import There, by_ssh
+from echelon.utils.os_errors import describe_os_error
 
 _COMMAND_S = 30.0
 
@@ -55,7 +56,7 @@ def _slurm(*words: str) -> str:
     except subprocess.TimeoutExpired:
         said = f"it did not answer within {_COMMAND_S:g} s"
     except OSError as error:
-        said = (error.strerror or str(error)).lower()
+        said = describe_os_error(error)
     if said:
         raise EchelonError(
             Fault(f"--slurm: {words[0]} fails: {said}", "is this a machine of a Slurm cluster?"),

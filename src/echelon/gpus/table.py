@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from echelon.gpus import words
 from echelon.gpus.layout import Layout, Line, fitted
 from echelon.gpus.snapshot import Gpu, Node, Process, Slice
-from echelon.letters import cut
+from echelon.utils.text import truncate_text
 
 STYLES = {
     **{"": "", "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"},
@@ -75,7 +75,7 @@ def _heading(node: Node, width: int, clock: str) -> Line:
 
 
 def _cut(text: str, width: int) -> str:
-    return cut(text, max(1, width))
+    return truncate_text(text, max(1, width))
 
 
 # --- rows ---
@@ -85,7 +85,12 @@ def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
     yield _gpu_row(gpu, layout)
     indent = " " * (layout.number + 2)
     if not gpu.processes_told:
-        yield [(cut(f"{indent}processes are not told: no permission", layout.width), "yellow")]
+        yield [
+            (
+                truncate_text(f"{indent}processes are not told: no permission", layout.width),
+                "yellow",
+            )
+        ]
     for process in gpu.processes:
         yield _process_row(process, layout, me)
     for part in gpu.slices:
@@ -96,7 +101,7 @@ def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
 
 def _gpu_row(gpu: Gpu, layout: Layout) -> Line:
     index = (f"{gpu.index:>{layout.number}}", "bold cyan")
-    name = cut(words.model(gpu.name), layout.model or 1)
+    name = truncate_text(words.model(gpu.name), layout.model or 1)
     if gpu.fault:
         before = f"  {name:<{layout.model}}" if layout.model else ""
         room = layout.width - layout.number - len(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echelon.gpus.snapshot import Gpu, Process
-from echelon.letters import duration
+from echelon.utils.text import format_duration
 
 MISSING = "–"
 UNKNOWN = "?"
@@ -62,7 +62,7 @@ def user(process: Process) -> str:
 
 
 def age(process: Process) -> str:
-    return UNKNOWN if process.age_s is None else duration(process.age_s)
+    return UNKNOWN if process.age_s is None else format_duration(process.age_s)
 
 
 def command(process: Process) -> str:

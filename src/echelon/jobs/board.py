@@ -16,8 +16,8 @@ from rich.text import Text
 from echelon.errors import Exit
 from echelon.jobs.standing import Standing, all_runs, stand, with_progress
 from echelon.jobs.table import GAP, STYLES, UNBROKEN, columns
-from echelon.letters import cut, duration
 from echelon.runs import find_runs
+from echelon.utils.text import format_duration, truncate_text
 
 _RECENT = 10
 _WATCH_S = 5.0
@@ -72,7 +72,7 @@ def _table(standings: Sequence[Standing], hidden: int, root: Path, width: int) -
         lines.append(_line(standing, row, widths))
         if standing.note:
             style = STYLES.get(standing.state, "") if not standing.active else "dim"
-            lines.append(Text(cut(f"  └ {standing.note}", width), style))
+            lines.append(Text(truncate_text(f"  └ {standing.note}", width), style))
     if hidden:
         lines.append(Text(f"and {hidden} more: --all", "dim"))
     return Group(*lines)
@@ -82,8 +82,16 @@ def _cells(s: Standing, bar: bool) -> tuple[str, ...]:
     elsewhere = f"on {s.host}" if s.host not in (None, socket.gethostname()) else ""
     where = f"{s.launcher or '–'} {s.job or elsewhere}".rstrip()
     size = f"{s.nodes}×{-(-s.world // s.nodes)}" if s.nodes and s.world else "–"
-    left = duration(s.eta_s) if s.eta_s is not None else ""
-    return (s.run, where, s.state, size, _progress(s, bar), left, duration(time.time() - s.started))
+    left = format_duration(s.eta_s) if s.eta_s is not None else ""
+    return (
+        s.run,
+        where,
+        s.state,
+        size,
+        _progress(s, bar),
+        left,
+        format_duration(time.time() - s.started),
+    )
 
 
 def _line(standing: Standing, row: Sequence[str], widths: Sequence[int]) -> Text:
@@ -97,7 +105,9 @@ def _line(standing: Standing, row: Sequence[str], widths: Sequence[int]) -> Text
 def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Words to the left, times to the right."""
     aligned = [
-        f"{cut(cell, w):>{w}}" if i >= len(cells) - 2 else f"{cut(cell, w):<{w}}"
+        f"{truncate_text(cell, w):>{w}}"
+        if i >= len(cells) - 2
+        else f"{truncate_text(cell, w):<{w}}"
         for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
     ]
     return (" " * GAP).join(aligned).rstrip()

@@ -33,6 +33,7 @@ from echelon.launch.stamps import Stamps
 from echelon.launch.zygote import STOP_SIGNALS, Order, Zygote, ZygoteGone
 from echelon.pulse import Sign, Watch
 from echelon.runs import Run
+from echelon.utils.processes import read_stat_fields
 
 _MONITOR_S = 0.05
 _STACK_WAIT_S = 0.5
@@ -376,8 +377,5 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+    fields = read_stat_fields(pid)
+    return fields is not None and fields[0] in "Tt"

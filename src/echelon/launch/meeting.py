@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from echelon.config.schema import Launch, differences
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.plan import Node
+from echelon.utils.os_errors import describe_os_error
 
 _OPERATION_S = 60.0
 _POLL_S = 0.02
@@ -164,8 +165,7 @@ def _bound(node: Node) -> socket.socket:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"node 0 cannot listen at {node.host}:{node.port}: "
-                f"{(error.strerror or str(error)).lower()}",
+                f"node 0 cannot listen at {node.host}:{node.port}: {describe_os_error(error)}",
                 "give an address of node 0 and a free port: master=HOST:PORT, or MASTER_ADDR and "
                 "MASTER_PORT",
             ),
@@ -185,7 +185,7 @@ def _find_store(node: Node, timeout_s: float) -> dist.TCPStore:
                 raise EchelonError(
                     Fault(
                         f"node {node.rank} found no node 0 at {node.host}:{node.port} within "
-                        f"{timeout_s:g} s ({(error.strerror or str(error)).lower()})",
+                        f"{timeout_s:g} s ({describe_os_error(error)})",
                         "start node 0 there, open the port, or wait longer with "
                         "launch.join_timeout_s=SECONDS",
                     ),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
-from echelon.letters import spread
+from echelon.utils.text import join_names
 from echelon.world import DeviceRule
 
 _RANK_BY_RANK = 64
@@ -87,7 +87,12 @@ class Plan:
     def _rows(self) -> Iterator[tuple[str, ...]]:
         if len(self.places) <= _RANK_BY_RANK:
             for place in self.places:
-                row = (str(place.rank), place.host, str(place.local_rank), spread(place.devices))
+                row = (
+                    str(place.rank),
+                    place.host,
+                    str(place.local_rank),
+                    join_names(place.devices),
+                )
                 yield row
             return
         for host, group in groupby(self.places, key=lambda place: place.host):

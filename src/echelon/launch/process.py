@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.utils.processes import read_stat_fields
+
 
 def launched(launcher: str, nodes: int, world: int) -> dict[str, Any]:
     """What a launcher writes into the status of a run that it is about to start from here."""
@@ -64,9 +66,10 @@ def send(process: Mapping[str, Any], number: signal.Signals) -> bool:
 
 def _born(pid: int) -> str | None:
     """None when there is no such process, or only what is left of it."""
+    fields = read_stat_fields(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        if fields[0] not in "ZX":
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-            return f"{fields[19]}@{boot}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{fields[19]}@{boot}"
     return None

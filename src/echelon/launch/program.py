@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 from echelon.launch.zygote import STOP_SIGNALS
+from echelon.utils.os_errors import describe_os_error
 
 
 def execute(*words: str) -> NoReturn:
@@ -17,7 +18,7 @@ def execute(*words: str) -> NoReturn:
     except OSError as error:
         host = os.uname().nodename
         print(
-            f"error: {words[0]} cannot be run on {host}: {(error.strerror or '').lower()}\n"
+            f"error: {words[0]} cannot be run on {host}: {describe_os_error(error)}\n"
             "  hint: give its full path, or a command that is on the PATH of every node",
             file=sys.stderr,
             flush=True,

@@ -8,7 +8,6 @@ and the workers with it.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -24,7 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from echelon.utils.processes import die_with_parent
+
 _MAX_MESSAGE = 1 << 17
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
@@ -127,12 +127,6 @@ def main() -> None:
 
 
 # --- inside the zygote ---
-
-
-def die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before we asked
-        os._exit(1)
 
 
 def _serve(channel: socket.socket, preload: Sequence[str]) -> None:

@@ -6,13 +6,14 @@ import glob
 import os
 import pwd
 import re
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.config.check import host_is_plain
 from echelon.errors import EchelonError, Fault
+from echelon.utils.files import replace_file
+from echelon.utils.os_errors import describe_os_error
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _WITH_PORT = re.compile(r"(.*@)?([^@:]+|\[[^\]]+\]):(\d+)")
@@ -110,7 +111,7 @@ def _lines(file: Path) -> list[str]:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"{file} cannot be read: {(error.strerror or str(error)).lower()}",
+                f"{file} cannot be read: {describe_os_error(error)}",
                 "make it readable, or give another with --config FILE",
             )
         ) from None
@@ -137,18 +138,14 @@ def append(config: Path, text: str) -> None:
         before = real.read_bytes() if real.exists() else b""
         gap = b"" if not before else b"\n" if before.endswith(b"\n") else b"\n\n"
         mode = real.stat().st_mode & 0o777 if real.exists() else 0o600
-        beside = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(handle, "wb") as file:
-            file.write(before + gap + text.encode())
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        beside.replace(real)
+        with replace_file(real, durable=True) as temporary:
+            temporary.touch(0o600)  # readable by nobody else before it has its own mode
+            temporary.write_bytes(before + gap + text.encode())
+            temporary.chmod(mode)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = describe_os_error(error)
         raise EchelonError(
-            Fault(f"{config} cannot be written: {reason.lower()}", "put the entry there by hand")
+            Fault(f"{config} cannot be written: {reason}", "put the entry there by hand")
         ) from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.submit.words import Bad, Command, Reader
+from echelon.utils.os_errors import describe_os_error
 
 DEFAULT_FILE = "experiment_configurations.txt"
 
@@ -31,7 +32,7 @@ def _text(file: Path) -> str:
     except FileNotFoundError:
         raise _missing(file) from None
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = describe_os_error(error)
         raise EchelonError(
             Fault(f"{file} cannot be read: {why}", "see its owner and mode")
         ) from None

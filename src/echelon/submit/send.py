@@ -18,9 +18,11 @@ from echelon.envs.show import warnings
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.jobs.standing import stand
 from echelon.launch.slurm import array, launcher
-from echelon.runs import SUBMISSION, Run, numbered_after, write_json
+from echelon.runs import SUBMISSION, Run, numbered_after
 from echelon.submit.plan import Job, Submission
 from echelon.submit.source import keep
+from echelon.utils.files import write_json_atomically
+from echelon.utils.os_errors import describe_os_error
 
 _LOOK_S = 3.0
 _HERE = "add launch=local to run the commands on this machine, one after the other"
@@ -54,7 +56,7 @@ def prepared(submission: Submission, env: Mapping[str, str]) -> Iterator[Submiss
         _require_over(submission)
         keep(submission.source, submission.folder)
         submission = submission.from_copy(env)
-        write_json(submission.folder / SUBMISSION, submission.to_dict())
+        write_json_atomically(submission.folder / SUBMISSION, submission.to_dict())
         if environment := submission.environment:
             for line in warnings(environment):
                 _say(line)
@@ -75,7 +77,7 @@ def _holding(submission: Submission) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = taken(file)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
+        why = describe_os_error(error)
         raise EchelonError(
             Fault(f"{file} cannot be written: {why}", "give another place with run.dir=PATH")
         ) from error

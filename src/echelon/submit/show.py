@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from echelon.launch.plan import columns
 from echelon.submit.plan import Entry, Job, Submission
+from echelon.utils.text import format_bytes
 
 
 def show(submission: Submission, jobs: Sequence[Job], as_json: bool) -> None:
@@ -55,7 +56,7 @@ def _reasons(entries: Sequence[Entry]) -> Iterator[str]:
 
 def _source_lines(s: Submission) -> Iterator[str]:
     commit = f"commit {s.source.commit[:12]}, " if s.source.commit else ""
-    size = f"{len(s.source.files)} files, {s.source.size / 1e6:.3g} MB"
+    size = f"{len(s.source.files)} files, {format_bytes(s.source.size)}"
     yield f"source: {s.source.folder} ({commit}{size}), copied to {s.copy}"
     if s.source.links:
         yield f"  linked to: {', '.join(s.source.links)}"

@@ -18,7 +18,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
-from echelon.runs import write_json
+from echelon.utils.files import write_json_atomically
+from echelon.utils.os_errors import describe_os_error
 
 LIMIT_BYTES = 256 << 20
 """A source larger than this has data in it."""
@@ -116,14 +117,14 @@ def keep(source: Source, into: Path) -> Path:
         for name in source.links:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).symlink_to(source.folder / name)
-        write_json(into / "source.json", source.to_dict())
+        write_json_atomically(into / "source.json", source.to_dict())
         if source.commit:
             (into / "source.diff").write_bytes(_diff(source))
         partial.rename(copy)
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"the source cannot be copied to {copy}: {(error.strerror or str(error)).lower()}"
+                f"the source cannot be copied to {copy}: {describe_os_error(error)}"
                 + (f" ({error.filename})" if error.filename else ""),
                 "free some space, mend the file's mode, or give another place with run.dir=PATH",
             )

@@ -24,9 +24,11 @@ from typing import NamedTuple
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm import script
-from echelon.runs import Run, write_json
+from echelon.runs import Run
 from echelon.submit.modes import without_torchrun
 from echelon.submit.words import Command, Word
+from echelon.utils.files import write_json_atomically
+from echelon.utils.os_errors import describe_os_error
 
 _STOOD_IN = ("python", "python3", "torchrun")
 _STARTS = b"About to run command"
@@ -63,7 +65,7 @@ def watch(place: Place, words: Sequence[str]) -> int:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"{words[0]} cannot be run: {(error.strerror or str(error)).lower()}",
+                f"{words[0]} cannot be run: {describe_os_error(error)}",
                 "name wandb in the environment's files, such as requirements.txt",
             ),
             exit=Exit.FAILED,
@@ -114,7 +116,7 @@ def start(place: Place, name: str, arguments: Sequence[str]) -> int:
     real = shutil.which(name) or name
     program = [real, *arguments] if name != "torchrun" else _without_torchrun(arguments)
     config = replace(run.config(), program=program, mode="torchrun")
-    write_json(run.config_file, config.to_dict())  # what the agents of the nodes read
+    write_json_atomically(run.config_file, config.to_dict())  # what the agents of the nodes read
     run.code_file.unlink(missing_ok=True)
     host, _, port = place.master.rpartition(":")
     known = {"run": str(run.folder), "master": host, "port": port}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Exit, Fault, elsewhere, nearest
-from echelon.runs import Run, write_json
+from echelon.runs import Run
 from echelon.sweep import marked
 from echelon.sweep.file import Metric, SweepFile, understood
+from echelon.utils.files import write_json_atomically, write_text_atomically
+from echelon.utils.os_errors import describe_os_error
 
 _VERSION = 1
 _FILES = ("sweep.json", "server.json")
@@ -120,10 +121,8 @@ class Sweep:
                 folder.mkdir(parents=True, exist_ok=True)
             if settings.storage:
                 self.folder.chmod(0o700)  # its address may have a password in it
-            beside = self.copy.with_name(f".{self.copy.name}.{os.getpid()}")
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(self.copy)  # workers of somebody else may be reading it
-            write_json(self.settings_file, asdict(settings))
+            write_text_atomically(self.copy, text)  # workers of somebody else may be reading it
+            write_json_atomically(self.settings_file, asdict(settings))
         except OSError as error:
             raise not_writable(self.folder, error) from None
 
@@ -131,7 +130,7 @@ class Sweep:
 def not_writable(folder: Path, error: OSError) -> EchelonError:
     return EchelonError(
         Fault(
-            f"the sweep's folder {folder} cannot be written: {(error.strerror or '').lower()}",
+            f"the sweep's folder {folder} cannot be written: {describe_os_error(error)}",
             elsewhere(error, "--dir PATH"),
         )
     )

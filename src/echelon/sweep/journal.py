@@ -15,6 +15,7 @@ from typing import Any
 from optuna.storages.journal import BaseJournalBackend
 
 from echelon.sweep.lock import Lock
+from echelon.utils.files import flush_to_disk
 
 
 class Journal(BaseJournalBackend):
@@ -52,11 +53,7 @@ class Journal(BaseJournalBackend):
 
     def flush(self) -> None:
         """To the disk, once per change of a trial and not once per line."""
-        handle = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        flush_to_disk(self._path)
 
 
 def _mend(handle: int) -> None:

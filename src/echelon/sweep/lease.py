@@ -18,7 +18,7 @@ from typing import Any
 
 from echelon.launch.process import is_alive, this_process
 from echelon.launch.slurm.queue import this_job
-from echelon.runs import write_json
+from echelon.utils.files import write_json_atomically
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read(path: Path) -> Lease | None:
 
 
 def write(path: Path, lease: Lease) -> None:
-    write_json(path, asdict(lease))
+    write_json_atomically(path, asdict(lease))
 
 
 def is_left(lease: Lease | None) -> bool:

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from echelon.errors import EchelonError, Fault
+from echelon.utils.os_errors import describe_os_error
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -60,7 +61,7 @@ def _opened(path: Path) -> int:
 def _no_locks(path: Path, error: OSError) -> EchelonError:
     return EchelonError(
         Fault(
-            f"{path.parent} is on a file system without locks: {error.strerror}",
+            f"{path.parent} is on a file system without locks: {describe_os_error(error)}",
             "give another place with --dir PATH (Lustre has locks when mounted with -o flock)",
         )
     )

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.os_errors import describe_os_error
 
 Keys: TypeAlias = "tuple[str | int, ...]"
 """The way to a value: parameters, lr, values, 0."""
@@ -41,9 +42,9 @@ def load(path: Path) -> Marked:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = describe_os_error(error)
         raise EchelonError(
-            Fault(f"{path} cannot be read: {reason.lower()}", "give the file of a sweep"),
+            Fault(f"{path} cannot be read: {reason}", "give the file of a sweep"),
             exit=Exit.USAGE if path.exists() else Exit.NOT_FOUND,
         ) from None
     return parse(text, path)

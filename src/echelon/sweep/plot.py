@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import os
-import secrets
 from pathlib import Path
 
 from echelon.errors import EchelonError, Fault
 from echelon.sweep.drawing import Drawing, drawing
 from echelon.sweep.report import Report
+from echelon.utils.files import replace_file
+from echelon.utils.os_errors import describe_os_error
 
 _KINDS = (".html", ".png", ".svg")
 
@@ -21,19 +21,19 @@ def plot(told: Report, output: Path) -> None:
             Fault(f"--plot {output}: what kind of file is that?", f"end it in {', '.join(_KINDS)}")
         )
     made = drawing(told)
-    beside = output.with_name(f".{output.stem}.{secrets.token_hex(4)}{output.suffix.lower()}")
     try:
-        if output.suffix.lower() == ".html":
-            beside.write_text(page(made), encoding="utf-8")
-        else:
-            _picture(made, beside)
-        os.replace(beside, output)
+        with replace_file(output) as temporary:
+            if output.suffix.lower() == ".html":
+                temporary.write_text(page(made), encoding="utf-8")
+            else:
+                _picture(made, temporary)
     except OSError as error:
         raise EchelonError(
-            Fault(f"--plot {output} cannot be written: {error.strerror}", "give another place")
+            Fault(
+                f"--plot {output} cannot be written: {describe_os_error(error)}",
+                "give another place",
+            )
         ) from None
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def page(made: Drawing) -> str:

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from echelon.errors import Exit
 from echelon.jobs.table import STYLES, UNBROKEN
-from echelon.letters import cut
 from echelon.sweep import given
 from echelon.sweep.book import Book, Result
 from echelon.sweep.plot import plot
 from echelon.sweep.report import Report, report
+from echelon.utils.text import truncate_text
 
 _SHOWN = 10
 _LIVE = 8
@@ -128,7 +128,7 @@ def _line(told: Report, result: Result) -> str:
     value = "" if result.value is None else f", {told.metric.name} {result.value:.6g}"
     best = told.best
     record = f" (best: {best.value:.6g})" if best and best.number != result.number else ""
-    cause = f": {cut(result.cause, 300)}" if result.cause else ""
+    cause = f": {truncate_text(result.cause, 300)}" if result.cause else ""
     done = f"{told.done}/{told.cap}"
     return f"trial {result.number} {result.state}{value}{record}{cause}  {done}"
 

@@ -12,9 +12,9 @@ from types import FrameType
 
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.gpus import visible_count
-from echelon.launch.zygote import die_with_parent
 from echelon.sweep.book import ENDED, Book
 from echelon.sweep.folder import Sweep
+from echelon.utils.processes import die_with_parent
 
 _LOOK_S = 0.2
 _IN_VAIN = 5

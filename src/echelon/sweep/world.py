@@ -15,8 +15,9 @@ from echelon.config.schema import Config
 from echelon.launch.process import launched
 from echelon.launch.slurm.queue import this_job
 from echelon.launch.slurm.script import FIRST_PORT, PORTS, processes, step_words
-from echelon.launch.zygote import Order, Zygote, ZygoteGone, die_with_parent
+from echelon.launch.zygote import Order, Zygote, ZygoteGone
 from echelon.runs import Run
+from echelon.utils.processes import die_with_parent
 
 _ENTRY = "echelon.entry:start_resolved"
 _PRELOADED = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.experiments")

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from echelon.errors import Exit
 from echelon.track.lines import Line
+from echelon.utils.text import truncate_text
 
 _LAST_S = 5.0
 """For a thread to end once what it waited for was taken from it."""
@@ -165,7 +166,7 @@ def brief(error: BaseException) -> str:
     """An error of somebody else's in one line."""
     said = str(error).strip().splitlines()
     text = said[0].rstrip(".") if said else type(error).__name__
-    return text if len(text) <= 160 else text[:159] + "…"
+    return truncate_text(text, 160)
 
 
 def _settled(settling: deque[tuple[float, int]], settles_s: float) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import IO
 
 from echelon.errors import Exit
 from echelon.track.lines import Line
+from echelon.utils.files import write_text_atomically
 
 
 class JsonLines:
@@ -48,7 +48,5 @@ def read(path: Path) -> list[Line]:
 def _keep_until(path: Path, step: int) -> list[Line]:
     kept = [line for line in read(path) if line.get("step", 0) <= step]
     if path.exists():
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        beside.replace(path)
+        write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import Exit
-from echelon.letters import beyond_ascii, counted, in_ascii
 from echelon.runs import Run
 from echelon.track.jsonl import read
+from echelon.utils.text import can_print_unicode, convert_to_ascii, format_count
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"
@@ -39,7 +39,7 @@ def summary(
     elif seconds < 0:
         first = f"nothing left to do: all {total} steps were already made"
     else:
-        first = f"finished {counted(total, 'step')} in {seconds:.1f} s"
+        first = f"finished {format_count(total, 'step')} in {seconds:.1f} s"
     rows = {
         "loss": _losses(read(run.metrics_file)),
         "run": short(run.folder),
@@ -50,9 +50,9 @@ def summary(
         "go on": f"echelon resume {spoken(run)}" + ("" if step < total else f" {longer}=…"),
     }
     text = "\n".join([first, *titled(rows)])
-    if beyond_ascii(sys.stderr, os.environ):
+    if can_print_unicode(sys.stderr, os.environ):
         return text
-    return in_ascii(text).translate(str.maketrans(_BARS, _ASCII_BARS))
+    return convert_to_ascii(text).translate(str.maketrans(_BARS, _ASCII_BARS))
 
 
 def titled(rows: Mapping[str, str]) -> list[str]:

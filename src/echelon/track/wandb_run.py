@@ -21,11 +21,12 @@ from typing import Any
 
 from echelon.config.schema import Config, Trainer, flatten
 from echelon.errors import Exit
-from echelon.runs import Run, write_json
+from echelon.runs import Run
 from echelon.track import key, wandb_file
 from echelon.track.apart import Mark, Say, brief
 from echelon.track.lines import Line, axes, better, curves
 from echelon.track.summary import short
+from echelon.utils.files import write_json_atomically
 
 _INIT_S, _FINISH_S = 10.0, 15.0
 """WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise. The training runs on while a server is
@@ -62,7 +63,7 @@ def keep_id(config: Config, run: Run, env: Mapping[str, str]) -> str:
     letters = string.ascii_lowercase + string.digits
     given = config.track.wandb.id or env.get("WANDB_RUN_ID")
     new = given or "".join(secrets.choice(letters) for _ in range(8))
-    write_json(run.wandb_file, {"id": new, "unsent": []})
+    write_json_atomically(run.wandb_file, {"id": new, "unsent": []})
     return new
 
 
@@ -159,7 +160,9 @@ class WandbRun:
         state = _state(self._run)
         names = [name for name in (*state["unsent"], unsent) if name and name != sent]
         url = {"url": self._wandb.url} if self._online else {}
-        write_json(self._run.wandb_file, state | url | {"unsent": names, "last": self._folder})
+        write_json_atomically(
+            self._run.wandb_file, state | url | {"unsent": names, "last": self._folder}
+        )
 
 
 def open_wandb(

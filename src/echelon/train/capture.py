@@ -23,6 +23,7 @@ from echelon.train.graph import StepGraph
 from echelon.train.host_state import State, host_change, host_state
 from echelon.train.optimizers import capturable
 from echelon.train.tables import tables_of
+from echelon.utils.text import format_bytes
 
 _WARM = 3
 """Steps before the capture; the last of them is watched."""
@@ -192,4 +193,4 @@ def _room() -> str | None:
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if 2 * step <= free + cached:
         return None
-    return f"a step takes {step / 1e9:.1f} GB, and there are {(free + cached) / 1e9:.1f} GB free"
+    return f"a step takes {format_bytes(step)}, and there are {format_bytes(free + cached)} free"

@@ -25,6 +25,7 @@ from torch import Tensor
 from echelon.config.schema import Config, differences, flatten
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.failure import Failure
+from echelon.utils.os_errors import describe_os_error
 from echelon.world import World
 
 _POLL_S = 0.02
@@ -293,7 +294,7 @@ def _wait_for_host(world: World, host: str, port: int, timeout_s: float) -> None
             raise EchelonError(
                 Fault(
                     f"rank {world.rank} found no rank 0 at {world.master} within {timeout_s:g} s "
-                    f"({(found.strerror or str(found)).lower()})",
+                    f"({describe_os_error(found)})",
                     "start rank 0 there, give its address with master=HOST:PORT, or wait longer "
                     "with launch.join_timeout_s=SECONDS",
                 ),

@@ -24,6 +24,7 @@ from echelon.track.summary import short, spoken
 from echelon.train.loop import Training
 from echelon.train.snapshots import listed
 from echelon.train.stages import devices_of
+from echelon.utils.text import format_bytes
 from echelon.world import World
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -66,7 +67,7 @@ def explained(
     what = [_asked(str(error), world, on_gpu), *held.told(_share(config, world), on_gpu)]
     ways = list(_ways(config, world, held, evaluating, on_gpu))
     if unused := _unused(str(error)):
-        what.append(f"{size(unused)} more lie in pieces too small")
+        what.append(f"{format_bytes(unused)} more lie in pieces too small")
         variable = found[0] if (found := _VARIABLE.search(str(error))) else _ALLOC_CONF
         ways.append(f"{variable}=expandable_segments:True before the command")
     do = ["any of these needs less:", *ways] if ways else ["give it more memory"]
@@ -74,14 +75,6 @@ def explained(
         setting, _ = next(_smaller_pieces(config, world, evaluating), ("", ""))
         do.append(_stands(run, training, setting))
     return EchelonError(Fault("; ".join(what), _BREAK.join(do)), exit=Exit.FAILED)
-
-
-def size(count: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 # --- what was asked for, and what was there ---
@@ -92,11 +85,11 @@ def _asked(message: str, world: World, on_gpu: bool) -> str:
     tried = _amount(_TRIED.search(message))
     text = f"out of memory on {where}"
     if tried is not None:
-        text += f": {size(tried)} were asked for"
+        text += f": {format_bytes(tried)} were asked for"
     free, total = _there(message, on_gpu)
     if total is None or free is None:
         return text
-    return f"{text}{',' if tried else ':'} {size(free)} of {size(total)} were free"
+    return f"{text}{',' if tried else ':'} {format_bytes(free)} of {format_bytes(total)} were free"
 
 
 def _there(message: str, on_gpu: bool) -> tuple[float | None, float | None]:
@@ -162,7 +155,7 @@ class Held:
         rest = self.peak - self.always
         if on_gpu and rest > 0:
             parts[f"activations of {_samples(share)} at a time, and what else a step needs"] = rest
-        text = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+        text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
         yield f"used by {text}"
         if not on_gpu:
             yield f"a step computes {_samples(share)} at a time"

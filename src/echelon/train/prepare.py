@@ -12,7 +12,6 @@ from torch import nn
 from echelon.config.schema import Config
 from echelon.data.batches import TensorSource, WholeBatches, source_of
 from echelon.errors import EchelonError, Fault
-from echelon.letters import counted
 from echelon.pulse import Pulse
 from echelon.runs import Run
 from echelon.track.choice import trackers
@@ -41,6 +40,7 @@ from echelon.train.state import load_model, restore, seed_all
 from echelon.train.stop import Stop
 from echelon.train.tables import require_same_rows
 from echelon.train.writer import Writer
+from echelon.utils.text import format_count
 from echelon.world import World
 
 _BUILD_TIMEOUT_S = 3600.0
@@ -258,8 +258,8 @@ def _opening(t: Training, stages: Sequence[Stage]) -> str:
     if t.config.replica.kind == "fsdp":
         where += ", which share the model"
     batch = t.config.trainer.batch_size
-    what = f"{counted(t.size, 'sample')} in batches of {batch:,}"
-    return f"run {t.run.name}: {counted(t.total_steps, 'step')} over {what} on {where}"
+    what = f"{format_count(t.size, 'sample')} in batches of {batch:,}"
+    return f"run {t.run.name}: {format_count(t.total_steps, 'step')} over {what} on {where}"
 
 
 def _notes(t: Training) -> Iterator[str]:
@@ -268,8 +268,8 @@ def _notes(t: Training) -> Iterator[str]:
     if trainer.batch_size > t.size:
         yield (
             f"note: trainer.batch_size={trainer.batch_size}, but there "
-            f"{'is' if t.size == 1 else 'are'} {counted(t.size, 'sample')}: every step takes all "
-            "of them"
+            f"{'is' if t.size == 1 else 'are'} {format_count(t.size, 'sample')}: every step takes "
+            "all of them"
         )
     if trainer.precision == "tf32" and t.device.type == "cpu":
         yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"

@@ -34,11 +34,11 @@ from echelon.train.writer import (
     Saved,
     SaveFailed,
     Writer,
-    flush_folder,
     hidden_folder,
     sentence,
     write_parts,
 )
+from echelon.utils.files import flush_to_disk
 
 _POLL_S = 0.02
 
@@ -145,7 +145,7 @@ class ShardedWriter:
     def _write(self, beside: Path, parts: Mapping[str, Any]) -> None:
         try:
             files = write_parts(beside, parts)
-            flush_folder(beside)
+            flush_to_disk(beside)
             told: dict[str, Any] = {name: [e.size, e.checksum] for name, e in files.items()}
         except OSError as error:
             told = {"error": sentence(self._root, error)}

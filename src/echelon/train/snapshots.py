@@ -10,7 +10,6 @@ NFS's) are neither read nor minded.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -28,6 +27,7 @@ import xxhash
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.runs import BEST, MANIFEST, open_run
 from echelon.train.pieces import join, parts_and_pieces
+from echelon.utils.os_errors import describe_os_error
 
 FORMAT = 1
 STATE = "state.json"
@@ -106,7 +106,7 @@ def newest(root: Path) -> tuple[Snapshot | None, list[Damaged]]:
         folders = listed(root)
     except OSError as error:
         # Starting over in silence because of a permission would be the worst answer.
-        return None, [Damaged(root, f"cannot be listed: {reason(error)}")]
+        return None, [Damaged(root, f"cannot be listed: {describe_os_error(error)}")]
     damaged: list[Damaged] = []
     for folder in reversed(folders):
         try:
@@ -292,7 +292,7 @@ def _regular_size(path: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise SnapshotDamaged(f"{path.name}: missing") from None
     except OSError as error:
-        raise SnapshotDamaged(f"{path.name}: {reason(error)}") from error
+        raise SnapshotDamaged(f"{path.name}: {describe_os_error(error)}") from error
     if not stat.S_ISREG(status.st_mode):
         raise SnapshotDamaged(f"{path.name}: not a regular file")
     return status.st_size
@@ -303,7 +303,7 @@ def _checked(name: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except OSError as error:
-        raise SnapshotDamaged(f"{name}: {reason(error)}") from error
+        raise SnapshotDamaged(f"{name}: {describe_os_error(error)}") from error
     except (ValueError, RecursionError) as error:
         raise SnapshotDamaged(f"{name}: not JSON") from error
 
@@ -381,7 +381,7 @@ def _hash_block(block: tuple[Path, int]) -> bytes:
         finally:
             os.close(file)
     except OSError as error:
-        raise SnapshotDamaged(f"{path.name}: {reason(error)}") from error
+        raise SnapshotDamaged(f"{path.name}: {describe_os_error(error)}") from error
     return digest.digest()
 
 
@@ -390,11 +390,3 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def reason(error: OSError) -> str:
-    """What the system says went wrong, as part of a sentence: "no space left on device"."""
-    if error.errno is None or error.errno not in errno.errorcode:
-        return str(error) or type(error).__name__
-    text = os.strerror(error.errno)
-    return text[:1].lower() + text[1:]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from echelon.errors import EchelonError, Fault
-from echelon.letters import spread
 from echelon.train.experiment import Experiment, predict_default
 from echelon.train.modes import evaluating
+from echelon.utils.text import format_bytes, join_names
 from echelon.world import World
 
 _TAKE_THEM = "place the layers yourself: def experiment(cfg, devices): …"
@@ -62,7 +62,7 @@ def place(
 
 
 def described(stages: Sequence[Stage]) -> str:
-    return "; ".join(f"{s.device}: {s.layers}, {_size(s.nbytes)}" for s in stages)
+    return "; ".join(f"{s.device}: {s.layers}, {format_bytes(s.nbytes)}" for s in stages)
 
 
 def _lead(experiment: Experiment, first: torch.device, last: torch.device) -> None:
@@ -90,14 +90,14 @@ def accept(
         where = tensors[lost[0]].device
         raise EchelonError(
             Fault(
-                f"the experiment takes devices ({spread(names)}), but left {lost[0]} on {where}"
+                f"the experiment takes devices ({join_names(names)}), but left {lost[0]} on {where}"
                 + (f", and {len(lost) - 1} more like it" if len(lost) > 1 else ""),
                 "bring every layer to one of them: layer.to(devices[0])",
             )
         )
     _lead(experiment, devices[0], devices[-1])
     if devices[0].type == "cpu":
-        return [Stage(spread(names), "placed by the experiment", _bytes(tensors.values()))]
+        return [Stage(join_names(names), "placed by the experiment", _bytes(tensors.values()))]
     on = {d: [t for t in tensors.values() if t.device == d] for d in devices}
     counted = ((name, on[d]) for name, d in zip(names, devices, strict=True))
     return [Stage(name, f"{len(there)} tensors", _bytes(there)) for name, there in counted]
@@ -381,10 +381,3 @@ def _require_apart(experiment: Experiment, devices: Sequence[torch.device], samp
         ) from None
     except Exception:
         return
-
-
-def _size(nbytes: int) -> str:
-    value, units = float(nbytes), ["B", "kB", "MB", "GB"]
-    while value >= 999.5 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}"

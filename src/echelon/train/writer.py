@@ -38,12 +38,13 @@ from echelon.train.snapshots import (
     newest,
     part_file,
     read_manifest,
-    reason,
     render_manifest,
     step_of,
     verify,
 )
 from echelon.train.staging import Stage
+from echelon.utils.files import flush_to_disk, replace_file
+from echelon.utils.os_errors import describe_os_error
 
 _LEFTOVER = re.compile(r"\.(writing|removing)-.*", re.DOTALL)
 
@@ -127,7 +128,7 @@ class Writer:
         try:
             staged = self._stage.copy(parts)
         except OSError as error:  # no memory for the copy
-            self._results.append(self._failed(step, began, reason(error)))
+            self._results.append(self._failed(step, began, describe_os_error(error)))
             _abandon(begun)
             return
         draft = _Draft(step, staged, text, best, began, begun)
@@ -219,7 +220,7 @@ def sentence(root: Path, error: OSError) -> str:
         path = root / f"step-{step}" / path.name
     elif path.name.startswith(".writing-"):
         path = root
-    return f"{reason(error)}: {path}"
+    return f"{describe_os_error(error)}: {path}"
 
 
 def _open(root: Path, after: int | None) -> None:
@@ -229,7 +230,10 @@ def _open(root: Path, after: int | None) -> None:
         names = os.listdir(root)
     except OSError as error:
         raise EchelonError(
-            Fault(f"no snapshots can be kept in {root}: {reason(error)}.", "name another folder.")
+            Fault(
+                f"no snapshots can be kept in {root}: {describe_os_error(error)}.",
+                "name another folder.",
+            )
         ) from error
     for name in filter(_LEFTOVER.fullmatch, names):
         _delete(root / name)
@@ -291,13 +295,13 @@ def _write_snapshot(folder: Path, draft: _Draft) -> None:
         files[STATE] = _write_bytes(beside / STATE, draft.info)
         manifest = Manifest(draft.step, draft.best, files)
         _write_bytes(beside / MANIFEST, render_manifest(manifest))
-        flush_folder(beside)
+        flush_to_disk(beside)
         if os.path.lexists(folder):  # damaged or left behind, else it would have been kept
             if best(root) == folder and not draft.best:
                 _unmark_best(root)  # first: a kill must not leave the mark on the new one
             aside = _hide(folder)
         os.rename(beside, folder)
-        flush_folder(root)
+        flush_to_disk(root)
     except BaseException:
         _delete(beside)
         raise
@@ -392,17 +396,6 @@ def _sink(path: Path) -> Iterator[_Sink]:
         sink.close()
 
 
-def flush_folder(folder: Path) -> None:
-    """Names are only on the disk once their folder is."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from error
-    finally:
-        os.close(file)
-
-
 # The others ----------------------------------------------------------------------------------
 
 
@@ -416,26 +409,21 @@ def _prune(root: Path, step: int, keep_last: int) -> None:
     kept = best(root)
     gone = [_hide(folder) for folder in folders[:-keep_last] if folder != kept]
     if gone:
-        flush_folder(root)  # hidden for good before the first file goes
+        flush_to_disk(root)  # hidden for good before the first file goes
     for hidden in gone:
         _delete(hidden)
 
 
 def _mark_best(folder: Path) -> None:
     root = folder.parent
-    beside = root / f".writing-best-{secrets.token_hex(4)}"
-    try:
-        _write_bytes(beside, f"{folder.name}\n".encode())
-        os.rename(beside, root / BEST)
-        flush_folder(root)
-    except BaseException:
-        _delete(beside)
-        raise
+    # The prefix is that of all unfinished work, which the next open() removes.
+    with replace_file(root / BEST, durable=True, prefix=".writing-") as temporary:
+        temporary.write_text(f"{folder.name}\n", encoding="utf-8")
 
 
 def _unmark_best(root: Path) -> None:
     (root / BEST).unlink()
-    flush_folder(root)
+    flush_to_disk(root)
 
 
 def _recover_best(root: Path, after: int | None) -> None:

@@ -19,7 +19,12 @@ from rich.text import Text
 
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.jobs.table import GAP, STYLES, columns
-from echelon.letters import cut, duration, plain
+from echelon.utils.text import (
+    convert_for_terminal,
+    format_duration,
+    format_timestamp,
+    truncate_text,
+)
 from echelon.view.metrics import Glance, glance
 from echelon.view.record import Record, folders, is_number, records
 from echelon.view.settings import compact, differing, settings, spelled, text
@@ -78,9 +83,11 @@ def _print(rows: Sequence[Row], hidden: int, root: Path, any_at_all: bool) -> No
     if rows:
         screen.print(_table(rows, hidden, columns(screen)))
     elif any_at_all:
-        screen.print(plain(f"no run in {root.absolute()} is such a one"))
+        screen.print(convert_for_terminal(f"no run in {root.absolute()} is such a one"))
     else:
-        screen.print(plain(f"no runs in {root.absolute()}; start one with `echelon train`"))
+        screen.print(
+            convert_for_terminal(f"no runs in {root.absolute()}; start one with `echelon train`")
+        )
 
 
 def _data(rows: Sequence[Row]) -> dict[str, Any]:
@@ -210,7 +217,12 @@ def _table(rows: Sequence[Row], hidden: int, width: int) -> Group:
     widths = [min(max(map(len, column)), width) for column in table]
     lines = _lines(rows, table, widths, ["SETTINGS" * bool(inline), *asides], beside, width)
     if spelled(usual):
-        lines.append(Text(plain(cut(f"where not said: {spelled(usual)}", width)), "dim"))
+        lines.append(
+            Text(
+                convert_for_terminal(truncate_text(f"where not said: {spelled(usual)}", width)),
+                "dim",
+            )
+        )
     if hidden:
         lines.append(Text(f"and {hidden} more: --all", "dim"))
     return Group(*lines)
@@ -273,25 +285,30 @@ def _lines(
     heads = [column[0] for column in table]
     for number, (cells, aside) in enumerate(zip(zip(*table, strict=True), asides, strict=True)):
         row = _joined(heads, cells, widths)
-        line = Text(plain(row if beside else cut(row, width)), "bold" if number == 0 else "")
+        line = Text(
+            convert_for_terminal(row if beside else truncate_text(row, width)),
+            "bold" if number == 0 else "",
+        )
         if number:
             line.stylize("bold", 0, widths[0])
         if number and "STATE" in heads:
             state = widths[0] + GAP
             line.stylize(STYLES.get(cells[1], ""), state, state + widths[1])
         if beside and aside:
-            line.append(" " * GAP + plain(aside), "cyan" if number else "")
+            line.append(" " * GAP + convert_for_terminal(aside), "cyan" if number else "")
         line.rstrip()
         lines.append(line)
         if not beside and number and aside:
-            lines.append(Text(plain(cut(f"  └ {aside}", width)), "cyan"))
+            lines.append(Text(convert_for_terminal(truncate_text(f"  └ {aside}", width)), "cyan"))
     return lines
 
 
 def _joined(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
     """Words to the left, times to the right."""
     aligned = [
-        f"{cut(cell, w):>{w}}" if head in ("TIME", "WHEN", "AGE") else f"{cut(cell, w):<{w}}"
+        f"{truncate_text(cell, w):>{w}}"
+        if head in ("TIME", "WHEN", "AGE")
+        else f"{truncate_text(cell, w):<{w}}"
         for head, cell, w in zip(heads, cells, widths, strict=True)
     ]
     return (" " * GAP).join(aligned)
@@ -314,11 +331,11 @@ def digits(value: float) -> str:
 
 
 def _took(seconds: float | None) -> str:
-    return "–" if seconds is None else duration(seconds)
+    return "–" if seconds is None else format_duration(seconds)
 
 
 def _when(record: Record, dated: bool) -> str:
     started = record.standing.started
     if not dated:
-        return duration(time.time() - started)
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(started))
+        return format_duration(time.time() - started)
+    return format_timestamp(started)

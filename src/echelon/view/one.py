@@ -18,10 +18,16 @@ from rich.text import Text
 
 from echelon.errors import Exit
 from echelon.jobs.table import STYLES, UNBROKEN, columns
-from echelon.letters import beyond_ascii, cut, duration, plain
 from echelon.runs import Run
 from echelon.track.lines import SPEED, pace, three_digits
 from echelon.track.summary import short, spoken
+from echelon.utils.text import (
+    can_print_unicode,
+    convert_for_terminal,
+    format_duration,
+    format_timestamp,
+    truncate_text,
+)
 from echelon.view.canvas import ASCII, BRAILLE, Panel, beside, drawn
 from echelon.view.listing import digits
 from echelon.view.metrics import Curve, Metrics, glance, load
@@ -67,7 +73,7 @@ def show_run(where: str, root: str, as_json: bool) -> int:
     _print_head(seen, screen, width)
     screen.print()
     for line in _results(seen.metrics, width):
-        screen.print(plain(cut(line, width)))
+        screen.print(convert_for_terminal(truncate_text(line, width)))
     for line in _curves(seen, _PIPED if columns(screen) == UNBROKEN else width):
         screen.print(line)
     screen.print()
@@ -119,7 +125,7 @@ def _extremes(curve: Curve) -> dict[str, Any]:
 
 def _print_head(seen: Seen, screen: Console, width: int) -> None:
     record = seen.record
-    head = Text(plain(record.name), "bold")
+    head = Text(convert_for_terminal(record.name), "bold")
     head.append("  ").append(record.state, STYLES.get(record.state, ""))
     screen.print(head)
     note = record.broken or record.standing.note
@@ -139,7 +145,7 @@ def _print_head(seen: Seen, screen: Console, width: int) -> None:
 
 def _print_row(screen: Console, name: str, value: str, width: int) -> None:
     """Long ones are broken between words, and go on below themselves."""
-    for number, part in enumerate(_wrapped(plain(value), width - _INDENT - 2)):
+    for number, part in enumerate(_wrapped(convert_for_terminal(value), width - _INDENT - 2)):
         line = Text(f"  {name if number == 0 else '':<{_INDENT}}", "dim")
         screen.print(line.append(part, "default not dim"))
 
@@ -165,13 +171,13 @@ def _when(seen: Seen) -> str:
     """`started` is of the last time that it was typed, the first line of metrics of the first."""
     started, lines = seen.record.standing.started, seen.metrics.lines
     begun = lines[0]["time"] if lines else started
-    text = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0, min(begun, started))))
+    text = format_timestamp(max(0, min(begun, started)))
     again = ", went on" if begun < started else ","
-    text += f"{again} {duration(time.time() - started)} ago"
+    text += f"{again} {format_duration(time.time() - started)} ago"
     if seen.worked_s is None:
         return text
     verb = "took" if seen.record.program else "trained for"
-    return f"{text}; {verb} {duration(seen.worked_s)}"
+    return f"{text}; {verb} {format_duration(seen.worked_s)}"
 
 
 def _where(record: Record) -> str:
@@ -259,7 +265,7 @@ def _curves(seen: Seen, width: int) -> Iterator[str]:
     if not curves:
         yield _no_curves(seen)
         return
-    letters = BRAILLE if beyond_ascii(sys.stdout, os.environ) else ASCII
+    letters = BRAILLE if can_print_unicode(sys.stdout, os.environ) else ASCII
     in_a_row = max(1, min(len(curves), (width + 2) // (_PANEL + 2)))
     each = min(_WIDEST_PANEL, (width + 2) // in_a_row - 2)
     for start in range(0, min(len(curves), _PANELS), in_a_row):

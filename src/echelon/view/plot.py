@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import os
 import re
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,8 @@ from pathlib import Path
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.runs import Run
 from echelon.track.summary import short
+from echelon.utils.files import replace_file
+from echelon.utils.os_errors import describe_os_error
 from echelon.view.metrics import Metrics, load
 from echelon.view.record import Record, find, records, unknown
 from echelon.view.sheet import Sheet, Wanted, sheet
@@ -109,19 +109,15 @@ def _with_numbers(runs: Sequence[Run]) -> list[tuple[Record, Metrics]]:
 def _write(made: Sheet, output: Path) -> None:
     """Beside and renamed: a viewer that reloads the file never sees a half."""
     draw = _page if output.suffix.lower() == ".html" else _figure
-    beside = output.with_name(f".{output.stem}.{secrets.token_hex(4)}{output.suffix.lower()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draw(made, beside)
-            os.replace(beside, output)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replace_file(output) as temporary:
+            draw(made, temporary)
     except OSError as error:
         raise EchelonError(
             Fault(
                 f"-o {output}: {short(output.absolute())} cannot be written: "
-                f"{(error.strerror or str(error)).lower()}",
+                f"{describe_os_error(error)}",
                 "give another place with -o",
             )
         ) from error

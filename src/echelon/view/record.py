@@ -20,6 +20,7 @@ from echelon.config import bundled
 from echelon.errors import EchelonError, Exit, Fault, nearest
 from echelon.jobs.standing import Standing, stand
 from echelon.runs import Run, subject
+from echelon.utils.os_errors import describe_os_error
 
 _SIGNS_OF_A_RUN = ("config.json", "status.json", "metrics.jsonl")
 _LARGEST = sys.float_info.max
@@ -152,7 +153,7 @@ def _config(run: Run) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         return {}, "config.json is missing"
     except OSError as error:
-        return {}, f"config.json: {(error.strerror or str(error)).lower()}"
+        return {}, f"config.json: {describe_os_error(error)}"
     except (ValueError, RecursionError):
         return {}, "config.json is damaged"
     return (loaded, "") if isinstance(loaded, dict) else ({}, "config.json is damaged")

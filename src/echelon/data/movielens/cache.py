@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,6 +30,8 @@ from echelon.data.movielens.formats import Source, find, unreadable
 from echelon.data.movielens.prepare import COLUMN_TYPES, ID_FILES, flush, prepare
 from echelon.data.movielens.ratings import Ratings
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.utils.os_errors import describe_os_error
 
 _VERSION = 1
 """Of the prepared form; part of the fingerprint."""
@@ -73,14 +74,14 @@ def _looks(source: Source) -> dict[str, list[int]]:
 
 
 def _remembered(home: Path, looks: dict[str, list[int]]) -> str | None:
-    known = _json(home / "sources.json")
+    known = read_json_object(home / "sources.json") or {}
     return known.get("fingerprint") if known.get("looks") == looks else None
 
 
 def _opened(home: Path, fingerprint: str) -> Ratings | None:
     """None where it is not there, or not whole."""
     folder = home / fingerprint
-    sizes = _json(folder / "prepared.json").get("sizes")
+    sizes = (read_json_object(folder / "prepared.json") or {}).get("sizes")
     if not sizes or any(_size(folder / name) != size for name, size in sizes.items()):
         return None
     arrays = {
@@ -93,13 +94,6 @@ def _size(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return -1
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return told if isinstance(told, dict) else {}
-    return {}
 
 
 # --- making -------------------------------------------------------------------------------------
@@ -137,7 +131,7 @@ def _locked(home: Path) -> Iterator[None]:
         lock = (home / "lock").open("w", encoding="utf-8")
     except OSError as error:
         if error.errno in _CANNOT_WRITE:
-            raise _Refused(f"{home}: {error.strerror}") from error
+            raise _Refused(f"{home}: {describe_os_error(error)}") from error
         raise _unwritten(home, error) from error
     with lock:
         try:
@@ -156,7 +150,8 @@ def _found_or_made(source: Source, home: Path) -> Ratings:
         ratings = _made(source, home, fingerprint)
     if _looks(source) == looks:  # else it was written to meanwhile, and is hashed again next time
         with contextlib.suppress(OSError):
-            _replace(home / "sources.json", {"looks": looks, "fingerprint": fingerprint})
+            content = {"looks": looks, "fingerprint": fingerprint}
+            write_json_atomically(home / "sources.json", content)
     return ratings
 
 
@@ -218,12 +213,6 @@ def _tell(source: Source, ratings: Ratings, dropped: int, taken_s: float) -> Non
         )
 
 
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content), encoding="utf-8")
-    beside.replace(path)
-
-
 def _unwritten(home: Path, error: OSError) -> EchelonError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EchelonError(
@@ -233,4 +222,4 @@ def _unwritten(home: Path, error: OSError) -> EchelonError:
             ),
             exit=Exit.FAILED,
         )
-    return EchelonError(Fault(f"{error.filename or home}: {error.strerror or error}", "try again"))
+    return EchelonError(Fault(f"{error.filename or home}: {describe_os_error(error)}", "try again"))

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.files import read_json_object
+from echelon.utils.os_errors import describe_os_error
 
 WAITS_S = (1.0, 2.0, 4.0)
 """Before trying again, when an attempt brought nothing; one that brought something starts over."""
@@ -52,10 +54,8 @@ class Part:
 
     def version(self, url: str) -> str | None:
         """What the server called the version of which this is a part; None if that is not known."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            told = json.loads(self.about.read_text(encoding="utf-8"))
-            return told.get("version") if told.get("url") == url else None
-        return None
+        about = read_json_object(self.about) or {}
+        return about.get("version") if about.get("url") == url else None
 
     def size(self) -> int:
         return self.data.stat().st_size if self.data.exists() else 0
@@ -218,7 +218,8 @@ def elsewhere(url: str) -> str:
 
 
 def _worded(error: object) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """`error` may be what urllib gives as a reason: an exception, or only its text."""
+    return describe_os_error(error) if isinstance(error, BaseException) else str(error)
 
 
 def _unreachable(url: str, have: int, part: Part, reason: str) -> EchelonError:
@@ -252,5 +253,5 @@ def _not_written(part: Part, error: OSError) -> EchelonError:
                 "make room, or give another: --to DIR",
             )
         return EchelonError(Fault(what, do), exit=Exit.FAILED)
-    what = f"{part.data} cannot be written: {error.strerror or error}"
+    what = f"{part.data} cannot be written: {describe_os_error(error)}"
     return EchelonError(Fault(what, "give a folder that can be written: --to DIR"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.os_errors import describe_os_error
 
 COLUMNS = ("userId", "movieId", "rating", "timestamp")
 AGAIN = "correct the file, or get the set again: echelon data movielens"
@@ -77,5 +78,5 @@ def find(folder: Path) -> Source:
 
 
 def unreadable(error: OSError) -> EchelonError:
-    what = f"{error.filename} cannot be read: {error.strerror or error}"
+    what = f"{error.filename} cannot be read: {describe_os_error(error)}"
     return EchelonError(Fault(what, "let this user read it, or copy the set to another folder"))

@@ -21,6 +21,7 @@ from echelon.data.movielens.ratings import Ratings
 from echelon.data.movielens.sets import CITE, SETS, Known, address, folder_name
 from echelon.data.movielens.unpack import copy, name_in, unpack
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.os_errors import describe_os_error
 
 DEFAULT_SIZE = "latest-small"
 _LINE_EVERY_S = 2.0
@@ -96,7 +97,7 @@ def _make(to: Path) -> None:
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"{to} cannot be made: {error.strerror or error}"
+        what = f"{to} cannot be made: {describe_os_error(error)}"
         raise EchelonError(Fault(what, "give a folder that can be written: --to DIR")) from error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from echelon.data.movielens.formats import Source
 from echelon.data.movielens.movies import movies
 from echelon.data.movielens.ratings import MOVIES, Array
 from echelon.data.movielens.reading import Block, blocks
+from echelon.utils.files import flush_to_disk
 
 COLUMN_TYPES = {"users": np.int32, "items": np.int32, "ratings": np.float32, "times": np.int64}
 ID_FILES = ("user_ids", "item_ids")
@@ -140,8 +140,4 @@ def _drop_repeated(folder: Path) -> int:
 def flush(folder: Path) -> None:
     """To the disk: a machine that goes down must not leave a cache of zeros with a valid name."""
     for path in [*folder.iterdir(), folder]:
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        flush_to_disk(path)

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from echelon.data.movielens.formats import FORMATS, Source, found_in
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.os_errors import describe_os_error
 
 MOST_BYTES = 8 << 30
 MOST_FILES = 1000
@@ -91,7 +92,7 @@ def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
         what = f"{archive} is not a whole zip file: {error or 'it ends too early'}"
         raise EchelonError(Fault(what, do)) from error
     except OSError as error:
-        what = f"{archive} cannot be read: {error.strerror or error}"
+        what = f"{archive} cannot be read: {describe_os_error(error)}"
         raise EchelonError(Fault(what, do)) from error
 
 
@@ -150,5 +151,5 @@ def _not_written(folder: Path, size: int, error: OSError) -> EchelonError:
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
         what = f"{folder} is there already and is no set of ratings"
         return EchelonError(Fault(what, "move it away, or give another folder: --to DIR"))
-    what = f"{error.filename or folder} cannot be written: {error.strerror or error}"
+    what = f"{error.filename or folder} cannot be written: {describe_os_error(error)}"
     return EchelonError(Fault(what, "give a folder that can be written: --to DIR"))

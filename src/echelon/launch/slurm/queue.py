@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from echelon.utils.os_errors import describe_os_error
+
 _COMMAND_S = 120.0
 
 ACTIVE = {
@@ -47,7 +49,7 @@ def slurm(*words: str, input: str | None = None) -> subprocess.CompletedProcess[
         said = f"{words[0]} did not answer within {_COMMAND_S:g} s"
         return subprocess.CompletedProcess(words, 1, "", said)
     except OSError as error:
-        said = f"{words[0]} cannot be run here: {(error.strerror or str(error)).lower()}"
+        said = f"{words[0]} cannot be run here: {describe_os_error(error)}"
         return subprocess.CompletedProcess(words, 127, "", said)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from echelon.config.check import host_is_plain
 from echelon.config.schema import Launch
 from echelon.errors import EchelonError, Fault
+from echelon.utils.os_errors import describe_os_error
 
 
 class Host(NamedTuple):
@@ -40,10 +41,10 @@ def _of_file(path: Path, procs: int | None) -> list[Host]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = describe_os_error(error)
         raise EchelonError(
             Fault(
-                f"launch.hostfile={path} cannot be read: {reason.lower()}",
+                f"launch.hostfile={path} cannot be read: {reason}",
                 "give a file with a line per machine: HOST or HOST slots=PROCESSES",
             )
         ) from None

@@ -22,7 +22,8 @@ from echelon.errors import Exit
 from echelon.failure import Failure
 from echelon.launch.ssh.remote import last_words
 from echelon.launch.ssh.tether import MARK
-from echelon.launch.zygote import STOP_SIGNALS, die_with_parent
+from echelon.launch.zygote import STOP_SIGNALS
+from echelon.utils.processes import die_with_parent
 
 _ALIVE_S = 2.0
 _TICK_S = 0.2

@@ -17,6 +17,8 @@ from echelon.errors import EchelonError, Fault
 from echelon.launch.ssh import remote
 from echelon.launch.ssh.survey import entry_file
 from echelon.runs import Run
+from echelon.utils.os_errors import describe_os_error
+from echelon.utils.text import format_bytes
 
 _LIMIT = 100_000_000
 _LEFT_OUT = {
@@ -69,11 +71,11 @@ def code_files(config: Config, run: Run) -> dict[str, Path]:
         if sizes.total() > 10 * _LIMIT:
             break
     if sizes.total() > _LIMIT:
-        big = ", ".join(f"{name} ({size / 1e6:,.0f} MB)" for name, size in sizes.most_common(3))
+        big = ", ".join(f"{name} ({format_bytes(size)})" for name, size in sizes.most_common(3))
         raise EchelonError(
             Fault(
                 f"the code in {folder} would be sent to hosts that do not share it, and is more "
-                f"than {_LIMIT / 1e6:.0f} MB: {big}",
+                f"than {format_bytes(_LIMIT)}: {big}",
                 "keep data elsewhere, or use a run.dir that all hosts share",
             )
         )
@@ -120,7 +122,7 @@ def send(there: There, code: Mapping[str, Path]) -> Fault | None:
         process.communicate()
         return Fault(
             f"{error.filename} cannot be read, so it cannot be sent to {there.host}: "
-            f"{(error.strerror or str(error)).lower()}",
+            f"{describe_os_error(error)}",
             "make it readable, or move it out of the folder of the experiment",
         )
     said = process.communicate()[1].decode(errors="replace")

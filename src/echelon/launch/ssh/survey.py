@@ -21,6 +21,7 @@ from echelon.launch.plan import replica_fault
 from echelon.launch.ssh import probe, remote
 from echelon.launch.ssh.hosts import Host
 from echelon.runs import Run
+from echelon.utils.os_errors import describe_os_error
 
 _ANSWER_S = 40.0
 _AT_ONCE = 64
@@ -79,7 +80,7 @@ def token_in(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"run.dir={folder} cannot be written: {(error.strerror or str(error)).lower()}",
+                f"run.dir={folder} cannot be written: {describe_os_error(error)}",
                 "give another place with run.dir=PATH",
             )
         ) from None

@@ -26,7 +26,8 @@ from echelon.errors import Exit
 from echelon.failure import Failure
 from echelon.launch import interface
 from echelon.launch.join import join
-from echelon.launch.zygote import STOP_SIGNALS, die_with_parent
+from echelon.launch.zygote import STOP_SIGNALS
+from echelon.utils.processes import die_with_parent
 
 SILENCE_S = 15.0
 """Without a word for so long the link is cut, though nobody closed it."""

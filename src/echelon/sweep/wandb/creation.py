@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.runs import write_json
 from echelon.sweep.file import SweepFile
 from echelon.sweep.folder import Settings
 from echelon.sweep.wandb.client import Server, Silent
 from echelon.track import key
 from echelon.track.apart import brief
+from echelon.utils.files import write_json_atomically
 
 _FILE = "server.json"
 _DECIDES = ("method", "metric", "parameters", "early_terminate")
@@ -126,7 +126,7 @@ def _made(file: SweepFile, settings: Settings, folder: Path, entity: str) -> str
             os.environ["WANDB_SILENT"] = was_silent
     sweep = f"{entity}/{project}/{name}"
     known = {"metric": settings.metric, "cap": settings.cap, "program": bool(settings.program)}
-    write_json(folder / _FILE, {"sweep": sweep, "file": file.data, **known})
+    write_json_atomically(folder / _FILE, {"sweep": sweep, "file": file.data, **known})
     for line in said.getvalue().splitlines():
         if line.startswith("Sweep URL: "):
             print(f"sweep {sweep}: {line.removeprefix('Sweep URL: ')}", file=sys.stderr)

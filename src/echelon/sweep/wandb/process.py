@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -23,8 +23,8 @@ from echelon.sweep.folder import Settings
 from echelon.sweep.given import written
 from echelon.sweep.program import expanded
 from echelon.sweep.wandb import record
+from echelon.utils.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _ECHELON = (sys.executable, "-m", "echelon")
 
 
@@ -68,7 +68,8 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for us to hand on
-                preexec_fn=_save_when_orphaned,
+                # Asked to save if we are killed, as nobody would hear of its result.
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         return Process(popen)
 
@@ -92,8 +93,3 @@ class Process:
             self.cancel(run)
         else:
             self._popen.terminate()
-
-
-def _save_when_orphaned() -> None:
-    """In the child: whoever started it was killed, so nobody would hear of its result."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -12,7 +12,7 @@ from typing import Any
 
 from echelon.config.outside import Trial, trial
 from echelon.errors import EchelonError
-from echelon.runs import write_json
+from echelon.utils.files import write_json_atomically
 
 DONE = ("finished", "stopped", "failed")
 
@@ -38,7 +38,7 @@ class Told:
 
 def keep(folder: Path, told: Told) -> None:
     with contextlib.suppress(OSError):  # a full disk must not end a sweep
-        write_json(_file(folder, told.id), asdict(told))
+        write_json_atomically(_file(folder, told.id), asdict(told))
 
 
 def read(folder: Path) -> list[Told]:

@@ -1,0 +1,37 @@
+"""What the Linux kernel tells about processes and does for them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+"""Loaded here and not when it is called: between fork and exec nothing should be loaded."""
+
+
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends.
+
+    To be called in the child, for example as ``preexec_fn=partial(die_with_parent, os.getpid())``.
+    The kernel means the thread that forked: the parent has to fork from a thread that stays.
+    A process whose parent has ended before this call exits at once with code 1.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def read_stat_fields(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/PID/stat`` from the state on, or None without such a process.
+
+    The first is the state (``R``, ``S``, ``T``, ``Z`` …), index 19 the start time in clock ticks
+    since boot. The name of the program comes before them and may hold spaces and parentheses, so
+    the line is cut behind its last parenthesis.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
