@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import sysconfig
 import traceback
 from dataclasses import asdict, dataclass
@@ -73,6 +74,8 @@ def users_lines(error: BaseException) -> list[int]:
 
 
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
+# An environment may see the packages of another: venv --system-site-packages, a .pth file.
+_INSTALLED += [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
 _NOT_THEIRS = (str(Path(__file__).parent), "<frozen ", *_INSTALLED)
 
 

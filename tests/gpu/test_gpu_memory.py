@@ -43,7 +43,7 @@ def test_out_of_memory_is_explained_and_the_run_can_go_on(tmp_path: Path) -> Non
     told = re.search(r"out of memory on cuda:0 of rank 0: (\S+) GB were asked for", failed.stderr)
     assert told, failed.stderr
     assert float(told[1].replace(",", "")) == pytest.approx(2 * total / 1e9, rel=0.01)
-    assert re.search(r"GB of \S+ GB were free; used by parameters 20 bytes", failed.stderr)
+    assert re.search(r"GB of \S+ GB were free; used by parameters 20 B", failed.stderr)
     assert "trainer.accumulate=2 (the numbers stay)" in failed.stderr
     assert "trainer.precision=bf16" in failed.stderr
     snapshot, damaged = newest(tmp_path / "runs" / "a" / "snapshots")

@@ -177,7 +177,7 @@ def test_out_of_memory(tmp_path: Path, how: str) -> None:
     assert done.codes == [1]
     assert is_a_sentence_and_a_hint(done.said)
     assert TRIED[how] in done.said
-    assert "used by parameters 20 bytes, gradients 20 bytes, optimizer state 48 bytes" in done.said
+    assert "used by parameters 20 B, gradients 20 B, optimizer state 48 B" in done.said
     assert "a step computes 8 samples at a time" in done.said
     for way in ("trainer.accumulate=2", "replica.checkpoint=true", "trainer.batch_size=4"):
         assert f"\n        {way} (" in done.said

@@ -199,8 +199,8 @@ def test_libraries_that_are_missing_or_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("disk", "state", "found"),
     [
-        (Disk("runs", "/r", 10**6, 10**6, True), FAIL, "1.0 MB free in /r"),
-        (Disk("runs", "/r", GB, 10**6, True), WARN, "1.0 GB free in /r"),
+        (Disk("runs", "/r", 10**6, 10**6, True), FAIL, "1 MB free in /r"),
+        (Disk("runs", "/r", GB, 10**6, True), WARN, "1 GB free in /r"),
         (Disk("runs", "/r", 50 * GB, 12, True), FAIL, "/r has room for 12 more files"),
         (Disk("runs", "/r", 50 * GB, None, True), OK, "50 GB free in /r"),
         (Disk("runs", "/r", 50 * GB, 10**6, False), FAIL, "/r cannot be written"),
