@@ -1,13 +1,12 @@
 """Worlds of forked ranks, commands, and what a run left behind.
 
-Ranks are forked from the test process, which has imported torch already: a world costs a fraction
-of a second instead of an import per rank. The parent never trains, so that every fork starts clean.
-What a rank is to suffer is given as data, see `subjects.py`.
+Ranks are forked from a process that has imported torch already, see `fork_server.py`: a world costs
+a fraction of a second instead of an import per rank. What a rank is to suffer is given as data, see
+`subjects.py`.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import os
@@ -16,9 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import metric_set  # noqa: F401  torchmetrics takes a second to import
 import subjects
 import torch
 import torch._dynamo  # DDP and the optimizers import it on first use: once here, not in every rank
+from fork_server import ForkServer
 from launching import free_port
 
 from echelon.cli import dispatch, guarded
@@ -70,64 +70,51 @@ def spawn_world(
     end_together: bool = False,
     limit_s: float = LIMIT_S,
 ) -> list[Ended]:
-    """Fork `rank_main(rank, master)` for every rank and wait for all; the parent asserts.
+    """Call `rank_main(rank, master)` in a process for every rank and wait for all.
 
+    `rank_main` is a function of a module, or a `partial` of one: it travels to another process.
     `end_together`: when one ends in failure the others are killed, as an agent would.
     """
     folder.mkdir(parents=True, exist_ok=True)
     master = f"127.0.0.1:{free_port()}"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pids = [_fork(rank_main, r, master, folder, dict(env or {})) for r in range(world_size)]
+    server = _fork_server()
+    pids: list[int] = []
     try:
-        codes = _wait_all(pids, end_together, limit_s)
+        for rank in range(world_size):
+            beside = folder / f"rank-{rank}"
+            for old in (beside.with_suffix(".out"), beside.with_suffix(".json")):
+                old.unlink(missing_ok=True)
+            call = partial(_run_rank, rank_main, rank, master, beside.with_suffix(".json"))
+            variables = {**(env or {}), "SPINE_RANK": str(rank)}
+            pids.append(server.fork(call, beside.with_suffix(".out"), variables))
+        codes = _wait_all(server, pids, end_together, limit_s)
         require_gone(pids)
     except BaseException:
         kill_sessions(pids)
+        _end_fork_server()  # it may be in the middle of an answer
         raise
     return [_ended(code, folder / f"rank-{rank}") for rank, code in enumerate(codes)]
 
 
-def _fork(
-    rank_main: Callable[[int, str], Any], rank: int, master: str, folder: Path, env: dict[str, str]
-) -> int:
-    beside = folder / f"rank-{rank}"
-    for old in (beside.with_suffix(".out"), beside.with_suffix(".json")):
-        old.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
-        os.setsid()  # what it leaves behind is found by its session
-        atexit._clear()  # the parent's
-        _become_plain(beside.with_suffix(".out"))
-        os.environ.update(env, SPINE_RANK=str(rank))
-        torch.set_num_threads(1)
-        value = rank_main(rank, master)
-        beside.with_suffix(".json").write_text(json.dumps(value))
-        code = 0
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _run_rank(rank_main: Callable[[int, str], Any], rank: int, master: str, result: Path) -> None:
+    torch.set_num_threads(1)
+    result.write_text(json.dumps(rank_main(rank, master)))
 
 
-def _become_plain(output: Path) -> None:
-    """No capture and no signal handlers of pytest's."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in (1, 2):
-        os.dup2(file, number)
-    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+@cache
+def _fork_server() -> ForkServer:
+    """This process's own, started by the first world."""
+    return ForkServer()
 
 
-def _wait_all(pids: Sequence[int], end_together: bool, limit_s: float) -> list[int]:
+def _end_fork_server() -> None:
+    _fork_server().close()
+    _fork_server.cache_clear()
+
+
+def _wait_all(
+    server: ForkServer, pids: Sequence[int], end_together: bool, limit_s: float
+) -> list[int]:
     deadline = time.monotonic() + limit_s
     codes: dict[int, int] = {}
     handles = {os.pidfd_open(pid): pid for pid in pids}
@@ -139,7 +126,7 @@ def _wait_all(pids: Sequence[int], end_together: bool, limit_s: float) -> list[i
                 raise AssertionError(f"after {limit_s} s still running: rank {_of(pids, codes)}")
             for handle in ready:
                 pid = handles[handle]
-                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                codes[pid] = server.wait(pid)
             if end_together and any(codes.values()):
                 for pid in set(pids) - codes.keys():
                     os.kill(pid, signal.SIGKILL)
@@ -229,10 +216,13 @@ def train_world(
     experiment: Callable[..., Any] = subjects.regression,
     env: Mapping[str, str] | None = None,
     end_together: bool = False,
+    prepare: Callable[[int], None] | None = None,
 ) -> Trained:
     """Train as `python FILE.py rank=R world_size=N run.name=NAME WORDS` on every rank."""
     config = configured(folder, [f"run.name={name}", *words], experiment)
-    return train_config(folder, world_size, config, env=env, end_together=end_together)
+    return train_config(
+        folder, world_size, config, env=env, end_together=end_together, prepare=prepare
+    )
 
 
 def train_config(
@@ -242,27 +232,38 @@ def train_config(
     *,
     env: Mapping[str, str] | None = None,
     end_together: bool = False,
+    prepare: Callable[[int], None] | None = None,
 ) -> Trained:
-    def rank_main(rank: int, master: str) -> None:
-        mine = config
-        if world_size > 1:
-            mine = dataclasses.replace(config, rank=rank, world_size=world_size, master=master)
-        raise SystemExit(train_here(mine))
-
+    """`prepare(rank)` is called in every rank before it trains."""
+    rank_main = partial(_train_rank, config=config, world_size=world_size, prepare=prepare)
     output = folder / f"output-{config.run.name}"
     ranks = spawn_world(world_size, rank_main, output, env=env, end_together=end_together)
-    assert config.run.name is not None
-    return Trained(Run(folder / config.run.name), ranks)
+    return Trained(Run(folder / str(config.run.name)), ranks)
+
+
+def _train_rank(
+    rank: int,
+    master: str,
+    config: Config,
+    world_size: int,
+    prepare: Callable[[int], None] | None,
+) -> None:
+    if prepare is not None:
+        prepare(rank)
+    if world_size > 1:
+        config = dataclasses.replace(config, rank=rank, world_size=world_size, master=master)
+    raise SystemExit(train_here(config))
 
 
 def verb(folder: Path, *words: str) -> Ended:
     """`echelon WORDS`, without the import of torch that a process of its own would pay."""
-
-    def rank_main(rank: int, master: str) -> None:
-        raise SystemExit(guarded(lambda: dispatch(list(words))))
-
+    rank_main = partial(_run_command, words=words)
     [ended] = spawn_world(1, rank_main, folder / "output-verb")
     return ended
+
+
+def _run_command(rank: int, master: str, words: Sequence[str]) -> None:
+    raise SystemExit(guarded(lambda: dispatch(list(words))))
 
 
 # --- what a run left behind ---------------------------------------------------------------------

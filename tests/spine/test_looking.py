@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,9 +28,17 @@ from echelon.world import detect
 PARTS = ("data_ms", "compute_ms", "communication_ms", "optimizer_ms")
 
 
-def trained(folder: Path, ranks: int, *words: str) -> Trained:
+def trained(
+    folder: Path, ranks: int, *words: str, prepare: Callable[[int], None] | None = None
+) -> Trained:
     small = ("trainer.batch_size=8", "trainer.log_steps=4")
-    return train_world(folder, ranks, *small, *words, experiment=experiment)
+    return train_world(folder, ranks, *small, *words, experiment=experiment, prepare=prepare)
+
+
+def read_device_every(steps: int, rank: int) -> None:
+    """For this rank's process: what the device computed is read this seldom, as on a GPU."""
+    Replica.read_every = steps
+    sharded.READ_EVERY = {"cpu": steps}
 
 
 def lines(done: Trained) -> list[dict[str, float]]:
@@ -91,15 +101,12 @@ def test_the_transformer_trains_alike_in_one_process_and_two(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_device_that_is_read_seldom_tells_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_read_seldom_tells_the_same(tmp_path: Path) -> None:
     """As a GPU is: lines are written late, with the loss of their step and the speed by then."""
     by_steps = ("trainer.save.epochs=null", "trainer.evaluate.epochs=null")
     words = ("trainer.steps=40", "trainer.save.steps=13", *by_steps)
     told = losses(trained(tmp_path / "a", 1, *words).run)
-    monkeypatch.setattr(Replica, "read_every", 16)
-    late = trained(tmp_path / "b", 1, *words)
+    late = trained(tmp_path / "b", 1, *words, prepare=partial(read_device_every, 16))
     assert losses(late.run) == told
     paces = [line["step_ms"] for line in lines(late)]
     assert len(paces) == 10
@@ -110,15 +117,12 @@ def test_a_device_that_is_read_seldom_tells_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_slow_steps_are_read_one_by_one_so_that_a_stop_is_heard(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_steps_are_read_one_by_one_so_that_a_stop_is_heard(kind: str, tmp_path: Path) -> None:
     """By all ranks, with the step after the one in which a rank was asked to stop."""
-    monkeypatch.setattr(Replica, "read_every", 1000)
-    monkeypatch.setattr(sharded, "READ_EVERY", {"cpu": 1000})
     words = (f"replica.kind={kind}", "trainer.steps=40", "trainer.save.epochs=null")
     env = {"SPINE_PAUSE_S": "0.06", "SPINE_FAULT": "1:8:TERM"}
-    done = train_world(tmp_path, 2, *words, "trainer.evaluate.epochs=null", env=env)
+    words = (*words, "trainer.evaluate.epochs=null")
+    done = train_world(tmp_path, 2, *words, env=env, prepare=partial(read_device_every, 1000))
     assert done.codes == [75, 75], done.said
     assert done.run.status()["step"] == 9
 

@@ -69,25 +69,26 @@ def test_clipping_was_felt(tmp_path: Path) -> None:
     assert losses(free.run)[-1] != pytest.approx(losses(clipped.run)[-1], rel=1e-2)
 
 
-def test_a_hand_written_loop_gives_the_same_curve(tmp_path: Path) -> None:
-    def by_hand(rank: int, master: str) -> list[float]:
-        torch.manual_seed(0)
-        parts = subjects.regression(subjects.Settings(samples=17, optimizer="adam"))
-        torch.manual_seed(1)
-        curve = []
-        for epoch in range(2):
-            order = permute(torch.arange(17), 17, seed=0, epoch=epoch)
-            for rows in order.split(5):
-                assert parts.predict is not None
-                loss = parts.loss(*parts.predict(parts.model, [t[rows] for t in parts.train_data]))
-                parts.optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(parts.model.parameters(), 1.0)
-                parts.optimizer.step()
-                curve.append(loss.item())
-        return curve
+def train_by_hand(rank: int, master: str) -> list[float]:
+    torch.manual_seed(0)
+    parts = subjects.regression(subjects.Settings(samples=17, optimizer="adam"))
+    torch.manual_seed(1)
+    curve = []
+    for epoch in range(2):
+        order = permute(torch.arange(17), 17, seed=0, epoch=epoch)
+        for rows in order.split(5):
+            assert parts.predict is not None
+            loss = parts.loss(*parts.predict(parts.model, [t[rows] for t in parts.train_data]))
+            parts.optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parts.model.parameters(), 1.0)
+            parts.optimizer.step()
+            curve.append(loss.item())
+    return curve
 
-    [plain] = spawn_world(1, by_hand, tmp_path / "by-hand")
+
+def test_a_hand_written_loop_gives_the_same_curve(tmp_path: Path) -> None:
+    [plain] = spawn_world(1, train_by_hand, tmp_path / "by-hand")
     words = ("optimizer=adam", "trainer.batch_size=5", "trainer.epochs=2", "trainer.clip=1.0")
     ours = train_world(tmp_path, 1, *words)
     assert plain.code == 0, plain.output
@@ -118,22 +119,23 @@ _EVALUATED = {
 }
 
 
+def evaluate_all_at_once(rank: int, master: str) -> dict[str, float]:
+    from metric_set import metric_set
+
+    torch.manual_seed(0)
+    parts = subjects.regression(subjects.Settings(eval_samples=17))
+    assert parts.predict is not None
+    with torch.no_grad():
+        output, target = parts.predict(parts.model.eval(), parts.eval_data)
+    found = {"loss": parts.loss(output, target).item()}
+    for name, metric in metric_set().items():
+        metric.update(output, target)
+        found[name] = metric.compute().item()
+    return found
+
+
 def test_evaluation_equals_torchmetrics_over_all_samples(tmp_path: Path) -> None:
-    def all_at_once(rank: int, master: str) -> dict[str, float]:
-        from metric_set import metric_set
-
-        torch.manual_seed(0)
-        parts = subjects.regression(subjects.Settings(eval_samples=17))
-        assert parts.predict is not None
-        with torch.no_grad():
-            output, target = parts.predict(parts.model.eval(), parts.eval_data)
-        found = {"loss": parts.loss(output, target).item()}
-        for name, metric in metric_set().items():
-            metric.update(output, target)
-            found[name] = metric.compute().item()
-        return found
-
-    [expected] = spawn_world(1, all_at_once, tmp_path / "at-once")
+    [expected] = spawn_world(1, evaluate_all_at_once, tmp_path / "at-once")
     words = ("eval_samples=17", "metrics=true", "trainer.epochs=0", "trainer.eval_batch_size=17")
     exact = metrics(train_world(tmp_path, 3, *words, name="one-batch").run)[0]
     words = (*words[:-1], "trainer.eval_batch_size=3")

@@ -3,8 +3,9 @@ anywhere."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from helpers import (
     losses,
     metrics,
     snapshot_steps,
-    spawn_world,
     state_at,
     traced_lines,
+    train_config,
     train_world,
 )
 from launching import ECHELON, QUICK, TWO, run
@@ -30,7 +31,6 @@ import echelon
 from echelon.errors import EchelonError
 from echelon.runs import Run
 from echelon.train.snapshots import SnapshotDamaged, verify
-from echelon.train.worker import train_here
 
 pytestmark = pytest.mark.slow
 
@@ -283,18 +283,14 @@ def test_a_damaged_piece_makes_the_snapshot_none(tmp_path: Path, whole: Run, how
     require_close(ended.run, whole)
 
 
+def limit_files_of_rank_1(rank: int) -> None:
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+
 def test_a_piece_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     config = configured(tmp_path, [*SHORT, FSDP, "run.name=a"], stacks.stack)
-
-    def rank_main(rank: int, master: str) -> None:
-        if rank == 1:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        mine = dataclasses.replace(config, rank=rank, world_size=2, master=master)
-        raise SystemExit(train_here(mine))
-
-    ended = spawn_world(2, rank_main, tmp_path / "output")
+    ended = train_config(tmp_path, 2, config, prepare=limit_files_of_rank_1).ranks
     assert [rank.code for rank in ended] == [1, 0], ended[0].output
     assert "warning: not saved: rank 1: file too large" in ended[0].output
     assert "but this step is not saved: rank 1: file too large" in ended[0].output
@@ -316,18 +312,16 @@ def test_a_model_without_layers_to_compile_is_told(tmp_path: Path) -> None:
     assert ended.said.count("trainer.compile=true: not compiled: fsdp compiles layer by layer") == 1
 
 
+def move_to_own_folder(folder: Path, rank: int) -> None:
+    own = folder / f"machine-{rank}"
+    (own / "runs").mkdir(parents=True)
+    os.chdir(own)
+
+
 def test_without_a_shared_folder_rank_0_saves_for_all(tmp_path: Path, shared: Run) -> None:
     # A path that is another folder to each rank.
     config = configured(Path("/proc/self/cwd/runs"), [*SHORT, FSDP, "run.name=a"], stacks.stack)
-
-    def rank_main(rank: int, master: str) -> None:
-        own = tmp_path / f"machine-{rank}"
-        (own / "runs").mkdir(parents=True)
-        os.chdir(own)
-        mine = dataclasses.replace(config, rank=rank, world_size=2, master=master)
-        raise SystemExit(train_here(mine))
-
-    ended = spawn_world(2, rank_main, tmp_path / "output")
+    ended = train_config(tmp_path, 2, config, prepare=partial(move_to_own_folder, tmp_path)).ranks
     assert [rank.code for rank in ended] == [0, 0], ended[0].output
     assert "so rank 0 saves for all" in ended[0].output
     run = Run(tmp_path / "machine-0" / "runs" / "a")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
 import yaml
-from helpers import Ended, configured, spawn_world
+from helpers import Ended, configured, train_config
 from launching import ECHELON, HERE, only_run
 from wandb_server import SWEEP, Server, serving
 
@@ -30,7 +30,6 @@ from echelon.sweep.wandb.client import Server as Client
 from echelon.sweep.wandb.client import Silent
 from echelon.sweep.wandb.engine import serve
 from echelon.sweep.wandb.record import Told
-from echelon.train.worker import train_here
 
 pytest.importorskip("wandb")
 
@@ -72,14 +71,12 @@ def agent(folder: Path, given: Mapping[str, Any]) -> dict[str, str]:
 def trained(folder: Path, given: Mapping[str, Any], **env: str) -> list[Ended]:
     """Two ranks, of which the first alone is on the agent's machine."""
     config = configured(folder, SIZE)
-    of_agent = agent(folder, given)
+    prepare = partial(take_variables, agent(folder, given))
+    return train_config(folder, 2, config, env=env, prepare=prepare).ranks
 
-    def rank_main(rank: int, master: str) -> None:
-        os.environ.update(of_agent if rank == 0 else {"WANDB_MODE": "disabled"})
-        mine = dataclasses.replace(config, rank=rank, world_size=2, master=master)
-        raise SystemExit(train_here(mine))
 
-    return spawn_world(2, rank_main, folder / "output", env=env)
+def take_variables(of_agent: Mapping[str, str], rank: int) -> None:
+    os.environ.update(of_agent if rank == 0 else {"WANDB_MODE": "disabled"})
 
 
 def test_every_rank_is_given_what_rank_0_took(tmp_path: Path, traced: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,30 +55,31 @@ def test_curves_are_equal_to_rounding(
     assert sum(curves[1][-steps:]) < sum(curves[1][:steps]), "it learns"
 
 
+def train_by_hand(rank: int, master: str, clip: float | None) -> list[float]:
+    torch.manual_seed(0)
+    parts = subjects.tables(subjects.TableSettings(optimizer="sgd"))
+    for module in parts.model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.sparse = False
+    curve = []
+    for epoch in range(2):
+        for rows in permute(torch.arange(17), 17, seed=0, epoch=epoch).split(5):
+            assert parts.predict is not None
+            loss = parts.loss(*parts.predict(parts.model, [t[rows] for t in parts.train_data]))
+            parts.optimizer.zero_grad()
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(parts.model.parameters(), clip)
+            parts.optimizer.step()
+            curve.append(loss.item())
+    return curve
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_hand_written_loop_with_dense_gradients_gives_the_same_curve(
     tmp_path: Path, clip: float | None
 ) -> None:
-    def by_hand(rank: int, master: str) -> list[float]:
-        torch.manual_seed(0)
-        parts = subjects.tables(subjects.TableSettings(optimizer="sgd"))
-        for module in parts.model.modules():
-            if isinstance(module, torch.nn.Embedding):
-                module.sparse = False
-        curve = []
-        for epoch in range(2):
-            for rows in permute(torch.arange(17), 17, seed=0, epoch=epoch).split(5):
-                assert parts.predict is not None
-                loss = parts.loss(*parts.predict(parts.model, [t[rows] for t in parts.train_data]))
-                parts.optimizer.zero_grad()
-                loss.backward()
-                if clip is not None:
-                    torch.nn.utils.clip_grad_norm_(parts.model.parameters(), clip)
-                parts.optimizer.step()
-                curve.append(loss.item())
-        return curve
-
-    [plain] = spawn_world(1, by_hand, tmp_path / "by-hand")
+    [plain] = spawn_world(1, partial(train_by_hand, clip=clip), tmp_path / "by-hand")
     assert plain.code == 0, plain.output
     words = ("optimizer=sgd", "trainer.batch_size=5", "trainer.epochs=2")
     words = (*words, f"trainer.clip={'null' if clip is None else clip}")

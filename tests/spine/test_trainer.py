@@ -20,6 +20,7 @@ from helpers import (
     spawn_world,
     state_at,
     steps_logged,
+    train_config,
     train_world,
 )
 
@@ -115,12 +116,8 @@ def test_a_seed_decides_the_numbers(tmp_path: Path) -> None:
 
 def test_every_start_without_a_name_is_a_new_run(tmp_path: Path) -> None:
     config = configured(tmp_path, [BATCH, "trainer.epochs=1"])
-
-    def rank_main(rank: int, master: str) -> None:
-        raise SystemExit(train_here(config))
-
     for _ in range(2):
-        [ended] = spawn_world(1, rank_main, tmp_path / "output")
+        [ended] = train_config(tmp_path, 1, config).ranks
         assert ended.code == 0, ended.output
         assert "going on" not in ended.output
     runs = [Run(file.parent) for file in tmp_path.glob("subjects-*/status.json")]
@@ -159,27 +156,29 @@ def test_a_snapshot_holds_the_whole_state(tmp_path: Path) -> None:
 # --- who reads, and who talks -------------------------------------------------------------------
 
 
+def train_and_watch_files(rank: int, master: str, folder: Path, epochs: int) -> None:
+    touched: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename"):
+            path = str(arguments[0])
+            if path.startswith(str(folder)):
+                touched.append(f"{event} {path}")
+
+    sys.addaudithook(watch)
+    words = ["run.name=a", BATCH, "eval_samples=3", f"trainer.epochs={epochs}"]
+    config = configured(folder, words)
+    assert _trained(config, 3, rank, master) == 0
+    assert bool(touched) == (rank == 0), touched
+
+
 def test_only_rank_0_touches_the_run_folder(tmp_path: Path) -> None:
     """So no file system need be shared, in a fresh run and in a resumed one."""
     folder = tmp_path / "of-rank-0"
-
-    def rank_main(rank: int, master: str, epochs: int) -> None:
-        touched: list[str] = []
-
-        def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            if event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename"):
-                path = str(arguments[0])
-                if path.startswith(str(folder)):
-                    touched.append(f"{event} {path}")
-
-        sys.addaudithook(watch)
-        words = ["run.name=a", BATCH, "eval_samples=3", f"trainer.epochs={epochs}"]
-        config = configured(folder, words)
-        assert _trained(config, 3, rank, master) == 0
-        assert bool(touched) == (rank == 0), touched
-
     for epochs in (1, 2):
-        ranks = spawn_world(3, partial(rank_main, epochs=epochs), tmp_path / "output")
+        ranks = spawn_world(
+            3, partial(train_and_watch_files, folder=folder, epochs=epochs), tmp_path / "output"
+        )
         assert [rank.code for rank in ranks] == [0, 0, 0], [rank.output for rank in ranks]
     assert steps_logged(Run(folder / "a")) == list(range(1, 9))
 
@@ -192,6 +191,14 @@ def _trained(config: Config, world_size: int, rank: int, master: str) -> int:
     except SystemExit as left:
         return int(left.code or 0)
     raise AssertionError("it did not leave")
+
+
+def count_collectives(rank: int, master: str, folder: Path, words: list[str]) -> int:
+    calls: list[str] = []
+    for collective in COLLECTIVES:
+        _count(collective, calls)
+    assert _trained(configured(folder, words), 2, rank, master) == 0
+    return len(calls)
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "gather", "broadcast", "barrier", "reduce", "scatter")
@@ -212,16 +219,9 @@ def test_more_of_it_needs_no_more_collectives(
 
     def called(words: list[str]) -> list[int]:
         name = f"run.name={len(words)}-{words[-1].replace('=', '-')}"
-
-        def rank_main(rank: int, master: str) -> int:
-            calls = []
-            for collective in COLLECTIVES:
-                _count(collective, calls)
-            config = configured(tmp_path, [name, BATCH, "metrics=true", *once, *words])
-            assert _trained(config, 2, rank, master) == 0
-            return len(calls)
-
-        ranks = spawn_world(2, rank_main, tmp_path / "output")
+        words = [name, BATCH, "metrics=true", *once, *words]
+        count = partial(count_collectives, folder=tmp_path, words=words)
+        ranks = spawn_world(2, count, tmp_path / "output")
         assert [rank.code for rank in ranks] == [0, 0], [rank.output for rank in ranks]
         return [rank.value for rank in ranks]
 
