@@ -10,9 +10,23 @@ from echelon.data.order import permute
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("size", [1000, 2**20 + 1, 2**31, 10**12])
+WORDS_END = [end + off for end in (2**31, 2**32) for off in (-1, 0, 1)]
+"""Where samples, or the size itself, no longer fit 32 bits with and without a sign."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000, 2**20 + 1, *WORDS_END, 10**12])
 def test_it_is_the_order_of_the_cpu(size: int) -> None:
-    positions = torch.arange(min(size, 5000))
+    few = min(size, 5000)
+    positions = torch.cat([torch.arange(few), torch.arange(size - few, size)])
     drawn = permute(positions.cuda(), size, 1, 2)
     assert drawn.is_cuda
     assert torch.equal(drawn.cpu(), permute(positions, size, 1, 2))
+
+
+@pytest.mark.parametrize("size", [5, 17, 2**31 - 1, 2**31 + 1])
+def test_a_position_outside_the_epoch_does_not_walk_for_ever(size: int) -> None:
+    domain = 1 << (size - 1).bit_length()
+    outside = torch.arange(size, min(domain, size + 1000))
+    for seed in range(20):
+        drawn = permute(outside.cuda(), size, seed, 0)
+        assert torch.equal(drawn.cpu(), permute(outside, size, seed, 0))

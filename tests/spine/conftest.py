@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Forked ranks must not inherit a pool of threads that were never forked with them."""
+    """As in the ranks, so that what is computed here and there is added up in the same order."""
     torch.set_num_threads(1)
 
 

@@ -50,6 +50,14 @@ POOL = (
     "assert (torch.rand(900, 900) @ torch.rand(900, 900)).sum() > 0\n"
     "assert torch.rand(4000000).sum() > 0"
 )
+# Backward passes nested deeper than autograd nests them in one thread: what a backward pass starts
+# on any machine with a GPU, this starts on every machine.
+GRADIENTS = """
+from torch.utils.checkpoint import checkpoint
+def nested(x, depth):
+    return checkpoint(nested, x, depth - 1, use_reentrant=True) if depth else x.tanh()
+nested(torch.ones(2, requires_grad=True), 70).sum().backward()
+"""
 
 
 # --- launch=local ---
@@ -98,14 +106,16 @@ def test_the_default_is_one_process_where_there_is_no_device(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "call"),
-    [("", BARE), (THREAD, GUARDED), (POOL, GUARDED)],
-    ids=["no __main__ guard", "a thread at import", "torch's threads at import"],
+    ("before", "call", "threads"),
+    [("", BARE, 4), (THREAD, GUARDED, 4), (POOL, GUARDED, 4), (GRADIENTS, GUARDED, 1)],
+    ids=["no __main__ guard", "a thread at import", "torch's threads at import", "gradients"],
 )
-def test_a_users_own_file_launches_itself(before: str, call: str, tmp_path: Path) -> None:
+def test_a_users_own_file_launches_itself(
+    before: str, call: str, threads: int, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN.format(before=before, call=call))
-    # Without OMP_NUM_THREADS=1, which would keep torch from starting threads.
-    done = launching.run([sys.executable, "own.py", *TWO], tmp_path, OMP_NUM_THREADS="4")
+    # OMP_NUM_THREADS=1 would keep torch from starting threads, but not autograd.
+    done = launching.run([sys.executable, "own.py", *TWO], tmp_path, OMP_NUM_THREADS=str(threads))
     assert done.code == 0, done.err
     assert done.left == []
     assert status(only_run(tmp_path))["state"] == "finished"
@@ -126,6 +136,23 @@ def test_threads_and_no_guard_are_told_apart_from_a_crash(tmp_path: Path) -> Non
     assert "own.py calls echelon.main while it is being imported" in done.err
     assert 'if __name__ == "__main__":' in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "clean"),
+    [("", True), ("torch.ones(2, requires_grad=True).sum().backward()", True), (GRADIENTS, False)],
+    ids=["imports", "a backward pass in one thread", "backward passes in several"],
+)
+def test_a_process_with_threads_of_autograd_is_not_forked(
+    before: str, clean: bool, threads: int, tmp_path: Path
+) -> None:
+    """OpenBLAS's idle threads are no reason not to."""
+    code = f"import torch\n{before}\nfrom echelon.launch import zygote\nprint(zygote._can_fork())"
+    variables = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    done = launching.run([sys.executable, "-c", code], tmp_path, **variables)
+    assert done.out == f"{clean}\n", done.err
 
 
 # --- before anything happens ---

@@ -80,6 +80,33 @@ def test_torch_wraps_as_arithmetic_by_hand_says(
     assert drawn == [by_hand(p, size, seed, epoch) for p in positions]
 
 
+WORDS_END = st.sampled_from([2**31, 2**32])
+"""Where samples, or the size itself, no longer fit 32 bits with and without a sign."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(end=WORDS_END, off=st.integers(-3, 3), seed=st.integers(), data=st.data())
+def test_it_is_exact_where_a_word_ends(end: int, off: int, seed: int, data: st.DataObject) -> None:
+    size = end + off
+    at_borders = st.builds(
+        lambda border, step: min(max(0, border + step), size - 1),
+        st.sampled_from([0, 2**30, 2**31, 2**32]),
+        st.integers(-3, 3),
+    )
+    positions = data.draw(st.lists(at_borders | st.integers(0, size - 1), min_size=1, max_size=20))
+    drawn = permute(torch.tensor(positions), size, seed, 0).tolist()
+    assert drawn == [by_hand(p, size, seed, 0) for p in positions]
+
+
+@pytest.mark.parametrize("size", [3, 5, 9, 17, 2**31 - 1, 2**31 + 1, 2**32 + 1])
+def test_a_position_outside_the_epoch_does_not_walk_for_ever(size: int) -> None:
+    """Of few samples, some walk in a circle without one inside."""
+    domain = 1 << (size - 1).bit_length()
+    outside = torch.arange(size, min(domain, size + 1000))
+    for seed in range(50):
+        assert permute(outside, size, seed, 0).max() < domain
+
+
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 1, 10**12, 2**40])
 def test_no_two_positions_meet_at_sizes_too_large_to_enumerate(size: int) -> None:
     positions = torch.cat([torch.arange(50_000), torch.arange(size - 50_000, size)])

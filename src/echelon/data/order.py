@@ -36,6 +36,10 @@ made of: with blocks of 32k they took more than half of the time."""
 _BLOCK_CUDA = 1 << 22
 """There, drawing costs little more than calling, which the host does while steps wait."""
 
+_MAX_WALKS = 256
+"""A walk leaves about half of the values outside at worst: 2**40 of them need some 40 walks. Only
+a position that is not of the epoch can need more: it may walk in a circle that is all outside."""
+
 _PIECE = 1 << 15
 """What is mixed at a time on a processor, small enough to stay in its second-level cache."""
 
@@ -43,16 +47,16 @@ _PIECE = 1 << 15
 def permute(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor:
     """The samples at these positions of the epoch; int64, of the same shape and device.
 
-    Positions outside ``range(size)`` give indices that are taken by other positions: they are not
-    checked, as that would make an accelerator wait. Without Triton it waits once per walk all the
-    same (see `_walk_inside`), unless the size is a power of two.
+    Positions outside ``range(size)`` give indices that are taken by other positions or are outside
+    as well: they are not checked, as that would make an accelerator wait. Without Triton it waits
+    once per walk all the same (see `_walk_inside`), unless the size is a power of two.
     """
     mixer = _Mixer(size, seed, epoch)
     if usable(positions):
         from echelon.kernels.order import walk
 
         keys = mixer.keys().to(positions.device)
-        return walk(positions, keys, size, mixer.domain, mixer.fold)
+        return walk(positions, keys, size, mixer.domain, mixer.fold, _MAX_WALKS)
     values = positions.reshape(-1).to(mixer.word, copy=True)
     # numpy and tensors know the same operators, and numpy takes half as long to call.
     array = values.numpy() if values.device.type == "cpu" else values
@@ -74,7 +78,8 @@ class _Mixer:
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         bits = max(1, (size - 1).bit_length())
         self.domain = 1 << bits
-        # Half the bytes is twice the speed, and takes every data set below two billion samples.
+        # Half the bytes is twice the speed, and takes every data set of up to 2**31 samples. Such a
+        # word holds every sample, but not the size 2**31 itself: compare with the last sample.
         self.word = torch.int32 if bits < 32 else torch.int64
         fold = max(1, bits // 2)
         keys = _keys(seed, epoch)[: 2 * _rounds(bits)]
@@ -129,11 +134,14 @@ def _walk_inside(values: Any, size: int, mixer: _Mixer) -> None:
     At worst, for a size just above a power of two, half are outside after each walk: n values take
     about log2(n) ever smaller walks, and a sample four times as long as where none is outside.
     """
-    outside = _where(values >= size)
-    while len(outside):
+    last = size - 1
+    outside = _where(values > last)
+    for _ in range(_MAX_WALKS - 1):  # the first walk was everybody's
+        if not len(outside):
+            return
         walked = mixer.mix(values[outside])
         values[outside] = walked
-        outside = outside[walked >= size]
+        outside = outside[walked > last]
 
 
 def _where(mask: Any) -> Any:

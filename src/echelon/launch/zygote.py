@@ -26,6 +26,8 @@ from typing import Any
 from echelon.utils.processes import die_with_parent
 
 _MAX_MESSAGE = 1 << 17
+_MAX_OPENBLAS_THREADS = 64
+"""What numpy's wheels are built with."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -106,13 +108,36 @@ class Zygote:
 
 
 def _can_fork() -> bool:
-    """Whether a fork of this process would be clean: no threads but the idle ones of the linear
-    algebra library, which know how to be forked, and no device opened."""
+    """Whether workers may be forked from this process.
+
+    A fork copies the memory of all threads, but only the one that forks goes on. In the child,
+    locks of the others stay locked, an OpenMP region waits for its pool for ever, and autograd
+    refuses to run. Code of the user that ran before can have started any of them: autograd starts
+    threads in the first backward pass on a machine with a GPU, and in deeply nested ones anywhere;
+    OpenMP in the first large operation; a CUDA driver when it is opened.
+    The idle threads of OpenBLAS are the exception: they are there from the import of numpy on, and
+    OpenBLAS starts them anew after a fork.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return False
-    idle = min(64, len(os.sched_getaffinity(0)))
-    return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) <= idle
+    threads = len(os.listdir("/proc/self/task"))
+    return threading.active_count() == 1 and threads <= 1 + _count_openblas_threads()
+
+
+def _count_openblas_threads() -> int:
+    """How many threads OpenBLAS started when it was loaded, by its own rules. 0: it is not loaded.
+
+    Counting too few costs a second's import in a process that could have been forked; counting too
+    many would hide a thread that must not be lost.
+    """
+    with open("/proc/self/maps") as maps:
+        libraries = {line.split()[-1] for line in maps if "openblas" in line}
+    limits = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    wanted = (os.environ.get(name, "") for name in limits)
+    processors = min(_MAX_OPENBLAS_THREADS, len(os.sched_getaffinity(0)))
+    pool = next((int(text) for text in wanted if text.isdecimal() and int(text) > 0), processors)
+    return len(libraries) * (min(pool, processors) - 1)
 
 
 def _spawn_fresh(theirs: socket.socket, preload: Sequence[str]) -> int:
