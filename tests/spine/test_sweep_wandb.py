@@ -24,7 +24,7 @@ from echelon.errors import EchelonError
 from echelon.runs import Run
 from echelon.sweep.begin import Prepared, prepare
 from echelon.sweep.file import SweepFile, read
-from echelon.sweep.lock import Lock
+from echelon.sweep.lock import SweepLock
 from echelon.sweep.wandb import record
 from echelon.sweep.wandb.client import Server as Client
 from echelon.sweep.wandb.client import Silent
@@ -241,7 +241,7 @@ def test_one_at_a_time(
     file, ready = prepared
     made(ready, file.data)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    with Lock(ready.sweep.lock), pytest.raises(EchelonError, match="s is at work already"):
+    with SweepLock(ready.sweep.lock), pytest.raises(EchelonError, match="s is at work already"):
         serve(file, ready, 1)
 
 

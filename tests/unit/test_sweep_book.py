@@ -23,7 +23,7 @@ from echelon.sweep.file import Early
 from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.journal import Journal
 from echelon.sweep.lease import Watch
-from echelon.sweep.lock import Lock
+from echelon.sweep.lock import SweepLock
 from echelon.sweep.metrics import History, key_of
 from echelon.sweep.report import report
 from echelon.sweep.search import beta_at
@@ -191,13 +191,13 @@ def test_a_lock_goes_with_its_holder(tmp_path: Path) -> None:
     ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with Lock(tmp_path / "lock"):
+        with SweepLock(tmp_path / "lock"):
             os.write(told, b"1")
             signal.pause()
     os.read(ready, 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    with Lock(tmp_path / "lock") as held:
+    with SweepLock(tmp_path / "lock") as held:
         assert held is None
 
 
@@ -215,7 +215,7 @@ def test_a_sweep_of_somebody_else_s_can_be_looked_at() -> None:
 
 
 def test_half_a_line_of_a_journal_is_cut_off(tmp_path: Path) -> None:
-    path, lock = tmp_path / "j", Lock(tmp_path / "l")
+    path, lock = tmp_path / "j", SweepLock(tmp_path / "l")
     Journal(path, lock).append_logs([{"a": 1}])
     with path.open("a") as file:
         file.write('{"b": ')

@@ -23,12 +23,13 @@ from typing import IO
 from echelon.envs import pipfile
 from echelon.envs.failures import faults
 from echelon.envs.indexes import hidden
-from echelon.envs.lock import Held, exclusive, held
+from echelon.envs.lock import lock_if_unused, wait_for_lock
 from echelon.envs.places import Place, unwritable
 from echelon.envs.plan import EnvPlan
 from echelon.envs.requirements import Read
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.utils.files import write_json_atomically
+from echelon.utils.locks import FileLock
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.processes import die_with_parent
 
@@ -47,7 +48,7 @@ def build(plan: EnvPlan, say: Say = _to_stderr) -> Path:
     try:
         place.prepare()
         if not _works(place, plan.key):
-            with held(place.lock, "this environment", say) as lock:
+            with wait_for_lock(place.lock, "this environment", say) as lock:
                 # Who held it before us has most likely built what we want.
                 if not _works(place, plan.key):
                     _build(plan, place, lock, say)
@@ -92,7 +93,7 @@ def _works(place: Place, key: str) -> bool:
         return False
 
 
-def _build(plan: EnvPlan, place: Place, lock: Held, say: Say) -> None:
+def _build(plan: EnvPlan, place: Place, lock: FileLock, say: Say) -> None:
     _require_ours(plan, place)
     if place.folder.exists():
         say(f"removing {place.folder}: " + _why_removed(plan, place))
@@ -105,12 +106,11 @@ def _build(plan: EnvPlan, place: Place, lock: Held, say: Say) -> None:
         with place.log.open("w", encoding="utf-8", errors="replace") as log:
             place.log.chmod(0o600)
             _run_all(plan, place, lock, log, say)
-        _require_whole(plan, place, lock)
+        _require_whole(plan, place)
         _mark(plan, place, time.time() - began)
     except BaseException:
-        if lock.mine():
-            shutil.rmtree(place.folder, ignore_errors=True)
-            place.building.unlink(missing_ok=True)
+        shutil.rmtree(place.folder, ignore_errors=True)
+        place.building.unlink(missing_ok=True)
         raise
     finally:
         shutil.rmtree(place.inputs, ignore_errors=True)
@@ -130,7 +130,7 @@ def _require_ours(plan: EnvPlan, place: Place) -> None:
                 "remove it, or use --where cache",
             )
         )
-    with exclusive(place.use) as alone:
+    with lock_if_unused(place.use) as alone:
         if not alone:
             raise EchelonError(
                 Fault(
@@ -140,21 +140,8 @@ def _require_ours(plan: EnvPlan, place: Place) -> None:
             )
 
 
-def _require_mine(plan: EnvPlan, lock: Held) -> None:
-    if not lock.mine():
-        raise EchelonError(
-            Fault(
-                f"another builder has taken over {plan.folder}, as this one was stopped for too "
-                "long",
-                "try again: it waits for the other",
-            ),
-            exit=Exit.FAILED,
-        )
-
-
-def _require_whole(plan: EnvPlan, place: Place, lock: Held) -> None:
+def _require_whole(plan: EnvPlan, place: Place) -> None:
     """Before the marker vouches for it."""
-    _require_mine(plan, lock)
     if not place.python().exists():
         what = f"what {plan.files[0].name} lists has no python in it"
         raise EchelonError(Fault(what, "add it to the dependencies"), exit=Exit.FAILED)
@@ -170,7 +157,7 @@ def _why_removed(plan: EnvPlan, place: Place) -> str:
 # --- running the builders ---
 
 
-def _run_all(plan: EnvPlan, place: Place, lock: Held, log: IO[str], say: Say) -> None:
+def _run_all(plan: EnvPlan, place: Place, lock: FileLock, log: IO[str], say: Say) -> None:
     recipe, tool = plan.recipe, None
     if recipe.lock_with:
         say("Pipfile has no lock: its versions are chosen now; `pipenv lock` would fix them")
@@ -189,7 +176,7 @@ def _run_all(plan: EnvPlan, place: Place, lock: Held, log: IO[str], say: Say) ->
 def _run(
     step: tuple[str, ...],
     plan: EnvPlan,
-    lock: Held,
+    lock: FileLock,
     log: IO[str],
     say: Say,
     cwd: Path | None = None,
@@ -206,7 +193,7 @@ def _run(
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
-            pass_fds=lock.inherited(),
+            pass_fds=[lock.fileno()],
             # A killed builder takes pip with it, which else would write into its successor's place.
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
@@ -221,7 +208,6 @@ def _run(
             log.write(hidden(line))
             log.flush()
             say(f"  {hidden(line.rstrip())}")
-            _require_mine(plan, lock)
         code = process.wait()
     except BaseException:
         process.kill()
@@ -236,7 +222,7 @@ def _run(
 
 
 def _lock_pipfile(
-    tool: Path, plan: EnvPlan, place: Place, lock: Held, log: IO[str], say: Say
+    tool: Path, plan: EnvPlan, place: Place, lock: FileLock, log: IO[str], say: Say
 ) -> None:
     """In a copy: the source is not ours to write to. In the new environment, as pipenv would make
     one of its own elsewhere."""

@@ -10,11 +10,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_LEFT_OUT = {
-    *(".git", ".hg", ".venv", "venv", "node_modules", "runs", "wandb", ".tox", ".echelon"),
-    *("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints"),
-    *("build", "dist"),  # what installing a project leaves in it
-}
+from echelon.utils.ignore import is_ignored
+
+_BUILD_FOLDERS = {"build", "dist"}
+"""What installing a project leaves in it, besides its .egg-info."""
 _BIG = 4_000_000
 """Bytes; of a larger file in a project, which is data, size and time must do."""
 
@@ -66,8 +65,12 @@ def _tool_uv(file: Path) -> str | None:
 
 def _files(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
-        folders[:] = [f for f in folders if f not in _LEFT_OUT and not f.endswith(".egg-info")]
+        folders[:] = [f for f in folders if not _is_product(f) and not is_ignored(Path(where, f))]
         yield from (Path(where, name) for name in names if not name.endswith(".pyc"))
+
+
+def _is_product(folder_name: str) -> bool:
+    return folder_name in _BUILD_FOLDERS or folder_name.endswith(".egg-info")
 
 
 def _content(file: Path) -> str:

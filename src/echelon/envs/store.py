@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.envs.build import remove, size
-from echelon.envs.lock import exclusive, taken
+from echelon.envs.lock import lock_if_unused, try_lock
 from echelon.envs.places import Place, environments, unwritable
 
 
@@ -78,12 +78,12 @@ def _kept(place: Place) -> Kept:
 
 def _removed(one: Kept, dry_run: bool, say: Callable[[str], None]) -> int:
     place = one.place
-    lock = taken(place.lock)
+    lock = try_lock(place.lock)
     if lock is None:
         say(f"kept {one.key}: it is being built")
         return 0
     try:
-        with exclusive(place.use) as alone:
+        with lock_if_unused(place.use) as alone:
             if not alone:
                 say(f"kept {one.key}: a job runs in it")
                 return 0

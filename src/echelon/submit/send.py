@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from echelon import envs
 from echelon.config.defaults import secrets_of
-from echelon.envs.lock import owner, taken
+from echelon.envs.lock import try_lock
 from echelon.envs.show import warnings
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.jobs.standing import stand
@@ -22,6 +22,7 @@ from echelon.runs import SUBMISSION, Run, numbered_after
 from echelon.submit.plan import Job, Submission
 from echelon.submit.source import keep
 from echelon.utils.files import write_json_atomically
+from echelon.utils.locks import describe_owner
 from echelon.utils.os_errors import describe_os_error
 
 _LOOK_S = 3.0
@@ -75,14 +76,14 @@ def _holding(submission: Submission) -> Iterator[None]:
     file = submission.folder.with_name(f".{submission.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock = taken(file)
+        lock = try_lock(file)
     except OSError as error:
         why = describe_os_error(error)
         raise EchelonError(
             Fault(f"{file} cannot be written: {why}", "give another place with run.dir=PATH")
         ) from error
     if lock is None:
-        what = f"{submission.name} is being submitted by {owner(file)}"
+        what = f"{submission.name} is being submitted by {describe_owner(file)}"
         raise EchelonError(Fault(what, "choose another --name, or wait for it"))
     try:
         yield

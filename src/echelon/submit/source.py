@@ -19,14 +19,11 @@ from typing import Any
 
 from echelon.errors import EchelonError, Fault
 from echelon.utils.files import write_json_atomically
+from echelon.utils.ignore import CACHE_FOLDERS, is_ignored
 from echelon.utils.os_errors import describe_os_error
 
 LIMIT_BYTES = 256 << 20
 """A source larger than this has data in it."""
-_NEVER = {
-    *(".git", ".hg", ".svn", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache"),
-    *(".pytest_cache", ".ipynb_checkpoints", ".tox", ".nox", ".eggs", "node_modules", ".DS_Store"),
-}
 _GIT_S = 60.0
 
 
@@ -77,7 +74,7 @@ def survey(
     own = [Path(os.path.realpath(Path(secrets).expanduser()))] if secrets else []
     skipped = [runs.resolve(), *own, *(folder / link for link in linked)]
     tracked, untracked = _listed_by_git(folder)
-    loose = [name for name in untracked if not _NEVER & set(Path(name).parts)]
+    loose = [name for name in untracked if _is_source(folder, name)]
     if tracked is None:
         loose, tracked = list(_walked(folder, skipped)), []
     files = sorted(
@@ -96,7 +93,7 @@ def survey(
         folder,
         tuple(files),
         size,
-        tuple(sorted(there - tops - _NEVER)),
+        tuple(sorted(there - tops - CACHE_FOLDERS)),
         linked,
         commit,
         tuple(sorted(set(loose) & set(files))) if in_git else (),
@@ -198,16 +195,24 @@ def _is_copied(path: Path) -> bool:
     return False
 
 
+def _is_source(folder: Path, name: str) -> bool:
+    """Whether neither a file of that relative name nor a folder above it is to be ignored."""
+    parts = PurePath(name).parts
+    return not any(is_ignored(folder.joinpath(*parts[:n])) for n in range(1, len(parts) + 1))
+
+
 def _walked(folder: Path, skipped: Sequence[Path]) -> Iterator[str]:
     for at, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(at, name))]
         folders[:] = [
             name
             for name in folders
-            if name not in _NEVER and name not in links and Path(at, name) not in skipped
+            if name not in links
+            and Path(at, name) not in skipped
+            and not is_ignored(Path(at, name))
         ]
         for name in (*names, *links):
-            if name not in _NEVER:
+            if not is_ignored(Path(at, name)):
                 yield os.path.relpath(os.path.join(at, name), folder)
 
 

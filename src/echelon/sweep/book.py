@@ -16,7 +16,7 @@ from echelon.sweep import lease as leases
 from echelon.sweep.early import band, stops
 from echelon.sweep.folder import Sweep
 from echelon.sweep.lease import Lease, Watch
-from echelon.sweep.lock import Lock
+from echelon.sweep.lock import SweepLock
 from echelon.sweep.search import combination, sampler, suggest
 from echelon.sweep.study import open_study
 
@@ -71,7 +71,7 @@ class Book:
         self.sweep, self.worker = sweep, worker
         self._file, self._settings = sweep.file(), sweep.settings()
         self._metric = sweep.metric()
-        self._lock = Lock(sweep.lock)
+        self._lock = SweepLock(sweep.lock)
         self._watch = Watch(self._settings.lease_s)
         self.study, self._flush = open_study(sweep, self._lock)
         from optuna.trial import TrialState

@@ -14,12 +14,12 @@ from typing import Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from echelon.sweep.lock import Lock
+from echelon.sweep.lock import SweepLock
 from echelon.utils.files import flush_to_disk
 
 
 class Journal(BaseJournalBackend):
-    def __init__(self, path: Path, lock: Lock) -> None:
+    def __init__(self, path: Path, lock: SweepLock) -> None:
         self._path, self._lock = path, lock
         self._read = (0, 0)
         """So many lines end at this byte."""

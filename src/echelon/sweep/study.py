@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.sweep.folder import Sweep
-from echelon.sweep.lock import Lock
+from echelon.sweep.lock import SweepLock
 
 if TYPE_CHECKING:
     import optuna
@@ -31,7 +31,7 @@ def require(storage: str | None = None) -> None:
         _database(storage)
 
 
-def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], None]]:
+def open_study(sweep: Sweep, lock: SweepLock) -> tuple[optuna.Study, Callable[[], None]]:
     """The study, and what brings it to the disk."""
     require()
     import optuna
@@ -52,7 +52,7 @@ def open_study(sweep: Sweep, lock: Lock) -> tuple[optuna.Study, Callable[[], Non
         return study, flush
 
 
-def _storage(sweep: Sweep, url: str | None, lock: Lock) -> tuple[Any, Callable[[], None]]:
+def _storage(sweep: Sweep, url: str | None, lock: SweepLock) -> tuple[Any, Callable[[], None]]:
     import optuna
 
     if url is None:

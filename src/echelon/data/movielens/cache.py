@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -31,12 +30,12 @@ from echelon.data.movielens.prepare import COLUMN_TYPES, ID_FILES, flush, prepar
 from echelon.data.movielens.ratings import Ratings
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import describe_os_error
 
 _VERSION = 1
 """Of the prepared form; part of the fingerprint."""
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
-_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def load(folder: str | Path) -> Ratings:
@@ -126,19 +125,17 @@ class _Refused(Exception):
 def _locked(home: Path) -> Iterator[None]:
     """One process at a time. Where the file system has no locks two may prepare at once: each
     writes beside, and the first to rename wins."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        lock = (home / "lock").open("w", encoding="utf-8")
-    except OSError as error:
-        if error.errno in _CANNOT_WRITE:
-            raise _Refused(f"{home}: {describe_os_error(error)}") from error
-        raise _unwritten(home, error) from error
-    with lock:
+    lock = FileLock(home / "lock")
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            home.mkdir(parents=True, exist_ok=True)
+            lock.path.touch()  # fails where nothing can be written, though a lock may be had
+            with contextlib.suppress(LocksUnsupportedError):
+                held.enter_context(lock)
         except OSError as error:
-            if error.errno not in _CANNOT_LOCK:
-                raise
+            if error.errno in _CANNOT_WRITE:
+                raise _Refused(f"{home}: {describe_os_error(error)}") from error
+            raise _unwritten(home, error) from error
         yield
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import http.client
 import json
 import os
@@ -25,6 +24,7 @@ from typing import BinaryIO, Protocol
 
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.utils.files import read_json_object
+from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import describe_os_error
 
 WAITS_S = (1.0, 2.0, 4.0)
@@ -73,8 +73,7 @@ def download(url: str, part: Part, shown: Shown, waits_s: Sequence[float]) -> No
     """The whole file, or a fault that says what was kept and what to do. It stays a part: whoever
     asked removes it once it is of no more use, and asking again before that costs one request."""
     try:
-        with part.data.open("ab") as data:
-            _alone(data, part)
+        with _locked(part), part.data.open("ab") as data:
             _all_of(url, part, data, shown, waits_s)
     except OSError as error:
         raise _not_written(part, error) from error
@@ -92,14 +91,22 @@ def text_at(url: str) -> str | None:
         return None
 
 
-def _alone(data: BinaryIO, part: Part) -> None:
+@contextlib.contextmanager
+def _locked(part: Part) -> Iterator[None]:
+    """Refuse a second download of the same file, where the file system has locks."""
+    lock = FileLock(part.data)
     try:
-        fcntl.flock(data, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        is_held = lock.try_acquire()
+    except LocksUnsupportedError:
+        yield
+        return
+    if not is_held:
         what = f"another process is downloading {part.data}"
-        raise EchelonError(Fault(what, "wait for it")) from error
-    except OSError:
-        pass  # no locks on this file system
+        raise EchelonError(Fault(what, "wait for it"))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _all_of(url: str, part: Part, data: BinaryIO, shown: Shown, waits_s: Sequence[float]) -> None:

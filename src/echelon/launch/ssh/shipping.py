@@ -17,14 +17,11 @@ from echelon.errors import EchelonError, Fault
 from echelon.launch.ssh import remote
 from echelon.launch.ssh.survey import entry_file
 from echelon.runs import Run
+from echelon.utils.ignore import is_ignored
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.text import format_bytes
 
 _LIMIT = 100_000_000
-_LEFT_OUT = {
-    *(".git", ".hg", ".venv", "venv", "node_modules", "runs", "wandb", ".tox"),
-    *("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints"),
-}
 _SNAPSHOTS = 2
 """The newest, and one more should it be damaged."""
 _SET_ASIDE = 'mv "$0" "$0.$1" 2>/dev/null; true'
@@ -85,14 +82,9 @@ def code_files(config: Config, run: Run) -> dict[str, Path]:
 def _walk(folder: Path, runs: Path) -> Iterator[Path]:
     for where, folders, files in os.walk(folder):
         here = Path(where)
-        folders[:] = [f for f in folders if here / f != runs and not _is_left_out(here / f)]
+        folders[:] = [f for f in folders if here / f != runs and not is_ignored(here / f)]
         links = [f for f in folders if (here / f).is_symlink()]
         yield from (here / name for name in (*files, *links) if not name.endswith(".pyc"))
-
-
-def _is_left_out(folder: Path) -> bool:
-    """A package is code, whatever it is called."""
-    return folder.name in _LEFT_OUT and not (folder / "__init__.py").exists()
 
 
 def set_aside(there: There, suffix: str) -> None:

@@ -27,7 +27,7 @@ from echelon.runs import Run
 from echelon.sweep.begin import Prepared
 from echelon.sweep.file import SweepFile
 from echelon.sweep.folder import Settings, not_writable
-from echelon.sweep.lock import Lock
+from echelon.sweep.lock import SweepLock
 from echelon.sweep.metrics import History, key_of
 from echelon.sweep.show import show
 from echelon.sweep.wandb import creation, record
@@ -58,7 +58,7 @@ def serve(file: SweepFile, prepared: Prepared, parallel: int, as_json: bool = Fa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise not_writable(folder, error) from None
-    with Lock(prepared.sweep.lock, f"the sweep {prepared.sweep.name} is at work already"):
+    with SweepLock(prepared.sweep.lock, f"the sweep {prepared.sweep.name} is at work already"):
         server, sweep = creation.opened(file, settings, folder)
         agents = [_Agent() for _ in range(parallel)]
         office = _Office(server, sweep, settings, folder, agents, rows=not as_json)
