@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from common import Figure, Result, environment, figure, in_turns, ratios
-from echelon.data.batches import source_of
-from echelon.data.order import EpochOrder
+from echelon.data.batches import make_source
+from echelon.data.sample_order import EpochOrder
 from ratings import SIZES, loader, parts, ratings
 
 ROUNDS = 9
@@ -48,7 +48,7 @@ _epochs = count()
 
 
 def fed(columns: Columns, epoch: int) -> Iterator[Any]:
-    source = source_of(columns, "train_data", 0, CPU)
+    source = make_source(columns, "train_data", 0, CPU)
     order = EpochOrder(len(source), BATCH, 0, 1, seed=0, epoch=epoch)
     return (batch.data for batch in source.batches(order, 0, CPU))
 

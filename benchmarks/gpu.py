@@ -27,7 +27,7 @@ import torch
 import snapshots
 import steps
 from common import Figure, Result, figure, in_turns, ratios
-from echelon.data.order import EpochOrder
+from echelon.data.sample_order import EpochOrder
 
 ROUNDS, SAVE_ROUNDS = 7, 3
 MEGABYTES = 600

@@ -27,7 +27,7 @@ from common import HERE, Figure, Result, alone, environment, figure, in_turns, r
 from startup import shortened
 
 sys.path.insert(0, str(HERE.parent / "tests" / "gpus"))
-import scenes
+import fake_nvml
 
 ROUNDS = 15
 GPUS, PROCESSES = 8, 100
@@ -68,11 +68,11 @@ def _machine(folder: str):  # type: ignore[no-untyped-def]
     """The variables of a program that sees it."""
     with contextlib.ExitStack() as stack:
         work = [
-            stack.enter_context(scenes.working(f"python train.py {i}")) for i in range(PROCESSES)
+            stack.enter_context(fake_nvml.working(f"python train.py {i}")) for i in range(PROCESSES)
         ]
-        gpus = [scenes.gpu(i, use=90 + i, used=60 * scenes.GIB) for i in range(GPUS)]
-        lines = [scenes.process(pid, on=i % GPUS, gib=4.5) for i, pid in enumerate(work)]
-        scene = scenes.Scene(Path(folder) / "driver", *gpus, *lines)
+        gpus = [fake_nvml.gpu(i, use=90 + i, used=60 * fake_nvml.GIB) for i in range(GPUS)]
+        lines = [fake_nvml.process(pid, on=i % GPUS, gib=4.5) for i, pid in enumerate(work)]
+        scene = fake_nvml.Scene(Path(folder) / "driver", *gpus, *lines)
         yield environment(**scene.environment())
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from echelon.data.order import EpochOrder
+from echelon.data.sample_order import EpochOrder
 
 WORLD = 8
 BATCH = 256

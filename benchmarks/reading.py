@@ -41,7 +41,9 @@ _POLARS = (
     "import polars as pl;"
     "types = dict(userId=pl.Int32, movieId=pl.Int32, rating=pl.Float32, timestamp=pl.Int64);"
 )
-_LOAD = "from echelon.data.movielens import load; n = len(load(folder).users)"
+_LOAD = (
+    "from echelon.recipes.movielens.data import load_ratings; n = len(load_ratings(folder).users)"
+)
 WAYS = {
     PANDAS: "import pandas; n = len(pandas.read_csv(csv_file, engine='pyarrow'))",
     "pandas with pyarrow and types": (
@@ -60,7 +62,7 @@ WAYS = {
     "pyarrow, blocks": _ARROW + "n = sum(map(len, csv.open_csv(csv_file, convert_options=types)))",
     OURS: f"import shutil; shutil.rmtree(folder + '/.echelon', ignore_errors=True); {_LOAD}",
     CACHED: _LOAD,
-    CALL: f"from echelon.data.movielens import load; began = time.perf_counter(); {_LOAD}",
+    CALL: f"from echelon.recipes.movielens.data import load_ratings; began = time.perf_counter(); {_LOAD}",
 }
 TARGETS = {OURS: 0.5}
 """Of time and of memory, beside pandas."""
@@ -121,8 +123,8 @@ def make(rows: int, folder: Path) -> None:
     """By a child, so that nothing of it is in memory here."""
     code = (
         "import sys; from pathlib import Path;"
-        "from echelon.data.movielens.synthetic import synthetic, write_csv;"
-        f"write_csv(synthetic({rows}, {USERS}, {MOVIES}, seed=0), Path(sys.argv[1]))"
+        "from echelon.recipes.movielens.data.synthetic import make_synthetic, write_csv;"
+        f"write_csv(make_synthetic({rows}, {USERS}, {MOVIES}, seed=0), Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", code, folder], check=True, env=environment())
 

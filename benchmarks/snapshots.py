@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from echelon.train.snapshots import newest
-from echelon.train.writer import Saved, Writer
+from echelon.snapshot.reader import find_newest
+from echelon.snapshot.writer import SaveResult, SnapshotWriter
 
 State = dict[str, Any]
 
@@ -49,7 +49,7 @@ def measure(rounds: int = 7, megabytes: int = 600, folder: Path | None = None) -
 
 def writing(root: Path, rounds: int, megabytes: int, device: str = "cpu") -> dict[str, Any]:
     state = adam_state(megabytes, device)
-    writer = Writer(root / "ours", keep_last=1)
+    writer = SnapshotWriter(root / "ours", keep_last=1)
     first = timed(lambda: writer.save(1, state, {}))
     writer.wait()
     plain, blocked, written, stalls = [], [], [], []
@@ -58,7 +58,7 @@ def writing(root: Path, rounds: int, megabytes: int, device: str = "cpu") -> dic
         blocked.append(timed(partial(writer.save, step, state, {})))
         saved, stall = while_watching(writer.wait)
         assert saved[0].error is None, saved[0].error
-        written.append(saved[0].seconds)
+        written.append(saved[0].duration_s)
         stalls.append(stall)
     writer.close()
     return {
@@ -97,10 +97,10 @@ def read_plain(root: Path) -> float:
 
 
 def read_snapshot(root: Path) -> float:
-    snapshot, damaged = newest(root / "ours")
+    snapshot, damaged = find_newest(root / "ours")
     assert snapshot is not None
     assert not damaged
-    return touch({part: snapshot.load(part) for part in snapshot.parts})
+    return touch({part: snapshot.load_part(part) for part in snapshot.parts})
 
 
 def touch(tree: Any) -> float:
@@ -124,9 +124,9 @@ def adam_state(megabytes: int, device: str = "cpu") -> State:
     return {"model": model, "optimizer": {"state": moments}}
 
 
-def while_watching(work: Callable[[], list[Saved]]) -> tuple[list[Saved], float]:
+def while_watching(work: Callable[[], list[SaveResult]]) -> tuple[list[SaveResult], float]:
     """What the work gives, and the longest another thread was kept from running meanwhile."""
-    results: list[list[Saved]] = []
+    results: list[list[SaveResult]] = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     longest, last = 0.0, time.perf_counter()

@@ -166,7 +166,7 @@ def experiment(cfg: Any) -> Any:
     """The bundled toy; and instead of once, `train` is called between the others."""
     from types import SimpleNamespace
 
-    from echelon.experiments import toy
+    from echelon.recipes import toy
     from echelon.train import worker
 
     if worker.train is not take_turns:
@@ -290,18 +290,18 @@ class Ready:
 
 
 def ours(t: Any, steps: int, progress: str) -> tuple[float, int]:
-    from echelon.track.screen import Screen, screen
+    from echelon.tracking.progress import TrainingProgress, create_progress_display
 
     t.total_steps = t.step + steps
     if t.group.world.rank == 0:
-        t.screen = screen(progress, t.total_steps, t.step)
+        t.screen = create_progress_display(progress, t.total_steps, t.step)
     begun = time.perf_counter()
     globals()["_train"](t)
     taken = time.perf_counter() - begun
     if t.writer is not None:
         t.writer.wait()
     t.screen.close()
-    t.screen = Screen()
+    t.screen = TrainingProgress()
     return taken, steps
 
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import HERE, Figure, Result, alone, environment, figure, ratios
-from echelon.sweep.book import Book, Taken
-from echelon.sweep.folder import Settings, Sweep
 from echelon.sweep.lock import Lock
+from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
+from echelon.sweep.trial_store import LeasedTrial, TrialStore
 
 ROUNDS = 3
 TRIALS, WORKERS, SEARCHED = 1000, 8, 24
@@ -79,27 +79,27 @@ def _cost(what: str, costs: Sequence[Cost], kind: str, at_most: float | None = N
 
 def engine(method: str) -> Cost:
     with tempfile.TemporaryDirectory() as where:
-        sweep = Sweep(Path(where) / "s")
-        sweep.write(Settings([], [], {"name": "x"}, TRIALS), FILE.format(method=method))
-        Book(sweep)
+        sweep = SweepFolder(Path(where) / "s")
+        sweep.write_files(SweepSettings([], [], {"name": "x"}, TRIALS), FILE.format(method=method))
+        TrialStore(sweep)
         begun = time.monotonic()
         pids = [_fork(lambda w=w: _work(sweep, str(w))) for w in range(WORKERS)]
         used = [os.wait4(pid, 0)[2] for pid in pids]
         seconds = time.monotonic() - begun
-        results = Book(sweep).results()
+        results = TrialStore(sweep).summarize_trials()
     assert len(results) == TRIALS
     assert {result.state for result in results} <= {"finished", "pruned"}
     spent = sum(each.ru_utime + each.ru_stime for each in used)
     return Cost(1000 * seconds / TRIALS, 1000 * spent / TRIALS)
 
 
-def _work(sweep: Sweep, name: str) -> None:
-    book = Book(sweep, name)
-    while taken := book.take():
-        if isinstance(taken, Taken):
-            value = (taken.values["a"] - 0.3) ** 2 + taken.values["c"]
-            stop = book.report(taken, [value])
-            book.end(taken, "pruned" if stop else "finished")
+def _work(sweep: SweepFolder, name: str) -> None:
+    book = TrialStore(sweep, name)
+    while taken := book.take_trial():
+        if isinstance(taken, LeasedTrial):
+            value = (taken.parameters["a"] - 0.3) ** 2 + taken.parameters["c"]
+            stop = book.report_history(taken, [value])
+            book.end_trial(taken, "pruned" if stop else "finished")
         else:
             time.sleep(0.01)
 

@@ -123,7 +123,7 @@ def experiment(cfg: Any) -> Any:
     """The bundled transformer; and instead of once, `train` is called between the others."""
     from types import SimpleNamespace
 
-    from echelon.experiments import transformer
+    from echelon.recipes import transformer
     from echelon.train import worker
 
     globals()["_train"], worker.train = worker.train, take_turns
@@ -208,7 +208,7 @@ def ours_saving(t: Any, count: int, blocked: list[float], written: list[float]) 
 def hand_tuned(t: Any) -> Callable[[int], None]:
     import torch
 
-    from echelon.experiments.transformer import Transformer, token_loss
+    from echelon.recipes.transformer import Transformer, compute_token_loss
 
     device, on_gpu = t.device, t.device.type == "cuda"
     with torch.device(device):
@@ -220,7 +220,7 @@ def hand_tuned(t: Any) -> Callable[[int], None]:
     rows = rows.to(device).long()
 
     def loss_of(batch: Any) -> Any:
-        return token_loss(model(batch[:, :-1]), batch[:, 1:])
+        return compute_token_loss(model(batch[:, :-1]), batch[:, 1:])
 
     if on_gpu:
         loss_of = torch.compile(loss_of)
@@ -243,23 +243,25 @@ def facts(t: Any) -> dict[str, Any]:
     import torch
 
     from echelon.data.batches import Batch
-    from echelon.experiments.transformer import Transformer
-    from echelon.train.experiment import Experiment
-    from echelon.train.flops import Flops, peak_flops
+    from echelon.experiment.definition import Experiment
+    from echelon.monitoring.flops import FlopsCounter, get_peak_flops
+    from echelon.recipes.transformer import Transformer
 
     with torch.device("meta"):
         model = Transformer(**globals()["_sizes"])
     mine = t.experiment
-    counted = Flops(Experiment(model, mine.optimizer, mine.loss, None, predict=mine.predict), 1.0)
+    counted = FlopsCounter(
+        Experiment(model, mine.optimizer, mine.loss, None, predict=mine.predict), 1.0
+    )
     (rows,) = t.source.tensors
-    counted.see(Batch((rows[:BATCH],), BATCH))
-    counted.count()
+    counted.keep_shapes(Batch((rows[:BATCH],), BATCH))
+    counted.count_flops()
     name = torch.cuda.get_device_name() if t.device.type == "cuda" else "cpu"
     return {
         "device": name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "flops_per_step": BATCH * (counted.per_sample or 0),
-        "peak_flops": peak_flops(name, t.config.trainer.precision),
+        "flops_per_step": BATCH * (counted.flops_per_sample or 0),
+        "peak_flops": get_peak_flops(name, t.config.trainer.precision),
     }
 
 

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from echelon.config.compose import compose
-from echelon.data.movielens import Ratings, last_out_split, load, random_split
-from echelon.runs import open_run
-from echelon.train.worker import train_here
+from echelon.recipes.movielens.data import Ratings, load_ratings, split_newest, split_randomly
+from echelon.runs.run_folder import find_run
+from echelon.train.worker import train_in_process
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "movielens.json"
@@ -58,7 +58,7 @@ def main() -> None:
     given = parser.parse_args()
     found = json.loads(RESULTS.read_text())["lines"] if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        ratings = load(given.data)
+        ratings = load_ratings(given.data)
         for task in given.task or OURS:
             splits = Path(folder) / task
             splits.mkdir()
@@ -78,17 +78,17 @@ def main() -> None:
 
 def rating_split(ratings: Ratings, seed: int) -> dict[str, Any]:
     columns = np.stack([ratings.users, ratings.items, ratings.ratings.astype(float)], 1)
-    train, held = random_split(len(columns), 0.1, seed)
+    train, held = split_randomly(len(columns), 0.1, seed)
     return {"train": columns[train], "held": columns[held]}
 
 
 def ranking_split(ratings: Ratings, seed: int) -> dict[str, Any]:
     """The newest of each user to test; of what is left, again the newest to choose settings by."""
     pairs = np.stack([ratings.users, ratings.items], 1)
-    train, held = last_out_split(ratings, seed)
+    train, held = split_newest(ratings, seed)
     names = ("users", "items", "ratings", "times")
     rest = replace(ratings, **{name: getattr(ratings, name)[train] for name in names})
-    inner, validation = last_out_split(rest, seed)
+    inner, validation = split_newest(rest, seed)
     return {
         "users": ratings.num_users,
         "items": ratings.num_items,
@@ -120,10 +120,10 @@ def _run(words: list[str], runs: Path, task: str) -> dict[str, float]:
     never = [f"trainer.{what}.{unit}=null" for what in ("evaluate", "save") for unit in UNITS]
     config = compose([*words, f"run.dir='{runs}'", "track.progress=none", *never])
     begun, cpu = time.perf_counter(), time.process_time()
-    if code := train_here(config):
+    if code := train_in_process(config):
         sys.exit(code)
     taken = {"fit_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
-    lines = open_run("latest", str(runs)).metrics_file.read_text().splitlines()
+    lines = find_run("latest", str(runs)).metrics_file.read_text().splitlines()
     last = [json.loads(line) for line in lines if "eval_loss" in line][-1]
     return {key: last[f"eval_{key}"] for key in MEASURED[task]} | taken
 

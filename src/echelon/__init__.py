@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon import optim
-    from echelon.entry import main
-    from echelon.train.experiment import Experiment
-    from echelon.train.snapshots import load_weights
+    from echelon.entrypoint import main
+    from echelon.experiment.definition import Experiment
+    from echelon.snapshot.reader import load_weights
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "__version__", "load_weights", "main", "optim"]
@@ -20,15 +20,15 @@ __all__ = ["Experiment", "__version__", "load_weights", "main", "optim"]
 
 def __getattr__(name: str) -> Any:
     if name == "Experiment":
-        from echelon.train.experiment import Experiment
+        from echelon.experiment.definition import Experiment
 
         return Experiment
     if name == "load_weights":
-        from echelon.train.snapshots import load_weights
+        from echelon.snapshot.reader import load_weights
 
         return load_weights
     if name == "main":
-        from echelon.entry import main
+        from echelon.entrypoint import main
 
         return main
     if name == "optim":

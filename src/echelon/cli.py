@@ -10,28 +10,28 @@ from importlib import import_module
 from typing import NamedTuple
 
 from echelon import __version__
-from echelon.errors import EchelonError, Exit, nearest
+from echelon.errors import EchelonError, Exit, suggest_nearest
 
 
-class Verb(NamedTuple):
-    does: str
-    room: str
-    """Of `echelon.verbs`, loaded when the verb is typed."""
+class Subcommand(NamedTuple):
+    summary: str
+    module: str
+    """Of `echelon.commands`, loaded when the verb is typed."""
     function: str
 
 
 def main() -> None:
-    sys.exit(guarded(lambda: dispatch(sys.argv[1:])))
+    sys.exit(run_guarded(lambda: run_command(sys.argv[1:])))
 
 
-def guarded(verb: Callable[[], int]) -> int:
+def run_guarded(command: Callable[[], int]) -> int:
     """A user's mistake is a sentence and an exit code, never a traceback of ours."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C has no letter for │ or ×
             stream.reconfigure(errors="replace")
     code: int = Exit.OK
     try:
-        code = int(verb())
+        code = int(command())
         sys.stdout.flush()  # here, where a reader that has left is no error
         return code
     except EchelonError as error:
@@ -49,32 +49,32 @@ def guarded(verb: Callable[[], int]) -> int:
             return Exit.OK
         raise
     except Exception as error:  # a user's file that cannot be imported, or a fault of ours
-        from echelon.failure import users_traceback
+        from echelon.runs.failure import format_user_traceback
 
-        print(users_traceback(error), end="", file=sys.stderr)
+        print(format_user_traceback(error), end="", file=sys.stderr)
         return Exit.FAILED
 
 
-def dispatch(words: list[str]) -> int:
+def run_command(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
+        print(_render_overview())
         return Exit.OK
     if words[0] in ("-V", "--version"):
         print(f"echelon {__version__}")
         return Exit.OK
-    verb = VERBS.get(words[0])
+    verb = SUBCOMMANDS.get(words[0])
     if verb is None:
         print(
-            f"error: there is no verb {words[0]!r}\n  hint: {nearest(words[0], VERBS)}",
+            f"error: there is no verb {words[0]!r}\n  hint: {suggest_nearest(words[0], SUBCOMMANDS)}",
             file=sys.stderr,
         )
         return Exit.USAGE
-    function = getattr(import_module(f"echelon.verbs.{verb.room}"), verb.function)
+    function = getattr(import_module(f"echelon.commands.{verb.module}"), verb.function)
     return int(function(words[1:]))
 
 
-def _overview() -> str:
-    verbs = "\n".join(f"  {name:<11}{verb.does}" for name, verb in VERBS.items())
+def _render_overview() -> str:
+    verbs = "\n".join(f"  {name:<11}{verb.summary}" for name, verb in SUBCOMMANDS.items())
     return f"""\
 echelon takes a PyTorch training from a laptop to a cluster.
 
@@ -90,27 +90,29 @@ Try:
 `echelon VERB --help` says more about each."""
 
 
-VERBS = {
-    "train": Verb("train an experiment, here or on many machines", "training", "train"),
-    "resume": Verb("go on with an old run", "training", "resume"),
-    "run": Verb("run any program in the same places", "training", "run"),
-    "submit": Verb("the commands of a file, as jobs, from this code", "submitting", "submit"),
-    "sweep": Verb("search for the best settings", "sweeping", "sweep"),
-    "jobs": Verb("how runs stand, wherever they run", "running", "jobs"),
-    "logs": Verb("what the ranks of a run said, in order of time", "running", "logs"),
-    "attach": Verb("follow a run as if it had been started here", "running", "attach"),
-    "cancel": Verb("ask runs to save and end", "running", "cancel"),
-    "runs": Verb("what was trained, with what, and what came of it", "results", "runs"),
-    "show": Verb("one run and its curves", "results", "show"),
-    "plot": Verb("curves of several runs, as a picture or a page", "results", "plot"),
-    "data": Verb("get a data set, such as MovieLens", "movies", "data"),
-    "recommend": Verb("movies for a user, by a run of MovieLens", "movies", "recommend"),
-    "env": Verb("the environment of a source folder: build, show, clean", "submitting", "env"),
-    "gpus": Verb("who uses the GPUs, here and elsewhere", "machines", "gpus"),
-    "doctor": Verb("what is wrong with this machine, and what mends it", "machines", "doctor"),
-    "preflight": Verb("whether a job would go well on its nodes", "machines", "preflight"),
-    "setup": Verb("make a rented machine a host of launch=ssh", "machines", "setup"),
-    "explain": Verb("what this process thinks its world is, and why", "training", "explain"),
-    "node": Verb("be one node of a run; scripts call this", "training", "node"),
-    "wandb-job": Verb("be the job of a wandb agent; scripts call this", "submitting", "wandb_job"),
+SUBCOMMANDS = {
+    "train": Subcommand("train an experiment, here or on many machines", "train", "train"),
+    "resume": Subcommand("go on with an old run", "train", "resume"),
+    "run": Subcommand("run any program in the same places", "train", "run"),
+    "submit": Subcommand("the commands of a file, as jobs, from this code", "submit", "submit"),
+    "sweep": Subcommand("search for the best settings", "sweep", "sweep"),
+    "jobs": Subcommand("how runs stand, wherever they run", "jobs", "jobs"),
+    "logs": Subcommand("what the ranks of a run said, in order of time", "jobs", "logs"),
+    "attach": Subcommand("follow a run as if it had been started here", "jobs", "attach"),
+    "cancel": Subcommand("ask runs to save and end", "jobs", "cancel"),
+    "runs": Subcommand("what was trained, with what, and what came of it", "runs", "runs"),
+    "show": Subcommand("one run and its curves", "runs", "show"),
+    "plot": Subcommand("curves of several runs, as a picture or a page", "runs", "plot"),
+    "data": Subcommand("get a data set, such as MovieLens", "data", "data"),
+    "recommend": Subcommand("movies for a user, by a run of MovieLens", "data", "recommend"),
+    "env": Subcommand("the environment of a source folder: build, show, clean", "submit", "env"),
+    "gpus": Subcommand("who uses the GPUs, here and elsewhere", "gpus", "gpus"),
+    "doctor": Subcommand("what is wrong with this machine, and what mends it", "gpus", "doctor"),
+    "preflight": Subcommand("whether a job would go well on its nodes", "gpus", "preflight"),
+    "setup": Subcommand("make a rented machine a host of launch=ssh", "gpus", "setup"),
+    "explain": Subcommand("what this process thinks its world is, and why", "train", "explain"),
+    "node": Subcommand("be one node of a run; scripts call this", "train", "node"),
+    "wandb-job": Subcommand(
+        "be the job of a wandb agent; scripts call this", "submit", "wandb_job"
+    ),
 }

@@ -60,27 +60,29 @@ class EchelonError(Exception):
         self.exit = exit
 
 
-def elsewhere(error: OSError, setting: str) -> str:
+def suggest_other_folder(error: OSError, setting: str) -> str:
     """What to do where a folder cannot be written; only a disk that is full wants space."""
     place = f"give another place with {setting}"
-    return f"free some space, or {place}" if error.errno in _FULL else place
+    return f"free some space, or {place}" if error.errno in _DISK_FULL_ERRNOS else place
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_MANY = 12
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_MAX_LISTED_NAMES = 12
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """A hint that lists the known names, the nearest first; of many, where some are near, those."""
     import difflib  # every command comes by here, and few guess
 
     names = sorted(known)
     as_written = {n.lower(): n for n in names}
-    alike = difflib.get_close_matches(name.lower(), as_written, n=3, cutoff=0.5)
-    close = [as_written[n] for n in alike]
-    if close and len(names) > _MANY:
+    close_matches = difflib.get_close_matches(name.lower(), as_written, n=3, cutoff=0.5)
+    close = [as_written[n] for n in close_matches]
+    if close and len(names) > _MAX_LISTED_NAMES:
         others = f" also like it: {', '.join(close[1:])}" if close[1:] else ""
         return f"did you mean {close[0]!r}?{others}"
     rest = [n for n in names if n not in close]
-    listed = ", ".join((close + rest)[:_MANY]) + (", …" if len(names) > _MANY else "")
+    listed = ", ".join((close + rest)[:_MAX_LISTED_NAMES]) + (
+        ", …" if len(names) > _MAX_LISTED_NAMES else ""
+    )
     return f"did you mean {close[0]!r}? known: {listed}" if close else f"known: {listed}"

@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from echelon.kernels import usable
-from echelon.kernels.branches import side_by_side
+from echelon.kernels import can_use_kernels
+from echelon.kernels.parallel_streams import run_in_parallel_streams
 
 _BLOCK_BYTES = 256 << 10
 """Of rows that are updated at a time: with its averages, a block stays in the second-level cache.
 All at once, a batch of 16,384 takes a third longer with the tables of ML-25M."""
 
-_WORDS = (torch.complex128, torch.int64)
+_COPY_DTYPES = (torch.complex128, torch.int64)
 """Rows are copied as the longest words that fit: torch copies word by word, at a price per word."""
 
 
-class Rows(NamedTuple):
+class RowGradient(NamedTuple):
     """A gradient of some rows of a table, each of them once."""
 
-    numbers: Tensor
+    row_indices: Tensor
     values: Tensor
 
 
-class Merger:
+class RowMerger:
     """Adds up the gradients of a row that a batch looked up several times.
 
     Nothing is sorted: every occurrence writes its number into the row's place of a kept table, the
@@ -47,34 +47,34 @@ class Merger:
     """
 
     def __init__(self) -> None:
-        self._places = torch.empty(0, dtype=torch.int32)
-        self._counted = torch.empty(0, dtype=torch.int32)
+        self._row_slots = torch.empty(0, dtype=torch.int32)
+        self._sequence = torch.empty(0, dtype=torch.int32)
 
-    def __call__(self, grad: Tensor) -> Rows:
+    def __call__(self, grad: Tensor) -> RowGradient:
         if grad.sparse_dim() != 1:
             raise RuntimeError(f"a gradient with {grad.sparse_dim()} sparse dimensions has no rows")
         if grad.is_coalesced() or not grad.is_cpu:
             grad = grad.coalesce()  # sums on a GPU that were not sorted would differ each time
-            return Rows(grad._indices()[0], grad._values())
-        return self._merged(grad._indices()[0], grad._values(), grad.shape[0])
+            return RowGradient(grad._indices()[0], grad._values())
+        return self._merge(grad._indices()[0], grad._values(), grad.shape[0])
 
-    def _merged(self, index: Tensor, values: Tensor, size: int) -> Rows:
+    def _merge(self, index: Tensor, values: Tensor, size: int) -> RowGradient:
         count = len(index)
-        if len(self._places) < size:
-            self._places = torch.empty(size, dtype=torch.int32)
-        if len(self._counted) < count:
-            self._counted = torch.arange(count, dtype=torch.int32)
-        places, numbers = self._places, self._counted[:count]
+        if len(self._row_slots) < size:
+            self._row_slots = torch.empty(size, dtype=torch.int32)
+        if len(self._sequence) < count:
+            self._sequence = torch.arange(count, dtype=torch.int32)
+        places, numbers = self._row_slots, self._sequence[:count]
         stands = places.scatter_(0, index, numbers).index_select(0, index) == numbers
         standing = np.flatnonzero(stands.numpy())  # a tenth of the time of nonzero
         if len(standing) == count:
-            return Rows(index, values)
+            return RowGradient(index, values)
         rows = index.index_select(0, torch.from_numpy(standing))
         places.scatter_(0, rows, numbers[: len(rows)])
         inverse = places.index_select(0, index).long()  # torch is twice as fast with these
         sums = values.new_zeros(len(rows), *values.shape[1:])
-        _flat(sums).index_add_(0, inverse, _flat(values))
-        return Rows(rows, sums)
+        _flatten_single_column(sums).index_add_(0, inverse, _flatten_single_column(values))
+        return RowGradient(rows, sums)
 
 
 class RowAdam(Optimizer):
@@ -105,15 +105,15 @@ class RowAdam(Optimizer):
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._begin()
+        self._create_buffers()
 
-    def _begin(self) -> None:
-        self._merge = Merger()
+    def _create_buffers(self) -> None:
+        self._merge_rows = RowMerger()
         self._scratch: dict[Tensor, Any] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin()
+        self._create_buffers()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -122,34 +122,34 @@ class RowAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = _evaluated(closure)
-        works: dict[torch.device, list[Callable[[], None]]] = {}
+        loss = _run_closure(closure)
+        tasks: dict[torch.device, list[Callable[[], None]]] = {}
         for group in self.param_groups:
             dense: dict[Any, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if p.grad.is_sparse:
-                    works.setdefault(p.device, []).append(partial(self._step_table, p, group))
+                    tasks.setdefault(p.device, []).append(partial(self._step_table, p, group))
                 else:
                     dense.setdefault((p.device, p.dtype), []).append(p)
             for (device, _), params in dense.items():
-                works.setdefault(device, []).append(partial(self._step_dense, params, group))
-        for device, of_device in works.items():
-            side_by_side(of_device, device)
+                tasks.setdefault(device, []).append(partial(self._step_dense, params, group))
+        for device, of_device in tasks.items():
+            run_in_parallel_streams(of_device, device)
         return loss
 
     def _step_table(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
-        if usable(p) and p.grad.sparse_dim() == 1 and p.is_contiguous():
+        if can_use_kernels(p) and p.grad.sparse_dim() == 1 and p.is_contiguous():
             self._step_rows_on_gpu(p, p.grad, group)
         else:
-            self._step_rows(p, self._merge(p.grad), group)
+            self._step_rows(p, self._merge_rows(p.grad), group)
 
     def _step_dense(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """By the call that torch.optim.AdamW(fused=True) ends in: getting there takes longer than
         the step of a small tower."""
-        states = [self._state(p, "exp_avg", "exp_avg_sq", ()) for p in params]
+        states = [self._get_state(p, "exp_avg", "exp_avg_sq", ()) for p in params]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1.0)
         beta1, beta2 = group["betas"]
@@ -169,38 +169,38 @@ class RowAdam(Optimizer):
             maximize=False,
         )
 
-    def _step_rows(self, p: Tensor, rows: Rows, group: dict[str, Any]) -> None:
-        state = self._state(p, "mean", "square", (len(p),))
-        numbers, values = rows.numbers, _flat(rows.values)
+    def _step_rows(self, p: Tensor, rows: RowGradient, group: dict[str, Any]) -> None:
+        state = self._get_state(p, "mean", "square", (len(p),))
+        numbers, values = rows.row_indices, _flatten_single_column(rows.values)
         step = state["step"].index_select(0, numbers).add_(1.0)
         state["step"].index_copy_(0, numbers, step)
-        weights = _weights(step, group["betas"], values)
-        tables = [_flat(t) for t in (p, state["mean"], state["square"])]
-        wide = [t.view(_word(t)) for t in tables]
-        for at, grad, weight in _blocks(numbers, values, weights):
+        weights = _compute_average_weights(step, group["betas"], values)
+        tables = [_flatten_single_column(t) for t in (p, state["mean"], state["square"])]
+        wide = [t.view(_choose_copy_dtype(t)) for t in tables]
+        for at, grad, weight in _split_into_blocks(numbers, values, weights):
             taken = [t.index_select(0, at) for t in wide]
-            _adam([t.view(p.dtype) for t in taken], grad, weight, group)
+            _apply_adam([t.view(p.dtype) for t in taken], grad, weight, group)
             for table, row in zip(wide, taken, strict=True):
                 table.index_copy_(0, at, row)
 
     def _step_rows_on_gpu(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        from echelon.kernels.rows import Scratch, adam_rows
+        from echelon.kernels.row_adam import RowScratch, step_adam_rows
 
-        state = self._state(p, "mean", "square", (len(p),))
+        state = self._get_state(p, "mean", "square", (len(p),))
         if p not in self._scratch:
-            self._scratch[p] = Scratch(p)
-        adam_rows(
+            self._scratch[p] = RowScratch(p)
+        step_adam_rows(
             (p, state["mean"], state["square"]),
             state["step"],
             grad._indices()[0],
             grad._values(),
             self._scratch[p],
-            (_on_device(group["lr"], p.device), _betas_on_device(group["betas"], p.device)),
+            (_get_rate_tensor(group["lr"], p.device), _betas_on_device(group["betas"], p.device)),
             group["weight_decay"],
             group["eps"],
         )
 
-    def _state(
+    def _get_state(
         self, p: Tensor, first: str, second: str, steps: tuple[int, ...]
     ) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
@@ -225,44 +225,46 @@ class RowSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = _evaluated(closure)
+        loss = _run_closure(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
                 if p.grad.is_sparse:
-                    _add_rows(p, p.grad, group["lr"])
+                    _apply_row_sgd(p, p.grad, group["lr"])
             dense = [p for p in params if not p.grad.is_sparse]
             if dense:
-                _add_dense(dense, [p.grad for p in dense], group["lr"])
+                _apply_dense_sgd(dense, [p.grad for p in dense], group["lr"])
         return loss
 
 
-def _evaluated(closure: Callable[[], float] | None) -> float | None:
+def _run_closure(closure: Callable[[], float] | None) -> float | None:
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-def _add_dense(params: list[Tensor], grads: list[Tensor], rate: Any) -> None:
+def _apply_dense_sgd(params: list[Tensor], grads: list[Tensor], rate: Any) -> None:
     if isinstance(rate, Tensor):  # on a GPU, where a graph reads it
         torch._foreach_sub_(params, torch._foreach_mul(grads, rate))
     else:
         torch._foreach_add_(params, grads, alpha=-rate)
 
 
-def _add_rows(p: Tensor, grad: Tensor, rate: Any) -> None:
+def _apply_row_sgd(p: Tensor, grad: Tensor, rate: Any) -> None:
     if isinstance(rate, Tensor):
         p.index_add_(0, grad._indices()[0], grad._values() * -rate)
         return
-    column, factor = _flat(p), -rate
+    column, factor = _flatten_single_column(p), -rate
     if column.dim() > 1 or p.device.type != "cpu":  # on a GPU, torch's way gives the same sums
         p.add_(grad, alpha=factor)
     else:
         column.index_add_(0, grad._indices()[0], grad._values().reshape(-1), alpha=factor)
 
 
-def _adam(rows: Sequence[Tensor], grad: Tensor, weights: Tensor, group: dict[str, Any]) -> None:
+def _apply_adam(
+    rows: Sequence[Tensor], grad: Tensor, weights: Tensor, group: dict[str, Any]
+) -> None:
     """In place, of rows whose averages are corrected already."""
     p, mean, square = rows
     lr = float(group["lr"])
@@ -274,38 +276,40 @@ def _adam(rows: Sequence[Tensor], grad: Tensor, weights: Tensor, group: dict[str
     p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-lr)
 
 
-def _weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
+def _compute_average_weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
     """Of a row's new gradient in its averages: Adam's, divided by what Adam corrects them by.
 
     1 - beta**step, without the loss of digits where the power is nearly 1.
     """
     kind = torch.promote_types(like.dtype, torch.float32)
-    logs, rests = _constants(betas, kind, like.device)
+    logs, rests = _compute_beta_constants(betas, kind, like.device)
     weights: Tensor = rests / torch.expm1(step.to(kind).unsqueeze(1) * logs)
     return weights.to(like.dtype).view(len(step), *[1] * (like.dim() - 1), 2)
 
 
-def _on_device(rate: Any, device: torch.device) -> Tensor:
-    return rate if isinstance(rate, Tensor) else _kept(float(rate), device)
+def _get_rate_tensor(rate: Any, device: torch.device) -> Tensor:
+    return rate if isinstance(rate, Tensor) else _cache_rate_tensor(float(rate), device)
 
 
 @lru_cache
-def _kept(rate: float, device: torch.device) -> Tensor:
+def _cache_rate_tensor(rate: float, device: torch.device) -> Tensor:
     return torch.tensor(rate, device=device)
 
 
 @lru_cache
 def _betas_on_device(betas: tuple[float, float], device: torch.device) -> Tensor:
-    return torch.cat(_constants(betas, torch.float32, device))
+    return torch.cat(_compute_beta_constants(betas, torch.float32, device))
 
 
 @lru_cache
-def _constants(betas: tuple[float, float], kind: torch.dtype, device: torch.device) -> Any:
+def _compute_beta_constants(
+    betas: tuple[float, float], kind: torch.dtype, device: torch.device
+) -> Any:
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     return torch.tensor([logs, [beta - 1.0 for beta in betas]], dtype=kind, device=device).unbind()
 
 
-def _blocks(*columns: Tensor) -> Iterable[tuple[Tensor, ...]]:
+def _split_into_blocks(*columns: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Rows of the second one say how many make a block."""
     _, values, _ = columns
     size = max(1, _BLOCK_BYTES * len(values) // max(1, values.nbytes))
@@ -314,16 +318,16 @@ def _blocks(*columns: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(torch.split(column, size) for column in columns), strict=True)
 
 
-def _flat(table: Tensor) -> Tensor:
+def _flatten_single_column(table: Tensor) -> Tensor:
     """One dimension where rows are single numbers, which torch indexes ten times as fast."""
     return table.squeeze(1) if table.dim() == 2 and table.shape[1] == 1 else table
 
 
-def _word(table: Tensor) -> torch.dtype:
+def _choose_copy_dtype(table: Tensor) -> torch.dtype:
     if table.dim() != 2 or not table.is_contiguous():
         return table.dtype
     start, row = (n * table.itemsize for n in (table.storage_offset(), table.shape[1]))
-    for word in _WORDS:
+    for word in _COPY_DTYPES:
         if row % word.itemsize == 0 and start % word.itemsize == 0:
             return word
     return table.dtype

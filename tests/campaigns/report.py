@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "spine")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "helpers")]
 
 from common import machine, versions  # noqa: E402  the benchmarks' own
 

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import report
-from launching import ECHELON, QUICK, TWO, Started, metrics, started, steps_seen, workers
+from command_runner import ECHELON, QUICK, TWO, Started, metrics, started, steps_seen, workers
 from rich.progress import Progress
 
-from echelon.track.lines import SPEED
+from echelon.tracking.metrics_line import SPEED_METRICS
 
 PROCS = 2
 PER_RUN = 50
@@ -156,7 +156,7 @@ PARTS = ("model", "optimizer", "rng")
 def _without_clocks(run: Path, step: int) -> list[dict[str, Any]]:
     """A run that ends evaluates once more than one that is stopped."""
     return [
-        {k: v for k, v in line.items() if k not in ("time", *SPEED)}
+        {k: v for k, v in line.items() if k not in ("time", *SPEED_METRICS)}
         for line in metrics(run)
         if "loss" in line or line["step"] < step
     ]

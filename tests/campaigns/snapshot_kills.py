@@ -32,8 +32,8 @@ from typing import Any
 import report
 import torch
 
-from echelon.train.snapshots import best, listed, newest
-from echelon.train.writer import Writer
+from echelon.snapshot.reader import find_best, find_newest, list_snapshots
+from echelon.snapshot.writer import SnapshotWriter
 
 KEEP_LAST = 2
 Count = Counter[str]
@@ -55,8 +55,8 @@ def steps_in(tree: Any) -> Iterator[int]:
         yield from {int(values.min()), int(values.max())}
 
 
-def save(writer: Writer, step: int) -> None:
-    writer.save(step, state(step), {"step": step}, best=step % 5 == 0)
+def save(writer: SnapshotWriter, step: int) -> None:
+    writer.save(step, state(step), {"step": step}, is_best=step % 5 == 0)
     (saved,) = writer.wait()
     if saved.error:
         raise RuntimeError(saved.error)
@@ -64,15 +64,15 @@ def save(writer: Writer, step: int) -> None:
 
 def judge(root: Path, announced: int, count: Count) -> None:
     """Hold what a kill left against the promises."""
-    snapshot, damaged = newest(root)
+    snapshot, damaged = find_newest(root)
     count["damaged"] += len(damaged)
     count["unreadable"] += snapshot is None and announced >= 0
     if snapshot is None:
         return
     count["lost"] += snapshot.step < announced
-    found = {step for part in snapshot.parts for step in steps_in(snapshot.load(part))}
+    found = {step for part in snapshot.parts for step in steps_in(snapshot.load_part(part))}
     count["mixed"] += found | {snapshot.info["step"]} != {snapshot.step}
-    kept = best(root)
+    kept = find_best(root)
     newest_best = announced - announced % 5
     count["best lost"] += announced >= 5 and (kept is None or int(kept.name[5:]) < newest_best)
 
@@ -105,9 +105,9 @@ def random_kills(folder: Path, kills: int, rng: random.Random) -> Count:
     root, count, announced = folder / "random", Count(), -1
 
     def save_for_ever(pipe: int) -> None:
-        snapshot, _ = newest(root)
+        snapshot, _ = find_newest(root)
         step = snapshot.step if snapshot else -1
-        writer = Writer(root, KEEP_LAST)
+        writer = SnapshotWriter(root, KEEP_LAST)
         while True:
             step += 1
             save(writer, step)
@@ -134,7 +134,7 @@ OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "r
 def template(folder: Path) -> Path:
     """Steps 1 to 3 are there, 4 too but damaged; the save of 5 has all there is to do."""
     root = folder / "template"
-    writer = Writer(root, keep_last=9)
+    writer = SnapshotWriter(root, keep_last=9)
     for step in range(1, 6):
         save(writer, step)
     shutil.rmtree(root / "step-000000004")
@@ -168,7 +168,7 @@ def operation_kills(folder: Path, most: int) -> Count:
         root = fresh(source, folder / "operations")
 
         def once(pipe: int, root: Path = root, k: int = k) -> None:
-            writer = Writer(root, KEEP_LAST)
+            writer = SnapshotWriter(root, KEEP_LAST)
             kill_at_operation(k)
             save(writer, 5)
 
@@ -186,20 +186,20 @@ def operation_kills(folder: Path, most: int) -> Count:
 
 def judge_save(root: Path, count: Count) -> None:
     """Step 3 stood before; after the kill it is 3 or 5, and the next writer goes on."""
-    snapshot, damaged = newest(root)
+    snapshot, damaged = find_newest(root)
     count["damaged"] += any(d.folder.name != "step-000000005" for d in damaged)
     count["lost"] += snapshot is None or snapshot.step not in (3, 5)
     if snapshot is not None:
-        found = {step for part in snapshot.parts for step in steps_in(snapshot.load(part))}
+        found = {step for part in snapshot.parts for step in steps_in(snapshot.load_part(part))}
         count["mixed"] += found != {snapshot.step}
-    writer = Writer(root, KEEP_LAST)
+    writer = SnapshotWriter(root, KEEP_LAST)
     count["leftovers"] += any(name.startswith(".") for name in os.listdir(root))
     save(writer, 6)
-    after, damaged = newest(root)
+    after, damaged = find_newest(root)
     count["stuck"] += after is None or after.step != 6 or bool(damaged)
     if snapshot is not None and snapshot.step == 5:
-        count["best lost"] += best(root) != root / "step-000000005"
-    count["too many"] += len(listed(root)) > KEEP_LAST + 1
+        count["best lost"] += find_best(root) != root / "step-000000005"
+    count["too many"] += len(list_snapshots(root)) > KEEP_LAST + 1
 
 
 def fresh(source: Path, target: Path) -> Path:
@@ -237,7 +237,7 @@ def one_syscall_kill(root: Path, k: int) -> int:
     gate, opened = os.pipe()
 
     def once(pipe: int) -> None:
-        writer = Writer(root, KEEP_LAST)
+        writer = SnapshotWriter(root, KEEP_LAST)
         os.write(pipe, b"1\n")
         os.read(gate, 1)
         save(writer, 5)
@@ -262,7 +262,7 @@ def one_syscall_kill(root: Path, k: int) -> int:
 
 def flips(folder: Path, number: int, rng: random.Random) -> Count:
     root, count = folder / "flips", Count()
-    writer = Writer(root, keep_last=9)
+    writer = SnapshotWriter(root, keep_last=9)
     for step in (1, 2):
         save(writer, step)
     files = sorted((root / "step-000000002").iterdir())
@@ -270,12 +270,12 @@ def flips(folder: Path, number: int, rng: random.Random) -> Count:
         path = rng.choice(files)
         whole = path.read_bytes()
         path.write_bytes(damage(whole, rng))
-        snapshot, damaged = newest(root)
+        snapshot, damaged = find_newest(root)
         count["not found"] += snapshot is None or snapshot.step != 1
         count["not said"] += [d.folder for d in damaged] != [path.parent]
         path.write_bytes(whole)
         count["damages"] += 1
-    snapshot, damaged = newest(root)
+    snapshot, damaged = find_newest(root)
     count["found in a whole one"] += snapshot is None or snapshot.step != 2 or bool(damaged)
     return count
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import report
-from launching import ECHELON, Started, started, until
+from command_runner import ECHELON, Started, started, until
 
-from echelon.sweep.book import Book
-from echelon.sweep.folder import Sweep
+from echelon.sweep.sweep_folder import SweepFolder
+from echelon.sweep.trial_store import TrialStore
 
 FILE = """\
 method: random
@@ -117,7 +117,10 @@ def _kill_in(
 
 
 def verdict(folder: Path, trials: int, count: Counter[str]) -> dict[str, Any]:
-    calm, rough = (Book(Sweep(folder / "runs" / name)).results() for name in ("calm", "rough"))
+    calm, rough = (
+        TrialStore(SweepFolder(folder / "runs" / name)).summarize_trials()
+        for name in ("calm", "rough")
+    )
     journal = (folder / "runs" / "rough" / "journal.log").read_text().splitlines()
     lines = [json.loads(line) for line in journal]
     ends = Counter(

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import bed
+import command_line as desks
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "spine"))  # its subjects, faults and helpers
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpus"))  # machines with GPUs
-import desk as desks
+import slurm_cluster
 
 
 @pytest.fixture(scope="session")
-def cluster(used: list[bed.Cluster]) -> Iterator[bed.Cluster]:
+def cluster(used: list[slurm_cluster.Cluster]) -> Iterator[slurm_cluster.Cluster]:
     """Three hosts under Slurm, without accounting."""
-    with _running(bed.PLAIN, used) as started:
+    with _running(slurm_cluster.PLAIN, used) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def accounted(used: list[bed.Cluster]) -> Iterator[bed.Cluster]:
+def accounted(used: list[slurm_cluster.Cluster]) -> Iterator[slurm_cluster.Cluster]:
     """Another three, with accounting; both kinds run side by side."""
-    with _running(bed.ACCOUNTED, used) as started:
+    with _running(slurm_cluster.ACCOUNTED, used) as started:
         yield started
 
 
 @pytest.fixture
-def healthy(used: list[bed.Cluster]) -> Iterator[None]:
+def healthy(used: list[slurm_cluster.Cluster]) -> Iterator[None]:
     """For tests that cut cables or kill nodes: the next test finds them whole."""
     yield
     for each in used:
@@ -39,23 +35,25 @@ def healthy(used: list[bed.Cluster]) -> Iterator[None]:
 
 
 @pytest.fixture
-def desk(cluster: bed.Cluster, tmp_path: Path) -> Iterator[desks.Desk]:
+def desk(cluster: slurm_cluster.Cluster, tmp_path: Path) -> Iterator[desks.Desk]:
     """A place to type commands at."""
     with desks.opened(cluster, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
-def used() -> list[bed.Cluster]:
+def used() -> list[slurm_cluster.Cluster]:
     return []
 
 
 @contextmanager
-def _running(kind: bed.Kind, used: list[bed.Cluster]) -> Iterator[bed.Cluster]:
+def _running(
+    kind: slurm_cluster.Kind, used: list[slurm_cluster.Cluster]
+) -> Iterator[slurm_cluster.Cluster]:
     """A developer's cluster is left running; one started here ends with the session."""
-    was_up = bed.is_up(kind)
-    started = bed.start(kind)
+    was_up = slurm_cluster.is_up(kind)
+    started = slurm_cluster.start(kind)
     used.append(started)
     yield started
     if not was_up:
-        bed.require(bed.manage(kind, "down"))
+        slurm_cluster.require(slurm_cluster.manage(kind, "down"))

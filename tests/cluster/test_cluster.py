@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import bed
 import pytest
-from bed import EMPTY_S, Cluster, wait_until
+import slurm_cluster
+from slurm_cluster import EMPTY_S, Cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -132,20 +132,20 @@ def test_a_spare_job_gives_way(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_without_accounting_sacct_says_so(cluster: Cluster) -> None:
-    assert "accounting storage is disabled" in bed.run(["sacct"], cluster.env, 30).stderr
+    assert "accounting storage is disabled" in slurm_cluster.run(["sacct"], cluster.env, 30).stderr
 
 
 def test_with_accounting_sacct_knows_a_job(accounted: Cluster, tmp_path: Path) -> None:
     words = ["--parsable", "--wait", "-o", "/dev/null", "--wrap", "exit 3"]
-    submitted = bed.run(["sbatch", *words], accounted.env, 60, tmp_path)
+    submitted = slurm_cluster.run(["sbatch", *words], accounted.env, 60, tmp_path)
     query = ["sacct", "-X", "-n", "-P", "-j", submitted.stdout.strip(), "-o", "State,ExitCode"]
     wait_until(lambda: accounted.slurm(*query).split() == ["FAILED|3:0"])
 
 
 def test_a_network_in_use_is_refused(cluster: Cluster, spare_folder: Path) -> None:
-    kind = bed.Kind(spare_folder, ("--prefix", "other", "--net", _net_of(cluster)))
-    done = bed.manage(kind, "up", *kind.options)
-    assert done.returncode == bed.EXIT_CANNOT_BE_MADE
+    kind = slurm_cluster.Kind(spare_folder, ("--prefix", "other", "--net", _net_of(cluster)))
+    done = slurm_cluster.manage(kind, "up", *kind.options)
+    assert done.returncode == slurm_cluster.EXIT_CANNOT_BE_MADE
     assert "in use" in done.stderr
     assert not spare_folder.exists()
 
@@ -157,28 +157,31 @@ def _net_of(cluster: Cluster) -> str:
 def test_a_cluster_that_cannot_be_made_skips_unless_required(
     monkeypatch: pytest.MonkeyPatch, spare_folder: Path
 ) -> None:
-    kind = bed.Kind(spare_folder, ("--prefix", "NOT A NAME"))
+    kind = slurm_cluster.Kind(spare_folder, ("--prefix", "NOT A NAME"))
     monkeypatch.delenv("ECHELON_REQUIRE_CLUSTER", raising=False)
     with pytest.raises(pytest.skip.Exception, match="--prefix has to be"):
-        bed.start(kind)
+        slurm_cluster.start(kind)
     monkeypatch.setenv("ECHELON_REQUIRE_CLUSTER", "1")
     with pytest.raises(pytest.fail.Exception, match="--prefix has to be"):
-        bed.start(kind)
+        slurm_cluster.start(kind)
 
 
 def test_down_spares_a_folder_that_holds_something_else(spare_folder: Path) -> None:
     spare_folder.mkdir()
     (spare_folder / "thesis").touch()
-    assert bed.manage(bed.Kind(spare_folder), "up").returncode == bed.EXIT_CANNOT_BE_MADE
-    bed.manage(bed.Kind(spare_folder), "down")
+    assert (
+        slurm_cluster.manage(slurm_cluster.Kind(spare_folder), "up").returncode
+        == slurm_cluster.EXIT_CANNOT_BE_MADE
+    )
+    slurm_cluster.manage(slurm_cluster.Kind(spare_folder), "down")
     assert (spare_folder / "thesis").exists()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["", "folder_lost"])
 def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
-    kind = bed.Kind(spare_folder, ("--prefix", "gone", "--net", "10.213.39"))
+    kind = slurm_cluster.Kind(spare_folder, ("--prefix", "gone", "--net", "10.213.39"))
     before = _traces(spare_folder)
-    short = bed.start(kind)
+    short = slurm_cluster.start(kind)
     assert _traces(spare_folder) != before
     try:
         stays = f"{STAYS} & setsid {STAYS} & wait"
@@ -187,7 +190,7 @@ def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
         if lost:
             shutil.rmtree(spare_folder)
     finally:
-        assert bed.manage(kind, "down").returncode == 0
+        assert slurm_cluster.manage(kind, "down").returncode == 0
     assert not spare_folder.exists()
     assert _traces(spare_folder) == before
 

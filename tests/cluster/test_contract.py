@@ -9,14 +9,14 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import desk as desks
+import command_line as desks
 import pytest
-from bed import Cluster
-from desk import FAULTY, REGRESSION, Desk, curve, evaluations, logs, told
-from launching import Done, Started, free_port
+from command_line import FAULTY, REGRESSION, Desk, curve, evaluations, logs, told
+from command_runner import Done, Started, free_port
+from slurm_cluster import Cluster
 
 from echelon.errors import Exit
-from echelon.runs import Run
+from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -112,7 +112,7 @@ def test_a_run_stopped_under_one_goes_on_under_another(
     launcher: Launcher, whole: Run, desk: Desk
 ) -> None:
     # All launchers tell the last rank, and it goes no further before it has heard it.
-    desk.variables = {"SPINE_FAULT": f"{launcher.ranks - 1}:20:hear"}
+    desk.variables = {"ECHELON_TEST_FAULT": f"{launcher.ranks - 1}:20:hear"}
     started = launcher.start(desk, (REGRESSION, *SETTINGS))
     desk.wait_for_step(5)
     launcher.stop(desk, started)
@@ -120,10 +120,10 @@ def test_a_run_stopped_under_one_goes_on_under_another(
         assert done.code == Exit.PREEMPTED, done.err
         assert done.left == []
     run, stopped = desk.run(), desk.step()
-    status = run.status()
+    status = run.read_status()
     assert (status["state"], status["step"], status["failure"]) == ("preempted", stopped, None)
-    assert run.newest_step() == stopped < STEPS
-    assert f"stopped by SIGTERM after step {stopped}" in run.log_file(0).read_text() or (
+    assert run.find_newest_step() == stopped < STEPS
+    assert f"stopped by SIGTERM after step {stopped}" in run.rank_log_file(0).read_text() or (
         launcher.stop is _terminate_last  # rank 0 heard it from rank 1
     )
 
@@ -132,7 +132,7 @@ def test_a_run_stopped_under_one_goes_on_under_another(
     for done in other.wait(other.start(desk, (REGRESSION, *SETTINGS))):
         assert done.code == Exit.OK, done.err
         assert done.left == []
-    status = run.status()
+    status = run.read_status()
     assert (status["state"], status["step"], status["failure"]) == ("finished", STEPS, None)
     _require_same_numbers(run, whole, exactly=launcher.ranks == other.ranks == 2)
     _require_same_logs(run, whole, max(launcher.ranks, other.ranks))
@@ -149,7 +149,7 @@ def _require_same_numbers(run: Run, whole: Run, exactly: bool) -> None:
 def _require_same_logs(run: Run, whole: Run, ranks: int) -> None:
     """Every rank has one, over both launches; rank 0's ends as that of the whole run does."""
     mine, theirs = logs(run, ranks), logs(whole, 2)
-    assert not run.log_file(ranks).exists()
+    assert not run.rank_log_file(ranks).exists()
     first, went_on = mine[0].split("going on with run a after step ")
     last_words = told(theirs[0].partition(f"evaluated after step {STEPS}")[2])
     assert told(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
@@ -167,7 +167,7 @@ def test_a_failure_is_reported_in_the_same_words(launcher: Launcher, desk: Desk)
     for done in others:
         assert done.code == Exit.FAILED, done.err
         assert f"rank {guilty} on {host} failed" in done.err
-    status = desk.run().status()
+    status = desk.run().read_status()
     failure = status["failure"]
     assert (status["state"], status["step"]) == ("failed", 4)
     assert (failure["rank"], failure["host"], failure["step"]) == (guilty, host, 4)

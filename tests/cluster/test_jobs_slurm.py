@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import desk as desks
+import command_line as desks
 import pytest
-from desk import REGRESSION, Desk
-from launching import until
+from command_line import REGRESSION, Desk
+from command_runner import until
 
 from echelon.errors import Exit
 
@@ -27,7 +27,7 @@ def standing(desk: Desk, name: str = "a", **variables: str) -> dict[str, Any]:
 
 
 def test_a_job_is_followed_over_a_requeue_and_cancelled(desk: Desk) -> None:
-    desk.variables["SPINE_PAUSE_S"] = "0.05"
+    desk.variables["ECHELON_TEST_PAUSE_S"] = "0.05"
     words = ("launch.nodes=2", "launch.threads=1", "run.name=a", "trainer.log_steps=1")
     many = ("trainer.steps=100000", "trainer.batch_size=6", "eval_samples=0")
     waiting = desk.start("train", "launch=slurm", "--wait", *words, *many, REGRESSION)

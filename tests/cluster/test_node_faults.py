@@ -7,11 +7,11 @@ import signal
 import time
 from collections.abc import Callable
 
-import desk as desks
+import command_line as desks
 import pytest
-from bed import EMPTY_S
-from desk import FAULTY, Desk, curve
-from launching import Done, Started, free_port, until
+from command_line import FAULTY, Desk, curve
+from command_runner import Done, Started, free_port, until
+from slurm_cluster import EMPTY_S
 
 from echelon.errors import Exit
 
@@ -85,7 +85,7 @@ def test_a_rank_that_loops_dies_or_stops_is_named_and_all_nodes_start_again(desk
     for done in _ended(world):
         assert done.code == Exit.FAILED
         assert f"rank 0 on {node_0} failed" in done.err.rstrip().splitlines()[-1]
-    assert desk.run().status()["failure"]["summary"] == "killed by SIGSEGV"
+    assert desk.run().read_status()["failure"]["summary"] == "killed by SIGSEGV"
     desk.require_nothing_left()
 
 
@@ -115,7 +115,7 @@ def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_a
     done = world[0].wait()
     assert done.code == Exit.NODE_LOST
     assert f"node 1 ({node_1}, rank 1) ended without a word" in done.err
-    failure = desk.run().status()["failure"]
+    failure = desk.run().read_status()["failure"]
     assert (failure["rank"], failure["host"]) == (1, node_1)
     assert world[1].wait().code == -signal.SIGKILL
     desk.require_nothing_left()
@@ -129,8 +129,8 @@ def test_a_killed_node_0_is_named_by_the_others(desk: Desk) -> None:
     done = world[1].wait()
     assert done.code == Exit.NODE_LOST
     assert f"node 0 ({node_0}, rank 0 …) ended without a word" in done.err
-    assert desk.run().status()["state"] == "failed"
-    assert desk.run().status()["failure"]["host"] == node_0
+    assert desk.run().read_status()["state"] == "failed"
+    assert desk.run().read_status()["failure"]["host"] == node_0
     desk.require_nothing_left()
 
 
@@ -160,7 +160,7 @@ def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(desk: Des
     job = desk.job()
     node_0, node_1 = desk.hosts(job)
     os.kill(desk.worker(node_1), signal.SIGKILL)
-    log = desk.run().node_log(0)
+    log = desk.run().node_log_file(0)
     _notice("a killed rank", lambda: "2 restart(s) left" in log.read_text(), AT_ONCE_S)
     assert f"rank 1 on {node_1} failed" in log.read_text()
 

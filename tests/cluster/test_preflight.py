@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from desk import Desk
-from doors import sshd
-from scenes import Scene, gpu
+from command_line import Desk
+from fake_nvml import Scene, gpu
+from sshd import sshd
 
 from echelon.errors import Exit
 from echelon.utils import text
@@ -171,9 +171,9 @@ def test_a_job_looks_at_its_own_nodes_first(desk: Desk) -> None:
     finally:
         desk.cluster.on(first, "ip", "link", "del", "fast0")
     run = desk.run()
-    said = run.job_log.read_text()
+    said = run.job_log_file.read_text()
     second = desk.cluster.nodes[1]
     assert f"fail\t{second}\tinterface\tthere is no interface fast0 that is up" in said
     assert done.code == Exit.NOT_READY, said + done.err
-    assert run.exit_file.read_text().strip() == str(int(Exit.NOT_READY))
+    assert run.exit_code_file.read_text().strip() == str(int(Exit.NOT_READY))
     assert not run.metrics_file.exists(), "nothing was trained"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from desk import REGRESSION, START_S, Desk, curve, evaluations
-from launching import until
+from command_line import REGRESSION, START_S, Desk, curve, evaluations
+from command_runner import until
 
 from echelon.errors import Exit
 
@@ -32,7 +32,7 @@ QUEUES_S = 180.0
 
 
 def test_one_run_over_three_jobs(desk: Desk) -> None:
-    desk.variables = {"SPINE_FAULT": "1:20:hear"}  # twenty steps a job, and then a signal
+    desk.variables = {"ECHELON_TEST_FAULT": "1:20:hear"}  # twenty steps a job, and then a signal
     words = (*SLURM, *NUMBERS, CONTAINER, "launch.partition=spare", "run.name=a", "--wait")
     following = desk.start("train", *words)
     desk.wait_for_step(5)
@@ -40,11 +40,11 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
 
     # USR2, as Slurm sends it before the end of the time: the script requeues.
     desk.cluster.slurm("scancel", "--signal=USR2", job)
-    until(lambda: run.status()["state"] == "preempted", START_S, "saved")
-    saved = run.status()["step"]
-    assert run.newest_step() == saved
+    until(lambda: run.read_status()["state"] == "preempted", START_S, "saved")
+    saved = run.read_status()["step"]
+    assert run.find_newest_step() == saved
     said = f"stopped by SIGUSR2 after step {saved}"  # after the status, so it may still come
-    until(lambda: said in run.log_file(0).read_text(), START_S, said)
+    until(lambda: said in run.rank_log_file(0).read_text(), START_S, said)
     desk.cluster.wait_for_job(job, "PENDING")
     _goes_on(desk, saved)
     assert desk.job() == job
@@ -52,21 +52,25 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
     # Somebody more important: Slurm sends TERM and requeues.
     other = ("-N3", "--exclusive", "-p", "high", "-o", "/dev/null", "--parsable", "--wrap", "true")
     desk.cluster.slurm("sbatch", *other, cwd=desk.folder)
-    until(lambda: run.status()["state"] == "preempted", START_S, "saved again")
-    assert run.newest_step() == run.status()["step"] > saved
-    saved = run.newest_step()
+    until(lambda: run.read_status()["state"] == "preempted", START_S, "saved again")
+    assert run.find_newest_step() == run.read_status()["step"] > saved
+    saved = run.find_newest_step()
     _goes_on(desk, saved)
-    assert [start["after"] for start in run.status()["starts"]] == ["", "preempted", "preempted"]
-    assert [start["step"] for start in run.status()["starts"]][-1] == saved
+    assert [start["after"] for start in run.read_status()["starts"]] == [
+        "",
+        "preempted",
+        "preempted",
+    ]
+    assert [start["step"] for start in run.read_status()["starts"]][-1] == saved
 
     # Cancelled is cancelled: saved, and not queued again.
     desk.cluster.slurm("scancel", job)
     done = following.wait()
     assert done.code != Exit.OK
     desk.cluster.wait_for_job(job, "CANCELLED")
-    assert run.status()["state"] == "preempted"
-    assert run.newest_step() == desk.step() > saved
-    assert run.log_file(0).read_text().count("going on with run a after step") == 2
+    assert run.read_status()["state"] == "preempted"
+    assert run.find_newest_step() == desk.step() > saved
+    assert run.rank_log_file(0).read_text().count("going on with run a after step") == 2
     desk.require_nothing_left()
 
     # Here it goes on to the end, and nobody sees what happened to it.
@@ -80,7 +84,7 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
 
 def _goes_on(desk: Desk, saved: int) -> None:
     """After that step, with the log of before."""
-    log = desk.run().log_file(0)
+    log = desk.run().rank_log_file(0)
     said = f"going on with run a after step {saved}"
     until(lambda: said in log.read_text(), QUEUES_S, said)
     assert log.read_text().startswith("run a: ")
@@ -100,7 +104,7 @@ def test_a_run_that_gets_no_further_is_not_queued_for_ever(desk: Desk) -> None:
     assert "run a was started 3 times in a row from step 0 and got no further" in done.out
     assert "hint: save more often (trainer.save.minutes=5)" in done.out
     assert "Traceback" not in done.out
-    assert run.status()["state"] == "failed"
+    assert run.read_status()["state"] == "failed"
     desk.cluster.wait_for_job(job, "FAILED")
     desk.require_nothing_left()
 
@@ -108,12 +112,12 @@ def test_a_run_that_gets_no_further_is_not_queued_for_ever(desk: Desk) -> None:
 @pytest.mark.campaign
 def test_the_time_limit_is_heeded(desk: Desk) -> None:
     """Slurm counts in minutes, and sends the signal up to one of them early."""
-    desk.variables = {"SPINE_PAUSE_S": "0.5"}
+    desk.variables = {"ECHELON_TEST_PAUSE_S": "0.5"}
     limits = ("launch.time='0:02:00'", "launch.signal_lead_s=30", "run.name=a")
     started = desk.start("train", *SLURM, *NUMBERS, *limits, "--wait")
     done = started.wait(600)
     assert done.code == Exit.OK, done.err
-    log = desk.run().log_file(0).read_text()
+    log = desk.run().rank_log_file(0).read_text()
     assert log.count("stopped by SIGUSR2") == log.count("going on with run a after step ") >= 1
-    assert len(desk.run().status()["starts"]) >= 2
+    assert len(desk.run().read_status()["starts"]) >= 2
     assert [step for step, _ in curve(desk.run())] == list(range(1, STEPS + 1))

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from bed import LIMIT_S
-from desk import ECHELON, Desk
-from doors import HIDE, sshd
+from command_line import ECHELON, Desk
+from slurm_cluster import LIMIT_S
+from sshd import HIDE, sshd
 
 from echelon.errors import Exit
 

@@ -8,13 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
-import bed
 import pytest
-from bed import Cluster
-from desk import START_S, Desk
-from launching import EXAMPLES, is_a_sentence_and_a_hint, until
+import slurm_cluster
+from command_line import START_S, Desk
+from command_runner import EXAMPLES, is_a_sentence_and_a_hint, until
+from slurm_cluster import Cluster
 
-from echelon.cli import dispatch, guarded
+from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -66,17 +66,17 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
 
     # A log of every rank and of every node, though there was no folder for them.
     for rank in ranks:
-        text = run.log_file(rank).read_text()
+        text = run.rank_log_file(rank).read_text()
         port = 20_000 + int(job) % 10_000
         mine = [f"{rank} of 4 on {hosts[rank // 2]}", "eth0 eth0", "devices 0,1", f"port {port}"]
         assert text.splitlines()[:5] == [*mine, "a  b"]
-    assert [run.node_log(node).exists() for node in range(3)] == [True, True, False]
+    assert [run.node_log_file(node).exists() for node in range(3)] == [True, True, False]
     assert (desk.folder / "made").exists()  # the script runs where the command was typed
 
     # The other one had a port of its own, and its script runs by hand.
     desk.cluster.wait_for_job(job_b, "COMPLETED")
     desk.cluster.slurm("sbatch", "--wait", str(desk.run("b").script_file), cwd=desk.folder)
-    lines = desk.run("b").log_file(0).read_text().splitlines()
+    lines = desk.run("b").rank_log_file(0).read_text().splitlines()
     assert len(lines) == 10
     assert lines[1] == lines[6] == "lo lo"
     ports = {line for line in lines if line.startswith("port")} | {f"port {port}"}
@@ -151,7 +151,10 @@ def test_what_slurm_refuses_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.slurm_conf))
     before = _jobs(cluster)
-    assert guarded(lambda: dispatch(["train", "launch=slurm", "run.name=a", word])) == Exit.USAGE
+    assert (
+        run_guarded(lambda: run_command(["train", "launch=slurm", "run.name=a", word]))
+        == Exit.USAGE
+    )
     told = capsys.readouterr().err
     assert is_a_sentence_and_a_hint(told), told
     assert "Slurm does not take the job" in told
@@ -161,7 +164,9 @@ def test_what_slurm_refuses_leaves_nothing(
 
 
 def _jobs(cluster: Cluster) -> list[str]:
-    return bed.run(["squeue", "-h", "-t", "all", "-o", "%i"], cluster.env, 30).stdout.split()
+    return slurm_cluster.run(
+        ["squeue", "-h", "-t", "all", "-o", "%i"], cluster.env, 30
+    ).stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -178,5 +183,7 @@ def test_gpus_are_asked_for_as_the_cluster_wants(
     monkeypatch.chdir(desk.folder)
     monkeypatch.setenv("SLURM_CONF", str(desk.cluster.slurm_conf))
     words = ["launch=slurm", "launch.gpus_per_node=2", "launch.sbatch=['--hold']", "run.name=a"]
-    assert guarded(lambda: dispatch(["train", *words, f"launch.gpu_request={asks}"])) == Exit.OK
+    assert (
+        run_guarded(lambda: run_command(["train", *words, f"launch.gpu_request={asks}"])) == Exit.OK
+    )
     assert gets in desk.cluster.slurm("scontrol", "show", "job", desk.job())

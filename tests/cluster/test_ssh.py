@@ -17,18 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fake_nvml
 import pytest
-import scenes
-from desk import FAULTY, REGRESSION, Desk, curve
-from doors import HIDE, sshd
-from launching import children, is_a_sentence_and_a_hint, until
+from command_line import FAULTY, REGRESSION, Desk, curve
+from command_runner import children, is_a_sentence_and_a_hint, until
+from sshd import HIDE, sshd
 
 from echelon.config.compose import compose
-from echelon.config.schema import Config, Launch
+from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Exit
-from echelon.launch.ssh.hosts import listed
-from echelon.launch.ssh.shipping import code_files
-from echelon.runs import Run
+from echelon.launch.ssh.file_transfer import list_code_files
+from echelon.launch.ssh.host_list import list_hosts
+from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -67,7 +67,7 @@ def test_two_hosts_give_the_curve_of_one_machine(nasty: Desk) -> None:
     assert all(line.startswith((f"{first} │", f"{second} │")) for line in done.err.splitlines())
     assert f"{first} │ run a: 12 steps" in done.err
     assert [path.name for path in desk.folder.iterdir() if path.name == "oops"] == []
-    status = desk.run().status()
+    status = desk.run().read_status()
     assert (status["state"], status["launcher"], status["world"]) == ("finished", "ssh", 4)
     assert status["hosts"] == [first, second]
     there = curve(desk.run())
@@ -115,13 +115,13 @@ def test_names_that_are_options_reach_no_ssh(tmp_path: Path) -> None:
     with pytest.raises(EchelonError, match=option.split()[0]):
         compose(["launch=ssh", f"launch.hosts=['{option}']"])
     with pytest.raises(EchelonError) as caught:
-        listed(Launch(kind="ssh", hostfile=str(file)))
+        list_hosts(LaunchConfig(kind="ssh", hostfile=str(file)))
     assert [fault.what.partition(": ")[0] for fault in caught.value.faults] == [
         f"{file}, line 2",
         f"{file}, line 3",
     ]
     with pytest.raises(EchelonError, match="cannot be read: no such file or directory"):
-        listed(Launch(kind="ssh", hostfile="nowhere"))
+        list_hosts(LaunchConfig(kind="ssh", hostfile="nowhere"))
 
 
 def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -
         torch, gpus = tmp_path / "torch", tmp_path / "gpus"
         metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 9.9.9\\n"
         _write(config, torch / "torch-9.9.9.dist-info" / "METADATA", metadata)
-        _write(config, gpus / "scene", "\\n".join(map(scenes.gpu, range(4))))
-        _send(config, gpus / scenes.NAME, scenes.built())
+        _write(config, gpus / "scene", "\\n".join(map(fake_nvml.gpu, range(4))))
+        _send(config, gpus / fake_nvml.NAME, fake_nvml.built())
         words = (*WORDS, *SHORT, f"launch.ssh='ssh -F {config}'")
         there = f"launch.hosts=[{first},gone,liar,bare,apart]"
         done = desk.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")
@@ -189,11 +189,11 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(nasty: Desk, tmp_p
         done = desk.type(*words, hosts, "trainer.steps=8")
         assert done.code == Exit.OK, done.err
         run = desk.run()
-        assert f"apart │ built from {run.code(0)}/mine.py" in done.out
+        assert f"apart │ built from {run.code_folder(0)}/mine.py" in done.out
         assert not list(run.folder.glob("code-*")), "they are over there"
-        assert (run.status()["state"], run.status()["step"]) == ("finished", 8)
-        assert run.newest_step() == 8
-        assert [run.log_file(rank).exists() for rank in range(3)] == [True] * 3
+        assert (run.read_status()["state"], run.read_status()["step"]) == ("finished", 8)
+        assert run.find_newest_step() == 8
+        assert [run.rank_log_file(rank).exists() for rank in range(3)] == [True] * 3
         again = desk.type(*words, "launch.hosts=[twin,apart]", "trainer.steps=12")
         assert again.code == Exit.OK, again.err
         assert "going on with run a after step 8" in again.err
@@ -214,7 +214,7 @@ def test_too_much_code_is_not_sent(tmp_path: Path) -> None:
     (tmp_path / "wandb" / "__init__.py").touch()
     config = Config(experiment={"entry": f"{tmp_path / 'mine.py'}:experiment"})
     with pytest.raises(EchelonError) as caught:
-        code_files(config, Run(tmp_path / "elsewhere" / "a"))
+        list_code_files(config, Run(tmp_path / "elsewhere" / "a"))
     said = str(caught.value)
     assert "more than 100 MB: " in said
     assert "data (200 MB)" in said, "and what is big"
@@ -222,7 +222,7 @@ def test_too_much_code_is_not_sent(tmp_path: Path) -> None:
     assert "runs (" not in said
     (tmp_path / "data" / "much").unlink()
     (tmp_path / "wandb" / "much").unlink()
-    assert list(code_files(config, Run(tmp_path / "elsewhere" / "a"))) == ["wandb/__init__.py"]
+    assert list(list_code_files(config, Run(tmp_path / "elsewhere" / "a"))) == ["wandb/__init__.py"]
 
 
 # --- ends ---------------------------------------------------------------------------------------
@@ -258,26 +258,26 @@ def test_a_silent_link_ends_the_host_and_the_run(desk: Desk) -> None:
     done = command.wait()
     assert done.code == Exit.NODE_LOST, done.err
     assert f"node 1 ({second}, rank 1) ended without a word" in done.last_lines
-    status = desk.run().status()
+    status = desk.run().read_status()
     assert (status["state"], status["failure"]["exit"]) == ("failed", Exit.NODE_LOST)
     assert done.left == []
 
 
 def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
-    carry = "launch.carry=[SPINE_PAUSE_S,SPINE_FAULT]"
+    carry = "launch.carry=[ECHELON_TEST_PAUSE_S,ECHELON_TEST_FAULT]"
     endless = (REGRESSION, "trainer.batch_size=6", "trainer.steps=1000000")
     words = (*WORDS, *endless, *two(desk), carry, "trainer.save.epochs=null")
-    command = desk.start(*words, SPINE_PAUSE_S="0.1")
+    command = desk.start(*words, ECHELON_TEST_PAUSE_S="0.1")
     desk.wait_for_step(3)
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
     assert done.code == Exit.PREEMPTED, done.err
-    saved = desk.run().newest_step()
-    assert saved == desk.run().status()["step"] >= 3
+    saved = desk.run().find_newest_step()
+    assert saved == desk.run().read_status()["step"] >= 3
     assert "stopped by SIGINT" in done.err
     assert done.left == []
 
-    command = desk.start(*words, SPINE_FAULT="0:5:wait")
+    command = desk.start(*words, ECHELON_TEST_FAULT="0:5:wait")
     desk.wait_for_step(saved + 4)
     command.process.send_signal(signal.SIGINT)
     until(lambda: "Ctrl-C again stops at once" in command.told(), 120, "the first is heard")
@@ -285,7 +285,7 @@ def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
     done = command.wait()
     assert done.code == Exit.INTERRUPTED, done.err
     assert done.last_lines.endswith("stopped at once; the last snapshot stands")
-    assert desk.run().newest_step() == saved
+    assert desk.run().find_newest_step() == saved
     assert done.left == []
 
 

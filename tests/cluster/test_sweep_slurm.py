@@ -9,13 +9,13 @@ import signal
 
 import pytest
 import wandb_server
-from desk import START_S, Desk
-from launching import HERE, until
+from command_line import START_S, Desk
+from command_runner import HERE, until
 from wandb_server import SWEEP
 
 from echelon.errors import Exit
-from echelon.runs import Run
-from echelon.sweep.folder import Sweep
+from echelon.runs.run_folder import Run
+from echelon.sweep.sweep_folder import SweepFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -40,12 +40,16 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     """To whoever is there first: the other one, after the lease, or itself, queued again."""
     (desk.folder / "s.yml").write_text(FILE)
     killed = desk.folder / "killed"  # no trial is over before somebody was
-    desk.variables = {"SPINE_FAULT": "0:20:go", "SPINE_AFTER": str(killed)}
+    desk.variables = {"ECHELON_TEST_FAULT": "0:20:go", "ECHELON_TEST_AFTER": str(killed)}
     where = f"experiment={HERE / 'subjects.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
     following = desk.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
-    sweep = Sweep(desk.folder / "runs" / "s")
-    until(lambda: _saved(sweep.run(0)) and _saved(sweep.run(1)), START_S, "both are at work")
+    sweep = SweepFolder(desk.folder / "runs" / "s")
+    until(
+        lambda: _saved(sweep.trial_run(0)) and _saved(sweep.trial_run(1)),
+        START_S,
+        "both are at work",
+    )
     os.kill(_worker(sweep, 0), signal.SIGKILL)  # the hosts have this machine's process numbers
     killed.touch()
     done = following.wait(END_S)
@@ -54,11 +58,11 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     told = json.loads(done.out[done.out.index("{") :])
     assert [trial["state"] for trial in told["trials"]] == ["finished", "finished"]
     for number in (0, 1):
-        run = sweep.run(number)
-        assert run.status()["state"] == "finished"
-        assert run.status()["world"] == 2
-        assert run.exit_file.read_text() == "0\n"
-    said = sweep.run(0).log_file(0).read_text()
+        run = sweep.trial_run(number)
+        assert run.read_status()["state"] == "finished"
+        assert run.read_status()["world"] == 2
+        assert run.exit_code_file.read_text() == "0\n"
+    said = sweep.trial_run(0).rank_log_file(0).read_text()
     assert re.search(r"going on with run s-0 after step \d+", said), said
 
 
@@ -71,10 +75,10 @@ def test_a_parent_that_is_killed_finds_its_trial_s_job_again(desk: Desk) -> None
     run = desk.run(f"{SWEEP}-trial0")
     with wandb_server.serving(address=desk.address) as server:
         server.sweep.trials = [{"lr": 0.1, "trainer": {"steps": 60, "evaluate": {"steps": 20}}}]
-        desk.variables = {"SPINE_PAUSE_S": "0.1", "WANDB_BASE_URL": server.url, **ACCOUNT}
+        desk.variables = {"ECHELON_TEST_PAUSE_S": "0.1", "WANDB_BASE_URL": server.url, **ACCOUNT}
         first = desk.start("sweep", "s.yml", *words, "--engine", "wandb")
         until(lambda: desk.step(run.name), START_S, "it is at work")
-        job = run.job()
+        job = run.read_job_id()
         first.process.kill()
         first.process.wait()
         done = desk.type("sweep", "s.yml", *words, "--engine", "wandb", limit_s=END_S)
@@ -82,15 +86,15 @@ def test_a_parent_that_is_killed_finds_its_trial_s_job_again(desk: Desk) -> None
         assert server.sweep.handed == ["trial0"]
     assert done.code == Exit.OK, done.err
     assert done.out.startswith("trial0\tfinished\t")
-    assert run.job() == job
-    assert len(run.status()["starts"]) == 1
+    assert run.read_job_id() == job
+    assert len(run.read_status()["starts"]) == 1
     assert [end["exitcode"] for end in served["trial0"].ends] == [0]
 
 
 def _saved(run: Run) -> bool:
-    return run.newest_step() > 0
+    return run.find_newest_step() > 0
 
 
-def _worker(sweep: Sweep, number: int) -> int:
+def _worker(sweep: SweepFolder, number: int) -> int:
     """That has a trial."""
-    return int(json.loads(sweep.lease(number).read_text())["process"]["pid"])
+    return int(json.loads(sweep.lease_file(number).read_text())["process"]["pid"])

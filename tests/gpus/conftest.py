@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from scenes import Scene, Stage
+from fake_nvml import Scene, Stage
 
 from echelon.gpus import nvml
 

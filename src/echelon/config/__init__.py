@@ -1,5 +1,12 @@
 """Configuration: the schema, and its composition. The only room that knows Hydra."""
 
-from echelon.config.schema import Config, Every, Launch, RunChoice, Track, Trainer
+from echelon.config.schema import (
+    Config,
+    Interval,
+    LaunchConfig,
+    RunConfig,
+    TrackConfig,
+    TrainerConfig,
+)
 
-__all__ = ["Config", "Every", "Launch", "RunChoice", "Track", "Trainer"]
+__all__ = ["Config", "Interval", "LaunchConfig", "RunConfig", "TrackConfig", "TrainerConfig"]

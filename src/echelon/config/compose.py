@@ -23,93 +23,100 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from echelon.config.check import faults_of
-from echelon.config.defaults import NONE, Defaults
-from echelon.config.schema import Config, build, flatten
-from echelon.errors import EchelonError, Fault, nearest
+from echelon.config.schema import Config, build_config, flatten
+from echelon.config.user_defaults import NO_DEFAULTS, UserDefaults
+from echelon.config.validate import find_faults
+from echelon.errors import EchelonError, Fault, suggest_nearest
 
 GROUPS = ("experiment", "launch", "trainer", "track")
-OUR_FILES = Path(__file__).parent.parent / "conf"
+BUNDLED_CONF_DIR = Path(__file__).parent.parent / "conf"
 
 
 @dataclass(frozen=True)
-class OwnExperiment:
+class UserExperiment:
     """An experiment of the user's: where it is and which settings it declares."""
 
     entry: str
     """FILE.py:FUNCTION."""
-    declared: Mapping[str, Any] | type | None
+    settings: Mapping[str, Any] | type | None
     """A dataclass or a mapping of defaults; None: any setting is taken."""
 
 
 def compose(
     overrides: Sequence[str],
-    own: OwnExperiment | None = None,
+    user_experiment: UserExperiment | None = None,
     conf_dir: Path | None = None,
     program: Sequence[str] = (),
-    defaults: Defaults = NONE,
+    defaults: UserDefaults = NO_DEFAULTS,
 ) -> Config:
     """The frozen configuration, or one EchelonError with every fault."""
     faults: list[Fault] = []
-    parsed = list(_parse(overrides, faults))
-    folders = [d for d in (conf_dir, OUR_FILES) if d is not None]
+    parsed = list(_parse_overrides(overrides, faults))
+    folders = [d for d in (conf_dir, BUNDLED_CONF_DIR) if d is not None]
     groups = _split_groups(parsed, folders, faults)
-    if own is not None:
+    if user_experiment is not None:
         groups.setdefault("experiment", "experiment=own")
     tree = _compose_groups(list(groups.values()), conf_dir, faults)
-    base = _typed(tree, own, faults)
-    for key, default in defaults.for_launcher(base.launch.kind).items():
-        _set(base, key, default.value, f"{default.where}: {key}", faults, free=False)
+    base = _build_typed_config(tree, user_experiment, faults)
+    for key, default in defaults.select_for_launcher(base.launch.kind).items():
+        _set_value(base, key, default.value, f"{default.location}: {key}", faults, free=False)
     for override in parsed:
         if override.key_or_group not in groups:
-            _apply(base, override, free=own is not None and own.declared is None, faults=faults)
-    return _checked(base, faults, program)
+            _apply_override(
+                base,
+                override,
+                free=user_experiment is not None and user_experiment.settings is None,
+                faults=faults,
+            )
+    return _validate(base, faults, program)
 
 
 def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path) -> Config:
     """The configuration of an old run with a few values changed, still in its folder."""
     faults: list[Fault] = []
-    base = _open_config(dict(config.experiment))
-    kept = ("experiment", "rank", "program")
-    ours = {k: v for k, v in config.to_dict().items() if k not in kept}
-    ours["run"] = {"name": name, "dir": str(folder)}
-    ours["world_size"] = ours["master"] = None
-    base.merge_with(ours)
-    parsed = list(_parse(overrides, faults))
-    groups = _split_groups(parsed, [OUR_FILES], faults)
+    base = _make_open_config(dict(config.experiment))
+    unchanged = ("experiment", "rank", "program")
+    values = {k: v for k, v in config.to_dict().items() if k not in unchanged}
+    values["run"] = {"name": name, "dir": str(folder)}
+    values["world_size"] = values["master"] = None
+    base.merge_with(values)
+    parsed = list(_parse_overrides(overrides, faults))
+    groups = _split_groups(parsed, [BUNDLED_CONF_DIR], faults)
     if groups.pop("experiment", None):
         faults.append(Fault("a run keeps its experiment", "start a new run: echelon train"))
     tree = _compose_groups(list(groups.values()), None, faults) if groups else {}
     for group in groups:
-        base[group] = _open_config({})[group]
+        base[group] = _make_open_config({})[group]
         for key, value in flatten({group: OmegaConf.to_container(tree[group])}).items():
-            _set(base, key, value, f"{key} of {groups[group]}", faults, free=False)
+            _set_value(base, key, value, f"{key} of {groups[group]}", faults, free=False)
     for override in parsed:
         if override.key_or_group not in GROUPS:
-            _apply(base, override, free=False, faults=faults)
-    return _checked(base, faults, config.program)
+            _apply_override(base, override, free=False, faults=faults)
+    return _validate(base, faults, config.program)
 
 
-def with_values(config: Config, values: Mapping[str, Any], own: OwnExperiment | None) -> Config:
+def apply_values(
+    config: Config, values: Mapping[str, Any], user_experiment: UserExperiment | None
+) -> Config:
     """The same with a few values from outside in it, held to what is declared; `own` where the
     experiment is not one of ours."""
     faults: list[Fault] = []
-    declared = own.declared if own is not None else None
+    declared = user_experiment.settings if user_experiment is not None else None
     settings = (
-        _nodes_typed_by_value(OmegaConf.create(config.experiment))
+        _type_by_value(OmegaConf.create(config.experiment))
         if declared is None
         else OmegaConf.structured(declared)
     )
-    base = _open_config(settings)
+    base = _make_open_config(settings)
     base.merge_with(config.to_dict())
     for key, value in values.items():
-        shown = f"{key}={_shown(value)}"
-        free = own is not None and declared is None
-        _set(base, key, _whole(base, key, value), shown, faults, free)
-    return _checked(base, faults, config.program)
+        label = f"{key}={_format_value(value)}"
+        free = user_experiment is not None and declared is None
+        _set_value(base, key, _coerce_whole_float(base, key, value), label, faults, free)
+    return _validate(base, faults, config.program)
 
 
-def _whole(base: DictConfig, key: str, value: Any) -> Any:
+def _coerce_whole_float(base: DictConfig, key: str, value: Any) -> Any:
     """A sweep's steps of 8.0 are meant for an integer as well."""
     parent, _, name = (key if key.partition(".")[0] in base else f"experiment.{key}").rpartition(
         "."
@@ -120,17 +127,17 @@ def _whole(base: DictConfig, key: str, value: Any) -> Any:
     return int(value) if whole else value
 
 
-def _checked(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:
+def _validate(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:
     config = _freeze(base, faults)
     if program:  # its words are its own: nothing in them is ours to resolve
         config = dataclasses.replace(config, program=list(program), experiment={})
-    faults.extend(faults_of(config))
+    faults.extend(find_faults(config))
     if faults:
         raise EchelonError(*dict.fromkeys(faults))
     return config
 
 
-def _parse(overrides: Sequence[str], faults: list[Fault]) -> Iterator[Override]:
+def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[Override]:
     parser = OverridesParser.create()
     for text in overrides:
         try:
@@ -172,7 +179,10 @@ def _split_groups(
         for name in value if isinstance(value, list) else [value]:
             if str(name) not in options:
                 faults.append(
-                    Fault(f"{group}={name}: there is no such {group}", nearest(str(name), options))
+                    Fault(
+                        f"{group}={name}: there is no such {group}",
+                        suggest_nearest(str(name), options),
+                    )
                 )
                 break
         else:
@@ -180,11 +190,11 @@ def _split_groups(
             continue
         chosen[group] = ""
     return {group: text for group, text in chosen.items() if text} | {
-        group: f"{group}={_fallback(group)}" for group, text in chosen.items() if not text
+        group: f"{group}={_fallback_option(group)}" for group, text in chosen.items() if not text
     }
 
 
-def _fallback(group: str) -> str:
+def _fallback_option(group: str) -> str:
     """Something valid to go on with, so that the remaining faults are found too."""
     fallback = {
         "experiment": "own",
@@ -197,9 +207,9 @@ def _fallback(group: str) -> str:
 
 def _compose_groups(overrides: list[str], conf_dir: Path | None, faults: list[Fault]) -> DictConfig:
     try:
-        composed = _composed(tuple(overrides), conf_dir).copy()
+        composed = _run_hydra(tuple(overrides), conf_dir).copy()
     except (HydraException, OmegaConfBaseException) as error:
-        where = (conf_dir / "config.yaml") if conf_dir else OUR_FILES
+        where = (conf_dir / "config.yaml") if conf_dir else BUNDLED_CONF_DIR
         raise EchelonError(
             *faults,
             Fault(f"{where} does not compose: {error}", "mend that file, or the override it names"),
@@ -209,15 +219,15 @@ def _compose_groups(overrides: list[str], conf_dir: Path | None, faults: list[Fa
 
 
 @functools.cache  # a thousand runs of one command differ in single values only
-def _composed(overrides: tuple[str, ...], conf_dir: Path | None) -> DictConfig:
+def _run_hydra(overrides: tuple[str, ...], conf_dir: Path | None) -> DictConfig:
     primary = "config" if conf_dir and (conf_dir / "config.yaml").exists() else "echelon"
     search = ("hydra.searchpath=[pkg://echelon.conf]",) if conf_dir else ()
-    with _hydra(conf_dir or OUR_FILES):
+    with _isolated_hydra(conf_dir or BUNDLED_CONF_DIR):
         return hydra_compose(primary, [*search, *overrides])
 
 
 @contextlib.contextmanager
-def _hydra(folder: Path) -> Iterator[None]:
+def _isolated_hydra(folder: Path) -> Iterator[None]:
     """Hydra keeps global state; a caller who uses Hydra too must find its own again."""
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -228,34 +238,40 @@ def _hydra(folder: Path) -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def _typed(tree: DictConfig, own: OwnExperiment | None, faults: list[Fault]) -> DictConfig:
+def _build_typed_config(
+    tree: DictConfig, user_experiment: UserExperiment | None, faults: list[Fault]
+) -> DictConfig:
     """The schema with the files' values in it: types are checked from here on."""
-    if own is None:
-        settings = _nodes_typed_by_value(tree.pop("experiment", None) or {})
+    if user_experiment is None:
+        settings = _type_by_value(tree.pop("experiment", None) or {})
     else:
-        settings = OmegaConf.structured(own.declared) if own.declared is not None else {}
-    base = _open_config(settings)
-    if own is not None:
-        base.experiment.entry = own.entry
-    free = own is not None and own.declared is None
-    for key, value in _leaves(tree).items():
-        _set(base, key, value, f"{key} in the configuration files", faults, free)
+        settings = (
+            OmegaConf.structured(user_experiment.settings)
+            if user_experiment.settings is not None
+            else {}
+        )
+    base = _make_open_config(settings)
+    if user_experiment is not None:
+        base.experiment.entry = user_experiment.entry
+    free = user_experiment is not None and user_experiment.settings is None
+    for key, value in _flatten_node(tree).items():
+        _set_value(base, key, value, f"{key} in the configuration files", faults, free)
     return base
 
 
-def _open_config(settings: Any) -> DictConfig:
+def _make_open_config(settings: Any) -> DictConfig:
     """The schema, with an experiment's settings where Config has a plain mapping."""
     open_config = dataclasses.make_dataclass(
         "OpenConfig", [("experiment", Any, None)], bases=(Config,), frozen=True
     )
     base: DictConfig = OmegaConf.structured(open_config)
-    _thaw(base)
+    _unlock(base)
     base.experiment = settings
-    _thaw(base)
+    _unlock(base)
     return base
 
 
-def _thaw(node: DictConfig) -> None:
+def _unlock(node: DictConfig) -> None:
     """Frozen dataclasses become read-only nodes, and adding an undeclared key to an experiment is
     decided by us, not by OmegaConf."""
     OmegaConf.set_readonly(node, False)
@@ -263,10 +279,10 @@ def _thaw(node: DictConfig) -> None:
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none():
-            _thaw(child)
+            _unlock(child)
 
 
-def _nodes_typed_by_value(settings: Mapping[str, Any]) -> DictConfig:
+def _type_by_value(settings: Mapping[str, Any]) -> DictConfig:
     """A yaml file declares types by its values: `lr: 0.1` is a float and stays one."""
     fields: list[Any] = [
         (str(k), type(v) if isinstance(v, (bool, int, float, str)) else Any, v)
@@ -274,61 +290,63 @@ def _nodes_typed_by_value(settings: Mapping[str, Any]) -> DictConfig:
         if not isinstance(v, (DictConfig, ListConfig))
     ]
     node: DictConfig = OmegaConf.structured(dataclasses.make_dataclass("Settings", fields))
-    _thaw(node)
+    _unlock(node)
     node.merge_with({k: v for k, v in settings.items() if k not in node})
     return node
 
 
-def _leaves(tree: DictConfig) -> dict[str, Any]:
+def _flatten_node(tree: DictConfig) -> dict[str, Any]:
     """Every value by its dotted key, interpolations as they are written."""
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     return flatten({str(key): value for key, value in plain.items()})
 
 
-def _apply(base: DictConfig, override: Override, free: bool, faults: list[Fault]) -> None:
+def _apply_override(base: DictConfig, override: Override, free: bool, faults: list[Fault]) -> None:
     key = override.key_or_group
     if override.is_delete():
         faults.append(Fault(f"~{key} deletes a setting", f"set it to null: {key}=null"))
         return
     value = override.value()
-    _set(base, key, value, f"{key}={_shown(value)}", faults, free=free or override.is_add())
+    _set_value(
+        base, key, value, f"{key}={_format_value(value)}", faults, free=free or override.is_add()
+    )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if value in (True, False) else str(value)
 
 
-def _set(
-    base: DictConfig, key: str, value: Any, shown: str, faults: list[Fault], free: bool
+def _set_value(
+    base: DictConfig, key: str, value: Any, label: str, faults: list[Fault], free: bool
 ) -> None:
-    known = _leaves(base).keys()
+    known = _flatten_node(base).keys()
     top = key.partition(".")[0]
     if top not in base:  # `lr=0.1` is short for `experiment.lr=0.1`
         key = f"experiment.{key}"
     inside_experiment = key.startswith("experiment.")
-    if key not in known and not (inside_experiment and free) and not _inside_mapping(base, key):
+    if key not in known and not (inside_experiment and free) and not _is_inside_mapping(base, key):
         names = {k.removeprefix("experiment.") for k in known} - {"entry"}
-        hint = nearest(key.removeprefix("experiment."), names)
-        faults.append(Fault(f"{shown}: there is no such setting", hint))
+        hint = suggest_nearest(key.removeprefix("experiment."), names)
+        faults.append(Fault(f"{label}: there is no such setting", hint))
         return
     flag = isinstance(OmegaConf.select(base, key), bool)
     if flag and isinstance(value, (int, float)) and value not in (0, 1):  # OmegaConf: any is true
-        faults.append(Fault(f"{shown}: not true or false", f"write {key}=true or {key}=false"))
+        faults.append(Fault(f"{label}: not true or false", f"write {key}=true or {key}=false"))
         return
     try:
         OmegaConf.update(base, key, value, merge=True, force_add=inside_experiment)
     except OmegaConfBaseException as error:
-        found = str(error).splitlines()[0]
-        hint = f"give a value of that kind; the default is {_default_of(base, key)}"
-        if found.endswith("Integer") and isinstance(value, float) and value.is_integer():
+        reason = str(error).splitlines()[0]
+        hint = f"give a value of that kind; the default is {_format_default(base, key)}"
+        if reason.endswith("Integer") and isinstance(value, float) and value.is_integer():
             hint = f"write {key}={value:.0f}"
         if OmegaConf.is_list(OmegaConf.select(base, key)):
-            found, hint = "not a list", f"write '{key}=[{'' if value is None else value}]'"
-        faults.append(Fault(f"{shown}: {found}", hint))
+            reason, hint = "not a list", f"write '{key}=[{'' if value is None else value}]'"
+        faults.append(Fault(f"{label}: {reason}", hint))
 
 
-def _inside_mapping(base: DictConfig, key: str) -> bool:
+def _is_inside_mapping(base: DictConfig, key: str) -> bool:
     """Whether the key lies in a mapping that an experiment declared, whose keys are its own."""
     parent = key.rpartition(".")[0]
     if not parent.startswith("experiment."):
@@ -336,8 +354,8 @@ def _inside_mapping(base: DictConfig, key: str) -> bool:
     return isinstance(OmegaConf.select(base, parent), DictConfig)
 
 
-def _default_of(base: DictConfig, key: str) -> str:
-    return _shown(OmegaConf.select(base, key))
+def _format_default(base: DictConfig, key: str) -> str:
+    return _format_value(OmegaConf.select(base, key))
 
 
 def _freeze(base: DictConfig, faults: list[Fault]) -> Config:
@@ -350,4 +368,4 @@ def _freeze(base: DictConfig, faults: list[Fault]) -> Config:
             Fault(f"{key} has no value: {str(error).splitlines()[0]}", f"give one: {key}=VALUE"),
         ) from error
     assert isinstance(plain, dict)
-    return build({str(k): v for k, v in plain.items()})
+    return build_config({str(k): v for k, v in plain.items()})

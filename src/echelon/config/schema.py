@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SCHEDULES = ("constant", "linear", "cosine")
-PROGRESS = ("auto", "bar", "lines", "none")
+PROGRESS_STYLES = ("auto", "bar", "lines", "none")
 LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
 MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
-CAPTURES = ("auto", "always", "never")
-REPLICAS = ("ddp", "fsdp")
+CAPTURE_MODES = ("auto", "always", "never")
+REPLICA_KINDS = ("ddp", "fsdp")
 WANDB_MODES = ("online", "offline", "disabled")
 
 
 @dataclass(frozen=True)
-class RunChoice:
+class RunConfig:
     name: str | None = None
     """A named run typed again goes on where it was; without a name every start is a new run."""
     dir: str = "runs"
@@ -33,7 +33,7 @@ class RunChoice:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     kind: str = "inline"
     """Where the run happens: `inline` (this process), `local` (processes of this machine), `ssh`
     (plain hosts), `slurm`, or `env` (this is one node of a cluster that sets MASTER_ADDR,
@@ -99,7 +99,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """A cadence; the units may be combined, and what comes first counts."""
 
     steps: int | None = None
@@ -108,7 +108,7 @@ class Every:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerConfig:
     epochs: int | None = 3
     """Passes over the data; ignored when `steps` is set."""
     steps: int | None = None
@@ -124,9 +124,9 @@ class Trainer:
     """How the learning rate falls from its peak: constant, linear or cosine (to zero)."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from zero."""
-    evaluate: Every = field(default_factory=lambda: Every(epochs=1))
+    evaluate: Interval = field(default_factory=lambda: Interval(epochs=1))
     """When to evaluate; the end of the run is always evaluated."""
-    save: Every = field(default_factory=lambda: Every(epochs=1))
+    save: Interval = field(default_factory=lambda: Interval(epochs=1))
     """When to save a snapshot; the end of the run and a stop always save one."""
     keep_last: int = 3
     """Snapshots kept, beside the best one."""
@@ -159,7 +159,7 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class ReplicaChoice:
+class ReplicaConfig:
     """What one copy of the model is made of."""
 
     kind: str = "ddp"
@@ -177,7 +177,7 @@ class ReplicaChoice:
 
 
 @dataclass(frozen=True)
-class Wandb:
+class WandbConfig:
     use: bool = False
     """Set by track=wandb."""
     mode: str | None = None
@@ -204,7 +204,7 @@ class Wandb:
 
 
 @dataclass(frozen=True)
-class TensorBoard:
+class TensorBoardConfig:
     use: bool = False
     """Set by track=tensorboard."""
     folder: str | None = None
@@ -213,14 +213,14 @@ class TensorBoard:
 
 
 @dataclass(frozen=True)
-class Track:
+class TrackConfig:
     """`track=wandb`, `track=tensorboard`, `track=[wandb,tensorboard]` choose what there is beside
     metrics.jsonl."""
 
     progress: str = "auto"
     """`bar`, `lines`, `none`; `auto` is a bar on a terminal and lines elsewhere."""
-    wandb: Wandb = field(default_factory=Wandb)
-    tensorboard: TensorBoard = field(default_factory=TensorBoard)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,11 @@ class Config:
 
     experiment: dict[str, Any] = field(default_factory=dict)
     """`entry` (MODULE:FUNCTION or FILE.py:FUNCTION) and the experiment's own settings."""
-    trainer: Trainer = field(default_factory=Trainer)
-    replica: ReplicaChoice = field(default_factory=ReplicaChoice)
-    launch: Launch = field(default_factory=Launch)
-    track: Track = field(default_factory=Track)
-    run: RunChoice = field(default_factory=RunChoice)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    replica: ReplicaConfig = field(default_factory=ReplicaConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
     rank: int | None = None
     """This process's rank, when ranks are started by hand."""
@@ -252,26 +252,26 @@ class Config:
         return dataclasses.asdict(self)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def experiment_settings(self) -> dict[str, Any]:
         """The experiment's own settings."""
         return {k: v for k, v in self.experiment.items() if k != "entry"}
 
-    def numbers(self) -> dict[str, Any]:
+    def numerics_settings(self) -> dict[str, Any]:
         """The flat settings that decide the numbers of a run, as opposed to where, how long and
         how often it runs. A resumed run must agree on these."""
         flat = flatten(self.to_dict())
         return {
             k: v
             for k, v in flat.items()
-            if k.startswith(_DECIDES_NUMBERS) and _NOT_SAID_BEFORE.get(k) != v
+            if k.startswith(_NUMERICS_KEYS) and _IMPLIED_BEFORE.get(k) != v
         }
 
-    def fingerprint(self) -> str:
-        text = json.dumps(self.numbers(), sort_keys=True)
+    def numerics_fingerprint(self) -> str:
+        text = json.dumps(self.numerics_settings(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_DECIDES_NUMBERS = (
+_NUMERICS_KEYS = (
     "experiment.",
     "seed",
     "trainer.batch_size",
@@ -280,7 +280,7 @@ _DECIDES_NUMBERS = (
     "trainer.warmup_steps",
     "trainer.precision",
 )
-_NOT_SAID_BEFORE = {"trainer.precision": "float32"}
+_IMPLIED_BEFORE = {"trainer.precision": "float32"}
 """Settings that older snapshots do not name, with what was meant."""
 
 
@@ -295,24 +295,24 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Flat keys whose values differ, with both values; a missing one is what was meant, or None."""
-    meant = {k: _NOT_SAID_BEFORE.get(k) for k in sorted(a.keys() | b.keys())}
-    both = {k: (a.get(k, value), b.get(k, value)) for k, value in meant.items()}
+    implied = {k: _IMPLIED_BEFORE.get(k) for k in sorted(a.keys() | b.keys())}
+    both = {k: (a.get(k, value), b.get(k, value)) for k, value in implied.items()}
     return {k: (then, now) for k, (then, now) in both.items() if then != now}
 
 
-def build(data: dict[str, Any]) -> Config:
+def build_config(data: dict[str, Any]) -> Config:
     """A Config from plain data such as a run folder's config.json."""
-    built: Config = _build(Config, data)
+    built: Config = _build_dataclass(Config, data)
     return built
 
 
-def _build(cls: Any, data: dict[str, Any]) -> Any:
+def _build_dataclass(cls: Any, data: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     values = {
-        key: _build(hints[key], value) if dataclasses.is_dataclass(hints[key]) else value
+        key: _build_dataclass(hints[key], value) if dataclasses.is_dataclass(hints[key]) else value
         for key, value in data.items()
         if key in known  # a folder written by a later version may say more
     }

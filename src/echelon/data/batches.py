@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from echelon.data.order import batches_per_epoch
+from echelon.data.sample_order import count_batches
 from echelon.errors import EchelonError, Fault
 
-_COLUMN = (Tensor, np.ndarray)
+_COLUMN_TYPES = (Tensor, np.ndarray)
 _BLOCK_BYTES = 8 << 20
 """Gathering many batches at once makes the cut of one nearly free; more would leave the cache."""
 
@@ -30,32 +30,34 @@ class Batch(NamedTuple):
 
     data: Any
     """What the experiment is given; None where this rank has no sample of the batch."""
-    mine: int
+    sample_count: int
     """Samples in it."""
 
 
-class Cut(NamedTuple):
+class BlockSlice(NamedTuple):
     """The same, of a block on the GPU, not yet cut out: a captured step does it by itself."""
 
     block: tuple[Tensor, ...]
     start: int
-    mine: int
+    sample_count: int
 
     @property
     def data(self) -> tuple[Tensor, ...] | None:
-        if not self.mine:
+        if not self.sample_count:
             return None
-        return tuple(_aligned(t[self.start : self.start + self.mine]) for t in self.block)
+        return tuple(
+            _align_memory(t[self.start : self.start + self.sample_count]) for t in self.block
+        )
 
 
-class Order(Protocol):
+class BatchOrder(Protocol):
     """Which samples this rank takes, batch by batch: EpochOrder to train, WholeBatches to judge."""
 
     def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]: ...
 
 
 @dataclass(frozen=True)
-class WholeBatches:
+class EvalOrder:
     """Every world_size-th batch, whole and unshuffled.
 
     A batch is never cut between ranks, because a matrix product may round differently for another
@@ -68,54 +70,62 @@ class WholeBatches:
     world_size: int
 
     @property
-    def most(self) -> int:
+    def max_batches(self) -> int:
         """Batches of the rank that has most; the others have as many or one less."""
-        return -(-batches_per_epoch(self.size, self.batch_size) // self.world_size)
+        return -(-count_batches(self.size, self.batch_size) // self.world_size)
 
     def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
-        last = batches_per_epoch(self.size, self.batch_size)
+        last = count_batches(self.size, self.batch_size)
         for number in range(first_batch + self.rank, last, self.world_size):
             start = number * self.batch_size
             stop = min(start + self.batch_size, self.size)
             yield torch.arange(start, stop), [stop - start]
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where samples come from."""
 
     def __len__(self) -> int: ...
 
-    home: torch.device
+    storage_device: torch.device
     """Where the samples lie, and where an order is best drawn."""
 
-    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch | Cut]:
+    def batches(
+        self, order: BatchOrder, first: int, device: torch.device
+    ) -> Iterator[Batch | BlockSlice]:
         """This rank's share of every global batch from number `first` on."""
         ...
 
 
-def source_of(data: Any, name: str, workers: int, device: torch.device) -> Source:
+def make_source(data: Any, name: str, workers: int, device: torch.device) -> BatchSource:
     """The source for what an experiment gave as data."""
-    if (columns := columns_of(data)) is not None:
+    if (columns := get_columns(data)) is not None:
         if not all(t.ndim for t in columns):
-            raise _fault(f"{name} has a tensor without rows", "give each one row per sample")
+            raise _make_data_error(
+                f"{name} has a tensor without rows", "give each one row per sample"
+            )
         sizes = [len(t) for t in columns]
         if len(set(sizes)) > 1:
-            raise _fault(f"the tensors of {name} have {sizes} rows", "give each one row per sample")
-        source: Source = TensorSource(tuple(_as_tensor(t, name) for t in columns), device)
-    elif _by_index(data):
+            raise _make_data_error(
+                f"the tensors of {name} have {sizes} rows", "give each one row per sample"
+            )
+        source: BatchSource = TensorSource(tuple(_as_tensor(t, name) for t in columns), device)
+    elif _is_indexable(data):
         source = DatasetSource(data, workers)
     else:
-        raise _not_by_index(data, name)
+        raise _make_not_indexable_error(data, name)
     if len(source) == 0:
-        raise _fault(f"{name} has no samples", "give at least one")
+        raise _make_data_error(f"{name} has no samples", "give at least one")
     return source
 
 
-def columns_of(data: Any) -> tuple[Any, ...] | None:
+def get_columns(data: Any) -> tuple[Any, ...] | None:
     """The tensors or arrays that are all of the data, where they are."""
-    if isinstance(data, _COLUMN):
+    if isinstance(data, _COLUMN_TYPES):
         return (data,)
-    is_columns = isinstance(data, Sequence) and data and all(isinstance(t, _COLUMN) for t in data)
+    is_columns = (
+        isinstance(data, Sequence) and data and all(isinstance(t, _COLUMN_TYPES) for t in data)
+    )
     return tuple(data) if is_columns else None
 
 
@@ -127,28 +137,28 @@ def _as_tensor(column: Any, name: str) -> Tensor:
         try:
             return torch.from_numpy(column.copy() if min(column.strides) < 0 else column)
         except (TypeError, ValueError) as error:
-            raise _fault(
+            raise _make_data_error(
                 f"{name} has a numpy array of dtype {column.dtype}, which torch does not take",
                 "give numbers: array.astype('float32')",
             ) from error
 
 
-def _not_by_index(data: Any, name: str) -> EchelonError:
+def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
     from torch.utils.data import DataLoader
 
     if isinstance(data, DataLoader):
-        return _fault(
+        return _make_data_error(
             f"{name} is a DataLoader, but every process makes its own share of each batch",
             "give its dataset, loader.dataset, and set trainer.batch_size and "
             "trainer.loader_workers",
         )
-    return _fault(
+    return _make_data_error(
         f"{name} is of type {type(data).__name__}, which has no length or no samples by index",
         "give a tuple of tensors, or a Dataset with __len__ and __getitem__",
     )
 
 
-def _by_index(data: Any) -> bool:
+def _is_indexable(data: Any) -> bool:
     """torch's IterableDataset inherits a __getitem__ that only raises."""
     from torch.utils.data import IterableDataset
 
@@ -162,49 +172,57 @@ class TensorSource:
     def __init__(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
         self.row_bytes = sum(t[:1].numel() * t.element_size() for t in tensors)
         self.tensors = tensors
-        if device.type == "cuda" and self._fits(device):
+        if device.type == "cuda" and self._fits_on_device(device):
             self.tensors = tuple(t.to(device) for t in tensors)
-        self.home = self.tensors[0].device
-        self._block_bytes = _BLOCK_BYTES if self.home.type == "cpu" else _BLOCK_BYTES_CUDA
+        self.storage_device = self.tensors[0].device
+        self._block_bytes = _BLOCK_BYTES if self.storage_device.type == "cpu" else _BLOCK_BYTES_CUDA
 
-    def _fits(self, device: torch.device) -> bool:
+    def _fits_on_device(self, device: torch.device) -> bool:
         free, _ = torch.cuda.mem_get_info(device)
         return self.row_bytes * len(self) < free // 4
 
     def __len__(self) -> int:
         return len(self.tensors[0])
 
-    def largest_block(self, share: int) -> int:
+    def compute_block_rows(self, batch_rows: int) -> int:
         """Rows of the largest block of whole batches of `share` rows."""
-        return max(share, self._block_bytes // max(1, self.row_bytes) // share * share)
+        return max(
+            batch_rows, self._block_bytes // max(1, self.row_bytes) // batch_rows * batch_rows
+        )
 
-    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch | Cut]:
+    def batches(
+        self, order: BatchOrder, first: int, device: torch.device
+    ) -> Iterator[Batch | BlockSlice]:
         for indices, counts in order.blocks(first):
             rows_at_once = max(1, self._block_bytes // max(1, self.row_bytes))
-            for rows, sizes in _bounded(indices.to(self.home), counts, rows_at_once):
+            for rows, sizes in _group_batches(
+                indices.to(self.storage_device), counts, rows_at_once
+            ):
                 gathered = tuple(t.index_select(0, rows).to(device) for t in self.tensors)
-                if self.home.type != "cpu":
+                if self.storage_device.type != "cpu":
                     starts = accumulate(sizes, initial=0)
                     for start, mine in zip(starts, sizes, strict=False):
-                        yield Cut(gathered, start, mine)
+                        yield BlockSlice(gathered, start, mine)
                     continue
                 pieces = zip(*(torch.split(t, sizes) for t in gathered), strict=True)
                 for data, mine in zip(pieces, sizes, strict=True):
-                    yield Batch(tuple(map(_aligned, data)) if mine else None, mine)
+                    yield Batch(tuple(map(_align_memory, data)) if mine else None, mine)
 
 
-def _aligned(piece: Tensor) -> Tensor:
+def _align_memory(piece: Tensor) -> Tensor:
     """Matrix products may round differently by where their rows lie in memory, and a resumed run
     gathers other blocks: a batch lies as if it had been gathered alone."""
     return piece if piece.storage_offset() * piece.element_size() % 64 == 0 else piece.clone()
 
 
-def _bounded(indices: Tensor, counts: list[int], most: int) -> Iterator[tuple[Tensor, list[int]]]:
+def _group_batches(
+    indices: Tensor, counts: list[int], max_rows: int
+) -> Iterator[tuple[Tensor, list[int]]]:
     """Runs of whole batches of at most so many rows, or one batch where it is larger."""
     begin, size = 0, 0
     run: list[int] = []
     for count in counts:
-        if run and size + count > most:
+        if run and size + count > max_rows:
             yield indices[begin : begin + size], run
             begin, size, run = begin + size, 0, []
         size += count
@@ -219,18 +237,20 @@ class DatasetSource:
     def __init__(self, dataset: Any, workers: int) -> None:
         self.dataset = dataset
         self.workers = workers
-        self.home = torch.device("cpu")
+        self.storage_device = torch.device("cpu")
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batches(self, order: Order, first: int, device: torch.device) -> Iterator[Batch]:
-        shares = _Shares(order, first)
-        fetched = self._loaded(shares, device) if self.workers else map(self._fetch, shares)
+    def batches(self, order: BatchOrder, first: int, device: torch.device) -> Iterator[Batch]:
+        shares = _RankShares(order, first)
+        fetched = (
+            self._iter_loader(shares, device) if self.workers else map(self._collate_rows, shares)
+        )
         for rows, data in zip(shares, fetched, strict=True):
-            yield Batch(_to(data, device) if rows else None, len(rows))
+            yield Batch(_move_to_device(data, device) if rows else None, len(rows))
 
-    def _fetch(self, rows: list[int]) -> Any:
+    def _collate_rows(self, rows: list[int]) -> Any:
         from torch.utils.data import default_collate
 
         if not rows:
@@ -239,13 +259,13 @@ class DatasetSource:
             return default_collate(self.dataset.__getitems__(rows))
         return default_collate([self.dataset[i] for i in rows])
 
-    def _loaded(self, shares: _Shares, device: torch.device) -> Iterator[Any]:
+    def _iter_loader(self, shares: _RankShares, device: torch.device) -> Iterator[Any]:
         from torch.utils.data import DataLoader
 
         loader = iter(
             DataLoader(
                 self.dataset,
-                batch_sampler=_NonEmpty(shares),  # torch's loader cannot fetch an empty share
+                batch_sampler=_NonEmptyShares(shares),  # torch's loader cannot fetch an empty share
                 num_workers=self.workers,
                 pin_memory=device.type == "cuda",
                 # The loader draws its workers' seed when it starts, and a resumed run starts it
@@ -258,10 +278,10 @@ class DatasetSource:
 
 
 @dataclass(frozen=True)
-class _Shares:
+class _RankShares:
     """The rows of this rank, batch by batch; can be iterated again at the cost of drawing again."""
 
-    order: Order
+    order: BatchOrder
     first: int
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -272,18 +292,18 @@ class _Shares:
 
 
 @dataclass(frozen=True)
-class _NonEmpty:
-    shares: _Shares
+class _NonEmptyShares:
+    shares: _RankShares
 
     def __iter__(self) -> Iterator[list[int]]:
         return filter(None, iter(self.shares))
 
 
-def _to(data: Any, device: torch.device) -> Any:
+def _move_to_device(data: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return data
     return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), data)
 
 
-def _fault(what: str, do: str) -> EchelonError:
+def _make_data_error(what: str, do: str) -> EchelonError:
     return EchelonError(Fault(what, do))

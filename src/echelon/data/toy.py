@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def linear_data(samples: int, features: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
+def make_linear_data(samples: int, features: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randn(features, 1, generator=generator)

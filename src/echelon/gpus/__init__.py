@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.gpus.visible import visible_count
+from echelon.gpus.visible_devices import count_visible_gpus
 
-__all__ = ["visible_count"]
+__all__ = ["count_visible_gpus"]

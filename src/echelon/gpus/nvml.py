@@ -22,11 +22,11 @@ LOST, RESET_REQUIRED, VERSION_MISMATCH = 15, 16, 18
 
 _UNKNOWN_MEMORY = 0xFFFF_FFFF_FFFF_FFFF
 _UNWRITTEN = b"\xa5"
-_MOST = 1 << 15
+_MAX_PROCESSES = 1 << 15
 """Processes; a driver that wants room for more has lost its mind."""
-_PROCESS, _PROCESS_V1 = 24, 16
+_PROCESS_BYTES, _PROCESS_V1_BYTES = 24, 16
 """Bytes of a process in NVML's lists."""
-_PROCESS_WIDE = 32
+_PROCESS_WIDE_BYTES = 32
 """Some drivers of 2023 append a field without saying so."""
 
 
@@ -36,114 +36,118 @@ class NvmlError(Exception):
         self.code = code
 
 
-class Used(NamedTuple):
+class NvmlProcess(NamedTuple):
     """A process on a device, as the driver lists it."""
 
     pid: int
-    memory: int | None
+    memory_bytes: int | None
     """In bytes."""
 
 
-class Memory(NamedTuple):
+class GpuMemory(NamedTuple):
     """In bytes."""
 
-    used: int
-    total: int
-    exact: bool
+    used_bytes: int
+    total_bytes: int
+    excludes_reserved: bool
     """Whether what the driver keeps for itself is left out of `used`."""
 
 
-class Device(NamedTuple):
+class NvmlDevice(NamedTuple):
     """A GPU, or a slice of one. What it cannot tell is None; only a lost one is an error."""
 
     nvml: Nvml
     handle: c_void_p
 
-    def name(self) -> str | None:
-        return self.nvml.text("nvmlDeviceGetName", self.handle)
+    def read_name(self) -> str | None:
+        return self.nvml.query_text("nvmlDeviceGetName", self.handle)
 
-    def uuid(self) -> str | None:
-        return self.nvml.text("nvmlDeviceGetUUID", self.handle)
+    def read_uuid(self) -> str | None:
+        return self.nvml.query_text("nvmlDeviceGetUUID", self.handle)
 
-    def use_percent(self) -> int | None:
+    def read_use_percent(self) -> int | None:
         rates = (c_uint * 2)()  # of the processors, of the way to the memory
-        told = self.nvml.told("nvmlDeviceGetUtilizationRates", self.handle, byref(rates))
+        told = self.nvml.try_call("nvmlDeviceGetUtilizationRates", self.handle, byref(rates))
         return rates[0] if told else None
 
-    def temperature_c(self) -> int | None:
-        return self.nvml.number("nvmlDeviceGetTemperature", self.handle, c_uint(0))
+    def read_temperature_c(self) -> int | None:
+        return self.nvml.read_uint("nvmlDeviceGetTemperature", self.handle, c_uint(0))
 
-    def power_w(self) -> float | None:
-        return _watts(self.nvml.number("nvmlDeviceGetPowerUsage", self.handle))
+    def read_power_w(self) -> float | None:
+        return _to_watts(self.nvml.read_uint("nvmlDeviceGetPowerUsage", self.handle))
 
-    def power_limit_w(self) -> float | None:
-        return _watts(self.nvml.number("nvmlDeviceGetEnforcedPowerLimit", self.handle))
+    def read_power_limit_w(self) -> float | None:
+        return _to_watts(self.nvml.read_uint("nvmlDeviceGetEnforcedPowerLimit", self.handle))
 
-    def fan_percent(self) -> int | None:
-        return self.nvml.number("nvmlDeviceGetFanSpeed", self.handle)
+    def read_fan_percent(self) -> int | None:
+        return self.nvml.read_uint("nvmlDeviceGetFanSpeed", self.handle)
 
-    def capability(self) -> tuple[int, int] | None:
+    def read_compute_capability(self) -> tuple[int, int] | None:
         major, minor = c_uint(), c_uint()
         name = "nvmlDeviceGetCudaComputeCapability"
-        told = self.nvml.told(name, self.handle, byref(major), byref(minor))
+        told = self.nvml.try_call(name, self.handle, byref(major), byref(minor))
         return (major.value, minor.value) if told else None
 
-    def memory_errors(self) -> int:
+    def count_memory_errors(self) -> int:
         """That could not be corrected, since the driver was loaded; 0 without ECC."""
         errors, uncorrected, since_loaded = c_ulonglong(), c_uint(1), c_uint(0)
         name = "nvmlDeviceGetTotalEccErrors"
-        self.nvml.told(name, self.handle, uncorrected, since_loaded, byref(errors))
+        self.nvml.try_call(name, self.handle, uncorrected, since_loaded, byref(errors))
         return errors.value
 
-    def memory(self) -> Memory | None:
+    def read_memory(self) -> GpuMemory | None:
         newer = (c_ulonglong * 5)()  # version, total, reserved, free, used
         newer[0] = ctypes.sizeof(newer) | 2 << 24
-        if self.nvml.told("nvmlDeviceGetMemoryInfo_v2", self.handle, byref(newer)):
-            return Memory(newer[4], newer[1], exact=True)
+        if self.nvml.try_call("nvmlDeviceGetMemoryInfo_v2", self.handle, byref(newer)):
+            return GpuMemory(newer[4], newer[1], excludes_reserved=True)
         older = (c_ulonglong * 3)()  # total, free, used
-        if self.nvml.told("nvmlDeviceGetMemoryInfo", self.handle, byref(older)):
-            return Memory(older[2], older[0], exact=False)
+        if self.nvml.try_call("nvmlDeviceGetMemoryInfo", self.handle, byref(older)):
+            return GpuMemory(older[2], older[0], excludes_reserved=False)
         return None
 
-    def processes(self) -> list[Used] | None:
+    def list_processes(self) -> list[NvmlProcess] | None:
         """Those that compute and those that draw; None: the driver does not tell."""
-        computing = self._list_of("nvmlDeviceGetComputeRunningProcesses")
-        drawing = self._list_of("nvmlDeviceGetGraphicsRunningProcesses")
+        computing = self._list_by_newest_call("nvmlDeviceGetComputeRunningProcesses")
+        drawing = self._list_by_newest_call("nvmlDeviceGetGraphicsRunningProcesses")
         if computing is None and drawing is None:
             return None
         both = {used.pid: used for used in [*(drawing or ()), *(computing or ())]}
         return list(both.values())
 
-    def _list_of(self, name: str) -> list[Used] | None:
-        for version, size in (("_v3", _PROCESS), ("_v2", _PROCESS), ("", _PROCESS_V1)):
-            if (found := self._list_by(name + version, size)) is not None:
+    def _list_by_newest_call(self, name: str) -> list[NvmlProcess] | None:
+        for version, size in (
+            ("_v3", _PROCESS_BYTES),
+            ("_v2", _PROCESS_BYTES),
+            ("", _PROCESS_V1_BYTES),
+        ):
+            if (found := self._list_by_call(name + version, size)) is not None:
                 return found
         return None
 
-    def _list_by(self, name: str, size: int) -> list[Used] | None:
+    def _list_by_call(self, name: str, size: int) -> list[NvmlProcess] | None:
         """More may come between the answer how many there are and the next question."""
         room, code = 0, INSUFFICIENT_SIZE
-        while code == INSUFFICIENT_SIZE and room < _MOST:
+        while code == INSUFFICIENT_SIZE and room < _MAX_PROCESSES:
             count = c_uint(room)
-            buffer = ctypes.create_string_buffer(_UNWRITTEN * (_PROCESS_WIDE * room + 1))
-            code = self.nvml.code(name, self.handle, byref(count), buffer if room else None)
+            buffer = ctypes.create_string_buffer(_UNWRITTEN * (_PROCESS_WIDE_BYTES * room + 1))
+            code = self.nvml.call(name, self.handle, byref(count), buffer if room else None)
             room = max(room, count.value) + 8
         if code in (LOST, RESET_REQUIRED):
             raise NvmlError(code)
-        return _unpacked(buffer.raw, count.value, size) if code == SUCCESS else None
+        return _unpack_processes(buffer.raw, count.value, size) if code == SUCCESS else None
 
-    def is_cut_up(self) -> bool:
+    def is_mig_enabled(self) -> bool:
         """By MIG, into slices."""
         now, later = c_uint(), c_uint()
-        told = self.nvml.told("nvmlDeviceGetMigMode", self.handle, byref(now), byref(later))
+        told = self.nvml.try_call("nvmlDeviceGetMigMode", self.handle, byref(now), byref(later))
         return told and bool(now.value)
 
-    def slices(self) -> Iterator[Device]:
-        most = self.nvml.number("nvmlDeviceGetMaxMigDeviceCount", self.handle) or 0
+    def iter_slices(self) -> Iterator[NvmlDevice]:
+        most = self.nvml.read_uint("nvmlDeviceGetMaxMigDeviceCount", self.handle) or 0
         for index in range(most):
-            slice_ = Device(self.nvml, c_void_p())
+            slice_ = NvmlDevice(self.nvml, c_void_p())
             name = "nvmlDeviceGetMigDeviceHandleByIndex"
-            if self.nvml.told(name, self.handle, c_uint(index), byref(slice_.handle)):
+            if self.nvml.try_call(name, self.handle, c_uint(index), byref(slice_.handle)):
                 yield slice_
 
 
@@ -155,59 +159,59 @@ class Nvml:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError:
             raise NvmlError(NO_LIBRARY) from None
-        self._demand("nvmlInit_v2")
+        self._call_or_raise("nvmlInit_v2")
 
     def close(self) -> None:
-        self.code("nvmlShutdown")
+        self.call("nvmlShutdown")
 
-    def driver(self) -> str | None:
-        return self.text("nvmlSystemGetDriverVersion")
+    def read_driver_version(self) -> str | None:
+        return self.query_text("nvmlSystemGetDriverVersion")
 
-    def cuda(self) -> str | None:
+    def read_cuda_version(self) -> str | None:
         """The newest that the driver supports."""
-        number = self.number("nvmlSystemGetCudaDriverVersion_v2")
-        number = number or self.number("nvmlSystemGetCudaDriverVersion")
+        number = self.read_uint("nvmlSystemGetCudaDriverVersion_v2")
+        number = number or self.read_uint("nvmlSystemGetCudaDriverVersion")
         return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
-    def count(self) -> int:
+    def count_devices(self) -> int:
         count = c_uint()
-        self._demand("nvmlDeviceGetCount_v2", byref(count))
+        self._call_or_raise("nvmlDeviceGetCount_v2", byref(count))
         return count.value
 
-    def device(self, index: int) -> Device:
-        device = Device(self, c_void_p())
-        self._demand("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device.handle))
+    def open_device(self, index: int) -> NvmlDevice:
+        device = NvmlDevice(self, c_void_p())
+        self._call_or_raise("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device.handle))
         return device
 
     # --- one call ---
 
-    def code(self, name: str, *arguments: Any) -> int:
+    def call(self, name: str, *arguments: Any) -> int:
         function = getattr(self._library, name, None)
         return int(function(*arguments)) if function else NO_FUNCTION
 
-    def told(self, name: str, *arguments: Any) -> bool:
-        code = self.code(name, *arguments)
+    def try_call(self, name: str, *arguments: Any) -> bool:
+        code = self.call(name, *arguments)
         if code in (LOST, RESET_REQUIRED):
             raise NvmlError(code)
         return code == SUCCESS
 
-    def number(self, name: str, *arguments: Any) -> int | None:
+    def read_uint(self, name: str, *arguments: Any) -> int | None:
         value = c_uint()
-        return value.value if self.told(name, *arguments, byref(value)) else None
+        return value.value if self.try_call(name, *arguments, byref(value)) else None
 
-    def text(self, name: str, *arguments: Any) -> str | None:
+    def query_text(self, name: str, *arguments: Any) -> str | None:
         buffer = ctypes.create_string_buffer(96)
-        if not self.told(name, *arguments, buffer, c_uint(len(buffer))):
+        if not self.try_call(name, *arguments, buffer, c_uint(len(buffer))):
             return None
         return buffer.value.decode(errors="replace")
 
-    def _demand(self, name: str, *arguments: Any) -> None:
-        if code := self.code(name, *arguments):
+    def _call_or_raise(self, name: str, *arguments: Any) -> None:
+        if code := self.call(name, *arguments):
             raise NvmlError(code)
 
 
 @contextmanager
-def opened() -> Iterator[Nvml]:
+def open_nvml() -> Iterator[Nvml]:
     nvml = Nvml()
     try:
         yield nvml
@@ -215,14 +219,14 @@ def opened() -> Iterator[Nvml]:
         nvml.close()
 
 
-def _watts(milliwatts: int | None) -> float | None:
+def _to_watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _unpacked(raw: bytes, count: int, size: int) -> list[Used]:
+def _unpack_processes(raw: bytes, count: int, size: int) -> list[NvmlProcess]:
     """What was written tells how wide an entry is."""
-    beyond = raw[_PROCESS * count : _PROCESS_WIDE * count]
-    if size == _PROCESS and beyond.strip(_UNWRITTEN):
-        size = _PROCESS_WIDE
+    beyond = raw[_PROCESS_BYTES * count : _PROCESS_WIDE_BYTES * count]
+    if size == _PROCESS_BYTES and beyond.strip(_UNWRITTEN):
+        size = _PROCESS_WIDE_BYTES
     entries = [struct.unpack_from("=I4xQ", raw, size * i) for i in range(count)]
-    return [Used(pid, None if m == _UNKNOWN_MEMORY else m) for pid, m in entries]
+    return [NvmlProcess(pid, None if m == _UNKNOWN_MEMORY else m) for pid, m in entries]

@@ -13,105 +13,109 @@ from contextlib import suppress
 from typing import NamedTuple
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-STATUS, CONFIG = "status.json", "config.json"
+STATUS_FILE, CONFIG_FILE = "status.json", "config.json"
 """Of a run. `runs` has all its names, but this file goes to machines without Echelon."""
-_FIRST_NAMESPACE = 0xEFFF_FFFC
+_INITIAL_PID_NAMESPACE = 0xEFFF_FFFC
 """The number that Linux gives to the namespace of all processes."""
 
 
-class Facts(NamedTuple):
+class ProcessInfo(NamedTuple):
     """What hardly changes while a process lives."""
 
-    born: int
+    start_ticks: int
     """In ticks since the machine started; with its number, a process is never taken for another."""
     user: str
     command: str
     job: str | None
     run_folder: str | None
 
-    read_at_s: float
+    age_when_read_s: float
     """How old it was then."""
 
-    def is_settled(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """A young process may yet become another program, or open the folder of its run; so it is
         read again whenever it has become twice as old."""
-        return self.age_s() < 2 * self.read_at_s + 2
+        return self.compute_age_s() < 2 * self.age_when_read_s + 2
 
-    def age_s(self) -> float:
-        return _age_s(self.born)
+    def compute_age_s(self) -> float:
+        return _compute_age_s(self.start_ticks)
 
 
-def born(pid: int) -> int | None:
+def read_start_ticks(pid: int) -> int | None:
     """None: there is no such process here."""
-    stat = _read(pid, "stat")
+    stat = _read_proc_file(pid, "stat")
     return int(stat.rpartition(b")")[2].split()[19]) if stat else None
 
 
-def parent(pid: int) -> int | None:
-    stat = _read(pid, "stat")
+def read_parent_pid(pid: int) -> int | None:
+    stat = _read_proc_file(pid, "stat")
     return int(stat.rpartition(b")")[2].split()[1]) if stat else None
 
 
-def facts(pid: int) -> Facts | None:
-    begun = born(pid)
+def read_process_info(pid: int) -> ProcessInfo | None:
+    begun = read_start_ticks(pid)
     if begun is None:
         return None
-    files = _open_files(pid)
-    if _is_nested() and files and not any(file.startswith("/dev/nvidia") for file in files):
+    files = _list_open_files(pid)
+    if (
+        _is_in_pid_namespace()
+        and files
+        and not any(file.startswith("/dev/nvidia") for file in files)
+    ):
         return None  # the driver means a process outside, which has the same number there
-    known = (_user(pid), _command(pid), _job(pid), _run_folder(files))
-    return Facts(begun, *known, read_at_s=_age_s(begun))
+    known = (_read_user(pid), _read_command(pid), _read_slurm_job(pid), _find_run_folder(files))
+    return ProcessInfo(begun, *known, age_when_read_s=_compute_age_s(begun))
 
 
-def _age_s(born: int) -> float:
+def _compute_age_s(born: int) -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born / _TICKS_PER_S)
 
 
-def name_of(uid: int) -> str:
+def look_up_user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
 
 
-def _user(pid: int) -> str:
-    for line in (_read(pid, "status") or b"").splitlines():
+def _read_user(pid: int) -> str:
+    for line in (_read_proc_file(pid, "status") or b"").splitlines():
         if line.startswith(b"Uid:"):
-            return name_of(int(line.split()[1]))
+            return look_up_user_name(int(line.split()[1]))
     return "?"
 
 
-def _command(pid: int) -> str:
+def _read_command(pid: int) -> str:
     """In one line of letters: what a process calls itself may hold a terminal's commands."""
-    words = (_read(pid, "cmdline") or b"").replace(b"\0", b" ").strip()
+    words = (_read_proc_file(pid, "cmdline") or b"").replace(b"\0", b" ").strip()
     if not words:
-        return f"[{_shown(_read(pid, 'comm') or b'?')}]"
+        return f"[{_make_printable(_read_proc_file(pid, 'comm') or b'?')}]"
     # A process that gives itself a title puts all of it into its first word.
     program, space, rest = words.partition(b" ")
-    return _shown((os.path.basename(program) or program) + space + rest)
+    return _make_printable((os.path.basename(program) or program) + space + rest)
 
 
-def _shown(raw: bytes) -> str:
+def _make_printable(raw: bytes) -> str:
     text = " ".join(raw.decode(errors="replace").split())
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _job(pid: int) -> str | None:
+def _read_slurm_job(pid: int) -> str | None:
     """By its variables; those of others cannot be read, but its control group can."""
-    told = dict(
+    variables = dict(
         pair.split(b"=", 1)
-        for pair in (_read(pid, "environ") or b"").split(b"\0")
+        for pair in (_read_proc_file(pid, "environ") or b"").split(b"\0")
         if pair.startswith(b"SLURM_") and b"=" in pair
     )
-    if array := told.get(b"SLURM_ARRAY_JOB_ID"):
-        return _shown(array + b"_" + told.get(b"SLURM_ARRAY_TASK_ID", b"?"))
-    if job := told.get(b"SLURM_JOB_ID"):
-        return _shown(job)
-    found = re.search(rb"/job_(\d+)", _read(pid, "cgroup") or b"")
+    if array := variables.get(b"SLURM_ARRAY_JOB_ID"):
+        return _make_printable(array + b"_" + variables.get(b"SLURM_ARRAY_TASK_ID", b"?"))
+    if job := variables.get(b"SLURM_JOB_ID"):
+        return _make_printable(job)
+    found = re.search(rb"/job_(\d+)", _read_proc_file(pid, "cgroup") or b"")
     return found[1].decode() if found else None
 
 
-def _open_files(pid: int) -> list[str]:
+def _list_open_files(pid: int) -> list[str]:
     found = []
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -120,23 +124,23 @@ def _open_files(pid: int) -> list[str]:
     return found
 
 
-def _run_folder(files: list[str]) -> str | None:
+def _find_run_folder(files: list[str]) -> str | None:
     """Every rank of a run has a file of its folder open: its log, its pulse, or the metrics."""
     folders = {os.path.dirname(file) for file in files if file.startswith("/")}
     for folder in sorted(folders):
         run = os.path.dirname(folder) if folder.endswith("/logs") else folder
-        if os.path.exists(f"{run}/{STATUS}") and os.path.exists(f"{run}/{CONFIG}"):
+        if os.path.exists(f"{run}/{STATUS_FILE}") and os.path.exists(f"{run}/{CONFIG_FILE}"):
             return run
     return None
 
 
-def _is_nested() -> bool:
+def _is_in_pid_namespace() -> bool:
     with suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino != _FIRST_NAMESPACE
+        return os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE
     return False
 
 
-def _read(pid: int, name: str) -> bytes | None:
+def _read_proc_file(pid: int, name: str) -> bytes | None:
     try:
         with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
             return file.read()

@@ -18,12 +18,12 @@ _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that 
 _STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
-class Screen:
+class FullScreenTerminal:
     def __init__(self) -> None:
         self._shown: list[str] = []
         self._size = (0, 0)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The terminal shows something else by now."""
         self._size = (0, 0)
 
@@ -32,9 +32,9 @@ class Screen:
         if size != self._size:  # what was drawn has been wrapped or cut
             self._shown, self._size = [], size
             sys.stdout.write("\x1b[2J")
-        page = fitting(lines, size.lines)
+        page = fit_to_height(lines, size.lines)
         changed = [
-            f"\x1b[{number};1H{line}{_rest(line, size.columns)}"
+            f"\x1b[{number};1H{line}{_erase_rest(line, size.columns)}"
             for number, line in enumerate(page, 1)
             if number > len(self._shown) or self._shown[number - 1] != line
         ]
@@ -45,12 +45,12 @@ class Screen:
         self._shown = page
 
 
-def _rest(line: str, columns: int) -> str:
+def _erase_rest(line: str, columns: int) -> str:
     """Erases what stood there. A full line leaves the cursor on its last letter, not after it."""
     return "\x1b[K" if len(_STYLE.sub("", line)) < columns else ""
 
 
-def fitting(lines: Sequence[str], height: int) -> list[str]:
+def fit_to_height(lines: Sequence[str], height: int) -> list[str]:
     if len(lines) <= height:
         return list(lines)
     hidden = len(lines) - height + 1
@@ -58,9 +58,9 @@ def fitting(lines: Sequence[str], height: int) -> list[str]:
 
 
 @contextmanager
-def screen() -> Iterator[Screen]:
+def open_full_screen() -> Iterator[FullScreenTerminal]:
     """Whatever ends or stops it, the terminal is as it was."""
-    drawn = Screen()
+    terminal = FullScreenTerminal()
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -70,14 +70,14 @@ def screen() -> Iterator[Screen]:
         os.write(sys.stdout.fileno(), _LEAVE.encode())
         os.kill(os.getpid(), signal.SIGSTOP)
         os.write(sys.stdout.fileno(), _ENTER.encode())
-        drawn.forget()
+        terminal.invalidate()
 
     # INT too: a shell that starts its jobs in the background has it ignored.
     handlers = ((signal.SIGINT, end), (signal.SIGTERM, end), (signal.SIGTSTP, stop))
     before = {number: signal.signal(number, does) for number, does in handlers}
     sys.stdout.write(_ENTER)
     try:
-        yield drawn
+        yield terminal
     finally:
         for number, did in before.items():
             signal.signal(number, did)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from echelon.gpus import words
-from echelon.gpus.layout import Layout, Line, fitted
-from echelon.gpus.snapshot import Gpu, Node, Process, Slice
+from echelon.gpus import formatting
+from echelon.gpus.state import Gpu, GpuNode, GpuProcess, MigSlice
+from echelon.gpus.table_layout import GpuTableLayout, StyledLine, fit_layout
 from echelon.utils.text import truncate_text
 
 STYLES = {
@@ -20,32 +20,34 @@ STYLES = {
 _HOT_C, _WARM_C = 85, 75
 
 
-def painted(line: Line, colour: bool) -> str:
+def paint_line(line: StyledLine, colour: bool) -> str:
     if not colour:
         return "".join(text for text, _ in line).rstrip()
     return "".join(f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style else text for text, style in line)
 
 
-def table(nodes: Sequence[Node], width: int, me: str = "", clock: str = "") -> list[Line]:
+def render_gpu_table(
+    nodes: Sequence[GpuNode], width: int, me: str = "", clock: str = ""
+) -> list[StyledLine]:
     """`me`: whose processes stand out."""
-    lines: list[Line] = []
-    layout = fitted(nodes, width)
+    lines: list[StyledLine] = []
+    layout = fit_layout(nodes, width)
     for node in nodes:
         if lines:
             lines.append([])
-        lines.append(_heading(node, width, clock))
+        lines.append(_render_heading(node, width, clock))
         if node.gpus:
-            lines += layout.titles()
+            lines += layout.render_headers()
         for gpu in node.gpus:
-            lines += _of_gpu(gpu, layout, me)
-    return [_clipped(line, width) for line in lines]
+            lines += _render_gpu(gpu, layout, me)
+    return [_clip_line(line, width) for line in lines]
 
 
-def _clipped(line: Line, width: int) -> Line:
+def _clip_line(line: StyledLine, width: int) -> StyledLine:
     """A line that wraps would push the rest off the screen."""
     if sum(len(text) for text, _ in line) <= width:
         return line
-    clipped: Line = []
+    clipped: StyledLine = []
     left = width - 1
     for text, style in line:
         clipped.append((text[:left], style))
@@ -53,9 +55,12 @@ def _clipped(line: Line, width: int) -> Line:
     return [*clipped, ("…", "")]
 
 
-def _heading(node: Node, width: int, clock: str) -> Line:
+def _render_heading(node: GpuNode, width: int, clock: str) -> StyledLine:
     if node.fault and not node.gpus:
-        return [(node.host, "bold"), (_cut(f"  {node.fault}", width - len(node.host)), "yellow")]
+        return [
+            (node.host, "bold"),
+            (_cut_text(f"  {node.fault}", width - len(node.host)), "yellow"),
+        ]
     idle = sum(gpu.idle for gpu in node.gpus)
     count = len(node.gpus)
     facts = [f"{count} GPU{'s' * (count != 1)}, {idle} idle"]
@@ -68,21 +73,21 @@ def _heading(node: Node, width: int, clock: str) -> Line:
         text = "".join(f" · {fact}" for fact in facts)
     line = [(node.host, "bold"), (text, "dim")]
     if stale:
-        line.append((_cut(stale, width - len(node.host) - len(text)), "yellow"))
+        line.append((_cut_text(stale, width - len(node.host) - len(text)), "yellow"))
     elif clock and space > len(text):
         line.append((f"{clock:>{space - len(text) + len(clock)}}", "dim"))
     return line
 
 
-def _cut(text: str, width: int) -> str:
+def _cut_text(text: str, width: int) -> str:
     return truncate_text(text, max(1, width))
 
 
 # --- rows ---
 
 
-def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
-    yield _gpu_row(gpu, layout)
+def _render_gpu(gpu: Gpu, layout: GpuTableLayout, me: str) -> Iterator[StyledLine]:
+    yield _render_gpu_row(gpu, layout)
     indent = " " * (layout.number + 2)
     if not gpu.processes_told:
         yield [
@@ -92,44 +97,46 @@ def _of_gpu(gpu: Gpu, layout: Layout, me: str) -> Iterator[Line]:
             )
         ]
     for process in gpu.processes:
-        yield _process_row(process, layout, me)
+        yield _render_process_row(process, layout, me)
     for part in gpu.slices:
-        yield _slice_row(part, layout)
+        yield _render_slice_row(part, layout)
         for process in part.processes:
-            yield _process_row(process, layout, me)
+            yield _render_process_row(process, layout, me)
 
 
-def _gpu_row(gpu: Gpu, layout: Layout) -> Line:
+def _render_gpu_row(gpu: Gpu, layout: GpuTableLayout) -> StyledLine:
     index = (f"{gpu.index:>{layout.number}}", "bold cyan")
-    name = truncate_text(words.model(gpu.name), layout.model or 1)
+    name = truncate_text(formatting.shorten_model_name(gpu.name), layout.model or 1)
     if gpu.fault:
         before = f"  {name:<{layout.model}}" if layout.model else ""
         room = layout.width - layout.number - len(before)
-        return [index, (before, ""), (_cut(f"  {gpu.fault}", room), "bold red")]
-    line: Line = [index]
+        return [index, (before, ""), (_cut_text(f"  {gpu.fault}", room), "bold red")]
+    line: StyledLine = [index]
     if layout.model:
         line.append((f"  {name:<{layout.model}}", "dim" if gpu.idle else ""))
-    line += [("  ", ""), *_bar(gpu.use_percent, layout.bar, "green")]
-    line.append((f"{words.percent(gpu.use_percent):>{layout.use}}", ""))
+    line += [("  ", ""), *_render_bar(gpu.use_percent, layout.bar, "green")]
+    line.append((f"{formatting.format_percent(gpu.use_percent):>{layout.use}}", ""))
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
-    line += [("  ", ""), *_bar(_part(used, total), layout.bar, "blue")]
-    line.append((f"{words.memory(used, total):>{layout.memory}}", ""))
-    temperature = words.temperature(gpu.temperature_c)
-    line.append((f"  {temperature:>{layout.temperature}}", _warmth(gpu.temperature_c)))
+    line += [("  ", ""), *_render_bar(_compute_percent(used, total), layout.bar, "blue")]
+    line.append((f"{formatting.format_memory_use(used, total):>{layout.memory}}", ""))
+    temperature = formatting.format_temperature(gpu.temperature_c)
+    line.append(
+        (f"  {temperature:>{layout.temperature}}", _choose_temperature_style(gpu.temperature_c))
+    )
     if layout.power:
-        line.append((f"  {words.power(gpu):>{layout.power}}", ""))
+        line.append((f"  {formatting.format_power(gpu):>{layout.power}}", ""))
     if layout.fan:
-        line.append((f"  {words.percent(gpu.fan_percent):>{layout.fan}}", ""))
+        line.append((f"  {formatting.format_percent(gpu.fan_percent):>{layout.fan}}", ""))
     return line
 
 
-def _slice_row(part: Slice, layout: Layout) -> Line:
+def _render_slice_row(part: MigSlice, layout: GpuTableLayout) -> StyledLine:
     """Its memory stands under the GPU's."""
     bars = 2 * (layout.bar + 1) if layout.bar else 0
     until = layout.number + layout.model + 2 * bool(layout.model) + 2 + layout.use + 2 + bars
-    name = f"  MIG {part.index}  {words.slice_model(part.name)}"
+    name = f"  MIG {part.index}  {formatting.shorten_slice_name(part.name)}"
     name = name if len(name) < until - layout.number else f"  MIG {part.index}"
-    memory = words.memory(part.memory_used_bytes, part.memory_total_bytes)
+    memory = formatting.format_memory_use(part.memory_used_bytes, part.memory_total_bytes)
     space = " " * layout.number
     return [
         (f"{space}{name:<{max(len(name) + 1, until - layout.number)}}", "cyan"),
@@ -137,21 +144,21 @@ def _slice_row(part: Slice, layout: Layout) -> Line:
     ]
 
 
-def _process_row(process: Process, layout: Layout, me: str) -> Line:
+def _render_process_row(process: GpuProcess, layout: GpuTableLayout, me: str) -> StyledLine:
     cells = (
-        words.pid(process),
-        words.user(process),
-        words.with_unit(process.memory_bytes),
-        words.age(process),
+        formatting.format_pid(process),
+        formatting.format_user(process),
+        formatting.format_memory_size(process.memory_bytes),
+        formatting.format_age(process),
         process.job or "",
         process.run or "",
-        words.command(process),
+        formatting.format_command(process),
     )
     style = "red" if process.orphan else "bold" if me and process.user == me else ""
-    return [(layout.row(cells), style)]
+    return [(layout.render_process_row(cells), style)]
 
 
-def _bar(percent: float | None, width: int, style: str) -> Line:
+def _render_bar(percent: float | None, width: int, style: str) -> StyledLine:
     if not width:
         return []
     full = 0 if percent is None else round(width * min(100.0, percent) / 100)
@@ -159,11 +166,11 @@ def _bar(percent: float | None, width: int, style: str) -> Line:
     return [("━" * full, style), ("─" * (width - full), "dim"), (" ", "")]
 
 
-def _part(used: int | None, total: int | None) -> float | None:
+def _compute_percent(used: int | None, total: int | None) -> float | None:
     return 100 * used / total if used is not None and total else None
 
 
-def _warmth(celsius: int | None) -> str:
+def _choose_temperature_style(celsius: int | None) -> str:
     if celsius is None or celsius < _WARM_C:
         return ""
     return "red" if celsius >= _HOT_C else "yellow"

@@ -6,50 +6,50 @@ import re
 import sys
 
 from echelon.errors import Exit
-from echelon.jobs.follow import BEGIN_WITH, Plain, follow
-from echelon.jobs.reading import Line
-from echelon.jobs.standing import Standing, last_metrics
-from echelon.runs import Run
-from echelon.track.screen import Bar
-from echelon.track.summary import spoken
+from echelon.jobs.follow import INITIAL_LINES, PlainPrinter, follow_run
+from echelon.jobs.log_reader import LogLine
+from echelon.jobs.status import RunStatus, read_last_metrics
+from echelon.runs.run_folder import Run
+from echelon.tracking.progress import ProgressBar
+from echelon.tracking.summary import format_run_argument
 
-_STEP = re.compile(rb"step \d+/\d+  epoch ")
+_STEP_LINE = re.compile(rb"step \d+/\d+  epoch ")
 """What a bar shows better."""
 
 
-def attach(run: Run, begin_with: int = BEGIN_WITH) -> int:
+def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
     """Show what rank 0 says until the run is over; the exit code is the training's."""
-    bar = sys.stderr.isatty() and run.config().track.progress in ("auto", "bar")
-    printer = Attached(run) if bar else Told(run)
+    has_bar = sys.stderr.isatty() and run.read_config().track.progress in ("auto", "bar")
+    printer = ProgressBarPrinter(run) if has_bar else StatusPrinter(run)
     try:
-        standing = follow(run, lambda: _names(run), printer, begin_with, printer.tell)
+        status = follow_run(run, lambda: _list_log_names(run), printer, initial_lines, printer.tell)
     except KeyboardInterrupt:
         printer.close()
-        hint = f"`echelon attach {spoken(run)}` comes back, `echelon cancel {spoken(run)}` ends it"
+        hint = f"`echelon attach {format_run_argument(run)}` comes back, `echelon cancel {format_run_argument(run)}` ends it"
         print(f"\ndetached; run {run.name} goes on\n  hint: {hint}", file=sys.stderr)
         return Exit.OK
     printer.close()
-    return int(standing.exit or Exit.OK)
+    return int(status.exit or Exit.OK)
 
 
-def _names(run: Run) -> list[str]:
+def _list_log_names(run: Run) -> list[str]:
     """Rank 0's words, of its agent where that has a log: rank 0's are in there."""
-    of_rank_0 = "node-0" if run.node_log(0).exists() else "rank-0"
-    return [name for name in ("job", of_rank_0) if (run.logs / f"{name}.log").exists()]
+    of_rank_0 = "node-0" if run.node_log_file(0).exists() else "rank-0"
+    return [name for name in ("job", of_rank_0) if (run.logs_folder / f"{name}.log").exists()]
 
 
-class Told(Plain):
+class StatusPrinter(PlainPrinter):
     """Beside what was written: how the run stands, whenever that changes."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._said = ""
+        self._last_message = ""
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, standing: RunStatus) -> None:
         who = f"job {standing.job}" if standing.job else f"run {standing.run}"
         said = f"{who}: {standing.state}" + f" ({standing.note})" * bool(standing.note)
-        if said != self._said:
-            self._said = said
+        if said != self._last_message:
+            self._last_message = said
             self.say(said)
 
     def say(self, text: str) -> None:
@@ -60,28 +60,28 @@ class Told(Plain):
         self.pause()
 
 
-class Attached(Told):
+class ProgressBarPrinter(StatusPrinter):
     """On a terminal, with a bar as soon as it is known how many steps there will be."""
 
     whole_lines = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._bar: Bar | None = None
+        self._bar: ProgressBar | None = None
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, standing: RunStatus) -> None:
         super().tell(standing)
-        metrics = last_metrics(self.run)
-        total = self.run.status().get("total_steps")
+        metrics = read_last_metrics(self.run)
+        total = self.run.read_status().get("total_steps")
         if self._bar is None and metrics and isinstance(total, int):
-            self._bar = Bar(total, metrics[0]["step"])
+            self._bar = ProgressBar(total, metrics[0]["step"])
         if self._bar is not None and metrics:
             self._bar.progress(metrics[-1])
 
-    def show(self, line: Line) -> None:
+    def show(self, line: LogLine) -> None:
         if not self._bar or not self._bar.show:
             super().show(line)
-        elif not _STEP.match(line.text):
+        elif not _STEP_LINE.match(line.text):
             self._bar.show(line.text.decode(errors="replace").rstrip("\n"))
 
     def say(self, text: str) -> None:

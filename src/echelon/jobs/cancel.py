@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.jobs.standing import Standing, stand
-from echelon.launch.process import is_alive, send
-from echelon.launch.slurm.queue import said, slurm
-from echelon.launch.slurm.requeue import REQUEUE
-from echelon.runs import Run
+from echelon.jobs.status import RunStatus, read_run_statuses
+from echelon.launch.process_record import is_alive, send_signal
+from echelon.launch.slurm.queue import last_error_line, run_slurm_command
+from echelon.launch.slurm.requeue import REQUEUE_FILE
+from echelon.runs.run_folder import Run
 
 
-def cancel(runs: Sequence[Run], now: bool) -> int:
+def cancel_runs(runs: Sequence[Run], now: bool) -> int:
     by_folder = {str(run.folder): run for run in runs}
-    standings, silence = stand(by_folder.values())
-    faults = [fault for s in standings if (fault := _out_of_reach(s, silence))]
+    statuses, silence = read_run_statuses(by_folder.values())
+    faults = [fault for s in statuses if (fault := _check_reachable(s, silence))]
     if faults:
         raise EchelonError(*faults)
-    active = [s for s in standings if s.active]
+    active = [s for s in statuses if s.is_active]
     for standing in active:
-        _mark(by_folder[standing.folder])
+        _mark_cancelled(by_folder[standing.folder])
     alone = [s for s in active if s.job and not _is_trial(by_folder[s.folder])]
-    _cancel_jobs(alone, now)
-    for standing in standings:
-        if not standing.active:
+    _cancel_slurm_jobs(alone, now)
+    for standing in statuses:
+        if not standing.is_active:
             note = f" ({standing.note})" if standing.note else ""
             print(f"run {standing.run} is {standing.state}{note}: there is nothing to cancel")
         elif not standing.job:
@@ -38,19 +38,19 @@ def cancel(runs: Sequence[Run], now: bool) -> int:
 
 def _is_trial(run: Run) -> bool:
     """Of a sweep's worker, whose job is that of the trials after it as well."""
-    return bool(run.status().get("in_sweep"))
+    return bool(run.read_status().get("in_sweep"))
 
 
-def _out_of_reach(s: Standing, silence: str) -> Fault | None:
-    if s.active and s.job and silence:
+def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
+    if s.is_active and s.job and silence:
         return Fault(
             f"run {s.run} is job {s.job}, but Slurm does not answer: {silence}",
             "type it on a login node, or again when Slurm is back",
         )
-    if s.active and s.launcher == "slurm" and not s.job:
+    if s.is_active and s.launcher == "slurm" and not s.job:
         return Fault(f"run {s.run} has no job number yet", "wait for the command that submits it")
-    process = Run(Path(s.folder)).status().get("process")
-    if s.active and not s.job and is_alive(process) is None:
+    process = Run(Path(s.folder)).read_status().get("process")
+    if s.is_active and not s.job and is_alive(process) is None:
         return Fault(
             f"run {s.run} was started on {s.host}, and can be ended only there",
             f"ssh {s.host} echelon cancel {s.folder}",
@@ -58,37 +58,39 @@ def _out_of_reach(s: Standing, silence: str) -> Fault | None:
     return None
 
 
-def _mark(run: Run) -> None:
+def _mark_cancelled(run: Run) -> None:
     """Before anything else, so that nobody queues it again meanwhile."""
     run.cancel_file.touch()
-    (run.folder / REQUEUE).unlink(missing_ok=True)
+    (run.folder / REQUEUE_FILE).unlink(missing_ok=True)
 
 
-def _cancel_jobs(standings: Sequence[Standing], now: bool) -> None:
+def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
     """On TERM ranks save; KILL comes after Slurm's KillWait, or to the step at once."""
-    jobs = [str(s.job) for s in standings]
+    jobs = [str(s.job) for s in statuses]
     if jobs and now:
-        slurm("scancel", "--quiet", "--signal=KILL", *(f"{job}.0" for job in jobs))
-    if jobs and (done := slurm("scancel", *jobs)).returncode:
-        for standing in standings:
+        run_slurm_command("scancel", "--quiet", "--signal=KILL", *(f"{job}.0" for job in jobs))
+    if jobs and (done := run_slurm_command("scancel", *jobs)).returncode:
+        for standing in statuses:
             Run(Path(standing.folder)).cancel_file.unlink(missing_ok=True)
         raise EchelonError(
-            Fault(f"Slurm does not cancel job {', '.join(jobs)}: {said(done)}", _WHOSE),
+            Fault(
+                f"Slurm does not cancel job {', '.join(jobs)}: {last_error_line(done)}", _OWNER_HINT
+            ),
             exit=Exit.FAILED,
         )
-    for s in standings:
+    for s in statuses:
         waited = s.state in ("queued", "requeued")
-        print(f"run {s.run}: job {s.job} " + ("left the queue" if waited else _DID[now]))
+        print(f"run {s.run}: job {s.job} " + ("left the queue" if waited else _OUTCOMES[now]))
 
 
-def _cancel_process(standing: Standing, run: Run, now: bool) -> None:
+def _cancel_process(status: RunStatus, run: Run, now: bool) -> None:
     """Under an agent, workers end with it."""
-    process = run.status()["process"]
-    there = send(process, signal.SIGKILL if now else signal.SIGTERM)
+    process = run.read_status()["process"]
+    there = send_signal(process, signal.SIGKILL if now else signal.SIGTERM)
     print(
-        f"run {standing.run}: process {process['pid']} {_DID[now] if there else 'ended just now'}"
+        f"run {status.run}: process {process['pid']} {_OUTCOMES[now] if there else 'ended just now'}"
     )
 
 
-_DID = {False: "was asked to save and end", True: "was killed; the last snapshot stands"}
-_WHOSE = "only its owner can cancel a job; `squeue -j JOB -o '%i %u %T'` says who that is"
+_OUTCOMES = {False: "was asked to save and end", True: "was killed; the last snapshot stands"}
+_OWNER_HINT = "only its owner can cancel a job; `squeue -j JOB -o '%i %u %T'` says who that is"

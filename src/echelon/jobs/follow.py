@@ -7,95 +7,97 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from echelon.jobs.reading import Line, Log, merged
-from echelon.jobs.standing import Standing, stand_of
-from echelon.launch.process import is_alive
-from echelon.runs import Run
+from echelon.jobs.log_reader import LogFile, LogLine, merge_logs
+from echelon.jobs.status import RunStatus, read_run_status
+from echelon.launch.process_record import is_alive
+from echelon.runs.run_folder import Run
 
-BEGIN_WITH = 20
+INITIAL_LINES = 20
 _POLL_S = 0.2
-_LOOK_S = 0.5
+_STATUS_POLL_S = 0.5
 """Between two looks at how the run stands."""
-_ASK_S = 3.0
+_SLURM_POLL_S = 3.0
 """The same where Slurm is asked, whose controller has others to answer."""
-_SURE = 3
+_LOST_CONFIRMATIONS = 3
 """So many looks in a row at a run that seems to be gone: files of other machines come late."""
-_LAST_WORDS_S = 1.0
+_FINAL_OUTPUT_S = 1.0
 """A run says some more after it has noted how it ended."""
-_CLOSING_S = 30.0
+_CLOSE_TIMEOUT_S = 30.0
 """So long its process is waited for then: trackers take their time to close."""
 
 
-class Printer(Protocol):
+class LogPrinter(Protocol):
     whole_lines: bool
 
-    def show(self, line: Line) -> None: ...
+    def show(self, line: LogLine) -> None: ...
 
     def pause(self) -> None:
         """For now nothing more is coming."""
 
 
-class Plain:
+class PlainPrinter:
     """As it was written, progress bars included."""
 
     whole_lines = False
 
-    def show(self, line: Line) -> None:
+    def show(self, line: LogLine) -> None:
         sys.stdout.buffer.write(line.text)
 
     def pause(self) -> None:
         sys.stdout.buffer.flush()
 
 
-def follow(
+def follow_run(
     run: Run,
-    names: Callable[[], Sequence[str]],
-    printer: Printer,
-    begin_with: int,
-    tell: Callable[[Standing], None] = lambda standing: None,
-) -> Standing:
+    list_names: Callable[[], Sequence[str]],
+    printer: LogPrinter,
+    initial_lines: int,
+    on_status: Callable[[RunStatus], None] = lambda standing: None,
+) -> RunStatus:
     """Show the logs of these names, which may come into being later; `tell` hears of every look."""
-    logs = {name: Log(run, name) for name in names()}
-    for line in merged(run, list(logs.values()), begin_with, rest=not printer.whole_lines):
+    logs = {name: LogFile(run, name) for name in list_names()}
+    for line in merge_logs(
+        run, list(logs.values()), initial_lines, include_partial=not printer.whole_lines
+    ):
         printer.show(line)
-    standing = None
-    for standing in _looks(run):
-        tell(standing)
-        for name in names():
-            log = logs.setdefault(name, Log(run, name))
-            for text in log.lines() if printer.whole_lines else log.blocks():
-                printer.show(Line(time.time(), name, text))
+    status = None
+    for status in _poll_status(run):
+        on_status(status)
+        for name in list_names():
+            log = logs.setdefault(name, LogFile(run, name))
+            for text in log.read_lines() if printer.whole_lines else log.read_blocks():
+                printer.show(LogLine(time.time(), name, text))
         printer.pause()
-    for name in names():
-        for text in logs.setdefault(name, Log(run, name)).lines(rest=True):
-            printer.show(Line(time.time(), name, text))
+    for name in list_names():
+        for text in logs.setdefault(name, LogFile(run, name)).read_lines(include_partial=True):
+            printer.show(LogLine(time.time(), name, text))
     printer.pause()
-    assert standing is not None
-    return standing
+    assert status is not None
+    return status
 
 
-def _looks(run: Run) -> Iterator[Standing]:
+def _poll_status(run: Run) -> Iterator[RunStatus]:
     """How it stands, again and again, until it is over."""
-    gone = 0
+    times_lost = 0
     while True:
-        standing = stand_of(run)
-        gone = gone + 1 if standing.state in ("lost", "unknown") else 0
-        over = not standing.active and gone in (0, _SURE)
-        wait_s = _LAST_WORDS_S if over else _ASK_S if standing.job else _LOOK_S
+        status = read_run_status(run)
+        times_lost = times_lost + 1 if status.state in ("lost", "unknown") else 0
+        is_over = not status.is_active and times_lost in (0, _LOST_CONFIRMATIONS)
+        wait_s = _FINAL_OUTPUT_S if is_over else _SLURM_POLL_S if status.job else _STATUS_POLL_S
         until = time.monotonic() + wait_s
-        looking = True
-        while looking:
-            yield standing
+        is_waiting = True
+        while is_waiting:
+            yield status
             time.sleep(_POLL_S)
-            looking = time.monotonic() < until and (over or not run.exit_file.exists())
-            looking = looking or (over and _is_closing(run))
-        if over:
+            is_waiting = time.monotonic() < until and (is_over or not run.exit_code_file.exists())
+            is_waiting = is_waiting or (is_over and _is_closing(run))
+        if is_over:
             return
 
 
 def _is_closing(run: Run) -> bool:
     """Where that can be known: its process is of this machine."""
-    status = run.status()
+    status = run.read_status()
     ended = status.get("updated")
-    recent = isinstance(ended, (int, float)) and time.time() - ended < _CLOSING_S
+    recent = isinstance(ended, (int, float)) and time.time() - ended < _CLOSE_TIMEOUT_S
     return recent and bool(is_alive(status.get("process")))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 @cache
-def _have_triton() -> bool:
+def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def usable(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _have_triton()
+def can_use_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda and _has_triton()

@@ -11,26 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
-from echelon.launch.node import network_variables, serve, variables
+from echelon.launch.node.service import make_network_variables, make_thread_variables, run_node
 from echelon.launch.plan import (
-    Here,
-    Node,
-    Plan,
-    left_idle,
-    on_failure,
-    places,
-    process_count,
-    what_runs,
+    LaunchMachine,
+    LaunchPlan,
+    NodeSpec,
+    count_processes,
+    describe_failure_policy,
+    describe_idle_devices,
+    describe_workload,
+    place_ranks,
 )
-from echelon.runs import Run
+from echelon.runs import run_folder
+from echelon.runs.run_folder import Run
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_NEEDED = {
+_REQUIRED_VARIABLES = {
     "MASTER_ADDR": "the address of node 0",
     "MASTER_PORT": "a free port there",
     "WORLD_SIZE": "the number of nodes",
@@ -38,51 +38,54 @@ _NEEDED = {
 }
 
 
-def plan(config: Config, here: Here) -> Plan:
-    rank, count, host, port = _facts(here.env)
-    procs = process_count(config, here.visible)
-    hosts = [here.host if node == rank else f"node {node}" for node in range(count)]
-    return Plan(
+def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
+    rank, count, host, port = _read_cluster_variables(machine.env)
+    procs = count_processes(config, machine.visible_devices)
+    hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
+    return LaunchPlan(
         "env",
-        places(hosts, [procs] * count, here.visible, config.replica.devices),
-        variables(config, procs, here.env) | network_variables(config, host, here.env),
+        place_ranks(hosts, [procs] * count, machine.visible_devices, config.replica.devices),
+        make_thread_variables(config, procs, machine.env)
+        | make_network_variables(config, host, machine.env),
         (
             f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
             + (", which this node hosts" if rank == 0 else ""),
             f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
-            + what_runs(config),
-            *left_idle(config, procs, here.visible),
-            on_failure(config),
+            + describe_workload(config),
+            *describe_idle_devices(config, procs, machine.visible_devices),
+            describe_failure_policy(config),
         ),
     )
 
 
-def carry_out(config: Config, plan: Plan) -> int:
-    rank, count, host, port = _facts(os.environ)
+def start(config: Config, plan: LaunchPlan) -> int:
+    rank, count, host, port = _read_cluster_variables(os.environ)
     procs = len(plan.places) // count
     os.environ |= dict(plan.variables)
-    node = Node(rank, count, procs, host, port)
-    return serve(config, node, partial(_agreed_run, config, node))
+    node = NodeSpec(rank, count, procs, host, port)
+    return run_node(config, node, partial(_agree_on_run, config, node))
 
 
-def _agreed_run(config: Config, node: Node, store: dist.Store, ask: Callable[[str], str]) -> Run:
+def _agree_on_run(
+    config: Config, node: NodeSpec, store: dist.Store, wait_for_key: Callable[[str], str]
+) -> Run:
     """Node 0 makes the folder; another node finds the same one, or makes its own at that path."""
     if node.rank == 0:
-        run = runs.create(config)
+        run = run_folder.create_run(config)
         store.set("run", str(run.folder))
         return run
-    return runs.adopt(Path(ask("run")), config)
+    return run_folder.adopt_run(Path(wait_for_key("run")), config)
 
 
-def _facts(env: Mapping[str, str]) -> tuple[int, int, str, int]:
+def _read_cluster_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:
     faults = [
         Fault(f"launch=env, but {name} is not set", f"set it to {what}: {name}=…")
-        for name, what in _NEEDED.items()
+        for name, what in _REQUIRED_VARIABLES.items()
         if not env.get(name)
     ]
     numbers = {n: env.get(n, "") for n in ("MASTER_PORT", "WORLD_SIZE", "NODE_RANK")}
     faults += [
-        Fault(f"{name}={text} is no whole number", f"set it to {_NEEDED[name]}")
+        Fault(f"{name}={text} is no whole number", f"set it to {_REQUIRED_VARIABLES[name]}")
         for name, text in numbers.items()
         if text and not text.isdecimal()
     ]

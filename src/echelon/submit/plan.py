@@ -10,26 +10,26 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from echelon import runs
-from echelon.config.check import faults_of, name_fault
 from echelon.config.compose import compose
-from echelon.config.defaults import Defaults, has_secret
 from echelon.config.schema import Config
-from echelon.envs import EnvPlan, activation
-from echelon.envs import plan as plan_environment
-from echelon.envs.places import MARKER
+from echelon.config.user_defaults import UserDefaults, has_secret
+from echelon.config.validate import check_run_name, find_faults
+from echelon.environments import EnvironmentPlan, activation_lines
+from echelon.environments import plan_environment as plan_environment
+from echelon.environments.paths import MARKER_NAME
 from echelon.errors import EchelonError, Fault
-from echelon.gpus import visible_count
-from echelon.launch.slurm import array, script
-from echelon.runs import Run
-from echelon.submit import commands, modes
-from echelon.submit.modes import Way
-from echelon.submit.source import Source, survey
-from echelon.submit.words import Command
+from echelon.gpus import count_visible_gpus
+from echelon.launch.slurm import batch_script, job_array
+from echelon.runs import run_folder
+from echelon.runs.run_folder import Run
+from echelon.submit import command_file, launch_modes
+from echelon.submit.launch_modes import LaunchMode
+from echelon.submit.shell_syntax import ShellCommand
+from echelon.submit.source_copy import SourceTree, survey_source
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """What was typed."""
 
     overrides: list[str]
@@ -43,11 +43,11 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedCommand:
     """One command and its run."""
 
-    command: Command
-    way: Way
+    command: ShellCommand
+    launch_mode: LaunchMode
     config: Config
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,20 +56,20 @@ class Entry:
             "line": self.command.line,
             "argv": self.command.argv,
             "variables": {name: value.text for name, value in self.command.variables},
-            "mode": self.way.mode,
-            "why": self.way.why,
+            "mode": self.launch_mode.mode,
+            "why": self.launch_mode.reason,
             "program": self.config.program,
             "run": self.config.run.name,
         }
 
 
 @dataclass(frozen=True)
-class Job:
+class SbatchJob:
     """What is one call of sbatch's: a run, or an array of runs that are alike."""
 
     configs: Sequence[Config]
     script: str
-    array: array.Array | None
+    array: job_array.JobArray | None
 
 
 @dataclass(frozen=True)
@@ -77,67 +77,87 @@ class Submission:
     name: str
     folder: Path
     """Of the code as it was; where there is one command only, its run's folder too."""
-    entries: tuple[Entry, ...]
-    source: Source
-    environment: EnvPlan | None
-    build: str
-    where: str
+    commands: tuple[PlannedCommand, ...]
+    source: SourceTree
+    environment: EnvironmentPlan | None
+    build_place: str
+    environment_place: str
     """The environment is kept: cache or source."""
 
     @property
     def kind(self) -> str:
-        return self.entries[0].config.launch.kind
+        return self.commands[0].config.launch.kind
 
     @property
-    def copy(self) -> Path:
+    def source_copy(self) -> Path:
         return self.folder / "source"
 
     @property
     def configs(self) -> list[Config]:
-        return [entry.config for entry in self.entries]
+        return [entry.config for entry in self.commands]
 
     @property
     def runs(self) -> list[Run]:
-        return [Run.of(config) for config in self.configs]
+        return [Run.from_config(config) for config in self.configs]
 
-    def enter(self) -> list[str]:
+    def render_environment_setup(self) -> list[str]:
         """Lines of the shell that make and enter the environment."""
         if self.environment is None:
             return []
-        made = [] if self.build == "login" else [self._building(self.environment)]
+        build_lines = (
+            [] if self.build_place == "login" else [self._render_build_command(self.environment)]
+        )
         folder = self.environment.folder
-        key, marker = f'"key": "{self.environment.key}"', shlex.quote(str(folder / MARKER))
-        told = shlex.quote(f"error: {folder} is not what this was submitted with; submit it again")
-        there = f"grep -qsF '{key}' {marker} || {{ echo {told} >&2; fail 1; }}"
-        return [*made, *activation(self.environment), there]
+        key, marker = f'"key": "{self.environment.key}"', shlex.quote(str(folder / MARKER_NAME))
+        message = shlex.quote(
+            f"error: {folder} is not what this was submitted with; submit it again"
+        )
+        check = f"grep -qsF '{key}' {marker} || {{ echo {message} >&2; fail 1; }}"
+        return [*build_lines, *activation_lines(self.environment), check]
 
-    def _building(self, environment: EnvPlan) -> str:
+    def _render_build_command(self, environment: EnvironmentPlan) -> str:
         cache = shlex.quote(str(environment.folder.parents[1]))  # as seen from here
-        words = ["-m", "echelon", "env", "build", "--source", str(self.copy), "--where", "cache"]
-        python = script.python(self.configs[0])
+        words = [
+            "-m",
+            "echelon",
+            "env",
+            "build",
+            "--source",
+            str(self.source_copy),
+            "--where",
+            "cache",
+        ]
+        python = batch_script.python_command(self.configs[0])
         return f"ECHELON_CACHE={cache} {python} {shlex.join(words)} || fail $?"
 
-    def from_copy(self, env: Mapping[str, str]) -> Submission:
+    def with_environment_of_copy(self, env: Mapping[str, str]) -> Submission:
         """With the environment that the copy asks for: what is edited while it is built gets
         neither into it nor under its key."""
         if self.environment is None:
             return self
         source = self.source.folder
-        found = plan_environment(self.copy, where=self.where, environ=env, beside=source)
+        found = plan_environment(
+            self.source_copy, location=self.environment_place, environ=env, venv_parent=source
+        )
         return replace(self, environment=found)
 
-    def jobs(self) -> list[Job]:
+    def build_jobs(self) -> list[SbatchJob]:
         """Of one shape each, so that Slurm can take them together."""
         if self.kind != "slurm":
             return []
-        scene = script.Scene(self.copy, tuple(self.enter()))
+        scene = batch_script.ScriptEnvironment(
+            self.source_copy, tuple(self.render_environment_setup())
+        )
         found = []
-        for alike in _alike(self.configs):
-            if len(alike) == 1 or array.max_size(os.environ) <= 1:
-                found += [Job([c], script.render(c, Run.of(c), scene), None) for c in alike]
+        for alike in _group_alike(self.configs):
+            if len(alike) == 1 or job_array.read_max_array_size(os.environ) <= 1:
+                found += [
+                    SbatchJob([c], batch_script.render_script(c, Run.from_config(c), scene), None)
+                    for c in alike
+                ]
             else:
-                arrays = array.arrays(alike, scene)
-                found += [Job(each.configs, each.script, each) for each in arrays]
+                arrays = job_array.plan_arrays(alike, scene)
+                found += [SbatchJob(each.configs, each.script, each) for each in arrays]
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,14 +165,14 @@ class Submission:
             "name": self.name,
             "folder": str(self.folder),
             "launch": self.kind,
-            "commands": [entry.to_dict() for entry in self.entries],
+            "commands": [entry.to_dict() for entry in self.commands],
             "environment": self.environment.to_dict() if self.environment else None,
-            "build": self.build if self.environment else None,
+            "build": self.build_place if self.environment else None,
             "source": self.source.to_dict(),
         }
 
 
-def _alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
+def _group_alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
     """The first of each shape decides where its group stands."""
     shapes = [(config.launch, config.mode) for config in configs]
     order = [shapes.index(shape) for shape in shapes]
@@ -163,22 +183,24 @@ def _alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
 # --- from what was typed ---
 
 
-def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submission:
+def plan_submission(
+    request: SubmitRequest, defaults: UserDefaults, env: Mapping[str, str]
+) -> Submission:
     source = request.source or Path()
-    file = request.configs or source / commands.DEFAULT_FILE
-    read = commands.read(file)
-    config = _composed(request, defaults, read[0])
+    file = request.configs or source / command_file.DEFAULT_FILE
+    read = command_file.read_commands(file)
+    config = _compose_config(request, defaults, read[0])
     place = Path(config.run.dir).absolute()
-    surveyed = survey(source, place, request.links, config.launch.secrets)
-    visible = visible_count(env) if config.launch.kind == "local" else 0
-    chosen = config.mode if "mode" in _keys(request) else None
-    entries = _entries(read, config, chosen, surveyed.folder, visible)
-    name = _name(request.name or config.run.name, file, read)
-    environment = _environment(request, surveyed.folder, env)
+    surveyed = survey_source(source, place, request.links, config.launch.secrets)
+    visible = count_visible_gpus(env) if config.launch.kind == "local" else 0
+    chosen = config.mode if "mode" in _overridden_keys(request) else None
+    entries = _plan_commands(read, config, chosen, surveyed.folder, visible)
+    name = _choose_name(request.name or config.run.name, file, read)
+    environment = _plan_environment(request, surveyed.folder, env)
     return Submission(
         name,
         place / name,
-        _named(entries, name, place),
+        _assign_run_names(entries, name, place),
         surveyed,
         environment,
         request.build,
@@ -186,8 +208,8 @@ def plan(request: Request, defaults: Defaults, env: Mapping[str, str]) -> Submis
     )
 
 
-def _composed(request: Request, defaults: Defaults, first: Command) -> Config:
-    words = [] if "launch" in _keys(request) else ["launch=slurm"]
+def _compose_config(request: SubmitRequest, defaults: UserDefaults, first: ShellCommand) -> Config:
+    words = [] if "launch" in _overridden_keys(request) else ["launch=slurm"]
     config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
     if config.launch.kind not in ("slurm", "local"):
         raise EchelonError(
@@ -196,29 +218,29 @@ def _composed(request: Request, defaults: Defaults, first: Command) -> Config:
                 "leave it out for launch=slurm, or say launch=local",
             )
         )
-    asked_for = "launch.max_requeues" in (*_keys(request), *defaults.launch)
+    asked_for = "launch.max_requeues" in (*_overridden_keys(request), *defaults.launch)
     if request.requeue or asked_for or config.launch.kind != "slurm":
         return config
     return replace(config, launch=replace(config.launch, max_requeues=0))
 
 
-def _keys(request: Request) -> list[str]:
+def _overridden_keys(request: SubmitRequest) -> list[str]:
     """What was set by typing it."""
     return [word.partition("=")[0] for word in request.overrides]
 
 
-def _entries(
-    read: Sequence[Command], config: Config, chosen: str | None, source: Path, visible: int
-) -> list[Entry]:
-    entries: list[Entry] = []
+def _plan_commands(
+    read: Sequence[ShellCommand], config: Config, chosen: str | None, source: Path, visible: int
+) -> list[PlannedCommand]:
+    entries: list[PlannedCommand] = []
     faults: list[Fault] = []
     for command in read:
         try:
-            way = modes.see(command, config, chosen, source, visible)
-            faults += [*_unasked_variables(command, way), *_secrets(command)]
-            own = modes.with_way(config, command, way)
-            faults += faults_of(own)
-            entries.append(Entry(command, way, own))
+            way = launch_modes.detect_launch_mode(command, config, chosen, source, visible)
+            faults += [*_variable_faults(command, way), *_secret_faults(command)]
+            own = launch_modes.apply_launch_mode(config, command, way)
+            faults += find_faults(own)
+            entries.append(PlannedCommand(command, way, own))
         except EchelonError as error:
             faults += error.faults
     if faults:
@@ -226,7 +248,7 @@ def _entries(
     return entries
 
 
-def _unasked_variables(command: Command, way: Way) -> Iterator[Fault]:
+def _variable_faults(command: ShellCommand, way: LaunchMode) -> Iterator[Fault]:
     words = (*way.words, *(value for _, value in command.variables))
     for word in words if not command.expand else ():
         if word.shell is not None:
@@ -238,7 +260,7 @@ def _unasked_variables(command: Command, way: Way) -> Iterator[Fault]:
             )
 
 
-def _secrets(command: Command) -> Iterator[Fault]:
+def _secret_faults(command: ShellCommand) -> Iterator[Fault]:
     """Scripts and files of runs hold the words of a command."""
     words = [(word.line, word.text) for word in command.words]
     words += [(b.line, f"{a.text}={b.text}") for a, b in pairwise(command.words)]  # --key VALUE
@@ -253,15 +275,19 @@ def _secrets(command: Command) -> Iterator[Fault]:
             )
 
 
-def _name(typed: str | None, file: Path, read: Sequence[Command]) -> str:
+def _choose_name(typed: str | None, file: Path, read: Sequence[ShellCommand]) -> str:
     if typed is not None:
-        if fault := name_fault(typed):
+        if fault := check_run_name(typed):
             raise EchelonError(fault)
         return typed
-    return runs.new_name([str(file.with_suffix(".sh"))] if len(read) > 1 else read[0].argv)
+    return run_folder.generate_run_name(
+        [str(file.with_suffix(".sh"))] if len(read) > 1 else read[0].argv
+    )
 
 
-def _named(entries: Sequence[Entry], name: str, place: Path) -> tuple[Entry, ...]:
+def _assign_run_names(
+    entries: Sequence[PlannedCommand], name: str, place: Path
+) -> tuple[PlannedCommand, ...]:
     def own(number: int) -> str:
         return name if len(entries) == 1 else f"{name}-{number}"
 
@@ -271,7 +297,9 @@ def _named(entries: Sequence[Entry], name: str, place: Path) -> tuple[Entry, ...
     return tuple(replace(e, config=config(i, e.config)) for i, e in enumerate(entries))
 
 
-def _environment(request: Request, source: Path, env: Mapping[str, str]) -> EnvPlan | None:
+def _plan_environment(
+    request: SubmitRequest, source: Path, env: Mapping[str, str]
+) -> EnvironmentPlan | None:
     if request.env == "none":
         return None
     if request.env == "source" and request.build == "job":
@@ -281,5 +309,5 @@ def _environment(request: Request, source: Path, env: Mapping[str, str]) -> EnvP
                 "leave out --build job, or --env source",
             )
         )
-    found = plan_environment(source, where=request.env, environ=env)
+    found = plan_environment(source, location=request.env, environ=env)
     return found if found.kind != "none" else None

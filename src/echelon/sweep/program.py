@@ -13,57 +13,59 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, Fault
-from echelon.sweep.file import SweepFile
+from echelon.sweep.sweep_file import SweepFile
 
-METRICS = "ECHELON_METRICS"
+METRICS_VARIABLE = "ECHELON_METRICS"
 """A program of another kind appends a line of JSON to this file after each evaluation."""
-_DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
+_DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 _MACRO = re.compile(r"\$\{([^}]*)\}")
-_KNOWN = (
+_KNOWN_MACROS = (
     *("env", "interpreter", "program", "args", "args_no_hyphens", "args_no_boolean_flags"),
     *("args_json", "args_no_equals"),
 )
-_VARIABLE = re.compile(r"envvar:([A-Z0-9_]+)")
+_VARIABLE_MACRO = re.compile(r"envvar:([A-Z0-9_]+)")
 
 
-class Subject(NamedTuple):
-    words: list[str]
+class TrialTarget(NamedTuple):
+    overrides: list[str]
     """Overrides, that of the experiment among them."""
     program: list[str]
     """With macros; empty for an experiment."""
 
 
-def subject(file: SweepFile, words: Sequence[str]) -> Subject:
+def resolve_target(file: SweepFile, words: Sequence[str]) -> TrialTarget:
     """By the command line, then by `program` and `command`."""
     named = any(word.startswith("experiment=") for word in words)
     if named or (file.program is None and file.command is None):
-        return Subject(list(words), [])
-    own = _ours(file)
+        return TrialTarget(list(words), [])
+    own = _find_echelon_overrides(file)
     if own is not None:
-        return Subject([*own, *words], [])
-    template = list(file.command or _DEFAULT)
-    faults = [fault for word in template for fault in _unknown(file, word)]
+        return TrialTarget([*own, *words], [])
+    template = list(file.command or _DEFAULT_COMMAND)
+    faults = [fault for word in template for fault in _macro_faults(file, word)]
     if "${program}" in template and file.program is None:
         faults.append(Fault(f"{file.path}: the command has ${{program}}", "add  program: FILE"))
     if faults:
         raise EchelonError(*faults)
-    return Subject(list(words), [(file.program or w) if w == "${program}" else w for w in template])
+    return TrialTarget(
+        list(words), [(file.program or w) if w == "${program}" else w for w in template]
+    )
 
 
-def _ours(file: SweepFile) -> list[str] | None:
+def _find_echelon_overrides(file: SweepFile) -> list[str] | None:
     """The overrides by which an experiment of Echelon's is meant; None: another program."""
     command = [word for word in file.command or () if not _MACRO.fullmatch(word)]
     if "echelon" in command and command[command.index("echelon") + 1 :][:1] == ["train"]:
         return command[command.index("echelon") + 2 :]
-    path = _found(file)
+    path = _find_program(file)
     if path is None or path.suffix != ".py":
         return None
-    function = _main(path)
+    function = _find_main_function(path)
     rest = [word for word in command if "=" in word]
     return [f"experiment={path}:{function}", *rest] if function else None
 
 
-def _found(file: SweepFile) -> Path | None:
+def _find_program(file: SweepFile) -> Path | None:
     """Where wandb's agent would find it, or beside the sweep's file."""
     for folder in (Path.cwd(), file.path.absolute().parent):
         if file.program and (folder / file.program).is_file():
@@ -71,7 +73,7 @@ def _found(file: SweepFile) -> Path | None:
     return None
 
 
-def _main(path: Path) -> str | None:
+def _find_main_function(path: Path) -> str | None:
     """The function that a file gives to echelon.main, without running the file."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -85,32 +87,32 @@ def _main(path: Path) -> str | None:
     return None
 
 
-def _unknown(file: SweepFile, word: str) -> list[Fault]:
+def _macro_faults(file: SweepFile, word: str) -> list[Fault]:
     return [
         Fault(
             f"{file.path}: the command has the unknown macro ${{{macro}}}",
-            f"known: {', '.join(_KNOWN)}, envvar:NAME",
+            f"known: {', '.join(_KNOWN_MACROS)}, envvar:NAME",
         )
         for macro in _MACRO.findall(word)
-        if macro not in _KNOWN and not _VARIABLE.fullmatch(macro)
+        if macro not in _KNOWN_MACROS and not _VARIABLE_MACRO.fullmatch(macro)
     ]
 
 
-def expanded(template: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+def expand_macros(template: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """The words of a program. Each is one argument: nothing passes through a shell."""
     words: list[str] = []
-    lists = _lists(values)
+    lists = _expand_list_macros(values)
     for word in template:
         whole = _MACRO.fullmatch(word)
         if whole and whole[1] in lists:
             words += lists[whole[1]]
         else:
-            words.append(_MACRO.sub(_variable, word))
+            words.append(_MACRO.sub(_expand_variable, word))
     return words
 
 
-def _lists(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    pairs = {key: _argument(value) for key, value in values.items()}
+def _expand_list_macros(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    pairs = {key: _format_argument(value) for key, value in values.items()}
     no_flags = [
         f"--{key}" if values[key] is True else f"--{key}={text}"
         for key, text in pairs.items()
@@ -127,10 +129,10 @@ def _lists(values: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def _argument(value: Any) -> str:
+def _format_argument(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list) else str(value)
 
 
-def _variable(macro: re.Match[str]) -> str:
-    found = _VARIABLE.fullmatch(macro[1])
+def _expand_variable(macro: re.Match[str]) -> str:
+    found = _VARIABLE_MACRO.fullmatch(macro[1])
     return os.environ.get(found[1], "") if found else macro[0]

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.data.batches import Source, WholeBatches
-from echelon.train.checks import made_later, named_metrics
-from echelon.train.experiment import Experiment, predict_default
-from echelon.train.group import Group, same_buffers
-from echelon.train.modes import evaluating
-from echelon.train.precision import Precision
+from echelon.data.batches import BatchSource, EvalOrder
+from echelon.experiment.checks import are_metrics_deferred, name_metrics
+from echelon.experiment.definition import Experiment, default_predict
+from echelon.experiment.module_modes import use_eval_mode
+from echelon.experiment.precision import Precision
+from echelon.parallel.process_group import RankGroup, broadcast_buffers
 
-Learned = list[dict[str, Tensor]]
+BatchStatistics = list[dict[str, Tensor]]
 """Per batch: what the loss and the metrics learned, as named tensors."""
 
 
@@ -28,12 +28,12 @@ class Evaluator:
     def __init__(
         self,
         experiment: Experiment,
-        source: Source,
+        source: BatchSource,
         batch_size: int,
-        group: Group,
+        group: RankGroup,
         device: torch.device,
         output_device: torch.device,
-        beat: Callable[[], None],
+        send_heartbeat: Callable[[], None],
         precision: Precision,
     ) -> None:
         self.precision = precision
@@ -42,11 +42,11 @@ class Evaluator:
         self.group = group
         self.device = device
         self.output_device = output_device
-        self.beat = beat
+        self.beat = send_heartbeat
         world = group.world
-        self.order = WholeBatches(len(source), batch_size, world.rank, world.size)
+        self.order = EvalOrder(len(source), batch_size, world.rank, world.size)
         self._metrics: dict[str, Any] | None = None
-        self.spare: Callable[[], Any] | None = None
+        self.get_filler_batch: Callable[[], Any] | None = None
         """For a sharded model, of which no rank can compute alone: what a rank computes while
         others have one batch more."""
 
@@ -54,70 +54,73 @@ class Evaluator:
         """loss and metrics by name, on every rank."""
         # Averages of batches, which differ by rank until the next step: a snapshot has rank 0's,
         # and what is said here is of that model.
-        same_buffers(list(self.experiment.model.buffers()))
-        with evaluating(self.experiment.model):
-            learned = self._judge()
-        everything = self.group.gather(_pack(learned))
-        results = self._merge([_unpack(raw) for raw in everything]) if everything else None
-        told: dict[str, float] = self.group.broadcast_json(results)
-        return told
+        broadcast_buffers(list(self.experiment.model.buffers()))
+        with use_eval_mode(self.experiment.model):
+            statistics = self._evaluate_batches()
+        gathered = self.group.gather(_pack_statistics(statistics))
+        results = self._merge([_unpack_statistics(raw) for raw in gathered]) if gathered else None
+        shared_results: dict[str, float] = self.group.broadcast_json(results)
+        return shared_results
 
     @torch.no_grad()
-    def _judge(self) -> Learned:
-        predict = self.experiment.predict or predict_default
-        learned: Learned = []
+    def _evaluate_batches(self) -> BatchStatistics:
+        predict = self.experiment.predict or default_predict
+        statistics: BatchStatistics = []
         for batch in self.source.batches(self.order, 0, self.device):
-            with self.precision.context():
+            with self.precision.autocast():
                 output, target = predict(self.experiment.model, batch.data)
-                loss = self.experiment.loss(output, target).double() * batch.mine
-            found = {"loss": loss.cpu(), "samples": torch.tensor(float(batch.mine)).double()}
+                loss = self.experiment.loss(output, target).double() * batch.sample_count
+            batch_statistics = {
+                "loss": loss.cpu(),
+                "samples": torch.tensor(float(batch.sample_count)).double(),
+            }
             for name, metric in self.metrics.items():
-                if _merges(metric):
+                if can_merge_states(metric):
                     metric.reset()
                     metric.update(output, target)
-                    found |= _state_of(name, metric)
+                    batch_statistics |= _read_metric_state(name, metric)
                 else:
-                    found |= {"output": output.cpu(), "target": target.cpu()}
-            learned.append(found)
+                    batch_statistics |= {"output": output.cpu(), "target": target.cpu()}
+            statistics.append(batch_statistics)
             self.beat()
-        if self.spare is not None and len(learned) < self.order.most:
-            with self.precision.context():
-                predict(self.experiment.model, self.spare())
+        if self.get_filler_batch is not None and len(statistics) < self.order.max_batches:
+            with self.precision.autocast():
+                predict(self.experiment.model, self.get_filler_batch())
         self.beat()  # also of a rank with no batch: who hangs is behind the ranks that wait
-        return learned
+        return statistics
 
     @property
     def metrics(self) -> dict[str, Any]:
         if self._metrics is None:
             given: Any = self.experiment.metrics
-            named = named_metrics(given() if made_later(given) else given)
+            named = name_metrics(given() if are_metrics_deferred(given) else given)
             self._metrics = {k: metric.to(self.output_device) for k, metric in named.items()}
             for metric in self._metrics.values():
                 metric.sync_on_compute = metric._to_sync = False  # rank 0 computes alone
         return self._metrics
 
-    def _merge(self, of_ranks: list[Learned]) -> dict[str, float]:
-        size = len(of_ranks)
-        count = sum(map(len, of_ranks))
-        in_order = [of_ranks[i % size][i // size] for i in range(count)]
-        loss = sum(float(found["loss"]) for found in in_order)
+    def _merge(self, rank_statistics: list[BatchStatistics]) -> dict[str, float]:
+        size = len(rank_statistics)
+        count = sum(map(len, rank_statistics))
+        in_order = [rank_statistics[i % size][i // size] for i in range(count)]
+        loss = sum(float(batch_statistics["loss"]) for batch_statistics in in_order)
         samples = sum(float(found["samples"]) for found in in_order)
         results = {"loss": loss / samples}
         for name, metric in self.metrics.items():
             metric.reset()
-            if _merges(metric):
+            if can_merge_states(metric):
                 self._merge_states(name, metric, in_order)
             else:
                 for found in in_order:
                     where = self.output_device
                     metric.update(found["output"].to(where), found["target"].to(where))
-            results |= _numbers(name, metric.compute())
+            results |= _flatten_result(name, metric.compute())
         return results
 
-    def _merge_states(self, name: str, metric: Any, in_order: Learned) -> None:
+    def _merge_states(self, name: str, metric: Any, in_order: BatchStatistics) -> None:
         merged: dict[str, Any] | None = None
         for count, found in enumerate(in_order, 1):
-            for key, value in _state_from(name, metric, found, self.output_device).items():
+            for key, value in _load_metric_state(name, metric, found, self.output_device).items():
                 setattr(metric, key, value)
             metric._update_count = count
             if merged is not None:
@@ -125,12 +128,12 @@ class Evaluator:
             merged = metric.metric_state
 
 
-def _merges(metric: Any) -> bool:
+def can_merge_states(metric: Any) -> bool:
     """Whether torchmetrics can merge its states. If not, rank 0 replays all outputs in order."""
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 
-def _state_of(name: str, metric: Any) -> dict[str, Tensor]:
+def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
     """What one batch taught; list states are joined, as torchmetrics itself does to merge."""
     return {
         f"{name}/{key}": (torch.cat(value) if isinstance(value, list) else value).cpu().clone()
@@ -139,12 +142,12 @@ def _state_of(name: str, metric: Any) -> dict[str, Tensor]:
     }
 
 
-def _state_from(
-    name: str, metric: Any, found: Mapping[str, Tensor], device: torch.device
+def _load_metric_state(
+    name: str, metric: Any, batch_statistics: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for key, default in metric._defaults.items():
-        value = found.get(f"{name}/{key}")
+        value = batch_statistics.get(f"{name}/{key}")
         if isinstance(default, list):
             state[key] = [] if value is None else [value.to(device)]
         else:
@@ -152,7 +155,7 @@ def _state_from(
     return state
 
 
-def _numbers(name: str, value: Any) -> dict[str, float]:
+def _flatten_result(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         return {f"{name}_{k}": float(v) for k, v in value.items()}
     if isinstance(value, Tensor) and value.numel() > 1:
@@ -163,26 +166,26 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 # --- as one row of bytes: a JSON header of known length, then the tensors ---
 
 
-def _pack(learned: Learned) -> Tensor:
+def _pack_statistics(statistics: BatchStatistics) -> Tensor:
     header = [
         [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in found.items()]
-        for found in learned
+        for found in statistics
     ]
     text = json.dumps(header).encode()
     body = b"".join(
         t.reshape(-1).view(torch.uint8).numpy().tobytes()
-        for found in learned
+        for found in statistics
         for t in found.values()
     )
     raw = bytearray(len(text).to_bytes(8, "little") + text + body)
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
-def _unpack(row: Tensor) -> Learned:
+def _unpack_statistics(row: Tensor) -> BatchStatistics:
     raw = bytearray(row.numpy().tobytes())
     length = int.from_bytes(raw[:8], "little")
     at = 8 + length
-    learned: Learned = []
+    statistics: BatchStatistics = []
     for found in json.loads(raw[8:at]):
         batch: dict[str, Tensor] = {}
         for key, dtype_name, shape in found:
@@ -193,5 +196,5 @@ def _unpack(row: Tensor) -> Learned:
                 piece = torch.frombuffer(raw[at : at + size], dtype=torch.uint8)
                 batch[key] = piece.view(dtype).reshape(shape)
             at += size
-        learned.append(batch)
-    return learned
+        statistics.append(batch)
+    return statistics

@@ -5,35 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.config.schema import Config, differences
+from echelon.config.schema import Config, find_differences
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.runs import Run, require_same_numbers
-from echelon.train.snapshots import Snapshot, SnapshotDamaged, by_name, newest, verify
+from echelon.runs.run_folder import Run, require_same_settings
+from echelon.snapshot.reader import (
+    InvalidSnapshotError,
+    Snapshot,
+    find_newest,
+    resolve_best,
+    verify_snapshot,
+)
 
 
-def choose(config: Config, run: Run, say: Callable[[str], None]) -> Snapshot | None:
+def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> Snapshot | None:
     """Called on rank 0 alone."""
     resume = config.trainer.resume
     if resume == "never":
         return None
     if resume != "auto":
-        return _given(Path(resume), config, say)
-    snapshot, damaged = newest(run.snapshots)
+        return _open_given_snapshot(Path(resume), config, report)
+    snapshot, damaged = find_newest(run.snapshots_folder)
     for bad in damaged:
         instead = f"going on from {snapshot.folder.name}" if snapshot else "starting anew"
-        say(f"warning: {bad.folder} is damaged ({bad.reason}); {instead}")
+        report(f"warning: {bad.folder} is damaged ({bad.describe_os_error}); {instead}")
     if snapshot is not None:
         then = snapshot.info.get("config", {})
-        require_same_numbers(run, then, config, snapshot.folder)
-        say(f"going on with run {run.name} after step {snapshot.step}")
+        require_same_settings(run, then, config, snapshot.folder)
+        report(f"going on with run {run.name} after step {snapshot.step}")
     return snapshot
 
 
-def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
+def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], None]) -> Snapshot:
     """A snapshot of any run by its path: what differs is said, and is the user's wish."""
     try:
-        snapshot = verify(by_name(path))
-    except SnapshotDamaged as error:
+        snapshot = verify_snapshot(resolve_best(path))
+    except InvalidSnapshotError as error:
         raise EchelonError(
             Fault(
                 f"trainer.resume={path} is no valid snapshot: {error}",
@@ -41,8 +47,8 @@ def _given(path: Path, config: Config, say: Callable[[str], None]) -> Snapshot:
             ),
             exit=Exit.NOT_FOUND,
         ) from None
-    different = differences(snapshot.info.get("config", {}), config.numbers())
-    for key, (then, now) in different.items():
-        say(f"note: {key}={now}, in the snapshot it was {then}")
-    say(f"going on from {snapshot.folder} after step {snapshot.step}")
+    changed_settings = find_differences(snapshot.info.get("config", {}), config.numerics_settings())
+    for key, (then, now) in changed_settings.items():
+        report(f"note: {key}={now}, in the snapshot it was {then}")
+    report(f"going on from {snapshot.folder} after step {snapshot.step}")
     return snapshot

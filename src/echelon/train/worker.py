@@ -16,47 +16,47 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from echelon import failure as failures
-from echelon import runs
-from echelon.config.check import batch_fault, cpu_faults, replica_fault
 from echelon.config.schema import Config
+from echelon.config.validate import check_batch_size, check_cpu_support, check_fsdp_world_size
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.failure import Failure
-from echelon.gpus import visible_count
-from echelon.launch.process import launched
-from echelon.pulse import Pulse
-from echelon.runs import Run, launch_id
-from echelon.track.summary import spoken, summary, titled
-from echelon.train.group import Group, PeerFailed, meet, tell_agent
+from echelon.experiment.loss_check import explain_loss_failure
+from echelon.gpus import count_visible_gpus
+from echelon.launch.process_record import make_starting_status
+from echelon.monitoring.out_of_memory import explain_out_of_memory, find_out_of_memory
+from echelon.parallel.process_group import PeerFailedError, RankGroup, join_world, report_to_agent
+from echelon.runs import failure as failures
+from echelon.runs import run_folder
+from echelon.runs.failure import Failure
+from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.run_folder import Run, get_launch_id
+from echelon.tracking.summary import format_rows, format_run_argument, render_summary
 from echelon.train.loop import Training, train
-from echelon.train.memory import explained, out_of_memory
-from echelon.train.number import untaken
-from echelon.train.output import Output
-from echelon.train.prepare import prepare
-from echelon.train.stop import Stop
-from echelon.train.swept import with_parameters
+from echelon.train.output_tee import OutputTee
+from echelon.train.prepare import prepare_training
+from echelon.train.stop_signals import StopSignals
+from echelon.train.wandb_trial import apply_trial_parameters
 from echelon.world import World, detect
 
-_WAIT_FOR_CAUSE_S = 5.0
+_CAUSE_TIMEOUT_S = 5.0
 """A broken connection is rarely the cause: the rank that failed first is given time to say so."""
 
 
-def work(folder: str) -> NoReturn:
+def run_worker(folder: str) -> NoReturn:
     """A rank that an agent started: it is given the run folder and nothing else."""
     run = Run(Path(folder))
-    leave(Rank(run.config(), has_agent=True).live(lambda group: run))
+    exit_process(RankWorker(run.read_config(), has_agent=True).run_to_exit(lambda group: run))
 
 
-def train_here(config: Config) -> int:
+def train_in_process(config: Config) -> int:
     """This process as one rank: alone, or of a world that torchrun, srun or a person made."""
-    rank = Rank(config)
-    code = rank.live(lambda group: _agreed_run(rank.config, group))
+    rank = RankWorker(config)
+    code = rank.run_to_exit(lambda group: _agree_on_run(rank.config, group))
     if rank.group is not None and rank.group.store is not None:
-        leave(code)
+        exit_process(code)
     return code
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process without destroying its process group (see Group.part)."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -64,75 +64,75 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class Rank:
+class RankWorker:
     """What this process knows while it lives, for the report if it dies."""
 
     def __init__(self, config: Config, has_agent: bool = False) -> None:
         self.config = config
         self.has_agent = has_agent
-        self.stop = Stop()
-        self.output = Output()
-        self.pulse = Pulse()
-        self.number = 0
-        self.group: Group | None = None
-        self.folder: Run | None = None
+        self.stop = StopSignals()
+        self.output = OutputTee()
+        self.pulse = Heartbeat()
+        self.rank = 0
+        self.group: RankGroup | None = None
+        self.run: Run | None = None
         self.training: Training | None = None
-        self.parted = False
+        self.has_left_group = False
         """Whether the others have left, and hear nothing any more."""
 
-    def live(self, find_run: Callable[[Group], Run]) -> int:
-        self.stop.listen()
+    def run_to_exit(self, find_run: Callable[[RankGroup], Run]) -> int:
+        self.stop.install()
         try:
-            world = _world(self.config)
-            self.number = world.rank
-            _require_possible(self.config, world)
-            _warn_of_cpu(self.config, world)
-            self.group = meet(world, self.config, os.environ)
+            world = _detect_world(self.config)
+            self.rank = world.rank
+            _require_valid_world(self.config, world)
+            _warn_about_cpu(self.config, world)
+            self.group = join_world(world, self.config, os.environ)
             if not self.has_agent:  # which was given what its launcher took
-                self.config = with_parameters(self.config, self.group, os.environ)
-            self.group.require_equal(self.config)
-            self.folder = find_run(self.group)
+                self.config = apply_trial_parameters(self.config, self.group, os.environ)
+            self.group.require_equal_configs(self.config)
+            self.run = find_run(self.group)
             if self.has_agent:
-                self._show_life(self.folder, world)
+                self._start_heartbeat(self.run, world)
             if world.rank == 0:
-                self._open(self.folder, world)
-            self.training = prepare(
-                self.config, self.folder, self.group, self.stop, self.pulse, self.output
+                self._open_run(self.run, world)
+            self.training = prepare_training(
+                self.config, self.run, self.group, self.stop, self.pulse, self.output
             )
-            begun = (self.training.step, time.monotonic())
+            start = (self.training.step, time.monotonic())
             if world.rank == 0:
-                self.folder.update_status(
+                self.run.update_status(
                     step=self.training.step, total_steps=self.training.total_steps
                 )
             outcome = train(self.training)
-            self.group.part()
-            self.parted = True
+            self.group.barrier_before_exit()
+            self.has_left_group = True
             self.training.close()
             self._require_saved(outcome)
             if world.rank == 0:
-                self._report(outcome, *begun)
+                self._report_outcome(outcome, *start)
             return outcome
         except BaseException as error:
-            return self._fail(error)
+            return self._handle_failure(error)
         finally:
-            self.stop.over = True
+            self.stop.is_over = True
             if self.training is not None and self.training.profile is not None:
                 self.training.profile.close()
             self.output.close()
 
-    def _show_life(self, run: Run, world: World) -> None:
+    def _start_heartbeat(self, run: Run, world: World) -> None:
         """Let the agent see progress, and ask for a stack where there is none."""
-        self.pulse = Pulse(run.pulse_file(world.node_rank), world.local_rank)
+        self.pulse = Heartbeat(run.heartbeat_file(world.node_rank), world.local_rank)
         file = run.stack_file(world.rank).open("w", encoding="utf-8")
         faulthandler.register(signal.SIGQUIT, file, all_threads=True)
         faulthandler.enable()  # a crash in compiled code leaves the Python stack in the log
         self._stack_file = file
 
-    def _open(self, run: Run, world: World) -> None:
-        self.output.log_to(run.log_file(0))
-        mine = {} if self.has_agent else launched("inline", world.nodes, world.size)
+    def _open_run(self, run: Run, world: World) -> None:
+        self.output.log_to(run.rank_log_file(0))
+        mine = {} if self.has_agent else make_starting_status("inline", world.nodes, world.size)
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
-        run.update_status(**mine | now, launch_id=launch_id(os.environ))
+        run.update_status(**mine | now, launch_id=get_launch_id(os.environ))
 
     def _require_saved(self, outcome: Exit) -> None:
         """A disk that was full for a while is a warning; one that is full at the end has lost
@@ -140,39 +140,41 @@ class Rank:
         before: it may be queued again, and the disk may have room then."""
         t = self.training
         assert t is not None
-        if t.unsaved is not None and outcome is Exit.OK:
+        if t.unsaved_reason is not None and outcome is Exit.OK:
             raise EchelonError(
                 Fault(
                     f"finished after step {t.step} of {t.total_steps}, but this step is not "
-                    f"saved: {t.unsaved}",
-                    f"mend that, then go on: echelon resume {spoken(t.run)}",
+                    f"saved: {t.unsaved_reason}",
+                    f"mend that, then go on: echelon resume {format_run_argument(t.run)}",
                 ),
                 exit=Exit.FAILED,
             )
 
-    def _report(self, outcome: Exit, first_step: int, begun: float) -> None:
+    def _report_outcome(self, outcome: Exit, first_step: int, begun: float) -> None:
         t = self.training
         assert t is not None
         state = "preempted" if outcome is Exit.PREEMPTED else "finished"
-        t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best)
+        t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best_value)
         seconds = time.monotonic() - begun if t.step > first_step else -1.0
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
         so_far = (t.step, t.total_steps, seconds)
-        text = summary(t.run, outcome, *so_far, self.stop.reason, tracked, longer, t.unsaved)
+        text = render_summary(
+            t.run, outcome, *so_far, self.stop.reason, tracked, longer, t.unsaved_reason
+        )
         print(text, file=sys.stderr)
 
-    def _fail(self, error: BaseException) -> int:
+    def _handle_failure(self, error: BaseException) -> int:
         if self.training is not None:
             self.training.screen.close()
-        failure = self._cause(error)
+        failure = self._find_cause(error)
         if self.group is not None:
-            self.group.publish(failure, stay=not self.parted)
+            self.group.publish_failure(failure, wait_for_readers=not self.has_left_group)
         if self.has_agent and (self.group is None or self.group.store is None):
-            tell_agent(failure, os.environ)
-        if self.folder is not None and self.number == 0 and not self.has_agent:
-            self.folder.update_status(state="failed", step=failure.step, failure=failure.__dict__)
-        if not (self.has_agent and self.number == 0):  # there the agent says it, once
+            report_to_agent(failure, os.environ)
+        if self.run is not None and self.rank == 0 and not self.has_agent:
+            self.run.update_status(state="failed", step=failure.step, failure=failure.__dict__)
+        if not (self.has_agent and self.rank == 0):  # there the agent says it, once
             print(failure, file=sys.stderr, flush=True)
         self._close_trackers()
         return failure.exit
@@ -180,34 +182,36 @@ class Rank:
     def _close_trackers(self) -> None:
         if self.training is None:
             return
-        for line in titled(self.training.close_trackers(Exit.FAILED)):
+        for line in format_rows(self.training.close_trackers(Exit.FAILED)):
             print(line, file=sys.stderr, flush=True)
 
-    def _cause(self, error: BaseException) -> Failure:
+    def _find_cause(self, error: BaseException) -> Failure:
         """The first failure of the world, which need not be this rank's."""
-        if isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailedError):
             return error.failure
-        if self.group is not None and _lost_a_peer(error):
-            told = self.group.first_failure(_WAIT_FOR_CAUSE_S)
-            if told is not None:
-                return told
-        if self.group is not None and (full := out_of_memory(error)):
-            error = explained(full, self.config, self.group.world, self.folder, self.training)
+        if self.group is not None and _is_connection_error(error):
+            peer_failure = self.group.wait_for_failure(_CAUSE_TIMEOUT_S)
+            if peer_failure is not None:
+                return peer_failure
+        if self.group is not None and (full := find_out_of_memory(error)):
+            error = explain_out_of_memory(
+                full, self.config, self.group.world, self.run, self.training
+            )
         step = self.pulse.step if self.training is not None else None
-        fault = untaken(error)
-        if fault is not None and not failures.users_lines(error):
+        fault = explain_loss_failure(error)
+        if fault is not None and not failures.find_user_frames(error):
             error = EchelonError(fault)
         hint = fault.do if fault is not None else ""
-        return failures.from_exception(error, self.number, step, hint)
+        return failures.failure_from_exception(error, self.rank, step, hint)
 
 
-def _world(config: Config) -> World:
+def _detect_world(config: Config) -> World:
     world = detect(
         os.environ,
         rank=config.rank,
         world_size=config.world_size,
         master=config.master,
-        visible=visible_count(os.environ),
+        visible_devices=count_visible_gpus(os.environ),
         devices_per_replica=config.replica.devices,
         share_devices=config.launch.share_devices,
     ).world
@@ -216,16 +220,19 @@ def _world(config: Config) -> World:
     return world
 
 
-def _require_possible(config: Config, world: World) -> None:
+def _require_valid_world(config: Config, world: World) -> None:
     """What only the world and its devices say about the settings."""
-    faults = [batch_fault(config.trainer.batch_size, world.size), replica_fault(config, world.size)]
+    faults = [
+        check_batch_size(config.trainer.batch_size, world.size),
+        check_fsdp_world_size(config, world.size),
+    ]
     if world.devices[0].startswith("cpu"):
-        faults += cpu_faults(config)
+        faults += check_cpu_support(config)
     if found := [fault for fault in faults if fault]:
         raise EchelonError(*found)
 
 
-def _warn_of_cpu(config: Config, world: World) -> None:
+def _warn_about_cpu(config: Config, world: World) -> None:
     """A torch without CUDA, or a driver that is gone, would be noticed by the hours it takes."""
     asked = config.launch.gpus_per_node
     if asked and world.devices[0].startswith("cpu") and world.local_rank == 0:
@@ -236,15 +243,19 @@ def _warn_of_cpu(config: Config, world: World) -> None:
         )
 
 
-def _agreed_run(config: Config, group: Group) -> Run:
+def _agree_on_run(config: Config, group: RankGroup) -> Run:
     """Rank 0 makes the folder; the others, perhaps on another machine, hear of it."""
     mine = ""
     if group.world.rank == 0:
-        mine = str((runs.restarted(config, os.environ) or runs.create(config)).folder)
-    return Run(Path(group.share("run", mine)))
+        mine = str(
+            (
+                run_folder.find_restarted_run(config, os.environ) or run_folder.create_run(config)
+            ).folder
+        )
+    return Run(Path(group.share_from_rank0("run", mine)))
 
 
-def _lost_a_peer(error: BaseException) -> bool:
+def _is_connection_error(error: BaseException) -> bool:
     """What a rank sees when another one dies: never the cause."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or "gloo" in text or "connection " in text

@@ -6,18 +6,18 @@ else's variables explains their world as well as ours.
 """
 
 from echelon.world.detect import detect
-from echelon.world.explain import as_json, render
-from echelon.world.slurm import expand_hostlist
-from echelon.world.value import Detection, DeviceRule, Ignored, Reason, World
+from echelon.world.render import detection_to_dict, render_detection
+from echelon.world.slurm_variables import expand_hostlist
+from echelon.world.types import Detection, DetectionReason, DeviceRule, IgnoredVariable, World
 
 __all__ = [
     "Detection",
+    "DetectionReason",
     "DeviceRule",
-    "Ignored",
-    "Reason",
+    "IgnoredVariable",
     "World",
-    "as_json",
     "detect",
+    "detection_to_dict",
     "expand_hostlist",
-    "render",
+    "render_detection",
 ]

@@ -8,62 +8,72 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.launch import interface
-from echelon.launch.node import variables
-from echelon.launch.plan import Here, Plan, on_failure, places, what_runs
-from echelon.launch.process import launched
-from echelon.launch.slurm import script
-from echelon.launch.slurm.queue import queued, slurm
-from echelon.runs import Run
+from echelon.launch import network_interface
+from echelon.launch.node.service import make_thread_variables
+from echelon.launch.plan import (
+    LaunchMachine,
+    LaunchPlan,
+    describe_failure_policy,
+    describe_workload,
+    place_ranks,
+)
+from echelon.launch.process_record import make_starting_status
+from echelon.launch.slurm import batch_script
+from echelon.launch.slurm.queue import query_queue, run_slurm_command
+from echelon.runs import run_folder
+from echelon.runs.run_folder import Run
 
-_LOST_ANSWER_S = 120.0
+_LOST_ANSWER_TIMEOUT_S = 120.0
 """So long a controller that went away is given to come back and tell what it took."""
 
 
-def plan(config: Config, here: Here) -> Plan:
+def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
     launch = config.launch
     assert config.run.name is not None
     run = Run(Path(config.run.dir).absolute() / config.run.name)
-    procs = script.processes(config)
+    procs = batch_script.count_processes_per_node(config)
     nodes = [f"node {n}" for n in range(launch.nodes)]
     submit = ("sbatch", "--parsable", str(run.script_file))
     each = f"srun starts one agent on each of {launch.nodes} node{'s' * (launch.nodes > 1)}"
-    if script.by_srun(config):
-        each = f"srun starts {script.tasks_per_node(config, procs)} on each of {launch.nodes} nodes"
-    return Plan(
+    if batch_script.is_started_by_srun(config):
+        each = f"srun starts {batch_script.count_tasks_per_node(config, procs)} on each of {launch.nodes} nodes"
+    return LaunchPlan(
         "slurm",
-        places(nodes, [procs] * launch.nodes, launch.gpus_per_node or 0, config.replica.devices),
-        _variables(config, procs, here),
+        place_ranks(
+            nodes, [procs] * launch.nodes, launch.gpus_per_node or 0, config.replica.devices
+        ),
+        _plan_variables(config, procs, machine),
         (
             f"write {run.script_file}",
             shlex.join(submit),
-            f"{each}: {what_runs(config)}",
-            on_failure(config),
+            f"{each}: {describe_workload(config)}",
+            describe_failure_policy(config),
             f"{launch.signal_lead_s} s before the end of its time the run saves, and the script "
             "queues it again",
         ),
         (submit,),
-        script.render(config, run),
+        batch_script.render_script(config, run),
     )
 
 
-def _variables(config: Config, procs: int, here: Here) -> dict[str, str]:
+def _plan_variables(config: Config, procs: int, here: LaunchMachine) -> dict[str, str]:
     """Agents choose the interface; tasks of srun's have none but the one that was set."""
     chosen = config.launch.interface
-    if script.by_srun(config):
-        return dict.fromkeys(interface.VARIABLES, chosen) if chosen else {}
-    return variables(config, procs, here.env) | interface.planned(chosen, here.env)
+    if batch_script.is_started_by_srun(config):
+        return dict.fromkeys(network_interface.INTERFACE_VARIABLES, chosen) if chosen else {}
+    return make_thread_variables(
+        config, procs, here.env
+    ) | network_interface.plan_interface_variables(chosen, here.env)
 
 
-def carry_out(config: Config, plan: Plan) -> int:
+def start(config: Config, plan: LaunchPlan) -> int:
     """Returns as soon as the job is queued."""
     require_sbatch()
-    require_accepted(plan.script)
-    _require_not_active(config)
-    job, run = queue(config, plan.script)
+    require_slurm_accepts(plan.script)
+    _require_not_queued(config)
+    job, run = queue_run(config, plan.script)
     print(f"job {job}: run {run.name} in {run.folder}")
     return Exit.OK
 
@@ -78,34 +88,34 @@ def require_sbatch(instead: str = "type the command on a login node") -> None:
         )
 
 
-def queue(config: Config, text: str) -> tuple[str, Run]:
+def queue_run(config: Config, text: str) -> tuple[str, Run]:
     """Submit one run: its job's number, and its folder."""
-    run = runs.create(config)
+    run = run_folder.create_run(config)
     run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
     run.script_file.chmod(0o755)
-    note_queued(run, config)
-    job = submit(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
-    run.job_file.write_text(f"{job}\n", encoding="utf-8")
+    record_queued(run, config)
+    job = submit_job(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
+    run.job_id_file.write_text(f"{job}\n", encoding="utf-8")
     return job, run
 
 
-def note_queued(run: Run, config: Config) -> None:
+def record_queued(run: Run, config: Config) -> None:
     """Before the job is there: once it is, its status is its own to write."""
-    world = config.launch.nodes * script.processes(config)
-    begun = launched("slurm", config.launch.nodes, world)
+    world = config.launch.nodes * batch_script.count_processes_per_node(config)
+    begun = make_starting_status("slurm", config.launch.nodes, world)
     run.update_status(**begun | {"state": "queued", "process": None, "starts": []})
 
 
-def require_accepted(text: str) -> None:
+def require_slurm_accepts(text: str) -> None:
     """Slurm is asked before anything is written: a partition that is not there, too many nodes."""
-    done = slurm("sbatch", "--test-only", input=text)
+    done = run_slurm_command("sbatch", "--test-only", input=text)
     if done.returncode:
-        raise _refused(done.stderr)
+        raise _make_refusal(done.stderr)
 
 
-def _refused(words: str) -> EchelonError:
-    said = [line.removeprefix("sbatch: ") for line in words.splitlines() if line.strip()]
-    reasons = [line for line in said if "error" in line or "failure" in line] or said
+def _make_refusal(words: str) -> EchelonError:
+    lines = [line.removeprefix("sbatch: ") for line in words.splitlines() if line.strip()]
+    reasons = [line for line in lines if "error" in line or "failure" in line] or lines
     return EchelonError(
         Fault(
             f"Slurm does not take the job: {'; '.join(reasons)}",
@@ -115,11 +125,11 @@ def _refused(words: str) -> EchelonError:
     )
 
 
-def _require_not_active(config: Config) -> None:
-    run = Run.of(config)
-    job = run.job()
-    word = queued([job] if job else []).words.get(job)
-    if word is not None and word.active:
+def _require_not_queued(config: Config) -> None:
+    run = Run.from_config(config)
+    job = run.read_job_id()
+    word = query_queue([job] if job else []).states.get(job)
+    if word is not None and word.is_active:
         raise EchelonError(
             Fault(
                 f"run {run.name} is queued or running already, as job {job}",
@@ -129,27 +139,27 @@ def _require_not_active(config: Config) -> None:
         )
 
 
-def submit(name: str, command: tuple[str, ...], made: Sequence[Run]) -> str:
+def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run]) -> str:
     """Once: when the answer is lost, the queue is asked whether the job is there."""
     before = time.time()
-    done = slurm(*command)
+    done = run_slurm_command(*command)
     job = done.stdout.strip().partition(";")[0]
     if done.returncode == 0 and job.isdecimal():
         return job
-    if found := _found_in_queue(name, before):
+    if found := _find_in_queue(name, before):
         return found
-    for run in made:
+    for run in created_runs:
         run.update_status(state="not submitted")
-    raise _refused(done.stderr or done.stdout)
+    raise _make_refusal(done.stderr or done.stdout)
 
 
-def _found_in_queue(name: str, since: float) -> str | None:
+def _find_in_queue(name: str, since: float) -> str | None:
     """Whether the controller took the job before it went away; it is waited for."""
-    deadline = time.monotonic() + _LOST_ANSWER_S
-    done = slurm("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
+    deadline = time.monotonic() + _LOST_ANSWER_TIMEOUT_S
+    done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
     while done.returncode and time.monotonic() < deadline:
         time.sleep(1)
-        done = slurm("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
+        done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
     for line in done.stdout.splitlines():
         job, submitted = line.split("|", 1)
         if time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S")) >= since - 2:

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from echelon.utils.os_errors import describe_os_error
 
-_COMMAND_S = 120.0
+_COMMAND_TIMEOUT_S = 120.0
 
-ACTIVE = {
+ACTIVE_STATES = {
     *("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED"),
     *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "STAGE_OUT", "SIGNALING", "STOPPED"),
 }
-WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
+WAITING_STATES = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
 
 
-class Word(NamedTuple):
+class SlurmJobState(NamedTuple):
     """Slurm's word for a job."""
 
     state: str
@@ -25,17 +25,17 @@ class Word(NamedTuple):
     """Why it waits."""
 
     @property
-    def active(self) -> bool:
-        return self.state in ACTIVE
+    def is_active(self) -> bool:
+        return self.state in ACTIVE_STATES
 
 
-class Answer(NamedTuple):
-    words: dict[str, Word]
-    silence: str = ""
+class SlurmQueueAnswer(NamedTuple):
+    states: dict[str, SlurmJobState]
+    error: str = ""
     """Why there is no answer. A job that is not in `words` is gone only when this is empty."""
 
 
-def slurm(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+def run_slurm_command(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             words,
@@ -43,50 +43,56 @@ def slurm(*words: str, input: str | None = None) -> subprocess.CompletedProcess[
             encoding="utf-8",
             errors="surrogateescape",
             input=input,
-            timeout=_COMMAND_S,
+            timeout=_COMMAND_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        said = f"{words[0]} did not answer within {_COMMAND_S:g} s"
+        said = f"{words[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s"
         return subprocess.CompletedProcess(words, 1, "", said)
     except OSError as error:
         said = f"{words[0]} cannot be run here: {describe_os_error(error)}"
         return subprocess.CompletedProcess(words, 127, "", said)
 
 
-def queued(jobs: Sequence[str]) -> Answer:
+def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
     """Jobs in the queue, and those that ended so lately that Slurm still knows them."""
     if not jobs:
-        return Answer({})
-    done = slurm("squeue", "-h", "-r", "-t", "all", "-j", _listed(jobs), "-o", "%i|%T|%r")
+        return SlurmQueueAnswer({})
+    done = run_slurm_command(
+        "squeue", "-h", "-r", "-t", "all", "-j", _join_job_ids(jobs), "-o", "%i|%T|%r"
+    )
     lines = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2]
-    words = {job: Word(state, "" if why == "None" else why) for job, state, why in lines}
+    words = {job: SlurmJobState(state, "" if why == "None" else why) for job, state, why in lines}
     # Of one job that is long gone squeue says that its number is invalid; of several, nothing.
     silent = done.returncode != 0 and "Invalid job id" not in done.stderr
-    return Answer(words, said(done) if silent else "")
+    return SlurmQueueAnswer(words, last_error_line(done) if silent else "")
 
 
-def accounted(jobs: Sequence[str]) -> dict[str, Word]:
+def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
     """How jobs ended; empty on a cluster that keeps no accounts."""
     if not jobs:
         return {}
-    done = slurm("sacct", "-n", "-X", "-P", "-j", _listed(jobs), "-o", "JobID,State")
+    done = run_slurm_command(
+        "sacct", "-n", "-X", "-P", "-j", _join_job_ids(jobs), "-o", "JobID,State"
+    )
     lines = [line.split("|", 1) for line in done.stdout.splitlines() if "|" in line]
-    return {job: Word(state.split()[0]) for job, state in lines if state}  # CANCELLED by 1000
+    return {
+        job: SlurmJobState(state.split()[0]) for job, state in lines if state
+    }  # CANCELLED by 1000
 
 
-def _listed(jobs: Sequence[str]) -> str:
+def _join_job_ids(jobs: Sequence[str]) -> str:
     """An array is asked for once, not task by task."""
     return ",".join(sorted({job.partition("_")[0] for job in jobs}))
 
 
-def this_job(env: Mapping[str, str]) -> str | None:
+def read_job_id(env: Mapping[str, str]) -> str | None:
     """The name by which Slurm's commands know the job that this process is part of."""
     if array := env.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{env.get('SLURM_ARRAY_TASK_ID')}"
     return env.get("SLURM_JOB_ID")
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
+def last_error_line(done: subprocess.CompletedProcess[str]) -> str:
     """The last of Slurm's words about why not."""
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"{done.args[0]} ended with {done.returncode}"

@@ -10,38 +10,38 @@ import contextlib
 import time
 from typing import Any
 
-from echelon.config.schema import Launch
+from echelon.config.schema import LaunchConfig
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.failure import Failure
-from echelon.runs import Run
+from echelon.runs.failure import Failure
+from echelon.runs.run_folder import Run
 
-REQUEUE = "requeue"
-_NO_PROGRESS = 3
+REQUEUE_FILE = "requeue"
+_MAX_STARTS_FROM_ONE_STEP = 3
 """So many starts in a row from one step, and it is not worth another."""
 
 
-def begin(run: Run, launch: Launch) -> int:
+def record_start(run: Run, launch: LaunchConfig) -> int:
     """Note a job's start; the failures that are left to it, or an error that ends the run."""
     with contextlib.suppress(OSError):
-        (run.folder / REQUEUE).unlink()
-    status = run.status()
+        (run.folder / REQUEUE_FILE).unlink()
+    status = run.read_status()
     starts: list[dict[str, Any]] = status.get("starts", [])
-    now = {"after": _ending(status), "step": run.newest_step(), "time": time.time()}
+    now = {"after": _classify_ending(status), "step": run.find_newest_step(), "time": time.time()}
     starts = [*starts, now] if now["after"] else [now]  # a finished or new run counts anew
     run.update_status(starts=starts)
-    stopped, failed = _count(starts, "preempted", "lost"), _count(starts, "failed")
+    stopped, failed = _count_endings(starts, "preempted", "lost"), _count_endings(starts, "failed")
     if stopped > launch.max_requeues:
         how = f"was preempted or lost a node {stopped} times"
-        raise _no_more(run, how, "launch.max_requeues", launch.max_requeues)
+        raise _make_limit_error(run, how, "launch.max_requeues", launch.max_requeues)
     if failed > launch.max_restarts:
-        raise _no_more(
+        raise _make_limit_error(
             run, f"has failed {failed} times", "launch.max_restarts", launch.max_restarts
         )
-    latest = [s["step"] for s in starts[-_NO_PROGRESS:]]
-    if len(latest) == _NO_PROGRESS and len(set(latest)) == 1:
+    latest = [s["step"] for s in starts[-_MAX_STARTS_FROM_ONE_STEP:]]
+    if len(latest) == _MAX_STARTS_FROM_ONE_STEP and len(set(latest)) == 1:
         raise EchelonError(
             Fault(
-                f"run {run.name} was started {_NO_PROGRESS} times in a row from step {latest[0]} "
+                f"run {run.name} was started {_MAX_STARTS_FROM_ONE_STEP} times in a row from step {latest[0]} "
                 "and got no further",
                 "save more often (trainer.save.minutes=5), give it more time (launch.time), or "
                 "look at the end of its log",
@@ -51,7 +51,7 @@ def begin(run: Run, launch: Launch) -> int:
     return launch.max_restarts - failed
 
 
-def _ending(status: dict[str, Any]) -> str:
+def _classify_ending(status: dict[str, Any]) -> str:
     """How the last job of this run ended: preempted, lost, failed, or "" when all is well."""
     state = status.get("state")
     if state == "running":
@@ -62,11 +62,11 @@ def _ending(status: dict[str, Any]) -> str:
     return "preempted" if state == "preempted" else ""
 
 
-def _count(starts: list[dict[str, Any]], *endings: str) -> int:
+def _count_endings(starts: list[dict[str, Any]], *endings: str) -> int:
     return sum(start["after"] in endings for start in starts)
 
 
-def _no_more(run: Run, how: str, key: str, limit: int) -> EchelonError:
+def _make_limit_error(run: Run, how: str, key: str, limit: int) -> EchelonError:
     return EchelonError(
         Fault(
             f"run {run.name} {how}, and {key}={limit}",
@@ -76,12 +76,15 @@ def _no_more(run: Run, how: str, key: str, limit: int) -> EchelonError:
     )
 
 
-def after(run: Run, launch: Launch, failure: Failure) -> None:
+def request_requeue_after(run: Run, launch: LaunchConfig, failure: Failure) -> None:
     """A lost node may be replaced by another one; what the code did wrong, it would do again."""
     if launch.kind != "slurm" or failure.exit != Exit.NODE_LOST:
         return
-    if _count(run.status().get("starts", []), "preempted", "lost") < launch.max_requeues:
+    if (
+        _count_endings(run.read_status().get("starts", []), "preempted", "lost")
+        < launch.max_requeues
+    ):
         with contextlib.suppress(OSError):
-            (run.folder / REQUEUE).write_text(
+            (run.folder / REQUEUE_FILE).write_text(
                 failure.summary + "\n", encoding="utf-8", errors="replace"
             )

@@ -10,117 +10,143 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from echelon import runs
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
-from echelon.launch import interface
-from echelon.launch.node import variables
-from echelon.launch.plan import Here, Place, Plan, on_failure, places, processes_for, what_runs
-from echelon.launch.process import launched
-from echelon.launch.ssh import remote, sessions, shipping, survey
-from echelon.launch.ssh.hosts import Host, listed
-from echelon.runs import Run
+from echelon.launch import network_interface
+from echelon.launch.node.service import make_thread_variables
+from echelon.launch.plan import (
+    LaunchMachine,
+    LaunchPlan,
+    RankPlacement,
+    default_process_count,
+    describe_failure_policy,
+    describe_workload,
+    place_ranks,
+)
+from echelon.launch.process_record import make_starting_status
+from echelon.launch.ssh import file_transfer, host_check, remote_command, sessions
+from echelon.launch.ssh.host_list import SshHost, list_hosts
+from echelon.runs import run_folder
+from echelon.runs.run_folder import Run
 
 
-def plan(config: Config, here: Here) -> Plan:
-    hosts, run = listed(config.launch), _run(config)
-    remote.carried(here.env, config.launch.carry)
-    commands = tuple(_command(config, hosts, node, run) for node in range(len(hosts)))
-    return Plan(
+def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
+    hosts, run = list_hosts(config.launch), _resolve_run(config)
+    remote_command.select_variables(machine.env, config.launch.carry)
+    commands = tuple(_node_command(config, hosts, node, run) for node in range(len(hosts)))
+    return LaunchPlan(
         "ssh",
-        _places(config, hosts),
-        variables(config, max(h.procs or 1 for h in hosts), here.env)
-        | interface.planned(config.launch.interface, here.env),
+        _place_ranks(config, hosts),
+        make_thread_variables(config, max(h.procs or 1 for h in hosts), machine.env)
+        | network_interface.plan_interface_variables(config.launch.interface, machine.env),
         (
             f"ask all {len(hosts)} hosts at once: can they be reached, are Python, torch and "
             f"echelon the same, which devices are there, is {run.folder} shared",
-            f"where it is not, send {shipping.code_folder(config) or 'the configuration'} there, "
+            f"where it is not, send {file_transfer.find_code_folder(config) or 'the configuration'} there, "
             "and bring back what the run made",
             *map(shlex.join, commands),
-            f"on each host {_how_many(hosts, config.replica.devices)}: {what_runs(config)}",
-            on_failure(config),
+            f"on each host {_describe_process_count(hosts, config.replica.devices)}: {describe_workload(config)}",
+            describe_failure_policy(config),
         ),
         commands,
     )
 
 
-def _how_many(hosts: list[Host], each: int) -> str:
+def _describe_process_count(hosts: list[SshHost], each: int) -> str:
     if all(host.procs for host in hosts):
         return "as many processes as planned"
     return f"one process for {'each visible device' if each == 1 else f'every {each} devices'}"
 
 
-def _run(config: Config) -> Run:
+def _resolve_run(config: Config) -> Run:
     assert config.run.name is not None
     return Run(Path(config.run.dir).absolute() / config.run.name)
 
 
-def _places(config: Config, hosts: list[Host]) -> tuple[Place, ...]:
+def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, ...]:
     """Where the number of devices decides, and nobody was asked yet, a host is one line."""
     if config.program and config.mode == "plain":
         hosts = [host._replace(procs=1) for host in hosts]
     names = [host.name for host in hosts]
     each = config.replica.devices
-    found = places(names, [host.procs or 1 for host in hosts], 0, each)
+    found = place_ranks(names, [host.procs or 1 for host in hosts], 0, each)
     known = {host.name: host.procs for host in hosts}
     return tuple(
-        place._replace(devices=_cuda_or(place.devices, place.local_rank * each))
+        place._replace(devices=_name_devices(place.devices, place.local_rank * each))
         if known[place.host]
         else place._replace(devices=("every visible",))
         for place in found
     )
 
 
-def _cuda_or(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
+def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
     return tuple(f"cuda:{first + i} or {stage}" for i, stage in enumerate(stages))
 
 
-def _command(config: Config, hosts: list[Host], node: int, run: Run) -> tuple[str, ...]:
+def _node_command(config: Config, hosts: list[SshHost], node: int, run: Run) -> tuple[str, ...]:
     procs = hosts[node].procs
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
     words += ["--node-rank", str(node), *(["--procs", str(procs)] if procs else [])]
-    where = (str(run.code(node)), os.getcwd())
-    return tuple(remote.argv(config.launch, hosts[node].name, where, [*words, str(run.folder)]))
+    where = (str(run.code_folder(node)), os.getcwd())
+    return tuple(
+        remote_command.make_argv(config.launch, hosts[node].name, where, [*words, str(run.folder)])
+    )
 
 
-def carry_out(config: Config, plan: Plan) -> int:
-    remote.require_ssh(config.launch)
-    hosts, run = listed(config.launch), _run(config)
-    carried = remote.carried(os.environ, config.launch.carry)
-    first = remote.first_line(carried)
-    reports = survey.ask(config, hosts, run, carried)
-    apart = [
-        shipping.There(config.launch, host.name, node, run, first)
+def start(config: Config, plan: LaunchPlan) -> int:
+    remote_command.require_ssh(config.launch)
+    hosts, run = list_hosts(config.launch), _resolve_run(config)
+    carried = remote_command.select_variables(os.environ, config.launch.carry)
+    first_line = remote_command.encode_variables(carried)
+    reports = host_check.check_hosts(config, hosts, run, carried)
+    separate_hosts = [
+        file_transfer.RemoteRunFolder(config.launch, host.name, node, run, first_line)
         for node, (host, report) in enumerate(zip(hosts, reports, strict=True))
         if not report.shared
     ]
-    code = shipping.code_files(config, run) if apart else {}
+    code = file_transfer.list_code_files(config, run) if separate_hosts else {}
     new = config.trainer.resume == "never" or not run.config_file.exists()
-    runs.create(config)
+    run_folder.create_run(config)
     names = [host.name for host in hosts]
     each = config.replica.devices
     world = sum(
-        host.procs or processes_for(r.devices, each) for host, r in zip(hosts, reports, strict=True)
+        host.procs or default_process_count(r.devices, each)
+        for host, r in zip(hosts, reports, strict=True)
     )
-    run.update_status(**launched("ssh", len(hosts), world), hosts=names)
-    _send(run, apart, code, new)
-    outcome = sessions.Watch(sessions.start(names, plan.commands, first)).keep()
-    missing = {there.host: shipping.fetch(there) for there in apart}
-    return _tell(run, outcome, missing)
+    run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
+    _send_files(run, separate_hosts, code, new)
+    outcome = sessions.SshSessions(
+        sessions.start_sessions(names, plan.commands, first_line)
+    ).wait_for_all()
+    missing = {there.host: file_transfer.fetch_results(there) for there in separate_hosts}
+    return _report_outcome(run, outcome, missing)
 
 
-def _send(run: Run, apart: list[shipping.There], code: Mapping[str, Path], new: bool) -> None:
-    with ThreadPoolExecutor(max(1, len(apart))) as pool:
+def _send_files(
+    run: Run,
+    separate_hosts: list[file_transfer.RemoteRunFolder],
+    code: Mapping[str, Path],
+    new: bool,
+) -> None:
+    with ThreadPoolExecutor(max(1, len(separate_hosts))) as pool:
         if new:
             suffix = time.strftime("%Y%m%d-%H%M%S")
-            list(pool.map(lambda there: shipping.set_aside(there, suffix), apart))
-        faults = [f for f in pool.map(lambda there: shipping.send(there, code), apart) if f]
+            list(
+                pool.map(
+                    lambda there: file_transfer.set_aside_old_run(there, suffix), separate_hosts
+                )
+            )
+        faults = [
+            f
+            for f in pool.map(lambda there: file_transfer.send_files(there, code), separate_hosts)
+            if f
+        ]
     if faults:
         run.update_status(state="failed")
         raise EchelonError(*faults)
 
 
-def _tell(run: Run, outcome: sessions.Outcome, missing: dict[str, str]) -> int:
+def _report_outcome(run: Run, outcome: sessions.SshOutcome, missing: dict[str, str]) -> int:
     """The status says the same as the exit code, whoever wrote it last; the cause comes last."""
     code = outcome.code
     states: dict[int, str] = {Exit.OK: "finished", Exit.PREEMPTED: "preempted"}

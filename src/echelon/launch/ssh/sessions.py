@@ -19,22 +19,22 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from echelon.errors import Exit
-from echelon.failure import Failure
-from echelon.launch.ssh.remote import last_words
-from echelon.launch.ssh.tether import MARK
-from echelon.launch.zygote import STOP_SIGNALS
+from echelon.launch.node.fork_server import STOP_SIGNALS
+from echelon.launch.ssh.remote_command import last_lines
+from echelon.launch.ssh.watchdog import MESSAGE_MARK
+from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
 
-_ALIVE_S = 2.0
+_ALIVE_INTERVAL_S = 2.0
 _TICK_S = 0.2
 _GRACE_S = 10.0
 """For the others to say why and to end, once one host has failed; where that is known, less."""
 _KILL_S = 3.0
-_FINE = (Exit.OK, Exit.PREEMPTED)
-_OF_SSH = 255
+_SUCCESS_CODES = (Exit.OK, Exit.PREEMPTED)
+_SSH_ERROR_CODE = 255
 
 
-class Outcome(NamedTuple):
+class SshOutcome(NamedTuple):
     code: int
     cause: str
     """What the screen ends with; empty if all went well."""
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False)
-class Session:
+class SshSession:
     """One host's agent, at the end of an ssh."""
 
     node: int
@@ -58,27 +58,29 @@ class Session:
             self.process.stdout: sys.stdout,
             self.process.stderr: sys.stderr,
         }
-        self.unfinished = dict.fromkeys(self.streams, b"")
+        self.partial_lines = dict.fromkeys(self.streams, b"")
         """The beginnings of lines."""
-        self.last: deque[str] = deque(maxlen=20)
+        self.last_stderr_lines: deque[str] = deque(maxlen=20)
         """Of what it said on standard error."""
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Short enough to be written whole, whichever thread writes."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # who reads the other end notices that it is gone
             os.write(self.process.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """It ended as no agent ends by itself: ssh failed, or somebody killed."""
-        return self.code is None or self.code < 0 or self.code == _OF_SSH or self.code > 128
+        return self.code is None or self.code < 0 or self.code == _SSH_ERROR_CODE or self.code > 128
 
 
-def start(hosts: Sequence[str], commands: Sequence[Sequence[str]], first: bytes) -> list[Session]:
+def start_sessions(
+    hosts: Sequence[str], commands: Sequence[Sequence[str]], first_line: bytes
+) -> list[SshSession]:
     """All at once; `first` is what each one reads before anything else."""
     sessions = [
-        Session(
+        SshSession(
             node,
             host,
             subprocess.Popen(
@@ -96,119 +98,123 @@ def start(hosts: Sequence[str], commands: Sequence[Sequence[str]], first: bytes)
     for session in sessions:
         assert session.process.stdin is not None
         with contextlib.suppress(OSError):
-            session.process.stdin.write(first)
+            session.process.stdin.write(first_line)
     return sessions
 
 
-class Watch:
+class SshSessions:
     """All sessions, until the last one has ended."""
 
-    def __init__(self, sessions: list[Session]) -> None:
+    def __init__(self, sessions: list[SshSession]) -> None:
         self._sessions = sessions
         self._width = max(len(s.host) for s in sessions)
         self._selector = selectors.DefaultSelector()
-        self._failed: Session | None = None
+        self._failed: SshSession | None = None
         """The first one that did."""
-        self._told: Failure | None = None
+        self._reported_failure: Failure | None = None
         self._deadline = float("inf")
-        self._pressed = 0
+        self._kill_rounds = 0
         self._interrupts = 0
-        self._asked = False
+        self._is_stopping = False
 
-    def keep(self) -> Outcome:
+    def wait_for_all(self) -> SshOutcome:
         for session in self._sessions:
             for stream in session.streams:
                 self._selector.register(stream, selectors.EVENT_READ, session)
         # From a thread: a screen that is halted with Ctrl-S must not end the training.
-        threading.Thread(target=self._stay_alive, daemon=True, name="alive").start()
-        with self._signals():
+        threading.Thread(target=self._send_alive, daemon=True, name="alive").start()
+        with self._handle_signals():
             while any(self._running()):
                 for key, _ in self._selector.select(_TICK_S):
                     self._read(key.data, key.fileobj)  # type: ignore[arg-type]
                 for session in self._running():
                     self._reap(session)
-                self._press()
-        return self._outcome()
+                self._end_overdue()
+        return self._make_outcome()
 
-    def _running(self) -> Iterator[Session]:
+    def _running(self) -> Iterator[SshSession]:
         return (s for s in self._sessions if s.code is None)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send_to_running(self, message: dict[str, Any]) -> None:
         for session in self._running():
-            session.say(message)
+            session.send(message)
 
-    def _stay_alive(self) -> None:
+    def _send_alive(self) -> None:
         while any(self._running()):
-            self._say({"alive": True})
-            time.sleep(_ALIVE_S)
+            self._send_to_running({"alive": True})
+            time.sleep(_ALIVE_INTERVAL_S)
 
     # --- what they say ---
 
-    def _read(self, session: Session, stream: IO[bytes]) -> None:
+    def _read(self, session: SshSession, stream: IO[bytes]) -> None:
         data = os.read(stream.fileno(), 1 << 16)
-        *lines, rest = (session.unfinished[stream] + data).split(b"\n")
+        *lines, rest = (session.partial_lines[stream] + data).split(b"\n")
         if not data:
             self._selector.unregister(stream)
             lines, rest = ([rest] if rest else []), b""
-        session.unfinished[stream] = rest
+        session.partial_lines[stream] = rest
         for line in lines:
-            self._show(session, stream, line.decode(errors="replace"))
+            self._print_line(session, stream, line.decode(errors="replace"))
 
-    def _show(self, session: Session, stream: IO[bytes], line: str) -> None:
-        text, _, message = line.partition(MARK)
+    def _print_line(self, session: SshSession, stream: IO[bytes], line: str) -> None:
+        text, _, message = line.partition(MESSAGE_MARK)
         if message:
-            self._take(session, json.loads(message))
+            self._handle_message(session, json.loads(message))
             if not text:
                 return
         if stream is session.process.stderr:
-            session.last.append(text)
+            session.last_stderr_lines.append(text)
         screen = session.streams[stream]
         screen.write(f"{session.host:<{self._width}} │ {text}".rstrip() + "\n")
         screen.flush()
 
-    def _take(self, session: Session, message: dict[str, Any]) -> None:
+    def _handle_message(self, session: SshSession, message: dict[str, Any]) -> None:
         if "meet" in message:
             for other in self._sessions[1:]:
-                other.say(message)
-        elif "failure" in message and (self._told is None or session.node == 0):
-            self._told = Failure(**message["failure"])
+                other.send(message)
+        elif "failure" in message and (self._reported_failure is None or session.node == 0):
+            self._reported_failure = Failure(**message["failure"])
 
     # --- how they end ---
 
-    def _reap(self, session: Session) -> None:
+    def _reap(self, session: SshSession) -> None:
         open_streams = {key.fileobj for key in self._selector.get_map().values()}
         if open_streams & set(session.streams) or session.process.poll() is None:
             return
         session.code = session.process.returncode
-        if session.code not in _FINE and self._failed is None:
+        if session.code not in _SUCCESS_CODES and self._failed is None:
             self._failed = session
-            self._deadline = time.monotonic() + (_KILL_S if self._told else _GRACE_S)
+            self._deadline = time.monotonic() + (_KILL_S if self._reported_failure else _GRACE_S)
 
-    def _press(self) -> None:
+    def _end_overdue(self) -> None:
         """Who has not ended in time is ended, by its tether, then by a lack of one."""
         if time.monotonic() < self._deadline:
             return
         self._deadline = time.monotonic() + _KILL_S
-        self._pressed += 1
+        self._kill_rounds += 1
         for session in self._running():
-            session.say({"kill": True}) if self._pressed == 1 else session.process.kill()
+            session.send({"kill": True}) if self._kill_rounds == 1 else session.process.kill()
 
-    def _outcome(self) -> Outcome:
+    def _make_outcome(self) -> SshOutcome:
         if self._interrupts >= 2:
             words = "stopped at once; the last snapshot stands"
             failure = Failure(0, self._sessions[0].host, None, words, "", int(Exit.INTERRUPTED))
-            return Outcome(failure.exit, f"\n{words}", asdict(failure))
-        if self._told is not None:
-            return Outcome(self._told.exit, f"\n{self._told}", asdict(self._told))
+            return SshOutcome(failure.exit, f"\n{words}", asdict(failure))
+        if self._reported_failure is not None:
+            return SshOutcome(
+                self._reported_failure.exit,
+                f"\n{self._reported_failure}",
+                asdict(self._reported_failure),
+            )
         if self._failed is not None:
-            failure = _without_a_word(self._failed)
-            return Outcome(failure.exit, f"\nerror: {failure.summary}", asdict(failure))
-        return Outcome(max(s.code or 0 for s in self._sessions), "", None)
+            failure = _describe_silent_end(self._failed)
+            return SshOutcome(failure.exit, f"\nerror: {failure.summary}", asdict(failure))
+        return SshOutcome(max(s.code or 0 for s in self._sessions), "", None)
 
     # --- signals ---
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _handle_signals(self) -> Iterator[None]:
         before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
         # Halted with Ctrl-Z we could not say that we are alive.
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
@@ -223,21 +229,23 @@ class Watch:
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             self._deadline = 0.0
-        elif not self._asked:
-            self._asked = True
-            self._say({"signal": number})
+        elif not self._is_stopping:
+            self._is_stopping = True
+            self._send_to_running({"signal": number})
 
 
-def _without_a_word(session: Session) -> Failure:
+def _describe_silent_end(session: SshSession) -> Failure:
     """For an agent that did not live to tell what went wrong."""
     who = f"node {session.node} ({session.host})"
-    said = [line for line in session.last if line.startswith("error: ")]
-    if session.code == _OF_SSH:
-        summary = f"the connection to {who} is lost: {last_words(chr(10).join(session.last))}"
-    elif session.lost:
+    error_lines = [line for line in session.last_stderr_lines if line.startswith("error: ")]
+    if session.code == _SSH_ERROR_CODE:
+        summary = f"the connection to {who} is lost: {last_lines(chr(10).join(session.last_stderr_lines))}"
+    elif session.is_lost:
         summary = f"{who} was killed"
     else:
-        why = said[-1].removeprefix("error: ") if said else f"exit code {session.code}"
+        why = (
+            error_lines[-1].removeprefix("error: ") if error_lines else f"exit code {session.code}"
+        )
         summary = f"{who} failed: {why}"
-    code = Exit.NODE_LOST if session.lost else session.code
+    code = Exit.NODE_LOST if session.is_lost else session.code
     return Failure(0, session.host, None, summary, "", int(code or Exit.FAILED))

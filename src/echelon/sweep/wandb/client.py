@@ -16,58 +16,60 @@ from typing import Any
 
 from echelon.errors import EchelonError, Exit, Fault
 
-_ANSWER_S = 10.0
-_LARGEST = 4 * 1024 * 1024
+_TIMEOUT_S = 10.0
+_MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
-_AGENT = """mutation CreateAgent($host: String!, $projectName: String, $entityName: String,
+_CREATE_AGENT_MUTATION = """mutation CreateAgent($host: String!, $projectName: String, $entityName: String,
 $sweep: String!) { createAgent(input: {host: $host, projectName: $projectName,
 entityName: $entityName, sweep: $sweep}) { agent { id } } }"""
-_BEAT = """mutation Heartbeat($id: ID!, $metrics: JSONString, $runState: JSONString) {
+_HEARTBEAT_MUTATION = """mutation Heartbeat($id: ID!, $metrics: JSONString, $runState: JSONString) {
 agentHeartbeat(input: {id: $id, metrics: $metrics, runState: $runState}) {
 agent { id } commands } }"""
 
 
-_WHO = "query Viewer { viewer { id entity } }"
+_VIEWER_QUERY = "query Viewer { viewer { id entity } }"
 
 
-class Silent(Exception):
+class ServerUnavailableError(Exception):
     """The server did not answer, or not now."""
 
 
 @dataclass(frozen=True)
-class Server:
+class WandbServer:
     url: str
     key: str = field(repr=False)
 
-    def user(self) -> str:
+    def query_user(self) -> str:
         """Whom the key belongs to."""
-        return str((self._ask(_WHO, {}).get("viewer") or {}).get("entity") or "")
+        return str((self._query(_VIEWER_QUERY, {}).get("viewer") or {}).get("entity") or "")
 
-    def agent(self, host: str, sweep: str) -> str:
+    def register_agent(self, host: str, sweep: str) -> str:
         """Register one; the answer is its id."""
         entity, project, name = sweep.split("/")
         given = {"host": host, "entityName": entity, "projectName": project, "sweep": name}
-        return str(self._ask(_AGENT, given)["createAgent"]["agent"]["id"])
+        return str(self._query(_CREATE_AGENT_MUTATION, given)["createAgent"]["agent"]["id"])
 
-    def beat(self, agent: str, running: list[str]) -> list[dict[str, Any]]:
+    def send_heartbeat(self, agent_id: str, running_ids: list[str]) -> list[dict[str, Any]]:
         """Say what an agent is doing; the answer is what it is to do."""
-        state = json.dumps(dict.fromkeys(running, True))
-        told = self._ask(_BEAT, {"id": agent, "metrics": "{}", "runState": state})
-        commands = json.loads(told["agentHeartbeat"]["commands"])
+        state = json.dumps(dict.fromkeys(running_ids, True))
+        answer = self._query(
+            _HEARTBEAT_MUTATION, {"id": agent_id, "metrics": "{}", "runState": state}
+        )
+        commands = json.loads(answer["agentHeartbeat"]["commands"])
         return [command for command in commands if isinstance(command, dict)]
 
-    def _ask(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+    def _query(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         try:
             answer = json.loads(self._post({"query": query, "variables": variables}))
             errors = answer.get("errors")
             if not errors:
                 data: dict[str, Any] = answer["data"]
                 return data
-            said = str(errors[0].get("message"))
+            message = str(errors[0].get("message"))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise Silent(f"its answer makes no sense: {error}") from None
+            raise ServerUnavailableError(f"its answer makes no sense: {error}") from None
         raise EchelonError(
-            Fault(f"wandb's server refuses: {said[:200]}", "look at the sweep there"),
+            Fault(f"wandb's server refuses: {message[:200]}", "look at the sweep there"),
             exit=Exit.FAILED,
         )
 
@@ -79,16 +81,16 @@ class Server:
             {"Content-Type": "application/json", "Authorization": f"Basic {credentials}"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-                text: bytes = answer.read(_LARGEST + 1)
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                text: bytes = answer.read(_MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            raise _refused(error.code) from None
+            raise _to_error(error.code) from None
         except (OSError, http.client.HTTPException) as error:
-            raise Silent(str(getattr(error, "reason", error))) from None
-        if len(text) > _LARGEST:
+            raise ServerUnavailableError(str(getattr(error, "reason", error))) from None
+        if len(text) > _MAX_ANSWER_BYTES:
             raise EchelonError(
                 Fault(
-                    f"wandb's server answers with more than {_LARGEST >> 20} MiB, and a trial is "
+                    f"wandb's server answers with more than {_MAX_ANSWER_BYTES >> 20} MiB, and a trial is "
                     "a few numbers",
                     "look at what the sweep there sets",
                 ),
@@ -97,13 +99,13 @@ class Server:
         return text
 
 
-def _refused(code: int) -> Exception:
+def _to_error(code: int) -> Exception:
     reasons = {
         401: ("does not accept the key", "`wandb login` stores another"),
         403: ("does not let this key at the sweep", "ask its owner, or log in as another"),
         404: ("has no such sweep any more", "start another: leave this one's folder out of it"),
     }
     if code not in reasons:
-        return Silent(f"it answers {code}")
+        return ServerUnavailableError(f"it answers {code}")
     what, do = reasons[code]
     return EchelonError(Fault(f"wandb's server {what}", do), exit=Exit.FAILED)

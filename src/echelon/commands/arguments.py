@@ -1,0 +1,103 @@
+"""What the verbs' command lines share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+RUN_HELP = "a name, a folder, a job's number, or `latest`"
+
+
+def make_parser(
+    command: str, description: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"echelon {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=ParagraphHelpFormatter,
+    )
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
+
+
+def add_dir_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", default="runs", help="the folder of all runs (default: runs)")
+
+
+def split_at_double_dash(words: list[str]) -> tuple[list[str], list[str]]:
+    separator = words.index("--") if "--" in words else len(words)
+    return words[:separator], words[separator + 1 :]
+
+
+def parse_gpu_count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
+    return int(text)
+
+
+def parse_interval_s(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: give 0.1 to 86400 s")
+
+
+def parse_fraction(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+
+
+def parse_positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def parse_line_count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    return int(text)
+
+
+def parse_days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days")
+    return days
+
+
+def parse_seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def parse_lease_s(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) >= 6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not 6 or more: workers show life every 2 s")
+
+
+class ParagraphHelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Prose is folded to the terminal; a paragraph with indented lines stays as it is written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        import textwrap
+
+        paragraphs = [
+            part if "\n  " in part else textwrap.fill(part, width) for part in text.split("\n\n")
+        ]
+        return "\n\n".join(paragraphs)

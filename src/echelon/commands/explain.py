@@ -1,0 +1,60 @@
+"""`echelon explain`: what was decided about this process, from what, and what was ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.gpus import count_visible_gpus
+from echelon.world import detect, detection_to_dict, render_detection
+
+
+def explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str]) -> int:
+    given = _parse_overrides(overrides)
+    devices_per_replica = _parse_int(given, "replica.devices")
+    detection = detect(
+        env,
+        rank=_parse_int(given, "rank"),
+        world_size=_parse_int(given, "world_size"),
+        master=given.get("master"),
+        visible_devices=count_visible_gpus(env),
+        devices_per_replica=1 if devices_per_replica is None else devices_per_replica,
+    )
+    if json_wanted:
+        print(json.dumps(detection_to_dict(detection), indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(render_detection(detection))
+    return Exit.OK
+
+
+_KNOWN_KEYS = ("rank", "world_size", "master", "replica.devices")
+
+
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
+    """A few keys, read without Hydra, which would take longer than the answer."""
+    given = dict(word.partition("=")[::2] for word in overrides)
+    unknown = [k for k in given if k not in _KNOWN_KEYS]
+    if unknown:
+        raise EchelonError(
+            *(
+                Fault(
+                    f"{k}={given[k]} says nothing about the world",
+                    "give rank=, world_size=, master= or replica.devices=",
+                )
+                for k in unknown
+            )
+        )
+    return given
+
+
+def _parse_int(given: Mapping[str, str], key: str) -> int | None:
+    text = given.get(key)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise EchelonError(Fault(f"{key}={text} is no whole number", f"write {key}=3")) from None

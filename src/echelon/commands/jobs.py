@@ -1,0 +1,100 @@
+"""Runs on their machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.commands.arguments import RUN_HELP, add_dir_argument, make_parser, parse_line_count
+
+
+def jobs(words: list[str]) -> int:
+    parser = make_parser(
+        "jobs",
+        "Show runs, the newest first: those that are active and the last ten.",
+        "states:\n"
+        "  queued, requeued       waits for its machines, for the first time or to go on\n"
+        "  starting, running      at work\n"
+        "  finished               all steps were made\n"
+        "  preempted, cancelled   stopped on request, all saved; `echelon resume` goes on\n"
+        "  failed                 the line below says why\n"
+        "  lost                   what should be there is gone without a word\n\n"
+        "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
+    )
+    parser.add_argument(
+        "run", nargs="*", help="only these: a name, a job's number, what several were submitted as"
+    )
+    parser.add_argument("--all", action="store_true", help="every run")
+    parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    parser.add_argument("--json", action="store_true")
+    add_dir_argument(parser)
+    given = parser.parse_args(words)
+    from echelon.views.jobs_table import show_jobs
+
+    return show_jobs(Path(given.dir), given.run, given.all, given.json, given.watch)
+
+
+def logs(words: list[str]) -> int:
+    parser = make_parser(
+        "logs",
+        "Show what the ranks of a run said, and its agents and batch script, in order of time.",
+        "One rank alone is shown as it was written; several, line by line after who said it.",
+    )
+    parser.add_argument("run", help=RUN_HELP)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        action="append",
+        default=[],
+        metavar="R",
+        help="only this; may be repeated",
+    )
+    parser.add_argument(
+        "--node", type=int, action="append", default=[], metavar="N", help="only this"
+    )
+    parser.add_argument(
+        "--lines",
+        type=parse_line_count,
+        metavar="N",
+        help="only the last N; default: all, with -f 20",
+    )
+    add_dir_argument(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.logs import show_logs, show_logs_of_runs
+    from echelon.runs.run_folder import find_run, find_runs
+
+    found = find_runs(given.run, given.dir)
+    if len(found) > 1 and not given.follow:
+        return show_logs_of_runs(found, given.rank, given.node, given.lines)
+    run = find_run(given.run, given.dir)
+    return show_logs(run, given.rank, given.node, given.lines, given.follow)
+
+
+def attach(words: list[str]) -> int:
+    parser = make_parser(
+        "attach",
+        "Follow a run as if it had been started here: what rank 0 says, to the end. The exit code "
+        "is the training's. Ctrl-C detaches; the run goes on.",
+    )
+    parser.add_argument("run", help=RUN_HELP)
+    add_dir_argument(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.attach import attach_run
+    from echelon.runs.run_folder import find_run
+
+    return attach_run(find_run(given.run, given.dir))
+
+
+def cancel(words: list[str]) -> int:
+    parser = make_parser(
+        "cancel",
+        "Ask runs to save and end, and not to be queued again. `echelon resume RUN` goes on later.",
+    )
+    parser.add_argument("run", nargs="+", help=f"{RUN_HELP}, or what several were submitted as")
+    parser.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
+    add_dir_argument(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.cancel import cancel_runs
+    from echelon.runs.run_folder import find_runs
+
+    return cancel_runs([run for name in given.run for run in find_runs(name, given.dir)], given.now)

@@ -1,0 +1,154 @@
+"""Training: a run, an old one, somebody else's program, a node of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.commands.arguments import (
+    RUN_HELP,
+    add_plan_arguments,
+    make_parser,
+    split_at_double_dash,
+)
+from echelon.errors import EchelonError, Fault
+
+if TYPE_CHECKING:
+    from echelon.config.compose import UserExperiment
+
+
+def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
+    from echelon.config.settings_help import render_settings
+    from echelon.config.untrusted import drop_trial_arguments, read_trial
+
+    trial = read_trial(os.environ)
+
+    parser = make_parser(
+        "train",
+        "Train an experiment. Every setting can be overridden: KEY=VALUE, as in Hydra.",
+        "settings:\n"
+        "  experiment=toy\n"
+        "      What to train: toy, transformer, movielens, movielens_dot,\n"
+        "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
+        "      their bare names: lr=0.1.\n"
+        + render_settings()
+        + _describe_experiment_settings(words, own),
+    )
+    if own is not None:
+        parser.prog = f"python {Path(own.entry.rpartition(':')[0]).name}"
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
+    )
+    given = parser.parse_intermixed_args(drop_trial_arguments(words, trial))
+    from echelon.entrypoint import train, train_multirun
+
+    if given.multirun and trial:
+        parser.error("`wandb agent` asks for one run, so --multirun cannot be")
+    if given.multirun and (given.wait or given.json):
+        parser.error("--wait and --json are for one run")
+    if given.multirun:
+        return train_multirun(given.overrides, own, given.dry_run)
+    return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)
+
+
+def _describe_experiment_settings(words: Sequence[str], own: UserExperiment | None) -> str:
+    """The settings of the experiment that help is asked for."""
+    if not {"-h", "--help"} & set(words):
+        return ""
+    from echelon.config.settings_help import render_bundled_settings, render_user_settings
+    from echelon.entrypoint import split_experiment_path
+
+    rest, named = split_experiment_path(words)
+    if own := named or own:
+        return render_user_settings(own.entry.rpartition("/")[2], own.settings)
+    chosen = [word.partition("=")[2] for word in rest if word.startswith("experiment=")]
+    return render_bundled_settings(chosen[-1] if chosen else "toy")
+
+
+def run(words: list[str]) -> int:
+    parser = make_parser(
+        "run",
+        "Run any program on one process, many, or many machines: echelon run launch=slurm "
+        "launch.nodes=2 -- python train.py",
+        "modes:\n"
+        "  mode=torchrun    an agent per node and torchrun's variables: plain torch,\n"
+        "                   Accelerate, Lightning (the default)\n"
+        "  mode=srun        one Slurm task per process\n"
+        "  mode=lightning   the same, as Lightning expects it; its arguments get\n"
+        "                   the world by launch.nodes_flag=--num_nodes and\n"
+        "                   launch.gpus_flag=--gpus\n"
+        "  mode=plain       once per node, left alone\n"
+        "  mode=wandb       for `wandb agent`: one of them, its trial on all nodes\n\n"
+        "`echelon train --help` lists the settings of launch.",
+    )
+    add_plan_arguments(parser)
+    parser.add_argument("program", nargs="*", metavar="-- PROGRAM ARGS")
+    options, program = split_at_double_dash(words)
+    given = parser.parse_intermixed_args(options)
+    from echelon.entrypoint import run_program
+
+    return run_program(given.overrides, program, given.dry_run, given.json, given.wait)
+
+
+def resume(words: list[str]) -> int:
+    parser = make_parser("resume", "Go on with a run where its newest valid snapshot is.")
+    parser.add_argument("run", help=RUN_HELP)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
+    given = parser.parse_intermixed_args(words)
+    from echelon.config.compose import recompose
+    from echelon.entrypoint import start_run
+    from echelon.runs.run_folder import find_run
+
+    run = find_run(given.run)
+    if run.submission_file is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a submitted command, whose program knows how to go on",
+                "submit the command again, with --requeue if it resumes by itself",
+            )
+        )
+    config = run.read_config()
+    if config.trainer.resume == "never" or any(run.snapshots_folder.glob("step-*")):
+        given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
+    return start_run(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))
+
+
+def node(words: list[str]) -> int:
+    parser = make_parser(
+        "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--nodes", type=int, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--master", metavar="HOST:PORT", help="where node 0 listens")
+    where.add_argument("--tether", action="store_true", help="be told, and live on standard input")
+    parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
+    parser.add_argument("--procs", type=int, help="processes here; default: as configured")
+    given = parser.parse_args(words)
+    if given.tether:
+        from echelon.launch.ssh.watchdog import run_watched_node
+
+        return run_watched_node(given.run, given.nodes, given.node_rank, given.procs)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
+    from echelon.launch.node.join import join_run
+
+    return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
+
+
+def explain(words: list[str]) -> int:
+    parser = make_parser(
+        "explain", "Say which world this process would be part of, and which variables decided it."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="rank=R world_size=N master=HOST:PORT")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_intermixed_args(words)
+    from echelon.commands.explain import explain_world
+
+    return explain_world(given.overrides, given.json, os.environ)

@@ -1,0 +1,185 @@
+"""Defaults of a user and of a project: `echelon.yaml`, below what is typed.
+
+Values are read as text where a setting is one, because YAML takes 4:00:00 for a number of seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from echelon.config.schema import LaunchConfig
+from echelon.config.validate import LAUNCHER_ONLY_KEYS
+from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.utils.os_errors import describe_os_error
+
+FILE_NAME = "echelon.yaml"
+_VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
+_SHORT_KEYS = {"secrets": "launch.secrets"}
+_SECRET_NAME = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)
+_TOKEN = r"(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}"
+_SECRET_VALUE = re.compile(rf"[0-9a-fA-F]{{32,}}|{_TOKEN}")
+
+
+class DefaultValue(NamedTuple):
+    value: Any
+    location: str
+    """FILE:LINE."""
+
+
+@dataclass(frozen=True)
+class UserDefaults:
+    """Of all files together; a project's stand above a user's."""
+
+    launch: Mapping[str, DefaultValue]
+    """By their dotted keys."""
+    variables: Mapping[str, str]
+    """To be set where nobody has set them."""
+
+    def select_for_launcher(self, kind: str) -> dict[str, DefaultValue]:
+        """Without what another launcher would read: a default is no slip."""
+        other = {key for name, keys in LAUNCHER_ONLY_KEYS.items() if name != kind for key in keys}
+        if kind == "inline":
+            other |= {"procs", "max_restarts"}
+        return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
+
+
+NO_DEFAULTS = UserDefaults({}, {})
+
+
+def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> UserDefaults:
+    """From the user's file and from those in the folders, or one error with all faults."""
+    launch: dict[str, DefaultValue] = {}
+    variables: dict[str, str] = {}
+    faults: list[Fault] = []
+    for file in find_files(env, folders):
+        for key, value in _read_file(file, faults):
+            if key in _VARIABLES:
+                variables[_VARIABLES[key]] = str(value.value)
+            else:
+                launch[_SHORT_KEYS.get(key, key)] = value
+    if secrets_file := launch.get("launch.secrets"):
+        folder = Path(secrets_file.location.rpartition(":")[0]).parent
+        path = folder / Path(str(secrets_file.value)).expanduser()
+        launch["launch.secrets"] = secrets_file._replace(value=str(path))
+    if faults:
+        raise EchelonError(*faults)
+    return UserDefaults(launch, variables)
+
+
+def find_files(env: Mapping[str, str], folders: Sequence[Path]) -> list[Path]:
+    """Those that are there, what counts most last."""
+    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", "~"), ".config")
+    candidates = [Path(home) / "echelon" / FILE_NAME, *(folder / FILE_NAME for folder in folders)]
+    return list(dict.fromkeys(path.absolute() for path in candidates if path.is_file()))
+
+
+def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultValue]]:
+    import yaml
+
+    try:
+        tree = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        why = getattr(error, "problem", None) or str(error)
+        faults.append(Fault(f"{where} cannot be read: {why}", "mend that line"))
+        return
+    if tree is None:
+        return
+    if not isinstance(tree, yaml.MappingNode):
+        faults.append(Fault(f"{file} is no list of settings", "write lines such as partition: gpu"))
+        return
+    for key, node in _iter_leaves(tree, ""):
+        where = f"{file}:{node.start_mark.line + 1}"
+        if (fault := _check_entry(key, node, where)) is not None:
+            faults.append(fault)
+        else:
+            yield key, DefaultValue(_parse_value(key, node), where)
+
+
+def _known_keys() -> set[str]:
+    fields = {f"launch.{f.name}" for f in dataclasses.fields(LaunchConfig) if f.name != "kind"}
+    return {*fields, *_VARIABLES, *_SHORT_KEYS}
+
+
+def _iter_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        yield prefix.rstrip("."), node
+        return
+    for key, value in node.value:
+        yield from _iter_leaves(value, f"{prefix}{key.value}.")
+
+
+def _check_entry(key: str, node: Any, location: str) -> Fault | None:
+    import yaml
+
+    texts = [n.value for n in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+    has_secret_value = any(isinstance(t, str) and _SECRET_VALUE.search(t) for t in texts)
+    has_secret_name = key not in _known_keys() and _SECRET_NAME.search(key.rpartition(".")[2])
+    if has_secret_value or has_secret_name:
+        return Fault(
+            f"{location}: {key or 'a value'} looks like a secret, and this file may be read by others",
+            "put it into a file of KEY=VALUE lines with mode 0600, and name that: secrets: PATH",
+        )
+    if key not in _known_keys():
+        return Fault(
+            f"{location}: there is no default {key!r}", suggest_nearest(key, _known_keys())
+        )
+    if isinstance(node, yaml.MappingNode):
+        return Fault(f"{location}: {key} has no parts", f"write {key}: VALUE")
+    return None
+
+
+def _parse_value(key: str, node: Any) -> Any:
+    """As its setting declares it: a text or a list of them stays what is written."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        return [str(item.value) for item in node.value]
+    hint = str(typing.get_type_hints(LaunchConfig).get(key.removeprefix("launch."), str))
+    is_text = "str" in hint and "list" not in hint
+    if is_text and node.tag != "tag:yaml.org,2002:null":
+        return str(node.value)
+    loader = yaml.SafeLoader("")
+    return loader.construct_object(node)
+
+
+# --- secrets ---
+
+
+def has_secret(text: str) -> bool:
+    """By its look, or by the name before it; a hash alone may be that of a commit."""
+    name, given, value = text.partition("=")
+    if given and _SECRET_NAME.search(name) and _SECRET_VALUE.search(value):
+        return True
+    return re.search(rf"(^|[=\s]){_TOKEN}($|\s)", text) is not None
+
+
+def read_secrets(file: str) -> dict[str, str]:
+    """Variables of a file that nobody else may read."""
+    path = Path(file).expanduser()
+    try:
+        status = path.stat()
+        if stat.S_IMODE(status.st_mode) not in (0o600, 0o400) or status.st_uid != os.getuid():
+            raise EchelonError(
+                Fault(
+                    f"launch.secrets={file} has a mode other than 0600 and 0400, or is not yours",
+                    f"chmod 600 {path}",
+                )
+            )
+        lines = [line.removesuffix("\r") for line in os.fsdecode(path.read_bytes()).split("\n")]
+    except OSError as error:
+        why = describe_os_error(error)
+        raise EchelonError(Fault(f"launch.secrets={file}: {why}", "mend the path")) from None
+    pairs = (line.partition("=") for line in lines if re.match(r"[A-Za-z_]\w*=", line, re.ASCII))
+    return {key: value for key, _, value in pairs}

@@ -1,0 +1,427 @@
+"""What types cannot say: ranges, choices, settings that contradict each other. All at once."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Iterator
+
+from echelon.config import bundled_experiments
+from echelon.config.schema import (
+    CAPTURE_MODES,
+    GPU_REQUESTS,
+    LAUNCHERS,
+    MODES,
+    PRECISIONS,
+    PROGRESS_STYLES,
+    REPLICA_KINDS,
+    SCHEDULES,
+    WANDB_MODES,
+    Config,
+    Interval,
+    LaunchConfig,
+    TensorBoardConfig,
+    WandbConfig,
+    flatten,
+)
+from echelon.errors import Fault, suggest_nearest
+
+NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
+
+
+def find_faults(config: Config) -> list[Fault]:
+    return [
+        *_check_ranges(config),
+        *_check_finite(config),
+        *_check_choices(config),
+        *_check_fsdp(config),
+        *_check_launch(config),
+        *_check_replica(config),
+        *_check_manual_ranks(config),
+        *_check_track(config),
+    ]
+
+
+def check_batch_size(batch_size: int, world_size: int) -> Fault | None:
+    if batch_size >= world_size:
+        return None
+    return Fault(
+        f"trainer.batch_size={batch_size} is smaller than the world of {world_size} processes, "
+        "so some would have nothing to do",
+        f"set trainer.batch_size to {world_size} or more (it is the global batch), "
+        f"or start at most {batch_size} processes",
+    )
+
+
+def check_fsdp_world_size(config: Config, world_size: int) -> Fault | None:
+    if config.replica.kind != "fsdp" or world_size > 1 or config.program:
+        return None
+    more = "launch.procs=2" if config.launch.kind != "inline" else "launch=local launch.procs=2"
+    return Fault(
+        "replica.kind=fsdp shares one model out between processes, but there is one process",
+        f"start two or more: {more}; or set replica.kind=ddp",
+    )
+
+
+def check_cpu_support(config: Config) -> list[Fault]:
+    """What a run on a CPU cannot do."""
+    faults = []
+    if config.trainer.precision == "fp16":
+        faults.append(
+            Fault(
+                "trainer.precision=fp16, but this run is on a CPU, which cannot compute in it",
+                "set trainer.precision=bf16, or run on a GPU",
+            )
+        )
+    if config.trainer.capture == "always":
+        faults.append(
+            Fault(
+                "trainer.capture=always, but the step cannot be a CUDA graph: this run is on a CPU",
+                "set trainer.capture=auto, and it is trained without",
+            )
+        )
+    return faults
+
+
+def _check_fsdp(config: Config) -> Iterator[Fault]:
+    if config.replica.kind != "fsdp":
+        return
+    if config.trainer.capture == "always":
+        yield Fault(
+            "trainer.capture=always, but replica.kind=fsdp has no step that could be captured",
+            "leave one of the two out",
+        )
+    if config.trainer.unused_parameters and config.trainer.accumulate > 1:
+        yield Fault(
+            "trainer.unused_parameters=true and trainer.accumulate="
+            f"{config.trainer.accumulate}, but with replica.kind=fsdp torch knows what a layer "
+            "has not used only of a whole batch",
+            "set trainer.accumulate=1 with a smaller batch or replica.checkpoint=true, or leave "
+            "one of the others out",
+        )
+
+
+def _check_ranges(config: Config) -> Iterator[Fault]:
+    t, launch = config.trainer, config.launch
+    at_least = {
+        "trainer.batch_size": (t.batch_size, 1),
+        "trainer.accumulate": (t.accumulate, 1),
+        "trainer.eval_batch_size": (t.eval_batch_size, 1),
+        "trainer.log_steps": (t.log_steps, 1),
+        "trainer.keep_last": (t.keep_last, 1),
+        "trainer.warmup_steps": (t.warmup_steps, 0),
+        "trainer.loader_workers": (t.loader_workers, 0),
+        "trainer.epochs": (t.epochs, 0),
+        "trainer.steps": (t.steps, 1),
+        "trainer.profile": (t.profile, 1),
+        "replica.devices": (config.replica.devices, 1),
+        "launch.procs": (launch.procs, 1),
+        "launch.threads": (launch.threads, 1),
+        "launch.max_restarts": (launch.max_restarts, 0),
+        "launch.hang_s": (launch.hang_s, 0),
+        "launch.nodes": (launch.nodes, 1),
+        "launch.gpus_per_node": (launch.gpus_per_node, 1),
+        "launch.cpus_per_node": (launch.cpus_per_node, 1),
+        "launch.signal_lead_s": (launch.signal_lead_s, 1),
+        "launch.max_requeues": (launch.max_requeues, 0),
+        "launch.max_parallel": (launch.max_parallel, 1),
+        "seed": (config.seed, 0),
+    }
+    for key, (value, least) in at_least.items():
+        if value is not None and value < least:
+            yield Fault(f"{key}={value} is below {least}", f"set {key} to {least} or more")
+    for key, positive in {
+        "trainer.clip": t.clip,
+        "launch.join_timeout_s": launch.join_timeout_s,
+    }.items():
+        if positive is not None and positive <= 0:
+            yield Fault(f"{key}={positive} is not above 0", f"set {key} to a positive number")
+    for name, every in {"evaluate": t.evaluate, "save": t.save}.items():
+        yield from _check_interval(f"trainer.{name}", every)
+    if t.epochs is None and t.steps is None:
+        yield Fault("trainer.epochs and trainer.steps are both null", "set one of them")
+
+
+def _check_finite(config: Config) -> Iterator[Fault]:
+    """An experiment of the user's may know what it wants with an infinity; ours do not."""
+    for key, value in flatten(config.to_dict()).items():
+        if not isinstance(value, float) or math.isfinite(value):
+            continue
+        if (
+            not key.startswith("experiment.")
+            or config.experiment.get("entry") in bundled_experiments.list_entries()
+        ):
+            name = key.removeprefix("experiment.")
+            yield Fault(f"{name}={value} is no number to train with", f"set {name} to a finite one")
+
+
+def _check_interval(key: str, every: Interval) -> Iterator[Fault]:
+    for unit in ("steps", "epochs", "minutes"):
+        value = getattr(every, unit)
+        if value is not None and value <= 0:
+            yield Fault(f"{key}.{unit}={value} is not above 0", f"set {key}.{unit}=null for never")
+
+
+_PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+"""What others call a precision; by its letters, fp32 is nearest to tf32."""
+
+
+def _check_choices(config: Config) -> Iterator[Fault]:
+    choices = {
+        "launch.kind": (config.launch.kind, LAUNCHERS),
+        "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
+        "mode": (config.mode, MODES),
+        "trainer.schedule": (config.trainer.schedule, SCHEDULES),
+        "trainer.best_is": (config.trainer.best_is, ("min", "max")),
+        "trainer.precision": (config.trainer.precision, PRECISIONS),
+        "trainer.capture": (config.trainer.capture, CAPTURE_MODES),
+        "replica.kind": (config.replica.kind, REPLICA_KINDS),
+        "track.progress": (config.track.progress, PROGRESS_STYLES),
+    }
+    for key, (value, known) in choices.items():
+        if value not in known:
+            canonical = _PRECISION_ALIASES.get(value.lower(), value)
+            yield Fault(
+                f"{key}={value}: there is no such choice", suggest_nearest(canonical, known)
+            )
+    if config.run.name is not None and (fault := check_run_name(config.run.name)):
+        yield fault
+
+
+def check_run_name(name: str) -> Fault | None:
+    """Names become folders, job names and log prefixes, so they are held to a plain pattern."""
+    if name == "latest":  # the link to the newest run
+        return Fault("run.name='latest' always means the newest run", "choose another name")
+    if name and set(name) <= NAME_CHARACTERS and name[0] not in ".-" and len(name) <= 100:
+        return None
+    return Fault(
+        f"run.name={name!r} is no name for a run",
+        "use 1 to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'",
+    )
+
+
+def _check_launch(config: Config) -> Iterator[Fault]:
+    launch = config.launch
+    if launch.kind == "inline" and not config.program:
+        for key, value in {"procs": launch.procs, "max_restarts": launch.max_restarts}.items():
+            if value not in (None, 0):
+                yield Fault(
+                    f"launch.{key}={value} is set, but launch=inline is this one process",
+                    f"add launch=local: launch=local launch.{key}={value}",
+                )
+    elif config.rank is not None:
+        yield Fault(
+            f"rank={config.rank} starts one process by hand, and launch={launch.kind} starts "
+            "its own",
+            "leave one of the two out",
+        )
+    yield from _check_launcher_only_keys(launch)
+    if launch.kind == "ssh":
+        yield from _check_hosts(launch)
+    if launch.kind == "slurm":
+        yield from _check_sbatch(launch)
+    if config.program:
+        if config.mode == "wandb" and launch.kind in ("ssh", "env"):
+            yield Fault(
+                f"mode=wandb, but launch={launch.kind} would start an agent of wandb's per node",
+                "add launch=slurm or launch=local",
+            )
+        if config.mode == "srun" and launch.kind != "slurm":
+            yield Fault(
+                f"mode=srun, but launch={launch.kind} has no srun",
+                "add launch=slurm, or leave the mode out: an agent starts the processes then",
+            )
+    elif launch.procs and (fault := check_batch_size(config.trainer.batch_size, launch.procs)):
+        yield fault
+
+
+def _check_replica(config: Config) -> Iterator[Fault]:
+    devices, launch = config.replica.devices, config.launch
+    if config.replica.blocks and config.replica.kind == "ddp" and not config.replica.checkpoint:
+        yield Fault(
+            f"replica.blocks=[{','.join(config.replica.blocks)}] names the layers to shard or to "
+            "compute again, but replica.kind=ddp and replica.checkpoint=false do neither",
+            "add replica.kind=fsdp or replica.checkpoint=true, or leave replica.blocks out",
+        )
+    if devices <= 1:
+        return
+    if config.replica.kind == "fsdp":
+        yield Fault(
+            f"replica.devices={devices}, but replica.kind=fsdp shards layers over processes of one "
+            "device each",
+            "leave replica.devices out, or replica.kind",
+        )
+    if launch.share_devices:
+        yield Fault(
+            f"replica.devices={devices} is for models that fill several devices, but "
+            "launch.share_devices=true puts several processes on one",
+            "leave one of the two out",
+        )
+    if config.trainer.capture == "always":
+        yield Fault(
+            f"trainer.capture=always is of one device, but replica.devices={devices}",
+            "leave one of the two out",
+        )
+    if launch.gpus_per_node:
+        yield from _check_replicas_per_node(launch.gpus_per_node, devices, launch.procs)
+
+
+def _check_replicas_per_node(
+    gpus: int, devices_per_replica: int, procs: int | None
+) -> Iterator[Fault]:
+    """GPUs may be left over where the number of processes is given: then it is meant."""
+    room, left = divmod(gpus, devices_per_replica)
+    if procs is not None and procs > room:
+        yield Fault(
+            f"launch.procs={procs} with replica.devices={devices_per_replica} take {procs * devices_per_replica} devices, but "
+            f"launch.gpus_per_node={gpus}",
+            f"ask for {procs * devices_per_replica}, or set launch.procs={room}"
+            if room
+            else f"ask for {devices_per_replica}",
+        )
+    elif procs is None and left:
+        fewer = f"{room * devices_per_replica} or " if room else ""
+        yield Fault(
+            f"launch.gpus_per_node={gpus} does not divide by replica.devices={devices_per_replica}",
+            f"ask for {fewer}{(room + 1) * devices_per_replica}",
+        )
+
+
+LAUNCHER_ONLY_KEYS = {
+    "ssh": ("hosts", "hostfile", "carry"),
+    "slurm": (
+        *("nodes", "gpus_per_node", "cpus_per_node", "partition", "account", "time"),
+        *("sbatch", "setup", "max_parallel"),
+    ),
+}
+
+
+def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
+    """What another launcher would read is a slip: it would be ignored."""
+    default = LaunchConfig()
+    for kind, keys in LAUNCHER_ONLY_KEYS.items():
+        for key in keys:
+            value = getattr(launch, key)
+            if kind != launch.kind and value != getattr(default, key):
+                yield Fault(
+                    f"launch.{key}={value} is set, but launch={launch.kind} does not use it",
+                    f"add launch={kind}, or leave launch.{key} out",
+                )
+
+
+def _check_hosts(launch: LaunchConfig) -> Iterator[Fault]:
+    if not launch.hosts and not launch.hostfile:
+        yield Fault("launch=ssh without a host", "say which: 'launch.hosts=[a,b]'")
+    for host in launch.hosts:
+        if not is_safe_host(host):
+            yield Fault(
+                f"launch.hosts: {host!r} is no name of a host",
+                "give names or addresses as ssh knows them, USER@HOST where needed",
+            )
+    for host in {h for h in launch.hosts if launch.hosts.count(h) > 1}:
+        yield Fault(
+            f"launch.hosts names {host} more than once",
+            "name each host once; launch.procs says how many processes it gets",
+        )
+
+
+def is_safe_host(host: str) -> bool:
+    """A name that starts with a dash would be an option of ssh's, and options run commands."""
+    return bool(re.fullmatch(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9\[:][A-Za-z0-9._:\]-]*", host))
+
+
+def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
+    one_word = re.compile(r"[A-Za-z0-9_.,:@+-]+")
+    for key in ("partition", "account", "time"):
+        value = getattr(launch, key)
+        if value is not None and not one_word.fullmatch(value):
+            yield Fault(
+                f"launch.{key}={value!r} would not stand as one word in a batch script",
+                "use letters, digits and _ . , : @ + - only",
+            )
+    limit_s = _parse_sbatch_time(launch.time or "")
+    early_s = launch.signal_lead_s + _SLURM_SIGNAL_JITTER_S
+    if limit_s is not None and limit_s <= early_s:
+        yield Fault(
+            f"launch.time={launch.time}, but the signal to save may come {early_s} s before its "
+            f"end (launch.signal_lead_s={launch.signal_lead_s}; Slurm may send it "
+            f"{_SLURM_SIGNAL_JITTER_S} s early)",
+            "ask for more time, or set launch.signal_lead_s lower",
+        )
+    for line in launch.sbatch:
+        if not line.startswith("-") or "\n" in line:
+            yield Fault(f"launch.sbatch: {line!r} is no option of sbatch", "write ['--mem=64G', …]")
+    for line in launch.setup:
+        if "\n" in line:
+            yield Fault(
+                f"launch.setup: {line!r} is more than one line", "give each line its own item"
+            )
+
+
+def _check_track(config: Config) -> Iterator[Fault]:
+    chosen: dict[str, tuple[WandbConfig | TensorBoardConfig, WandbConfig | TensorBoardConfig]] = {
+        "wandb": (config.track.wandb, WandbConfig()),
+        "tensorboard": (config.track.tensorboard, TensorBoardConfig()),
+    }
+    for name, (given, default) in chosen.items():
+        for key, value in vars(given).items():
+            if not given.use and value != getattr(default, key):
+                yield Fault(
+                    f"track.{name}.{key}={value} is set, but {name} does not track this run",
+                    f"add track={name}, or leave track.{name}.{key} out",
+                )
+    wandb = config.track.wandb
+    if wandb.mode is not None and wandb.mode not in WANDB_MODES:
+        yield Fault(
+            f"track.wandb.mode={wandb.mode}: there is no such choice",
+            suggest_nearest(wandb.mode, WANDB_MODES),
+        )
+    if wandb.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", wandb.project):
+        yield Fault(
+            f"track.wandb.project={wandb.project!r} is no name that wandb takes",
+            "use 1 to 128 characters without / \\ # ? % :",
+        )
+    for tag in wandb.tags:
+        if not 1 <= len(tag) <= 64:
+            yield Fault(
+                f"track.wandb.tags: {tag!r} is no tag that wandb takes", "use 1 to 64 characters"
+            )
+
+
+_SLURM_SIGNAL_JITTER_S = 60
+"""sbatch(1), of --signal."""
+
+
+def _parse_sbatch_time(time: str) -> int | None:
+    """As sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
+    days, dash, rest = time.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
+        return None
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86_400 + sum(int(p) * u for p, u in zip(parts, units, strict=False))
+
+
+def _check_manual_ranks(config: Config) -> Iterator[Fault]:
+    if (config.rank is None) != (config.world_size is None):
+        given, missing = (
+            ("rank", "world_size") if config.rank is not None else ("world_size", "rank")
+        )
+        yield Fault(
+            f"{given}={getattr(config, given)} is set without {missing}",
+            "give both, for example rank=0 world_size=4",
+        )
+    elif config.rank is not None and config.world_size is not None:
+        if not 0 <= config.rank < config.world_size:
+            yield Fault(
+                f"rank={config.rank} is outside a world of {config.world_size} processes",
+                f"ranks go from 0 to {config.world_size - 1}",
+            )
+        elif fault := check_batch_size(config.trainer.batch_size, config.world_size):
+            yield fault
+    elif config.master is not None:
+        yield Fault(
+            f"master={config.master} is set without rank and world_size",
+            "give all three, for example rank=0 world_size=4 master=HOST:PORT",
+        )

@@ -1,0 +1,207 @@
+"""Whether a step can be a CUDA graph, and when it becomes one.
+
+The first steps are taken as ever: they allocate what an optimizer keeps, compile what is to be
+compiled, and show whether a step does anything that a replay would not. All ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.config.schema import TrainerConfig
+from echelon.cudagraph.host_state import HostState, find_host_change, read_host_state
+from echelon.cudagraph.step_graph import StepGraph
+from echelon.data.batches import Batch, BatchSource, BlockSlice, TensorSource
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.definition import Experiment
+from echelon.experiment.optimizer_flags import make_capturable
+from echelon.parallel.sparse_tables import find_sparse_tables
+from echelon.utils.text import format_bytes
+
+_WARMUP_STEPS = 3
+"""Steps before the capture; the last of them is watched."""
+
+_MIN_WORTHWHILE_STEPS = 64
+"""Steps. A capture takes as long as about a hundred small steps."""
+
+StepFunction = Callable[[Any, int, int], Tensor]
+
+
+class StepCapture:
+    """Takes steps over once it can."""
+
+    def __init__(
+        self,
+        step: StepFunction,
+        abandon_step: Callable[[], None],
+        experiment: Experiment,
+        source: TensorSource,
+        trainer: TrainerConfig,
+        world_size: int,
+        result_width: int,
+    ) -> None:
+        self._step = step
+        self._abandon_step = abandon_step
+        self._experiment = experiment
+        self._source = source
+        self._batch_size = trainer.batch_size
+        self._is_required = trainer.capture == "always"
+        self._world_size = world_size
+        self._result_width = result_width
+        """How many numbers are told of a step."""
+        self._steps_seen = 0
+        self._state_before: HostState | None = None
+        self.graph: StepGraph | None = None
+        self.has_given_up = False
+
+    def try_replay(self, batch: Batch | BlockSlice, total: int) -> bool:
+        """Whether the graph took this step; only whole batches are of its shape."""
+        if self.has_given_up or total != self._batch_size or not isinstance(batch, BlockSlice):
+            return False
+        if self.graph is None:
+            self._steps_seen += 1
+            if self._steps_seen == _WARMUP_STEPS:
+                self._state_before = read_host_state(self._experiment)
+            if self._steps_seen <= _WARMUP_STEPS or not self._try_capture(batch, total):
+                return False
+        assert self.graph is not None
+        self.graph.replay(batch)
+        return True
+
+    def _try_capture(self, block_slice: BlockSlice, total: int) -> bool:
+        assert self._state_before is not None
+        reason = (
+            find_host_change(self._state_before, read_host_state(self._experiment))
+            or _find_memory_shortage()
+        )
+        reason = agree_on_obstacle(reason, self._world_size)
+        if reason is None:
+            reason = agree_on_obstacle(self._capture(block_slice, total), self._world_size)
+        if reason is not None:
+            self.graph, self.has_given_up = None, True
+            report_obstacle(reason, self._is_required)
+        return reason is None
+
+    def _capture(self, block_slice: BlockSlice, total: int) -> str | None:
+        def body(data: tuple[Tensor, ...]) -> Tensor:
+            return self._step(data, block_slice.sample_count, total)
+
+        stream = torch.cuda.current_stream()
+        try:
+            capacity = self._source.compute_block_rows(block_slice.sample_count)
+            self.graph = StepGraph(body, block_slice, capacity, self._result_width)
+        except Exception as error:  # whatever torch or the model says of it, the step is as before
+            _leave_capture_stream(stream)
+            self._abandon_step()
+            return _summarize_error(error)
+        return None
+
+
+def _leave_capture_stream(stream: torch.cuda.Stream) -> None:
+    """After a capture that failed, torch stays in the capture's stream, and its random numbers wait
+    for the capture's end: a dropout of the next step would fail."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize()
+    numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+    with contextlib.suppress(RuntimeError):
+        numbers.graphsafe_set_state(numbers.clone_state())
+
+
+def agree_on_obstacle(reason: str | None, world_size: int) -> str | None:
+    """All ranks capture, or none; one may lack the memory that the others have."""
+    if world_size == 1:
+        return reason
+    obstacle_count = torch.tensor(float(reason is not None))
+    dist.all_reduce(obstacle_count)
+    return reason or ("another rank cannot capture its step" if obstacle_count > 0 else None)
+
+
+def find_step_shortage(steps: int, is_required: bool) -> str | None:
+    return (
+        f"only {steps} steps are left"
+        if steps <= (_WARMUP_STEPS if is_required else _MIN_WORTHWHILE_STEPS - 1)
+        else None
+    )
+
+
+def find_obstacle(
+    experiment: Experiment,
+    source: BatchSource,
+    device: torch.device,
+    world_size: int,
+    trainer: TrainerConfig,
+) -> str | None:
+    """Why the steps of this run cannot be captured, as far as is known before the first."""
+    if not isinstance(source, TensorSource):
+        return "the data is a Dataset; tensors could be kept on the GPU"
+    if source.storage_device.type != "cuda":
+        return "the data does not fit on the GPU"
+    if len(source) < trainer.batch_size:
+        return f"a batch is of {trainer.batch_size} samples, and there are only {len(source)}"
+    if experiment.schedule is not None:
+        return "the experiment has a schedule of its own, which runs on the host"
+    if world_size > 1 and find_sparse_tables(experiment.model):
+        return "the rows that ranks send each other differ in number"
+    if world_size > 1 and next(experiment.model.buffers(), None) is not None:
+        return "the model's buffers are spread between ranks at every step"
+    if world_size > 1 and trainer.unused_parameters:
+        return "ranks may use different parameters (trainer.unused_parameters=true)"
+    if hook_owner := _find_hook_owner(experiment):
+        return f"{hook_owner} has hooks, which run on the host"
+    scales = getattr(experiment.optimizer, "_step_supports_amp_scaling", False)
+    if experiment.scaler is not None and not scales:
+        name = type(experiment.optimizer).__name__
+        return f"the host asks the scaler before every step of {name}, which is not fused"
+    return make_capturable(experiment.optimizer, device)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _find_hook_owner(experiment: Experiment) -> str | None:
+    """Whose hooks would be called at the capture, and never again."""
+    if any(getattr(experiment.optimizer, hooks, None) for hooks in _STEP_HOOKS):
+        return "the optimizer"
+    for name, module in experiment.model.named_modules():
+        if any(getattr(module, hooks, None) for hooks in _HOOKS):
+            return f"the model's {name}" if name else "the model"
+    for name, p in experiment.model.named_parameters():
+        if any(getattr(p, hooks, None) for hooks in _GRADIENT_HOOKS):
+            return f"the model's {name}"
+    return None
+
+
+def report_obstacle(reason: str, is_required: bool) -> None:
+    if is_required:
+        raise EchelonError(
+            Fault(
+                f"trainer.capture=always, but the step cannot be a CUDA graph: {reason}",
+                "set trainer.capture=auto, and it is trained without",
+            )
+        )
+    print(f"the step is not captured as a CUDA graph: {reason}", file=sys.stderr)
+
+
+def _summarize_error(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _find_memory_shortage() -> str | None:
+    """A graph keeps the memory of its step for itself, beside what an evaluation or a last,
+    smaller batch needs: `None` where there is enough for both."""
+    step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if 2 * step <= free + cached:
+        return None
+    return f"a step takes {format_bytes(step)}, and there are {format_bytes(free + cached)} free"

@@ -1,0 +1,126 @@
+"""What a step changes on the host, which a CUDA graph of it would not.
+
+Looked at before and after a step: random numbers, what the modules remember, and what the loss and
+other functions of the user's keep in themselves, in closures and in globals. Numbers on the GPU are
+not looked at: those a graph does change.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.experiment.definition import Experiment
+
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+_MAX_DEPTH = 3
+_MAX_ITEMS = 100
+"""Items of a list that are looked at."""
+
+HostState = tuple[dict[str, Any], Any]
+
+
+def read_host_state(experiment: Experiment) -> HostState:
+    found: dict[str, Any] = {}
+    for name, module in experiment.model.named_modules():
+        found |= _read_module(f"the model's {name}." if name else "the model's ", module)
+    for what in ("loss", "predict"):
+        function = getattr(experiment, what)
+        found |= {f"the {what}'s {key}": value for key, value in _read_callable(function)}
+    return found, _read_rng_states()
+
+
+def find_host_change(before: HostState, after: HostState) -> str | None:
+    """Why a step with these states around it cannot be captured."""
+    if before[1] != after[1]:
+        return "the step draws random numbers on the host"
+    for name, value in after[0].items():
+        if [before[0].get(name)] != [value]:  # in a list, what is not a number equals itself
+            return f"{name} changes from step to step"
+    return None
+
+
+def _read_module(prefix: str, module: nn.Module) -> dict[str, Any]:
+    own = {f"{prefix}{key}": _fingerprint(value) for key, value in vars(module).items()}
+    return own | {f"{prefix}{key}": value for key, value in _read_function(type(module).forward)}
+
+
+def _read_callable(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, nn.Module):
+        for name, module in function.named_modules():
+            yield from _read_module(f"{name}." if name else "", module).items()
+    elif isinstance(function, functools.partial):
+        yield "arguments", _fingerprint([function.args, function.keywords])
+        yield from _read_callable(function.func)
+    elif isinstance(function, types.MethodType):
+        yield from _fingerprint_values(
+            vars(function.__self__) if hasattr(function.__self__, "__dict__") else {}
+        )
+        yield from _read_function(function.__func__)
+    elif isinstance(function, types.FunctionType):
+        yield from _read_function(function)
+    elif hasattr(function, "__dict__"):
+        yield from _fingerprint_values(vars(function))
+        yield from _read_function(type(function).__call__)
+
+
+def _read_function(function: Any) -> Iterator[tuple[str, Any]]:
+    """What it keeps in its closure, its defaults and its module's globals."""
+    if not isinstance(function, types.FunctionType) or _is_from_torch(function):
+        return
+    code, cells = function.__code__, function.__closure__ or ()
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        yield name, _fingerprint(cell.cell_contents if _has_contents(cell) else None)
+    yield "defaults", _fingerprint([function.__defaults__, function.__kwdefaults__])
+    known = function.__globals__
+    yield from _fingerprint_values({f"global {n}": known[n] for n in code.co_names if n in known})
+
+
+def _is_from_torch(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] == "torch"
+
+
+def _has_contents(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _fingerprint_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key, _fingerprint(value)) for key, value in values.items())
+
+
+def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Something to compare it by."""
+    if isinstance(value, _PLAIN_TYPES):
+        return value
+    if isinstance(value, Tensor):
+        return (id(value), value._version) if value.device.type == "cpu" else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes < 1000 else id(value)
+    if depth == 0 or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
+        return id(value)
+    if isinstance(value, Mapping):
+        items = islice(value.items(), _MAX_ITEMS)
+        return len(value), [
+            (_fingerprint(k, depth - 1), _fingerprint(v, depth - 1)) for k, v in items
+        ]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return len(value), [_fingerprint(item, depth - 1) for item in islice(value, _MAX_ITEMS)]
+    return id(value), _fingerprint(vars(value), depth - 1) if hasattr(value, "__dict__") else None
+
+
+def _read_rng_states() -> Any:
+    _, keys, *rest = np.random.get_state(legacy=True)
+    torch_ = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), np.asarray(keys).tobytes(), rest, torch_

@@ -1,0 +1,97 @@
+"""Why a build failed, from what pip, uv or conda said, with the line of the requirement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from echelon.environments.package_indexes import hide_passwords
+from echelon.environments.requirements import RequirementLine
+from echelon.errors import Fault
+
+_NAME = r"[`'\"]?([A-Za-z0-9][A-Za-z0-9._-]*)(?!\S*://)"
+_PACKAGE_PATTERNS = [
+    re.compile(pattern.replace("NAME", _NAME))
+    for pattern in (
+        # pip
+        r"No matching distribution found for NAME",
+        r"Could not find a version that satisfies the requirement NAME",
+        r"Failed (?:to build|building wheel for) NAME",
+        r"Could not build wheels for NAME",
+        r"Package NAME requires a different Python",
+        r"(?m)^\s+╰─> NAME\s*$",
+        r"Cannot install (?:.*? and )?NAME\S* because",
+        r"(?s)DO NOT MATCH THE HASHES.*?\n\s+NAME",
+        # uv
+        r"Because NAME was not found",
+        r"there (?:is|are) no versions? of NAME",
+        r"[Bb]ecause only NAME",
+        r"(?:Failed to (?:build|download|fetch|prepare|install):?|Hash mismatch for) NAME",
+        r"you require NAME",
+        r"(?:Distribution not found at|Failed to fetch): \S*/([\w.]+?)-\d",
+        # conda, mamba
+        r"(?s)ResolvePackageNotFound:\s+- NAME",
+        r"(?s)PackagesNotFoundError:.*?\n\s+- (?:\S+::)?NAME",
+        r"nothing provides (?:requested )?NAME",
+        r"(?m)^\W*NAME\b.* does not exist",
+    )
+]
+_LAST_ATTEMPT = re.compile(rf"(?m)^\s*(?:Collecting|Processing|Building wheel for) (?:\./)?{_NAME}")
+_KNOWN_CAUSES = {
+    "No space left on device": "no space is left on the disk",
+    "Disk quota exceeded": "your disk quota is used up",
+    "ensurepip is not available": "this Python has no ensurepip (Debian: install python3-venv)",
+    "needs to be updated, but `--locked`": "uv.lock does not fit pyproject.toml any more; run "
+    "`uv lock`",
+}
+_CONNECTION_ERROR = re.compile(
+    r"(?i)temporary failure in name resolution|connection refused|connection timed out|"
+    r"network is unreachable|dns error|error sending request"
+)
+
+
+def explain_build_failure(
+    log: str, requirements: Iterable[RequirementLine], source: Path, log_file: Path, tail: int = 12
+) -> list[Fault]:
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith("$ ")]
+    end = "\n".join(f"    {line.rstrip()}" for line in lines[-tail:])
+    # A full disk is no fault of the package that was next.
+    where = (
+        ""
+        if any(said in log for said in _KNOWN_CAUSES)
+        else _locate_requirement(log, list(requirements), source)
+    )
+    return [
+        Fault(
+            f"the environment could not be built{where}{_find_cause(log)}; the last it said:\n{end}",
+            f"the whole log is in {log_file}",
+        )
+    ]
+
+
+def find_failed_packages(log: str) -> list[str]:
+    """Canonical names of what was not to be had, the likeliest first."""
+    found = [name for pattern in _PACKAGE_PATTERNS for name in pattern.findall(log)]
+    if not found and (attempts := _LAST_ATTEMPT.findall(log)):
+        found = attempts[-1:]
+    bare = (re.sub(r"-\d[\w.]*(\.tar\.gz|\.zip|-.*\.whl)$", "", name) for name in found)
+    return list(dict.fromkeys(canonicalize_name(name.rstrip(".")) for name in bare))
+
+
+def _locate_requirement(log: str, wanted: list[RequirementLine], source: Path) -> str:
+    names = find_failed_packages(log)
+    for name in names:
+        for want in wanted:
+            if want.name == name:
+                return f": {hide_passwords(want.text.partition(' --hash=')[0])} ({want.format_location(source)})"
+    return f": {names[0]}, which another package needs" if names else ""
+
+
+def _find_cause(log: str) -> str:
+    for said, cause in _KNOWN_CAUSES.items():
+        if said in log:
+            return f", as {cause}"
+    return ", as the index could not be reached" if _CONNECTION_ERROR.search(log) else ""

@@ -1,0 +1,123 @@
+"""pyproject.toml and uv.lock.
+
+The project's dependencies are installed, not the project: a job finds its code in the copy it runs
+from (see `activate`). So the environment outlives every edit that does not touch a dependency;
+what is missed is the project's own console scripts and metadata (`-e .` in a requirements.txt
+brings them, at the price of an environment per edit).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from echelon.environments import toml_files
+from echelon.environments.requirements import (
+    ParsedDependencies,
+    RequirementLine,
+    outside_fault,
+    resolve_within,
+)
+from echelon.errors import EchelonError, Fault
+
+
+def is_project(file: Path) -> bool:
+    """Many a pyproject.toml holds nothing but settings of linters. One that is broken may be meant
+    as a project: it is told of when it decides, and else is nobody's concern."""
+    try:
+        content = toml_files.load_toml(file)
+    except EchelonError:
+        return True
+    return "project" in content or "poetry" in toml_files.as_table(content.get("tool"))
+
+
+def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
+    file = source / "pyproject.toml"
+    pyproject = toml_files.load_toml(file)
+    parsed = ParsedDependencies(files=[file])
+    project = toml_files.as_table(pyproject.get("project"))
+    if "project" not in pyproject:
+        parsed.faults.append(
+            Fault(
+                "pyproject.toml has its dependencies in [tool.poetry], which only Poetry reads",
+                "write them to [project], or run `poetry export -o requirements.txt`",
+            )
+        )
+    if "dependencies" in project.get("dynamic", ()):
+        parsed.faults.append(
+            Fault(
+                "pyproject.toml has its dependencies as `dynamic`, so they are known only when "
+                "the project is built",
+                "list them in [project], or in a requirements.txt, which wins",
+            )
+        )
+    for text in map(str, project.get("dependencies", ())):
+        number = toml_files.find_line(file, text.partition(";")[0].strip())
+        try:
+            Requirement(text)
+        except InvalidRequirement as error:
+            what = f"pyproject.toml:{number}: {text!r} is no requirement: {error}"
+            parsed.faults.append(Fault(what.splitlines()[0], "mend the line"))
+            continue
+        url = text.partition("@")[2].partition(" ;")[0].strip()
+        if url.startswith("file:"):
+            parsed.faults.append(outside_fault(url, f"pyproject.toml:{number}"))
+        elif "://" in url:
+            parsed.urls.append((url, f"pyproject.toml:{number}"))
+        parsed.requirements.append(RequirementLine(text, file, number))
+    parsed.faults += _check_uv_sources(parsed.requirements, pyproject)
+    return parsed, pyproject
+
+
+def _check_uv_sources(wanted: list[RequirementLine], pyproject: dict[str, Any]) -> Iterator[Fault]:
+    """An index may have something else by that name."""
+    uv = toml_files.as_table(toml_files.as_table(pyproject.get("tool")).get("uv"))
+    sourced = {canonicalize_name(name) for name in toml_files.as_table(uv.get("sources"))}
+    for want in wanted:
+        if want.name in sourced:
+            yield Fault(
+                f"pyproject.toml:{want.line_number}: [tool.uv.sources] says where {want.name} comes "
+                "from, which is followed only by a lock",
+                "run `uv lock`: uv.lock then decides",
+            )
+
+
+def read_uv_lock(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
+    """uv itself installs from its lock; what is read here is for the key and for faults."""
+    lock, file = source / "uv.lock", source / "pyproject.toml"
+    parsed = ParsedDependencies(files=[lock])
+    if not file.is_file():
+        parsed.faults.append(
+            Fault("uv.lock has no pyproject.toml beside it", "restore the file, or remove uv.lock")
+        )
+        return parsed, {}
+    parsed.files.append(file)
+    pyproject = toml_files.load_toml(file)
+    # What uv compares its lock with; edits elsewhere in the file change no environment.
+    project = toml_files.as_table(pyproject.get("project"))
+    asked = [project.get(name) for name in ("dependencies", "requires-python")]
+    parsed.extra_key = json.dumps([*asked, toml_files.as_table(pyproject.get("tool")).get("uv")])
+    for package in toml_files.as_tables(toml_files.load_toml(lock).get("package")):
+        name = str(package.get("name", ""))
+        number = toml_files.find_line(lock, name)
+        where, origin = f"uv.lock:{number}", toml_files.as_table(package.get("source"))
+        parsed.requirements.append(RequirementLine(name, lock, number))
+        parsed.urls += [(str(origin[k]), where) for k in ("registry", "url", "git") if k in origin]
+        for path in (str(origin[k]) for k in ("editable", "directory", "path") if k in origin):
+            target = resolve_within(path, source)
+            if target is None:
+                parsed.faults.append(outside_fault(path, where))
+            elif path != ".":  # that is the project itself
+                parsed.local_paths.append(target)
+    return parsed, pyproject
+
+
+def python_requests(pyproject: dict[str, Any]) -> list[tuple[str, str, str]]:
+    asked = toml_files.as_table(pyproject.get("project")).get("requires-python")
+    said = f'pyproject.toml asks for requires-python = "{asked}"'
+    return [(said, "specifiers", str(asked))] if asked else []

@@ -1,0 +1,44 @@
+"""TOML files of a source, or a sentence."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from echelon.environments.requirements import decode_text
+from echelon.errors import EchelonError, Fault
+from echelon.utils.os_errors import describe_os_error
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load_toml(file: Path) -> dict[str, Any]:
+    try:
+        return dict(tomllib.loads(decode_text(file.read_bytes()).replace("\r\n", "\n")))
+    except OSError as error:
+        reason = describe_os_error(error)
+        raise EchelonError(Fault(f"{file} cannot be read: {reason}", "mend the file")) from error
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise EchelonError(Fault(f"{file} is not TOML: {error}", "mend the file")) from error
+
+
+def find_line(file: Path, name: str) -> int:
+    """The first line where a package is spoken of; 1 where that cannot be told."""
+    start = re.compile(rf"(^|[\"'\s\[,]){re.escape(name)}($|[^\w.-])", re.I | re.M)
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    found = start.search(text)
+    return text.count("\n", 0, found.end() - 1) + 1 if found else 1
+
+
+def as_tables(value: Any) -> list[dict[str, Any]]:
+    """A list of tables, whatever somebody wrote there."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def as_table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,236 @@
+"""Whether the parts that an experiment gives can train together, before anything is computed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.data.batches import get_columns
+from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.parallel.sparse_tables import find_sparse_tables
+
+if TYPE_CHECKING:
+    from echelon.experiment.definition import Experiment
+
+_USE_ROW_OPTIMIZER = (
+    "give echelon.optim.RowAdam or echelon.optim.RowSGD, which take dense and sparse gradients, "
+    "or build the table with sparse=False"
+)
+_STATE_METHODS = ("state_dict", "load_state_dict")
+_METRICS_REMEDY = (
+    "give a torchmetrics.Metric, several as {name: Metric}, or a function without arguments that "
+    "makes them"
+)
+_METRIC_ATTRIBUTES = ("to", "reset", "update", "compute", "full_state_update", "metric_state")
+"""What an evaluation asks of a metric; torchmetrics itself is slow to import."""
+
+
+def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
+    """Of an experiment whose model is a model, and whose optimizer an optimizer."""
+    yield from _find_parameter_faults(experiment.model, experiment.optimizer)
+    yield from _find_call_faults(experiment)
+    if callable(experiment.loss) and not _accepts_arguments(experiment.loss, 2):
+        yield Fault(
+            f"the experiment's loss does not take two arguments: {_format_signature(experiment.loss)}",
+            "give (output, target) → Tensor",
+        )
+    yield from _find_metric_faults(experiment.metrics)
+    schedule, scaler = experiment.schedule, experiment.scaler
+    if schedule is not None and not _has_attributes(schedule, "step", *_STATE_METHODS):
+        yield Fault(
+            f"the experiment's schedule is {describe_wrong_type(schedule)}",
+            "give one of torch.optim.lr_scheduler, or what has its step and state_dict",
+        )
+    if scaler is not None and not _has_attributes(
+        scaler, "scale", "unscale_", "step", "update", *_STATE_METHODS
+    ):
+        yield Fault(
+            f"the experiment's scaler is {describe_wrong_type(scaler)}",
+            'give a torch.amp.GradScaler("cuda"), or leave it out',
+        )
+
+
+def _has_attributes(part: Any, *names: str) -> bool:
+    return not isinstance(part, type) and all(hasattr(part, name) for name in names)
+
+
+def describe_wrong_type(part: Any) -> str:
+    """As what is wrong with it."""
+    if isinstance(part, type):
+        return f"the class {part.__name__} and no object of it"
+    return f"of type {type(part).__name__}"
+
+
+# --- parameters ---
+
+
+def _find_parameter_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    model_ids = {id(p) for p in model.parameters()}
+    foreign_count = sum(id(p) not in model_ids for p in stepped)
+    if foreign_count == len(stepped):
+        yield Fault(
+            f"the optimizer trains {foreign_count} tensor(s), and none is a parameter of the model",
+            "make it of the model that the experiment returns: "
+            f"{type(optimizer).__name__}(model.parameters(), …)",
+        )
+    elif foreign_count:
+        yield Fault(
+            f"the optimizer trains {foreign_count} tensor(s) that are no parameters of the model: they "
+            "would be in no snapshot, and differ between processes",
+            "make what they belong to, such as a loss with weights, a part of the model: "
+            "model.extra = it",
+        )
+    elif not any(p.requires_grad for p in stepped):
+        whose = "optimizer" if any(p.requires_grad for p in model.parameters()) else "model"
+        yield Fault(
+            f"every parameter of the {whose} is frozen (requires_grad=False), so there is nothing "
+            "to train",
+            "leave requires_grad of those to be trained, and give them to the optimizer",
+        )
+    else:
+        yield from _find_sparse_faults(model, optimizer)
+
+
+def _find_sparse_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
+    """torch's optimizers say so after a backward pass; those of others may well take both."""
+    kind, name = type(optimizer), type(optimizer).__name__
+    if not kind.__module__.startswith("torch.optim."):
+        return
+    tables = {id(p): name for name, p in find_sparse_tables(model).items()}
+    stepped = [
+        (p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
+    dense = [p for p, _ in stepped if id(p) not in tables]
+    sparse = [(tables[id(p)], group) for p, group in stepped if id(p) in tables]
+    decayed = [table for table, group in sparse if group.get("weight_decay")]
+    if kind is torch.optim.SparseAdam:
+        if dense:
+            yield Fault(
+                f"the optimizer SparseAdam takes sparse gradients only, but {len(dense)} of its "
+                f"{len(stepped)} parameters have dense ones",
+                _USE_ROW_OPTIMIZER if sparse else "give another, such as torch.optim.Adam",
+            )
+    elif kind not in (torch.optim.SGD, torch.optim.Adagrad):
+        if sparse:
+            yield Fault(
+                f"the optimizer {name} takes no sparse gradients, but {sparse[0][0]!r} is of an "
+                "embedding with sparse=True",
+                _USE_ROW_OPTIMIZER,
+            )
+    elif decayed:
+        yield Fault(
+            f"the optimizer {name} takes no sparse gradients with a weight_decay, but "
+            f"{decayed[0]!r} is of an embedding with sparse=True",
+            "give it a group with weight_decay=0, or the optimizer echelon.optim.RowAdam",
+        )
+
+
+# --- a call of the model ---
+
+
+def _find_call_faults(experiment: Experiment) -> Iterator[Fault]:
+    """Without predict, a batch is (*inputs, target): as many inputs as the model takes."""
+    model = experiment.model
+    for name in ("train_data", "eval_data"):
+        columns = get_columns(getattr(experiment, name))
+        if columns is None or experiment.predict is not None or _has_custom_call(model):
+            continue
+        inputs = len(columns) - 1
+        if not _accepts_arguments(model.forward, inputs):
+            yield Fault(
+                f"{name} is {len(columns)} tensor(s), the last of them the target, so the model "
+                f"is called with {inputs} input(s), but it is {_format_signature(model.forward)}",
+                "give (*inputs, target), or say how a batch is used: echelon.Experiment(…, "
+                "predict=lambda model, batch: (model(…), target))",
+            )
+
+
+def _has_custom_call(model: nn.Module) -> bool:
+    return bool(model._forward_pre_hooks) or type(model).__call__ is not nn.Module.__call__
+
+
+def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
+    """Also where nobody can say, as of functions that are not of Python."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _format_signature(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{name}{inspect.signature(function)}"
+
+
+# --- metrics, and the number that says what is best ---
+
+
+def are_metrics_deferred(metrics: Any) -> bool:
+    """Whether it is a function that makes them."""
+    return callable(metrics) and not hasattr(metrics, "update")
+
+
+def name_metrics(metrics: Any) -> dict[str, Any]:
+    """The metrics by name, each of which an evaluation can use."""
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping) or _has_attributes(metrics, "items"):
+        named = {f"metric {name!r}": (name, metric) for name, metric in metrics.items()}
+    else:
+        named = {"metrics": (type(metrics).__name__.lower(), metrics)}
+    faults = [
+        Fault(f"the experiment's {which} is {describe_wrong_type(metric)}", _METRICS_REMEDY)
+        for which, (_, metric) in named.items()
+        if not _has_attributes(metric, *_METRIC_ATTRIBUTES)
+    ]
+    if faults:
+        raise EchelonError(*faults)
+    return dict(named.values())
+
+
+def _find_metric_faults(metrics: Any) -> Iterator[Fault]:
+    if are_metrics_deferred(metrics):
+        if not _accepts_arguments(metrics, 0):
+            yield Fault(
+                "the experiment's metrics is a function that takes arguments", _METRICS_REMEDY
+            )
+    else:
+        try:
+            name_metrics(metrics)
+        except EchelonError as error:
+            yield from error.faults
+
+
+def require_best_metric(name: str, experiment: Experiment) -> None:
+    """Where metrics are made later, the first evaluation says it."""
+    if name == "loss":
+        return
+    if experiment.eval_data is None:
+        raise EchelonError(
+            Fault(
+                f"trainer.best={name}, but the experiment has no eval_data, so nothing is "
+                "evaluated",
+                "give it eval_data, or leave trainer.best out",
+            )
+        )
+    if are_metrics_deferred(experiment.metrics):
+        return
+    names = name_metrics(experiment.metrics)
+    if not any(name == known or name.startswith(f"{known}_") for known in names):
+        raise make_unknown_best_error(name, ["loss", *names])
+
+
+def make_unknown_best_error(name: str, known: Iterable[str]) -> EchelonError:
+    what = f"trainer.best={name}, but no such number is evaluated"
+    return EchelonError(Fault(what, suggest_nearest(name, known)))

@@ -1,0 +1,318 @@
+"""How runs stand: by Slurm's queue, then its accounts, then what their folders say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import Exit
+from echelon.launch.process_record import is_alive
+from echelon.launch.slurm.queue import (
+    WAITING_STATES,
+    SlurmJobState,
+    SlurmQueueAnswer,
+    query_accounting,
+    query_queue,
+)
+from echelon.runs.run_folder import Run
+
+ACTIVE_STATES = ("starting", "queued", "requeued", "running")
+_JOB_ID = re.compile(r"\d+(_\d+)?")
+_TAIL_BYTES = 8 * 1024
+"""So much of the end of metrics.jsonl holds enough lines to tell the pace."""
+_MAX_TIME_S = 253370764800
+"""In seconds since 1970: what lies beyond is a time that no calendar has."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as seen from outside."""
+
+    run: str
+    folder: str
+    launcher: str | None
+    job: str | None
+    """Slurm's number."""
+    host: str | None
+    """Where the process is that holds the run together; None under Slurm."""
+    state: str
+    note: str
+    """One line: why it failed, what it waits for."""
+    nodes: int | None
+    world: int | None
+    started: float
+    """When it was typed."""
+    exit: int | None = None
+    """The training's own, once it is over."""
+    step: int | None = None
+    total_steps: int | None = None
+    eta_s: float | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in ACTIVE_STATES
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_runs(root: Path) -> list[Run]:
+    """In no order; `latest` is only another name."""
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+        return [Run(folder) for folder in folders if (folder / "config.json").exists()]
+    return []
+
+
+def read_run_statuses(runs: Iterable[Run]) -> tuple[list[RunStatus], str]:
+    """All runs, newest first, with at most one question to the queue and one to the accounts; and
+    why Slurm did not answer, if it did not."""
+    facts = [_FolderFacts.read(run) for run in runs]
+    unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None]
+    answer = query_queue(unfinished_jobs)
+    gone = [] if answer.error else [job for job in unfinished_jobs if job not in answer.states]
+    words = answer.states | query_accounting(gone)
+    statuses = [_derive_status(f, SlurmQueueAnswer(words, answer.error)) for f in facts]
+    return sorted(statuses, key=lambda s: s.started, reverse=True), answer.error
+
+
+def read_run_status(run: Run) -> RunStatus:
+    [status], _ = read_run_statuses([run])
+    return status
+
+
+# --- one run ---
+
+
+@dataclass(frozen=True)
+class _FolderFacts:
+    """What a folder says. A file that is missing, half-written or nonsense says nothing."""
+
+    run: Run
+    status: dict[str, Any]
+    exit_code: int | None
+    """Written by the batch script as its last act."""
+    is_cancelled: bool
+
+    @classmethod
+    def read(cls, run: Run) -> _FolderFacts:
+        code = None
+        with contextlib.suppress(OSError, ValueError):
+            code = int(run.exit_code_file.read_text(encoding="utf-8"))
+        return cls(run, run.read_status(), code, run.cancel_file.exists())
+
+    @property
+    def recorded_state(self) -> str | None:
+        return self._get_text("state")
+
+    @property
+    def launcher(self) -> str | None:
+        return self._get_text("launcher")
+
+    @property
+    def job(self) -> str | None:
+        job = str(self.status.get("job") or self.run.read_job_id())
+        return job if self.launcher == "slurm" and _JOB_ID.fullmatch(job) else None
+
+    @property
+    def process(self) -> dict[str, Any]:
+        return self._get_mapping("process")
+
+    @property
+    def failure(self) -> dict[str, Any]:
+        return self._get_mapping("failure")
+
+    @property
+    def started(self) -> float:
+        started = self.status.get("started")
+        if isinstance(started, (int, float)) and abs(started) < _MAX_TIME_S:
+            return float(started)
+        with contextlib.suppress(OSError):
+            return self.run.config_file.stat().st_mtime
+        return 0.0
+
+    def get_int(self, key: str) -> int | None:
+        value = self.status.get(key)
+        return value if isinstance(value, int) else None
+
+    def _get_text(self, key: str) -> str | None:
+        value = self.status.get(key)
+        return value if isinstance(value, str) else None
+
+    def _get_mapping(self, key: str) -> dict[str, Any]:
+        value = self.status.get(key)
+        return value if isinstance(value, dict) else {}
+
+
+def _derive_status(facts: _FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
+    state, note = _derive_from_job(facts, answer) if facts.job else _derive_from_process(facts)
+    host = facts.process.get("host")
+    return RunStatus(
+        run=facts.run.name,
+        folder=str(facts.run.folder),
+        launcher=facts.launcher,
+        job=facts.job,
+        host=host if isinstance(host, str) and not facts.job else None,
+        state=state,
+        note=note,
+        nodes=facts.get_int("nodes"),
+        world=facts.get_int("world"),
+        started=facts.started,
+        exit=None if state in ACTIVE_STATES else _derive_exit_code(facts, state),
+    )
+
+
+def _derive_from_job(facts: _FolderFacts, answer: SlurmQueueAnswer) -> tuple[str, str]:
+    if facts.exit_code is not None and (ended := _derive_from_folder(facts)):
+        return ended
+    word = answer.states.get(str(facts.job))
+    if word is None and answer.error:
+        return facts.recorded_state or "unknown", ""  # that Slurm is silent is told once, for all
+    if word is not None and word.is_active:
+        return _derive_from_queue(facts, word)
+    if facts.recorded_state == "finished":
+        return "finished", ""
+    if facts.is_cancelled or (word is not None and word.state == "CANCELLED"):
+        return "cancelled", ""
+    recorded, ending = (
+        _derive_from_folder(facts),
+        _SLURM_ENDINGS.get(word.state) if word is not None else None,
+    )
+    gone = f"job {facts.job} left the queue before its script came to its end"
+    if word is not None and word.state == "FAILED":
+        return (
+            recorded or _SLURM_ENDINGS["FAILED"]
+        )  # a script that TERM ended says less than its ranks did
+    return ending or recorded or ("lost", gone)
+
+
+def _derive_from_queue(facts: _FolderFacts, word: SlurmJobState) -> tuple[str, str]:
+    if word.state in WAITING_STATES:
+        return "requeued" if facts.status.get("starts") else "queued", word.reason
+    return "running", "asked to end" if facts.is_cancelled else ""
+
+
+_SLURM_ENDINGS = {
+    "TIMEOUT": ("failed", "out of time before it could save; see launch.signal_lead_s"),
+    "OUT_OF_MEMORY": ("failed", "out of memory; see launch.sbatch=['--mem=…']"),
+    "NODE_FAIL": ("lost", "a node went down"),
+    "BOOT_FAIL": ("lost", "a node did not boot"),
+    "PREEMPTED": ("preempted", ""),
+    "DEADLINE": ("failed", "past its deadline"),
+    "FAILED": ("failed", "its batch script was killed"),
+}
+"""Of jobs that ended without a word of their own."""
+
+
+def _derive_from_process(facts: _FolderFacts) -> tuple[str, str]:
+    if ended := _derive_from_folder(facts):
+        return ended
+    if facts.recorded_state is None:
+        return "unknown", "its status.json is missing or damaged"
+    if facts.launcher == "slurm":
+        return facts.recorded_state, "it has no job number yet"
+    alive = is_alive(facts.process)
+    if alive is False:
+        if facts.is_cancelled:
+            return "cancelled", ""
+        return "lost", f"process {facts.process.get('pid')} is gone without a word"
+    if not facts.process:
+        return "unknown", f"{facts.recorded_state}, by an older version, which did not say where"
+    return facts.recorded_state, "asked to end" if facts.is_cancelled else ""
+
+
+def _derive_from_folder(facts: _FolderFacts) -> tuple[str, str] | None:
+    """How a run ended; None while it has not."""
+    state, code = facts.recorded_state, facts.exit_code
+    if code == Exit.OK or (code is None and state == "finished"):
+        return "finished", ""
+    if code is None and state not in ("preempted", "failed", "not submitted"):
+        return None
+    if facts.is_cancelled:
+        return "cancelled", ""
+    if code == Exit.PREEMPTED or (code is None and state == "preempted"):
+        return "preempted", ""
+    if state == "not submitted":
+        return "failed", "Slurm did not take the job"
+    return "failed", _describe_failure(facts)
+
+
+def _describe_failure(facts: _FolderFacts) -> str:
+    if failure := facts.failure:
+        return f"rank {failure.get('rank')}: {' '.join(str(failure.get('summary', '')).split())}"
+    code = "" if facts.exit_code is None else f"exit code {facts.exit_code}; "
+    return f"{code}see `echelon logs {facts.run.name}`"
+
+
+def _derive_exit_code(facts: _FolderFacts, state: str) -> int:
+    if facts.exit_code is not None:
+        return facts.exit_code
+    if state in ("finished", "preempted", "cancelled"):
+        return Exit.OK if state == "finished" else Exit.PREEMPTED
+    code = facts.failure.get("exit")
+    return code if isinstance(code, int) and code else Exit.FAILED
+
+
+# --- how far ---
+
+
+def add_progress(status: RunStatus) -> RunStatus:
+    """A few reads more, so only for runs that are shown."""
+    run = Run(Path(status.folder))
+    facts, lines = _FolderFacts.read(run), read_last_metrics(run)
+    steps = [line["step"] for line in lines[-1:]] + [facts.get_int("step") or 0]
+    total = facts.get_int("total_steps")
+    eta = (
+        _estimate_eta_s(lines, total, facts.status.get("since"))
+        if status.state == "running"
+        else None
+    )
+    return replace(status, step=max(steps) or None, total_steps=total, eta_s=eta)
+
+
+def read_last_metrics(run: Run) -> list[dict[str, Any]]:
+    """The last lines of training metrics, without reading the others."""
+    found = []
+    for text in read_tail(run.metrics_file).splitlines():
+        with contextlib.suppress(ValueError):  # the first may be cut, the last half-written
+            line = json.loads(text)
+            if isinstance(line, dict) and _are_numbers(line.get("step"), line.get("time")):
+                found.append(line)
+    return found
+
+
+def _estimate_eta_s(
+    lines: Sequence[dict[str, Any]], total: int | None, since: object
+) -> float | None:
+    """By the pace since this start, evaluations and saves included."""
+    begun = since if isinstance(since, (int, float)) else 0.0
+    recent = [line for line in lines if line["time"] >= begun]
+    if total is None or len(recent) < 2:
+        return None
+    first, last = recent[0], recent[-1]
+    if last["step"] <= first["step"]:
+        return None
+    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    ready: float = last["time"] + pace_s * (total - last["step"])
+    return max(0.0, ready - time.time())
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
+
+
+def read_tail(path: Path) -> bytes:
+    """The end of a file; its first line may be cut."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,51 @@
+"""The network interface that leads to the first node, for NCCL and gloo."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+_UNUSED_ADDRESS = "192.0.2.1"
+"""An address of nobody (RFC 5737), for the default route."""
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def find_interface_to(host: str) -> str | None:
+    """The interface with this machine's address on the route to a host; on that host itself, the
+    one that has the address the others know."""
+    address = find_local_address(host)
+    if address is not None and address.startswith("127.") and not _is_loopback_name(host):
+        address = find_local_address(_UNUSED_ADDRESS)  # Debian gives a machine's own name 127.0.1.1
+    if address is None:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(str(found.address).partition("%")[0] == address for found in addresses):
+            return str(name)
+    return None
+
+
+def plan_interface_variables(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """What a plan can say of them."""
+    text = chosen or "(that of each node's route to the first)"
+    return {name: chosen or env.get(name, text) for name in INTERFACE_VARIABLES}
+
+
+def find_outward_address() -> str | None:
+    """This machine's own, on its default route."""
+    return find_local_address(_UNUSED_ADDRESS)
+
+
+def find_local_address(host: str) -> str | None:
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # asks the routing table; nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_loopback_name(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1")

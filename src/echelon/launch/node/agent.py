@@ -1,0 +1,410 @@
+"""torchrun's elastic agent, with workers forked from a zygote and one root cause at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from echelon.errors import Exit
+from echelon.launch.node.fork_server import (
+    STOP_SIGNALS,
+    ForkServer,
+    ForkServerGone,
+    WorkerSpawnRequest,
+)
+from echelon.launch.node.lifeline import HungRank, RankHeartbeats, SingleNodeLifeline
+from echelon.launch.node.log_stamps import LogStamps
+from echelon.launch.node.rendezvous import FixedRendezvous, host_store
+from echelon.launch.plan import NodeSpec
+from echelon.runs import failure as failures
+from echelon.runs.failure import Failure
+from echelon.runs.heartbeat import HeartbeatReader, HeartbeatRecord
+from echelon.runs.run_folder import Run
+from echelon.utils.processes import read_stat_fields
+
+_MONITOR_INTERVAL_S = 0.05
+_STACK_WAIT_S = 0.5
+_KILL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """What the workers of a node do."""
+
+    run: Run
+    node: NodeSpec
+    entrypoint: str
+    """MODULE:FUNCTION that a worker is."""
+    hang_s: float
+    program: list[str] = field(default_factory=list)
+    """Somebody else's program; else the run's experiment."""
+    is_plain: bool = False
+    """Whether the program is left alone with who it is."""
+
+    @property
+    def shows_rank_0(self) -> bool:
+        """Whether the agent puts rank 0's log on the screen; an experiment does so itself."""
+        return bool(self.program)
+
+
+class NodeAgent(SimpleElasticAgent):
+    """Starts and watches the workers of this node.
+
+    torch's agent does rendezvous, ranks and restarts; this class says how a worker is started,
+    watched and ended.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        store: dist.TCPStore,
+        fork_server: ForkServer,
+        lifeline: SingleNodeLifeline,
+        job: NodeJob,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout=300)
+        self._tcp_store = store
+        self._port = store.port
+        """Where the workers find a store."""
+        self._fork_server = fork_server
+        self._lifeline = lifeline
+        self._job = job
+        self._run = job.run
+        self._attempt = -1
+        self._pids: dict[int, int] = {}
+        """Local rank → process."""
+        self._exit_codes: dict[int, int] = {}
+        """Local rank → exit code, of those that ended."""
+        self._ranks: dict[int, int] = {}
+        """Local rank → rank."""
+        self._interrupts = 0
+        self._stop_signal: signal.Signals | None = None
+        """The signal that asked for a stop."""
+        self._unsignalled_ranks: list[int] = []
+        """Local ranks that would not know of it yet."""
+        self._has_reported_done = False
+        """Whether the other nodes know that the ranks of this one have ended."""
+        self._heartbeat_watch = HeartbeatReader(self._heartbeat_file, spec.local_world_size)
+        self._log_stamps = LogStamps(self._run, job.node, [], job.shows_rank_0)
+        self.failure: Failure | None = None
+        """The first failure of the newest attempt."""
+
+    def was_killed(self, local_rank: int) -> bool:
+        """Whether it ended without a chance to say its last words."""
+        return self._exit_codes.get(local_rank, -signal.SIGKILL) < 0
+
+    # --- what torch's agent calls ---
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._attempt += 1
+        self._pids, self._exit_codes, self._unsignalled_ranks, self._has_reported_done = (
+            {},
+            {},
+            [],
+            False,
+        )
+        self._ranks = {w.local_rank: w.global_rank for w in worker_group.workers}
+        self._heartbeat_watch = HeartbeatReader(
+            self._heartbeat_file, worker_group.spec.local_world_size
+        )
+        self._log_stamps = LogStamps(
+            self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
+        )
+        self._lifeline.begin_attempt(self._attempt)
+        self._port = self._choose_store_port()
+        # The same on every node, whichever of them noticed the failure first.
+        self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
+        if self._fork_server.is_gone:
+            self._fork_server = self._fork_server.start_replacement()
+        with contextlib.suppress(ForkServerGone):  # the codes say so
+            for worker in worker_group.workers:
+                self._fork_server.start_worker(self._make_spawn_request(worker, worker_group))
+            while len(self._pids) < len(worker_group.workers):
+                self._fork_server.wait_for_event(1.0)
+                self._process_events()
+        return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with contextlib.suppress(ForkServerGone):  # the codes say what became of the workers
+            self._process_events()
+        self._log_stamps.record_growth()
+        self._lifeline.report_heartbeats(self._collect_heartbeats())
+        failed = {r: c for r, c in self._exit_codes.items() if c not in (Exit.OK, Exit.PREEMPTED)}
+        cause = self._first_failure(failed)
+        if cause is not None:
+            self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
+            self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
+            if self.failure.exit == Exit.NODE_LOST:
+                self._remaining_restarts = 0  # there is nobody to start again with
+            self._announce_failure()
+            processes = {
+                self._ranks[r]: ProcessFailure(r, self._pids.get(r, 0), c, "")
+                for r, c in failed.items()
+            }
+            return RunResult(state=WorkerState.FAILED, failures=processes)
+        if len(self._exit_codes) == len(self._ranks) and self._are_all_nodes_done():
+            self._log_stamps.record_growth()
+            codes = {self._ranks[r]: code for r, code in self._exit_codes.items()}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=codes)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _are_all_nodes_done(self) -> bool:
+        """On every node: until then a rank elsewhere may yet fail, and all start again."""
+        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        done = attempt.add("nodes done", 0 if self._has_reported_done else 1)
+        self._has_reported_done = True
+        return done >= self._job.node.node_count
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        self._kill_all_workers()
+
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        self._kill_all_workers()
+        self._fork_server.close()
+
+    # --- workers ---
+
+    @property
+    def _heartbeat_file(self) -> Path:
+        return self._run.heartbeat_file(self._job.node.rank)
+
+    def _choose_store_port(self) -> int:
+        """A program that starts again would find the keys of its last life in the same store."""
+        if not self._job.program or self._attempt == 0:
+            return self._tcp_store.port
+        key = f"port/{self._attempt}"
+        if self._job.node.rank == 0:
+            self._programs_store = host_store(replace(self._job.node, master_port=0))
+            self._tcp_store.set(key, str(self._programs_store.port))
+        return int(self._tcp_store.get(key))
+
+    def _make_spawn_request(self, worker: Any, group: WorkerGroup) -> WorkerSpawnRequest:
+        rank = worker.global_rank
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "MASTER_ADDR": self._tcp_store.host,
+            "MASTER_PORT": self._port,
+            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_RESTART_COUNT": self._attempt,
+            "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        if self._job.is_plain:
+            variables = {}
+        elif group.spec.local_world_size > 1:
+            variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        if self._job.program:  # what it prints is read while it runs, and after it was killed
+            variables["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "1")
+        log = None if rank == 0 and not self._job.program else str(self._run.rank_log_file(rank))
+        return WorkerSpawnRequest(
+            worker.local_rank,
+            {k: str(v) for k, v in variables.items()},
+            self._job.entrypoint,
+            self._job.program or [str(self._run.folder)],
+            log,
+        )
+
+    def _process_events(self) -> None:
+        by_pid = {pid: local_rank for local_rank, pid in self._pids.items()}
+        for event in self._fork_server.read_events():
+            if "started" in event:
+                self._pids[event["local_rank"]] = event["started"]
+                by_pid[event["started"]] = event["local_rank"]
+                self._unsignalled_ranks.append(event["local_rank"])
+                self._forward_stop_signal()
+            elif event.get("exited") in by_pid:  # else one of an attempt before, slow to die
+                self._exit_codes[by_pid[event["exited"]]] = self._interpret_exit_code(event["code"])
+            elif "gone" in event:  # and by the zygote's death so are the workers
+                self._exit_codes |= {
+                    r: -signal.SIGKILL for r in self._ranks if r not in self._exit_codes
+                }
+                raise ForkServerGone
+
+    def _interpret_exit_code(self, code: int) -> int:
+        """A program that a signal ends, which we passed on, did as it was told."""
+        was_requested = (
+            self._job.program
+            and self._stop_signal
+            and code in (-self._stop_signal, 128 + self._stop_signal)
+        )
+        return Exit.PREEMPTED if was_requested else code
+
+    def _kill_all_workers(self) -> None:
+        deadline = time.monotonic() + _KILL_WAIT_S
+        for local_rank, pid in self._pids.items():
+            _send_signal_to_group(pid, signal.SIGKILL)  # also what a dead worker left behind
+            if local_rank not in self._exit_codes:
+                _send_signal(pid, signal.SIGKILL)
+        while len(self._exit_codes) < len(self._pids) and time.monotonic() < deadline:
+            self._fork_server.wait_for_event(0.1)
+            with contextlib.suppress(ForkServerGone):
+                self._process_events()
+
+    # --- what went wrong ---
+
+    def _first_failure(self, failed: dict[int, int]) -> Failure | None:
+        """Here, on another node, or of all at once."""
+        if failed:
+            return self._find_cause(failed)
+        if verdict := self._lifeline.find_failure(self._attempt):
+            return verdict
+        stuck = self._lifeline.find_hung_rank(self._attempt, self._job.hang_s)
+        here = {rank: local_rank for local_rank, rank in self._ranks.items()}
+        if stuck is None or stuck.rank not in here:
+            return None  # of a rank elsewhere, its own agent tells more
+        local_rank = here[stuck.rank]
+        return self._make_hang_failure(
+            local_rank, stuck, self._heartbeat_watch.read_all()[local_rank]
+        )
+
+    def _find_cause(self, failed: dict[int, int]) -> Failure:
+        """What a rank said first; else the rank that died without a word."""
+        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        if attempt.check(["failure"]):
+            return Failure.from_json(attempt.get("failure"))
+        silent_rank = min(failed, key=lambda r: failed[r] >= 0)
+        rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
+        step = sign.step if sign.beats else None
+        cause = failures.failure_from_exit_code(failed[silent_rank], rank, step)
+        if self._fork_server.is_gone:
+            together = "killed with all others, as the process was that had started them"
+            cause = replace(cause, summary=together)
+        elif self._job.program:
+            words = (
+                "" if rank == 0 else self._log_stamps.read_last_lines(rank)
+            )  # rank 0's are on the screen
+            code = failed[silent_rank] if failed[silent_rank] > 0 else cause.exit
+            cause = replace(cause, detail=cause.detail or words, exit=code, of_program=True)
+        attempt.compare_set("failure", "", cause.to_json())  # ranks elsewhere wait to hear it
+        return cause
+
+    def _collect_heartbeats(self) -> RankHeartbeats:
+        now, signs = time.monotonic(), self._heartbeat_watch.read_all()
+        return [
+            {
+                "rank": self._ranks[r],
+                "beats": signs[r].beats,
+                "step": signs[r].step,
+                "begun": bool(signs[r].time),
+                "still": now - signs[r].time,
+                "stopped": _is_stopped(pid),
+            }
+            for r, pid in self._pids.items()
+            if r not in self._exit_codes
+        ]
+
+    def _make_hang_failure(
+        self, local_rank: int, hung_rank: HungRank, heartbeat: HeartbeatRecord
+    ) -> Failure:
+        pid = self._pids[local_rank]
+        if _is_stopped(pid):
+            detail = (
+                f"Process {pid} is stopped (SIGSTOP); `kill -CONT {pid}` would have let it go on."
+            )
+        else:
+            detail = self._dump_stack(hung_rank.rank, pid)
+        summary = (
+            f"no progress for {hung_rank.limit_s:g} s (launch.hang_s={self._job.hang_s:g}), "
+            "and every other rank waits for it"
+        )
+        return Failure(hung_rank.rank, socket.gethostname(), heartbeat.step, summary, detail)
+
+    def _dump_stack(self, rank: int, pid: int) -> str:
+        """The worker's faulthandler writes it, whatever the worker is stuck in."""
+        _send_signal(pid, signal.SIGQUIT)
+        deadline = time.monotonic() + _STACK_WAIT_S
+        file = self._run.stack_file(rank)
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            if file.exists() and (text := file.read_text("utf-8", "replace")):
+                return f"Where rank {rank} stands:\n{text}"
+        return f"Rank {rank} gave no stack."
+
+    def _announce_failure(self) -> None:
+        assert self.failure is not None
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h\x1b[K")  # the bar of a killed rank 0 had hidden the cursor
+        for worker in self._worker_group.workers:
+            log, words = self._run.rank_log_file(worker.global_rank), str(self.failure)
+            with contextlib.suppress(OSError):  # the disk may be full
+                if words not in self._log_stamps.read_attempt(worker.global_rank):
+                    with log.open("a", encoding="utf-8", errors="replace") as file:
+                        file.write(f"\n{words}\n")
+        if self._remaining_restarts:
+            left = self._remaining_restarts
+            print(f"{self.failure}\nstarting again, {left} restart(s) left", file=sys.stderr)
+
+    # --- signals ---
+
+    def install_signal_handlers(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])  # see `echelon node`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by what started us
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass it on. The ranks agree, save and exit; a second Ctrl-C does not wait for that."""
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts >= 2:
+            self._kill_all_workers()
+            print("\x1b[?25h\nstopped at once; the last snapshot stands", file=sys.stderr)
+            os._exit(Exit.INTERRUPTED)
+        self._stop_signal = self._stop_signal or signal.Signals(number)
+        self._forward_stop_signal()
+
+    def _forward_stop_signal(self) -> None:
+        """Once to each worker, also to one that starts later; a handler may come in between."""
+        while self._stop_signal and self._unsignalled_ranks:
+            with contextlib.suppress(IndexError):
+                local_rank = self._unsignalled_ranks.pop()
+                if local_rank not in self._exit_codes:
+                    _send_signal(self._pids[local_rank], self._stop_signal)
+
+
+def make_worker_spec(rendezvous: FixedRendezvous, procs: int, max_restarts: int) -> WorkerSpec:
+    return WorkerSpec(
+        role="echelon",
+        local_world_size=procs,
+        rdzv_handler=rendezvous,
+        max_restarts=max_restarts,
+        monitor_interval=_MONITOR_INTERVAL_S,
+        entrypoint="echelon",
+    )
+
+
+def _send_signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _send_signal_to_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    fields = read_stat_fields(pid)
+    return fields is not None and fields[0] in "Tt"

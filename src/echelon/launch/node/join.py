@@ -1,0 +1,93 @@
+"""`echelon node`: this machine as one node of a run that another one planned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.gpus import count_visible_gpus
+from echelon.launch.node.service import (
+    make_network_variables,
+    make_thread_variables,
+    print_failure,
+    run_node,
+)
+from echelon.launch.plan import NodeSpec, default_process_count, find_replica_fit_fault
+from echelon.launch.slurm.batch_script import count_processes_per_node
+from echelon.runs.failure import Failure
+from echelon.runs.run_folder import Run
+
+
+def join_run(
+    folder: str,
+    nodes: int,
+    find_master: Callable[[], str],
+    rank: int | None = None,
+    procs: int | None = None,
+    on_port: Callable[[int], None] | None = None,
+    report_failure: Callable[[Failure], None] = print_failure,
+) -> int:
+    run = Run(Path(folder))
+    if not run.config_file.exists():
+        raise EchelonError(
+            Fault(
+                f"the run folder {folder} is not to be seen on {socket.gethostname()}",
+                "give a folder that all nodes share with run.dir=PATH",
+            ),
+            exit=Exit.NOT_FOUND,
+        )
+    config = run.read_config()
+    if rank is None:
+        rank = int(os.environ.get("SLURM_NODEID", "0"))  # of the step that srun made of us
+    procs = _count_processes(config, rank, procs, os.environ)
+    os.environ |= make_thread_variables(config, procs, os.environ)
+    host, _, port = find_master().rpartition(":")
+    node = NodeSpec(rank, nodes, procs, host.strip("[]"), int(port))
+    os.environ |= make_network_variables(config, node.master_host, os.environ)
+    serving = partial(run_node, config, node, lambda store, ask: run, on_port, report_failure)
+    return (
+        _record_exit_code(run, serving)
+        if config.launch.kind == "slurm" and rank == 0
+        else serving()
+    )
+
+
+def _record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
+    """Node 0's code is the run's; srun's is that of the worst node, perhaps of a dead one."""
+    code = int(Exit.FAILED)
+    try:
+        code = run_node()
+    except EchelonError as error:
+        code = error.exit
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            run.agent_exit_file.write_text(f"{code:d}\n", encoding="utf-8")
+    return code
+
+
+def _count_processes(config: Config, rank: int, procs: int | None, env: Mapping[str, str]) -> int:
+    launch, visible = config.launch, count_visible_gpus(env)
+    planned = count_processes_per_node(config) if launch.kind == "slurm" else launch.procs
+    known, each = procs or planned, config.replica.devices
+    if config.program and config.mode == "plain":
+        known, each = 1, 1
+    where = f" on {socket.gethostname()} (node {rank})"
+    if fault := find_replica_fit_fault(visible, each, known, where):
+        raise EchelonError(fault)
+    procs = known or default_process_count(visible, each)
+    if visible and procs > visible and not launch.share_devices:
+        raise EchelonError(
+            Fault(
+                f"{procs} processes are wanted{where}, where {visible} devices are visible",
+                f"set launch.procs={visible}, ask for more GPUs, or allow it with "
+                "launch.share_devices=true",
+            )
+        )
+    return procs

@@ -1,0 +1,75 @@
+"""When each log grew, noted by the agents, so that logs can be merged in order afterwards whatever
+wrote them; and, for a program that is not ours, rank 0's words on the screen.
+
+A line of logs/node-K.stamps is `unixtime name size`: by then, logs/name.log had that size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+from echelon.launch.plan import NodeSpec
+from echelon.runs.run_folder import Run
+
+_LAST_LINE_COUNT = 20
+_MAX_READ_BYTES = 1 << 18
+
+
+class LogStamps:
+    def __init__(self, run: Run, node: NodeSpec, ranks: list[int], shows_rank_0: bool) -> None:
+        self._run = run
+        self._file = run.stamps_file(node.rank)
+        batch = [run.job_log_file] if node.rank == 0 else []
+        logs = [*batch, run.node_log_file(node.rank), *map(run.rank_log_file, ranks)]
+        # From nothing, though a log may be old: what it says already was said before now.
+        self._sizes = dict.fromkeys(logs, 0)
+        self._start_sizes = {rank: _file_size_bytes(run.rank_log_file(rank)) for rank in ranks}
+        self._shown_bytes = self._start_sizes.get(0, 0)
+        self._shows_rank_0 = shows_rank_0
+
+    def record_growth(self) -> None:
+        """Note what has grown; a few file sizes, many times a second."""
+        lines = []
+        for log, before in self._sizes.items():
+            size = _file_size_bytes(log)
+            if size > before:
+                lines.append(f"{time.time():.3f} {log.stem} {size}\n")
+                self._sizes[log] = size
+        if lines:
+            # The disk may be full.
+            with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        if self._shows_rank_0 and 0 in self._start_sizes:
+            self._print_rank_0()
+
+    def read_last_lines(self, rank: int) -> str:
+        """The end of what a rank said in this attempt."""
+        return "\n".join(self.read_attempt(rank).splitlines()[-_LAST_LINE_COUNT:])
+
+    def read_attempt(self, rank: int) -> str:
+        """All that a rank said in this attempt, or the end of it where it is much."""
+        size = _file_size_bytes(self._run.rank_log_file(rank))
+        return self._read(rank, max(self._start_sizes[rank], size - _MAX_READ_BYTES))
+
+    def _print_rank_0(self) -> None:
+        size = self._sizes[self._run.rank_log_file(0)]
+        if size > self._shown_bytes:
+            sys.stdout.write(self._read(0, self._shown_bytes, size))
+            sys.stdout.flush()
+            self._shown_bytes = size
+
+    def _read(self, rank: int, start: int, end: int | None = None) -> str:
+        with contextlib.suppress(OSError), self._run.rank_log_file(rank).open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if end is None else end - start).decode(errors="replace")
+        return ""
+
+
+def _file_size_bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0

@@ -1,0 +1,241 @@
+"""Where the agents of a world meet: a store on node 0 and a fixed list of nodes around it.
+
+torch's dynamic rendezvous elects ranks, guesses which host the address means, and unpickles what
+any client writes. Here every node knows its number, so all that is left is to wait for each other
+before each attempt.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from echelon.config.schema import LaunchConfig, find_differences
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.plan import NodeSpec
+from echelon.utils.os_errors import describe_os_error
+
+_OPERATION_TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 0.02
+
+
+class FixedRendezvous(RendezvousHandler):
+    """All nodes, before each attempt."""
+
+    def __init__(
+        self, store: dist.TCPStore, run_id: str, node: NodeSpec, launch: LaunchConfig
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._node = node
+        self._timeout_s = launch.join_timeout_s
+        self._attempt = -1
+        self.raise_if_failed: Callable[[int], None] = lambda attempt: None
+        """Called while waiting; raises when there is no use."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._attempt += 1
+        node = self._node
+        arrivals = dist.PrefixStore(f"nodes/{self._attempt}", self._store)
+        if arrivals.add(str(node.rank), 1) > 1:
+            raise EchelonError(
+                Fault(
+                    f"node {node.rank} is here twice: two machines have this number",
+                    f"give the nodes the numbers 0 to {node.node_count - 1} (NODE_RANK)",
+                ),
+                exit=Exit.RENDEZVOUS,
+            )
+        if arrivals.add("count", 1) == node.node_count:
+            arrivals.set("complete", "1")
+        self._wait_for_all_nodes(arrivals)
+        agents = dist.PrefixStore(f"agents/{self._attempt}", self._store)
+        where = RendezvousStoreInfo(self._store.host, self._store.port)
+        return RendezvousInfo(agents, node.rank, node.node_count, where)
+
+    def _wait_for_all_nodes(self, arrivals: dist.Store) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not arrivals.check(["complete"]):
+            self.raise_if_failed(self._attempt)
+            if time.monotonic() > deadline:
+                all_nodes = range(self._node.node_count)
+                missing = [str(n) for n in all_nodes if not arrivals.check([str(n)])]
+                raise EchelonError(
+                    Fault(
+                        f"after {self._timeout_s:g} s only {self._node.node_count - len(missing)} of "
+                        f"{self._node.node_count} nodes are here; missing: node {', '.join(missing)}",
+                        "start the missing nodes, or wait longer with "
+                        "launch.join_timeout_s=SECONDS",
+                    ),
+                    exit=Exit.RENDEZVOUS,
+                )
+            time.sleep(_POLL_INTERVAL_S)
+
+    def wait_for_key(self, key: str) -> str:
+        """What node 0 tells; it is waited for, but not when it has failed meanwhile."""
+        deadline = time.monotonic() + _OPERATION_TIMEOUT_S
+        while not self._store.check([key]) and time.monotonic() < deadline:
+            self.raise_if_failed(0)
+            time.sleep(_POLL_INTERVAL_S)
+        return str(self._store.get(key).decode())
+
+    def get_backend(self) -> str:
+        return "echelon"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # who starts again has told the others why, through the lifeline
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+# --- the store ---
+
+
+def open_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
+    """Node 0 hosts it, the others find it there."""
+    return host_store(node) if node.rank == 0 else _connect_to_store(node, timeout_s)
+
+
+def host_store(node: NodeSpec) -> dist.TCPStore:
+    """On node 0's own address, reachable through that interface alone."""
+    listener = _bind_listener(node)
+    return dist.TCPStore(
+        node.master_host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_OPERATION_TIMEOUT_S),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def find_listening_address(node: NodeSpec) -> str:
+    """Node 0's own; all of them where its name leads back to itself alone, as Debian gives
+    127.0.1.1, or is that of a service or a router that leads here."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(node.master_host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return node.master_host  # binding will say what is wrong
+    address = str(where[0])
+    reached = node.node_count == 1 or node.master_host in ("localhost", address)
+    if address.startswith("127.") and not reached:
+        return "0.0.0.0"
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(where)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return address
+
+
+def _bind_listener(node: NodeSpec) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            find_listening_address(node), node.master_port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(max(128, node.node_count * node.procs))
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"node 0 cannot listen at {node.master_host}:{node.master_port}: {describe_os_error(error)}",
+                "give an address of node 0 and a free port: master=HOST:PORT, or MASTER_ADDR and "
+                "MASTER_PORT",
+            ),
+            exit=Exit.RENDEZVOUS,
+        ) from None
+    return listener
+
+
+def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((node.master_host, node.master_port), timeout=5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EchelonError(
+                    Fault(
+                        f"node {node.rank} found no node 0 at {node.master_host}:{node.master_port} within "
+                        f"{timeout_s:g} s ({describe_os_error(error)})",
+                        "start node 0 there, open the port, or wait longer with "
+                        "launch.join_timeout_s=SECONDS",
+                    ),
+                    exit=Exit.RENDEZVOUS,
+                ) from None
+        time.sleep(_POLL_INTERVAL_S)
+    limit = timedelta(seconds=_OPERATION_TIMEOUT_S)
+    return dist.TCPStore(node.master_host, node.master_port, None, False, limit, False)
+
+
+# --- what the nodes must agree on ---
+
+
+def compare_with_node_0(
+    store: dist.Store,
+    node: NodeSpec,
+    own_facts: Mapping[str, Any],
+    wait_for_key: Callable[[str], str],
+) -> None:
+    """Every node says what it is; one that differs from node 0 says in what, and all stop."""
+    facts = {
+        "torch": torch.__version__,
+        "host": socket.gethostname(),
+        "procs": node.procs,
+        **own_facts,
+    }
+    store.set(f"card/{node.rank}", json.dumps(facts))
+    if node.rank == 0:
+        return
+    node_0_facts = json.loads(wait_for_key("card/0"))
+    faults = [
+        Fault(
+            f"{what} {facts[key]} on {facts['host']} (node {node.rank}), but {node_0_facts[key]} on "
+            f"{node_0_facts['host']} (node 0)",
+            do,
+        )
+        for key, what, do in (
+            ("torch", "torch is", "install the same version on every node"),
+            ("devices", "visible devices:", "set launch.procs to what every node has"),
+        )
+        if facts.get(key) != node_0_facts.get(key)
+    ]
+    here, there = f"on {facts['host']} (node {node.rank})", f"on {node_0_facts['host']} (node 0)"
+    faults += [
+        Fault(f"{key}={ours} {here}, but {theirs} {there}", "type the same on every node")
+        for key, (ours, theirs) in find_differences(
+            facts["settings"], node_0_facts["settings"]
+        ).items()
+    ]
+    if faults:
+        raise EchelonError(*faults, exit=Exit.RENDEZVOUS)

@@ -1,0 +1,242 @@
+"""One node of a world: its workers, under torchrun's elastic agent in this process.
+
+Every launcher ends here: `local` in the process that was typed, `env` on each node by hand, `ssh`
+and `slurm` through `echelon node`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TypeAlias
+
+from echelon.config.schema import Config
+from echelon.errors import Exit
+from echelon.gpus import count_visible_gpus
+from echelon.launch import network_interface
+from echelon.launch.node.fork_server import ForkServer
+from echelon.launch.node.lifeline import LifelineClient, LifelineServer, SingleNodeLifeline
+from echelon.launch.plan import NodeSpec
+from echelon.launch.process_record import make_starting_status
+from echelon.launch.slurm import batch_script, requeue
+from echelon.launch.slurm.queue import read_job_id
+from echelon.runs import failure as failures
+from echelon.runs.failure import Failure
+from echelon.runs.run_folder import Run
+from echelon.tracking import wandb_run
+from echelon.tracking.summary import format_rows
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from echelon.launch.node.agent import NodeAgent
+
+EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
+PROGRAM_ENTRYPOINT = "echelon.launch.node.program:execute_program"
+_PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
+"""DDP and torch's optimizers import torch._dynamo on first use, in every process."""
+
+ResolveRun: TypeAlias = "Callable[[dist.Store, Callable[[str], str]], Run]"
+"""From the store, and a way to wait for what node 0 puts there."""
+
+
+def print_failure(failure: Failure) -> None:
+    print(f"\n{failure}", file=sys.stderr, flush=True)
+
+
+def run_node(
+    config: Config,
+    node: NodeSpec,
+    resolve_run: ResolveRun,
+    on_port: Callable[[int], None] | None = None,
+    report_failure: Callable[[Failure], None] = print_failure,
+) -> int:
+    """Start this node's workers and watch them to the end; the exit code is the training's."""
+    import torch  # noqa: F401  once: what is forked from here shares it
+
+    fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
+    # From here on threads may start; the zygote imports the rest at the same time.
+    from echelon.launch.node.rendezvous import open_store
+
+    store = open_store(node, config.launch.join_timeout_s)
+    if on_port is not None:
+        on_port(store.port)
+    return _NodeService(config, node, report_failure, store).run(fork_server, resolve_run)
+
+
+class _NodeService:
+    """One node's part in a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: NodeSpec,
+        report_failure: Callable[[Failure], None],
+        store: dist.TCPStore,
+    ) -> None:
+        from echelon.launch.node.rendezvous import FixedRendezvous
+
+        self._config, self._node, self._report_failure, self._store = (
+            config,
+            node,
+            report_failure,
+            store,
+        )
+        self._lifeline = SingleNodeLifeline()
+        self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
+        self._rendezvous.raise_if_failed = self._raise_if_failed
+        self._run: Run | None = None
+
+    def run(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
+        try:
+            self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
+            run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
+            _record_start(run, self._node, self._config)
+            agent = self._make_agent(run, fork_server)
+            result = agent.run()
+        except _WorldFailed as verdict:
+            return self._finish_failed(verdict.failure)
+        except Exception as error:  # a full disk, a store that went away: the others must hear it
+            first_rank = self._node.rank * self._node.procs
+            failure = failures.failure_from_exception(error, first_rank, None)
+            return self._finish_failed(self._lifeline.agree_on_failure(0, failure))
+        if result.is_failed():
+            assert agent.failure is not None
+            code = self._finish_failed(agent.failure)
+            if self._node.rank == 0 and agent.was_killed(0):
+                _print_wandb_hints(run)
+            return code
+        self._lifeline.leave()
+        code = int(max(result.return_values.values()))
+        _record_program_state(
+            run, self._node, self._config, "finished" if code == Exit.OK else "preempted"
+        )
+        return code
+
+    def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
+        from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
+        from echelon.launch.node.rendezvous import compare_with_node_0
+
+        config, node = self._config, self._node
+        compare_with_node_0(
+            self._store, node, _collect_node_facts(config), self._rendezvous.wait_for_key
+        )
+        restarts = self._count_restarts_left(run)
+        _record_program_state(run, node, config, "running")
+        entry = PROGRAM_ENTRYPOINT if config.program else EXPERIMENT_ENTRYPOINT
+        program = batch_script.program_words(config, node.node_count, node.procs)
+        job = NodeJob(run, node, entry, config.launch.hang_s, program, config.mode == "plain")
+        spec = make_worker_spec(self._rendezvous, node.procs, restarts)
+        agent = NodeAgent(spec, self._store, fork_server, self._lifeline, job)
+        agent.install_signal_handlers()
+        return agent
+
+    def _count_restarts_left(self, run: Run) -> int:
+        """Over all jobs of a run; node 0 counts and tells the others, as they fail together."""
+        if self._config.launch.kind != "slurm":
+            return self._config.launch.max_restarts
+        if self._node.rank == 0:
+            self._store.set("restarts", str(requeue.record_start(run, self._config.launch)))
+        return int(self._rendezvous.wait_for_key("restarts"))
+
+    def _raise_if_failed(self, attempt: int) -> None:
+        if verdict := self._lifeline.find_failure(attempt):
+            raise _WorldFailed(verdict)
+
+    def _finish_failed(self, failure: Failure) -> int:
+        """The whole story is told once, by node 0."""
+        if self._node.rank == 0:
+            self._record_failure(failure)
+            self._lifeline.leave()
+            self._report_failure(failure)
+        else:
+            self._lifeline.leave()
+            print(f"stopped: rank {failure.rank} on {failure.host} failed", file=sys.stderr)
+        return failure.exit
+
+    def _exit_without_node_0(self, failure: Failure) -> None:
+        """There is nothing to go on with; the workers end with this process."""
+        self._record_failure(failure)
+        self._report_failure(failure)
+        os._exit(failure.exit)
+
+    def _record_failure(self, failure: Failure) -> None:
+        if self._run is not None:
+            self._run.update_status(state="failed", step=failure.step, failure=asdict(failure))
+            requeue.request_requeue_after(self._run, self._config.launch, failure)
+
+
+def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Set for every worker of a node, before torch is imported: its thread pools read it."""
+    threads = config.launch.threads or (1 if procs > 1 else None)
+    return {"OMP_NUM_THREADS": str(threads)} if threads and "OMP_NUM_THREADS" not in env else {}
+
+
+def make_network_variables(config: Config, host: str, env: Mapping[str, str]) -> dict[str, str]:
+    """What a person has set stays; else the interface of the route to the first node, and quiet
+    about names that cannot be looked up."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    name = config.launch.interface or network_interface.find_interface_to(host)
+    wanted = quiet | (dict.fromkeys(network_interface.INTERFACE_VARIABLES, name) if name else {})
+    chosen = config.launch.interface and network_interface.INTERFACE_VARIABLES
+    return {key: value for key, value in wanted.items() if key not in env or key in (chosen or ())}
+
+
+def _collect_node_facts(config: Config) -> dict[str, object]:
+    """What all nodes must have in common, beside torch's version."""
+    known = config.launch.procs or config.launch.kind == "ssh"  # which has compared them
+    devices = None if known else count_visible_gpus(os.environ)
+    return {"devices": devices, "settings": config.numerics_settings()}
+
+
+# --- what `echelon jobs` shows ---
+
+
+def _record_start(run: Run, node: NodeSpec, config: Config) -> None:
+    """What was typed elsewhere, for ssh and Slurm, has been noted there."""
+    kind, world = config.launch.kind, node.node_count * node.procs
+    if node.rank != 0 or kind == "ssh":
+        return
+    if kind == "slurm":  # perhaps by hand, with sbatch
+        run.update_status(launcher=kind, job=read_job_id(os.environ), world=world)
+    else:
+        run.update_status(
+            **make_starting_status("env" if kind == "env" else "local", node.node_count, world)
+        )
+
+
+def _print_wandb_hints(run: Run) -> None:
+    """Killed, it could not say how to send what wandb keeps in its files."""
+    for line in format_rows(wandb_run.get_summary_rows(run)):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _record_program_state(run: Run, node: NodeSpec, config: Config, state: str) -> None:
+    """An experiment says so itself."""
+    if config.program and node.rank == 0:
+        run.update_status(state=state)
+
+
+# --- hearing of each other ---
+
+
+class _WorldFailed(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.summary)
+        self.failure = failure
+
+
+def _open_lifeline(
+    store: dist.TCPStore, node: NodeSpec, on_lost: Callable[[Failure], None]
+) -> SingleNodeLifeline:
+    if node.node_count == 1:
+        return SingleNodeLifeline()
+    from echelon.launch.node.rendezvous import find_listening_address
+
+    if node.rank == 0:
+        hub = LifelineServer(find_listening_address(node), node.node_count)
+        store.set("lifeline", hub.key)
+        return hub
+    return LifelineClient(node.master_host, store.get("lifeline").decode(), node.rank, on_lost)

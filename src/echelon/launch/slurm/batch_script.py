@@ -1,0 +1,378 @@
+"""The batch script of a run: readable, complete, runnable by hand with `sbatch`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.config.schema import Config, LaunchConfig
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.network_interface import INTERFACE_VARIABLES
+from echelon.launch.plan import default_process_count
+from echelon.launch.slurm.requeue import REQUEUE_FILE
+from echelon.runs.run_folder import Run
+
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Below the range from which Linux hands out ports by itself."""
+_SRUN_WAIT_S = 10
+"""Agents leave together; srun would wait for that of a dead node until Slurm has given it up."""
+
+
+@dataclass(frozen=True)
+class ScriptEnvironment:
+    """What a submission adds to a program: the folder it is in, and lines that make and enter its
+    environment. They may call `fail CODE`."""
+
+    folder: Path | None = None
+    setup_lines: tuple[str, ...] = ()
+
+
+def render_script(config: Config, run: Run, environment: ScriptEnvironment | None = None) -> str:
+    """Of one run."""
+    _require_plain_path(run.folder)
+    where = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
+    words = shlex.join(program_words(config, *_world_shape(config)))
+    return _render_script(
+        config, where, [f"run={shlex.quote(str(run.folder))}"], words, environment
+    )
+
+
+def render_array_script(
+    config: Config, listing: Path, count: int, environment: ScriptEnvironment | None = None
+) -> str:
+    """Of many runs that are alike; each task finds its folder in the listing, and there the words
+    of its program."""
+    _require_plain_path(listing.parent)
+    at_once = f"%{config.launch.max_parallel}" if config.launch.max_parallel else ""
+    where = [
+        f"--job-name={config.run.name}",
+        f"--array=0-{count - 1}{at_once}",
+        "--output=/dev/null",
+    ]
+    listed = shlex.quote(str(listing))
+    begin = [
+        f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {listed})',
+        'exec >> "$run/logs/job.log" 2>&1',
+    ]
+    if config.program and config.mode != "torchrun":
+        begin.append("mapfile -d '' -t words < \"$run/words\"")
+    return _render_script(config, where, begin, '"${words[@]}"', environment)
+
+
+def write_program_words(config: Config, run: Run) -> None:
+    """For the script of an array: each ended by the one character that no word can have."""
+    words = program_words(config, *_world_shape(config))
+    run.arguments_file.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+
+
+def _require_plain_path(folder: Path) -> None:
+    """What Slurm would read as something else in the name of a log."""
+    if any(character in str(folder) for character in '"%\\\n'):
+        raise EchelonError(
+            Fault(
+                f"Slurm cannot write its logs to {str(folder)!r}",
+                'give a run.dir=PATH without ", %, \\ and line breaks',
+            )
+        )
+
+
+def count_processes_per_node(config: Config) -> int:
+    """On each node."""
+    launch = config.launch
+    return launch.procs or default_process_count(launch.gpus_per_node or 0, config.replica.devices)
+
+
+def _world_shape(config: Config) -> tuple[int, int]:
+    """Nodes, and GPUs or processes on each, as programs are told."""
+    return config.launch.nodes, config.launch.gpus_per_node or count_processes_per_node(config)
+
+
+def _render_script(
+    config: Config, where: list[str], begin: list[str], words: str, scene: ScriptEnvironment | None
+) -> str:
+    procs = count_processes_per_node(config)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in [*where, *_sbatch_options(config, procs)]),
+            "",
+            *begin,
+            'rm -f "$run/exit" "$run/.code"',
+            'fail() { echo "$1" > "$run/exit"; exit "$1"; }',
+            *_render_setup(config.launch),
+            *(_render_environment(scene) if scene else ()),
+            "",
+            "# The nodes meet at the first one, at a port of this job's own.",
+            'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
+            "",
+            "# TERM: preempted or cancelled. Whether the run goes on is then for Slurm to say.",
+            "trap 'stopped=1' TERM",
+            "",
+            *_render_start(config, list(_render_step(config, procs, words))),
+            "# srun gives the code of the worst node, perhaps of a dead one; node 0 knows better.",
+            'if [ -s "$run/.code" ]; then code=$(cat "$run/.code"); fi',
+            "",
+            'if [ ! -e "$run/cancelled" ]; then',
+            '  if [ -n "$stopped" ]; then exit "$code"; fi',
+            *(_render_requeue(config) if may_requeue(config) else ()),
+            "fi",
+            'echo "$code" > "$run/exit"',
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def may_requeue(config: Config) -> bool:
+    """A program that is not asked to go on would be killed by the signal that tells of the end."""
+    return not config.program or (config.launch.max_requeues > 0 and config.mode != "wandb")
+
+
+def _render_requeue(config: Config) -> Iterator[str]:
+    yield "  # Out of time with everything saved, or a node lost: go on in another job."
+    yield f"  if {_render_requeue_condition(config)}; then"
+    yield f'    rm -f "$run/{REQUEUE_FILE}"'
+    yield from (f"    {line}" for line in _REQUEUE_LINES)
+    yield "  fi"
+
+
+_REQUEUE_LINES = (
+    # The last task of an array has the array's own number, by which all of them would be queued.
+    "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+    'scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0',
+)
+
+
+def _render_start(config: Config, lines: list[str]) -> Iterator[str]:
+    if not config.launch.preflight:
+        yield from (*lines, "code=$?")
+        return
+    yield "# launch.preflight: look at these very nodes first."
+    yield f'{python_command(config)} -m echelon preflight --run "$run"'
+    yield "code=$?"
+    yield 'if [ "$code" -eq 0 ]; then'
+    yield from (f"  {line}" for line in (*lines, "code=$?"))
+    yield "fi"
+
+
+def _render_requeue_condition(config: Config) -> str:
+    """Agents count how often. Of a program's tasks this script knows only how they ended: as ours
+    would, or by the signal that told them of the end."""
+    saved = f'[ "$code" -eq {int(Exit.PREEMPTED)} ]'
+    if not is_started_by_srun(config):
+        return f'{saved} || [ -e "$run/{REQUEUE_FILE}" ]'
+    was_signalled = f'[ "$code" -eq {128 + signal.SIGUSR2} ]'
+    often = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.max_requeues} ]'
+    return f"{{ {saved} || {was_signalled}; }} && {often}"
+
+
+def is_started_by_srun(config: Config) -> bool:
+    """Whether Slurm itself starts the processes of a program, instead of an agent per node."""
+    return bool(config.program) and config.mode not in ("torchrun", "wandb")
+
+
+def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
+    """The program, with the flags appended that it wants to be told the world by."""
+    launch = config.launch
+    words = list(config.program)
+    if launch.nodes_flag:
+        words += [launch.nodes_flag, str(nodes)]
+    if launch.gpus_flag:
+        words += [launch.gpus_flag, str(gpus)]
+    return words
+
+
+def count_tasks_per_node(config: Config, procs: int) -> int:
+    return procs if is_started_by_srun(config) and config.mode != "plain" else 1
+
+
+def _sbatch_options(config: Config, procs: int) -> Iterator[str]:
+    launch = config.launch
+    tasks = count_tasks_per_node(config, procs)
+    yield f"--nodes={launch.nodes}"
+    yield f"--ntasks-per-node={tasks}"
+    if cpus := _count_cpus(launch, procs):
+        yield f"--cpus-per-task={max(1, cpus // tasks)}"
+    if launch.gpus_per_node:
+        yield _format_gpu_option(launch, tasks)
+    for key in ("partition", "account", "time"):
+        if value := getattr(launch, key):
+            yield f"--{key}={value}"
+    # Lightning listens to USR1, and queues itself again.
+    number = "USR1" if config.program and config.mode == "lightning" else "USR2"
+    if may_requeue(config):
+        yield f"--signal={number}@{launch.signal_lead_s}"
+    yield "--requeue" if may_requeue(config) else "--no-requeue"
+    yield "--open-mode=append"
+    yield from launch.sbatch
+
+
+def srun_options(config: Config) -> list[str]:
+    """Those by which srun asks for the same nodes as the batch job would."""
+    of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
+    ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
+    options = [
+        o
+        for o in _sbatch_options(config, count_processes_per_node(config))
+        if not o.startswith(ours)
+    ]
+    return [*options, "--time=10"]
+
+
+def _count_cpus(launch: LaunchConfig, procs: int) -> int:
+    """Of a node: one for each process, where not GPUs decide by the rules of the cluster."""
+    return launch.cpus_per_node or (0 if launch.gpus_per_node else procs)
+
+
+def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
+    count = launch.gpus_per_node or 0
+    if launch.gpu_request == "gres":
+        return f"--gres=gpu:{count}"
+    return f"--{launch.gpu_request}={count // tasks if 'task' in launch.gpu_request else count}"
+
+
+def _render_setup(launch: LaunchConfig) -> list[str]:
+    lines = ["", "# launch.setup", _SETUP_ERROR_TRAP, *launch.setup, "trap - ERR"]
+    secrets = _render_secrets(launch.secrets) if launch.secrets else ()
+    return [*(lines if launch.setup else ()), *secrets]
+
+
+_SETUP_ERROR_TRAP = (
+    "trap 'code=$?; if [ ${#BASH_SOURCE[@]} -le 1 ]; then "
+    'echo "error: launch.setup fails with $code at: $BASH_COMMAND" >&2; fail "$code"; fi\' ERR'
+)
+"""Not `set -e`, which would end the job within functions and files of others, such as `module`,
+that were never written for it."""
+
+
+def _render_secrets(file: str) -> Iterator[str]:
+    """By the job itself, so that nothing of them is in a script, a log or the queue."""
+    where = shlex.quote(str(Path(file).expanduser().absolute()))
+    yield from ("", "# launch.secrets: KEY=VALUE lines of a file that is its owner's alone.")
+    yield f'case "$(stat -Lc %a:%u {where})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
+    yield f"  echo error: {where} is not yours alone >&2"
+    yield "  fail 1 ;;"
+    yield "esac"
+    yield 'while IFS= read -r line || [ -n "$line" ]; do'
+    yield "  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export \"${line%$'\\r'}\"; fi"
+    yield f"done < {where}"
+    yield "unset line"
+
+
+def _render_environment(environment: ScriptEnvironment) -> Iterator[str]:
+    if environment.folder:
+        yield ""
+        yield "# The code as it was when this was submitted."
+        yield f"cd {shlex.quote(str(environment.folder))} || fail 1"
+    if environment.setup_lines:
+        yield from ("# The environment.", *environment.setup_lines)
+
+
+def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
+    if is_started_by_srun(config):
+        return _render_tasks_step(config, procs, words)
+    return (
+        _render_wandb_step(config, words) if config.mode == "wandb" else render_agents_step(config)
+    )
+
+
+def python_command(config: Config) -> str:
+    """Ours. A program's folder may hold files named like modules; -P does not look there."""
+    safe = " -P" if config.program and sys.version_info >= (3, 11) else ""
+    return f"{shlex.quote(sys.executable)}{safe}"
+
+
+def render_agents_step(config: Config) -> Iterator[str]:
+    yield "# One agent per node, which starts that node's processes and watches them."
+    yield f'{_srun_command(config, 1)} --wait={_SRUN_WAIT_S} --output="$run/logs/node-%n.log" \\'
+    yield f"  {python_command(config)} -m echelon node \\"
+    yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
+
+
+def _render_wandb_step(config: Config, words: str) -> Iterator[str]:
+    yield "# One wandb agent, on this first node; what its trial runs is started on all of them."
+    yield f'{python_command(config)} -m echelon wandb-job "$run" --master "$master:$port" -- {words}'
+
+
+def srun_step_command(config: Config, run: Run, master: str) -> list[str]:
+    """A step of a job that runs one trial of a sweep after another: the same agents."""
+    launch = config.launch
+    cpus = _count_cpus(launch, count_processes_per_node(config))
+    return [
+        *("srun", "--export=ALL", "--ntasks-per-node=1", "--open-mode=append"),
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        f"--wait={_SRUN_WAIT_S}",
+        f"--output={run.logs_folder}/node-%n.log",
+        *shlex.split(python_command(config)),
+        *("-m", "echelon", "node", "--nodes", str(launch.nodes)),
+        *("--master", master, str(run.folder)),
+    ]
+
+
+def render_sweep_script(
+    config: Config, logs: Path, command: Sequence[str], preflight_command: Sequence[str], count: int
+) -> str:
+    """Of an array whose tasks each run one trial of a sweep after another; `look` is the preflight
+    of such a job."""
+    _require_plain_path(logs)
+    procs = count_processes_per_node(config)
+    name = logs.parent.name
+    where = [f"--job-name={name}", f"--array=0-{count - 1}", f'--output="{logs}/worker-%a.log"']
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in [*where, *_sbatch_options(config, procs)]),
+            "",
+            'fail() { exit "$1"; }',
+            *_render_setup(config.launch),
+            *(_render_preflight(preflight_command) if config.launch.preflight else ()),
+            "",
+            "# TERM: preempted or cancelled. Whether the worker goes on is then for Slurm to say.",
+            "trap 'stopped=1' TERM",
+            "",
+            "# It takes trials until there are none; each is a step that fills this job.",
+            "# Not in the background: where TERM comes as it ends, `wait` may lose its code.",
+            shlex.join(command),
+            "code=$?",
+            "",
+            "# Out of time with everything saved, a node lost, or killed: go on in another job.",
+            f"saved={int(Exit.PREEMPTED)} killed={128 + signal.SIGKILL}",
+            'if [ "$code" -eq "$saved" ] || [ "$code" -eq "$killed" ]; then',
+            f'  often="${{SLURM_RESTART_COUNT:-0}}" limit={config.launch.max_requeues}',
+            '  if [ -z "$stopped" ] && [ "$often" -lt "$limit" ]; then',
+            *(f"    {line}" for line in _REQUEUE_LINES),
+            "  fi",
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def _render_preflight(preflight_command: Sequence[str]) -> Iterator[str]:
+    yield from ("", "# launch.preflight: look at these very nodes first.")
+    yield f'{shlex.join(preflight_command)} || fail "$?"'
+
+
+def _srun_command(config: Config, tasks: int) -> str:
+    # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
+    known = _count_cpus(config.launch, count_processes_per_node(config))
+    cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if known else ""
+    return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
+
+
+def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
+    per_node = count_tasks_per_node(config, procs)
+    yield "# One task per process; the program finds its place in Slurm's variables."
+    yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'
+    if chosen := config.launch.interface:
+        yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in INTERFACE_VARIABLES)}"
+    srun = _srun_command(config, per_node)
+    yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
+    yield f"  {words}"

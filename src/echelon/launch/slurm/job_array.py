@@ -1,0 +1,109 @@
+"""Many runs at once as Slurm job arrays: one question to the controller per array."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.slurm import batch_script
+from echelon.launch.slurm.launcher import record_queued, submit_job
+from echelon.runs import run_folder
+from echelon.runs.run_folder import Run
+
+_DEFAULT_MAX_ARRAY_SIZE = 1001
+"""Slurm's default of MaxArraySize; indices stay below it."""
+
+
+class JobArray(NamedTuple):
+    """What is submitted at once."""
+
+    configs: Sequence[Config]
+    listing: Path
+    """The file that says which folder each task works in."""
+    script: str
+
+
+def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
+    """All as one array, or as few as the cluster takes."""
+    _require_equal_launch(configs)
+    if read_max_array_size(os.environ) <= 1:
+        raise EchelonError(
+            Fault("this cluster takes no job arrays (MaxArraySize)", "type a command for each run")
+        )
+    for array in plan_arrays(configs):
+        if dry_run:
+            print(array.script)
+            continue
+        job, made = queue_array(array)
+        print(f"job {job}: {len(made)} runs, {made[0].name} … {made[-1].name}")
+    return Exit.OK
+
+
+def plan_arrays(
+    configs: Sequence[Config], scene: batch_script.ScriptEnvironment | None = None
+) -> list[JobArray]:
+    """Of runs that Slurm need not tell apart."""
+    found = []
+    for part in _chunks(configs, read_max_array_size(os.environ) - 1):
+        listing = _listing_path(part)
+        text = batch_script.render_array_script(part[0], listing, len(part), scene)
+        found.append(JobArray(part, listing, text))
+    return found
+
+
+def queue_array(array: JobArray) -> tuple[str, list[Run]]:
+    """Submit it: its number, and its runs."""
+    configs, listing, text = array
+    created_runs = [run_folder.create_run(config) for config in configs]
+    listing.write_text(
+        "".join(f"{run.folder}\n" for run in created_runs),
+        encoding="utf-8",
+        errors="surrogateescape",
+    )
+    file = listing.with_suffix(".sh")
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    for run, config in zip(created_runs, configs, strict=True):
+        if config.program:
+            batch_script.write_program_words(config, run)
+        record_queued(run, config)
+    job = submit_job(created_runs[0].name, ("sbatch", "--parsable", str(file)), created_runs)
+    for index, run in enumerate(created_runs):
+        run.job_id_file.write_text(f"{job}_{index}\n", encoding="utf-8")
+    return job, created_runs
+
+
+def _listing_path(configs: Sequence[Config]) -> Path:
+    return Run.from_config(configs[0]).array_file
+
+
+def _chunks(configs: Sequence[Config], size: int) -> Iterator[Sequence[Config]]:
+    for start in range(0, len(configs), size):
+        yield configs[start : start + size]
+
+
+def _require_equal_launch(configs: Sequence[Config]) -> None:
+    """The tasks of an array are alike in all that Slurm must know."""
+    if any(config.launch != configs[0].launch for config in configs):
+        raise EchelonError(
+            Fault(
+                "the runs differ in settings of launch, and the jobs of one array are alike",
+                "type one command for each choice of launch",
+            )
+        )
+
+
+def read_max_array_size(env: Mapping[str, str]) -> int:
+    """From the cluster's own file where it can be read, without asking the controller."""
+    for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
+        try:
+            text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
+        except OSError:
+            continue
+        if found := re.search(r"^\s*MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE):
+            return int(found[1])
+    return _DEFAULT_MAX_ARRAY_SIZE

@@ -1,0 +1,215 @@
+"""Ask every host at once whether it can take part; every fault is told, and nothing is started."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon import __version__
+from echelon.config.schema import Config, LaunchConfig
+from echelon.errors import EchelonError, Fault
+from echelon.launch.plan import find_replica_fit_fault
+from echelon.launch.ssh import host_probe, remote_command
+from echelon.launch.ssh.host_list import SshHost
+from echelon.runs.run_folder import Run
+from echelon.utils.os_errors import describe_os_error
+
+_ANSWER_TIMEOUT_S = 40.0
+_MAX_PARALLEL = 64
+_NOT_EXECUTABLE, _NOT_FOUND, _NOT_REACHED = 126, 127, 255
+"""Exit codes of the shell's and of ssh's."""
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """See `probe.report`."""
+
+    torch: str | None
+    echelon: str | None
+    devices: int
+    cwd: bool
+    entry: bool
+    shared: bool
+    writable: bool
+
+
+def check_hosts(
+    config: Config, hosts: list[SshHost], run: Run, variables: Mapping[str, str]
+) -> list[HostReport]:
+    """What each host says, or an error with every fault of every host."""
+    with shared_folder_token(run.folder.parent) as token:
+        words = [
+            sys.executable,
+            "-",
+            os.getcwd(),
+            str(run.folder),
+            str(token),
+            find_experiment_file(config),
+        ]
+        program = (
+            remote_command.encode_variables(variables) + Path(host_probe.__file__).read_bytes()
+        )
+        with ThreadPoolExecutor(min(_MAX_PARALLEL, len(hosts))) as pool:
+            answers = list(
+                pool.map(lambda host: _check_host(config.launch, host, words, program), hosts)
+            )
+    faults = [
+        fault
+        for host, answer in zip(hosts, answers, strict=True)
+        for fault in (
+            [answer] if isinstance(answer, Fault) else _find_faults(config, host, answer, run)
+        )
+    ]
+    reports = [answer for answer in answers if isinstance(answer, HostReport)]
+    if len(reports) == len(hosts):
+        faults += _find_unequal_devices(hosts, reports)
+    if faults:
+        raise EchelonError(*faults)
+    return reports
+
+
+def find_experiment_file(config: Config) -> str:
+    """The file of the user's experiment, if it is one."""
+    file = str(config.experiment.get("entry", "")).rpartition(":")[0]
+    return file if file.endswith(".py") else ""
+
+
+@contextlib.contextmanager
+def shared_folder_token(folder: Path) -> Iterator[Path]:
+    """A file nobody else could have: who sees it shares the folder."""
+    token = folder / f".echelon-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        token.touch()
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"run.dir={folder} cannot be written: {describe_os_error(error)}",
+                "give another place with run.dir=PATH",
+            )
+        ) from None
+    try:
+        yield token
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _check_host(
+    launch: LaunchConfig, host: SshHost, words: list[str], program: bytes
+) -> HostReport | Fault:
+    command = remote_command.make_argv(launch, host.name, (words[2], "/"), words)
+    try:
+        done = subprocess.run(
+            command, input=program, capture_output=True, timeout=_ANSWER_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Fault(
+            f"{host.name} did not answer within {_ANSWER_TIMEOUT_S:g} s",
+            f"look whether `{launch.ssh} {host.name} true` ends",
+        )
+    answer = done.stdout.decode(errors="replace").partition("\x1e")[2]
+    if done.returncode == 0 and answer:
+        return HostReport(**json.loads(answer))
+    return explain_ssh_failure(
+        launch, host, words[0], done.returncode, done.stderr.decode(errors="replace")
+    )
+
+
+def explain_ssh_failure(
+    launch: LaunchConfig, host: SshHost, python: str, code: int, error_output: str
+) -> Fault:
+    words = remote_command.last_lines(error_output)
+    if code == _NOT_REACHED and "host key" in error_output.lower():
+        return Fault(
+            f"{host.name} is not the machine that ssh knows by this name: {words}",
+            "find out why; if the new key is right, put it into your known_hosts. Echelon never "
+            "takes a key by itself",
+        )
+    if code == _NOT_REACHED:
+        return Fault(
+            f"{host.name} cannot be reached: {words or 'ssh says nothing'}",
+            f"`{launch.ssh} {host.name} true` has to work without a question",
+        )
+    if code in (_NOT_FOUND, _NOT_EXECUTABLE):
+        what = "is not there" if code == _NOT_FOUND else "cannot be executed"
+        return Fault(
+            f"{python} {what} on {host.name}: {words}",
+            "install the same environment at the same path on every host, or leave this one out",
+        )
+    return Fault(
+        f"{python} on {host.name} ended with {code}: {words or 'it said nothing'}",
+        f"try it: {launch.ssh} {host.name} {python} -V",
+    )
+
+
+# --- what may be wrong with an answer ---
+
+
+def _find_faults(config: Config, host: SshHost, report: HostReport, run: Run) -> Iterator[Fault]:
+    here = {"torch": importlib.metadata.version("torch"), "echelon": __version__}
+    for package, ours in here.items():
+        theirs = getattr(report, package)
+        if theirs is None:
+            yield Fault(
+                f"{package} is not installed for {sys.executable} on {host.name}",
+                f"install it there: pip install {package}=={ours}",
+            )
+        elif theirs != ours:
+            yield Fault(
+                f"{package} is {theirs} on {host.name}, but {ours} here",
+                "install the same version on every host",
+            )
+    yield from _find_folder_faults(config, host, report, run)
+    if fault := find_replica_fit_fault(
+        report.devices, config.replica.devices, host.procs, f" on {host.name}"
+    ):
+        yield fault
+        return
+    many = host.procs is not None and 0 < report.devices < host.procs
+    if many and not config.launch.share_devices:
+        yield Fault(
+            f"{host.procs} processes are wanted on {host.name}, where {report.devices} devices are "
+            "visible",
+            f"give it {report.devices}, or allow it with launch.share_devices=true",
+        )
+
+
+def _find_folder_faults(
+    config: Config, host: SshHost, report: HostReport, run: Run
+) -> Iterator[Fault]:
+    if not report.shared and not report.writable:
+        yield Fault(
+            f"{host.name} does not share the run folder {run.folder}, and cannot make one there",
+            "give a folder that every host can write to with run.dir=PATH",
+        )
+    if not report.shared:
+        return  # it is sent what it lacks
+    hint = "share that folder too, or give a run.dir that is not shared: then the code is sent"
+    if not report.cwd:
+        yield Fault(
+            f"the working directory {os.getcwd()} is not on {host.name}, though the run folder is",
+            hint,
+        )
+    if not report.entry:
+        yield Fault(
+            f"{find_experiment_file(config)} is not on {host.name}, though the run folder is", hint
+        )
+
+
+def _find_unequal_devices(hosts: list[SshHost], reports: list[HostReport]) -> Iterator[Fault]:
+    counts = {h.name: r.devices for h, r in zip(hosts, reports, strict=True) if h.procs is None}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        yield Fault(
+            f"the hosts differ in their visible devices: {listed}",
+            "set launch.procs to what every host has, or write slots=N for each into a hostfile",
+        )

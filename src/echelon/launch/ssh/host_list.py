@@ -1,0 +1,72 @@
+"""The machines of launch=ssh, as they were typed or as a file lists them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.config.schema import LaunchConfig
+from echelon.config.validate import is_safe_host
+from echelon.errors import EchelonError, Fault
+from echelon.utils.os_errors import describe_os_error
+
+
+class SshHost(NamedTuple):
+    name: str
+    """As ssh knows it."""
+    procs: int | None
+    """None: one per device that is visible there."""
+
+
+def list_hosts(launch: LaunchConfig) -> list[SshHost]:
+    """Those of launch.hosts, then those of the file; node 0 is the first."""
+    hosts = [SshHost(name, launch.procs) for name in launch.hosts]
+    if launch.hostfile:
+        hosts += _read_hostfile(Path(launch.hostfile), launch.procs)
+    counts = Counter(host.name for host in hosts)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise EchelonError(
+            Fault(
+                f"launch.hostfile={launch.hostfile}: {', '.join(twice)} is named more than once",
+                "name each host once, with `slots=PROCESSES` where it gets several",
+            )
+        )
+    return hosts
+
+
+def _read_hostfile(path: Path, procs: int | None) -> list[SshHost]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = describe_os_error(error)
+        raise EchelonError(
+            Fault(
+                f"launch.hostfile={path} cannot be read: {reason}",
+                "give a file with a line per machine: HOST or HOST slots=PROCESSES",
+            )
+        ) from None
+    read = list(_parse_lines(text, path, procs))
+    faults = [found for found in read if isinstance(found, Fault)]
+    if not read:
+        faults = [Fault(f"launch.hostfile={path} lists no host", "write one per line")]
+    if faults:
+        raise EchelonError(*faults)
+    return [found for found in read if isinstance(found, SshHost)]
+
+
+def _parse_lines(text: str, path: Path, procs: int | None) -> Iterator[SshHost | Fault]:
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
+        if not is_safe_host(words[0]) or (len(words) > 1 and slots is None):
+            yield Fault(
+                f"{path}, line {number}: {line.strip()!r} is no host",
+                "write HOST or HOST slots=PROCESSES, and `#` before a comment",
+            )
+        else:
+            yield SshHost(words[0], int(slots[1]) if slots else procs)

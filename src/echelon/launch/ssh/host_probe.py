@@ -1,0 +1,51 @@
+"""What a host says of itself, before anything is started there.
+
+The text of this file is sent to the host's Python, which may lack Echelon: it needs nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+
+
+def probe_host(cwd: str, run: str, token: str, entry: str) -> dict[str, object]:
+    return {
+        "torch": _installed_version("torch"),
+        **_probe_echelon(),
+        "cwd": os.path.isdir(cwd),
+        "entry": not entry or os.path.isfile(entry),
+        "shared": os.path.exists(token),
+        "writable": os.access(_nearest_folder(run), os.W_OK | os.X_OK),
+    }
+
+
+def _installed_version(package: str) -> str | None:
+    """As its installer noted it: importing torch would take seconds."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _probe_echelon() -> dict[str, object]:
+    try:
+        from echelon import __version__
+        from echelon.gpus import count_visible_gpus
+    except ImportError:
+        return {"echelon": None, "devices": 0}
+    return {"echelon": __version__, "devices": count_visible_gpus(os.environ)}
+
+
+def _nearest_folder(path: str) -> str:
+    """The folder that exists, of a path that need not."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+if __name__ == "__main__":
+    # A login may print words of its own; this line is ours.
+    print("\x1e" + json.dumps(probe_host(*sys.argv[1:])), flush=True)

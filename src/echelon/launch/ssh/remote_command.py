@@ -1,0 +1,100 @@
+"""How a command is said to another machine: one argv for all to see, and the variables, some of
+which are secrets, on its standard input."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+
+from echelon.config.schema import LaunchConfig
+from echelon.errors import EchelonError, Fault
+
+_SSH_OPTIONS = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+    *("-o", "ControlMaster=no"),  # a connection that others share would outlive us
+)
+_REMOTE_START = (
+    'read -r env && eval "$env" && { cd "$1" 2>/dev/null || cd "$2"; } && shift 2 && exec "$@"'
+)
+"""Variables first, so that Python itself starts with its library paths; sh reads no byte further
+than its line. `sh` whatever the login shell is."""
+
+_CARRIED_VARIABLES = re.compile(
+    r"PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|"
+    r"(CONDA|TORCH|NCCL|GLOO|CUDA|OMP|MKL|WANDB|HF|ECHELON)_\w+"
+)
+_MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+
+
+def make_argv(
+    launch: LaunchConfig, host: str, folders: tuple[str, str], words: Sequence[str]
+) -> list[str]:
+    """Run words on a host, in the first folder that is there."""
+    remote_command = shlex.join(["exec", "sh", "-c", _REMOTE_START, "sh", *folders, *words])
+    return [*split_ssh_command(launch), *_SSH_OPTIONS, "--", host, remote_command]
+
+
+def split_ssh_command(launch: LaunchConfig) -> list[str]:
+    try:
+        words = shlex.split(launch.ssh)
+    except ValueError as error:
+        raise _make_command_error(launch, str(error).lower()) from None
+    if not words:
+        raise _make_command_error(launch, "it is empty")
+    return words
+
+
+def require_ssh(launch: LaunchConfig) -> None:
+    program = split_ssh_command(launch)[0]
+    if shutil.which(program) is None:
+        raise _make_command_error(launch, f"there is no {program} on this machine")
+
+
+def _make_command_error(launch: LaunchConfig, reason: str) -> EchelonError:
+    hint = "give the command that logs in, e.g. launch.ssh='ssh -F my_config', or install OpenSSH"
+    return EchelonError(Fault(f"launch.ssh={launch.ssh!r} is no command: {reason}", hint))
+
+
+# --- variables ---
+
+
+def select_variables(env: Mapping[str, str], extra_names: Sequence[str]) -> dict[str, str]:
+    """The variables that go along; of those wanted, the ones that are set."""
+    chosen = {
+        name: value
+        for name, value in env.items()
+        if name in extra_names
+        or (_CARRIED_VARIABLES.fullmatch(name) and name not in _MACHINE_VARIABLES)
+    }
+    faults = [
+        Fault(
+            f"the variable {name} cannot be carried over: its value has several lines",
+            "put it into a file that the program reads on every host",
+        )
+        for name, value in chosen.items()
+        if "\n" in value
+    ]
+    faults += [
+        Fault(f"launch.carry: {name!r} is no name of a variable", "use letters, digits and _")
+        for name in extra_names
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+    ]
+    if faults:
+        raise EchelonError(*faults)
+    return chosen
+
+
+def encode_variables(variables: Mapping[str, str]) -> bytes:
+    """What `_START` reads before anything else."""
+    words = (f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
+    return os.fsencode(" ".join(["export", *words]) + "\n")
+
+
+def last_lines(text: str, lines: int = 2) -> str:
+    """The end of what a command said, in one line, without the frames it may draw."""
+    nonblank_lines = [line.strip() for line in text.splitlines() if line.strip(" @\t")]
+    return " ".join(nonblank_lines[-lines:])

@@ -1,0 +1,163 @@
+"""The far end of launch=ssh: `echelon node --tether` lives as long as its launcher speaks to it.
+
+Two processes. This one reads the launcher's lines on standard input, imports nothing heavy and
+waits for nobody, so that whatever the agent is stuck in, a cut link or a dead launcher ends the
+node. The other, its child, is the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import psutil
+
+from echelon.errors import Exit
+from echelon.launch import network_interface
+from echelon.launch.node.fork_server import STOP_SIGNALS
+from echelon.launch.node.join import join_run
+from echelon.runs.failure import Failure
+from echelon.utils.processes import die_with_parent
+
+SILENCE_LIMIT_S = 15.0
+"""Without a word for so long the link is cut, though nobody closed it."""
+MESSAGE_MARK = "\x1e"
+"""Before a line of JSON for the launcher, among all that programs print."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_END_TIMEOUT_S = 5.0
+
+
+def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> int:
+    """Be a node until it ends, is told to, or is cut off; the exit code is its agent's."""
+    # What the agent leaves behind becomes our child, and is ended with us.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    theirs, ours = os.pipe()
+    here = os.getpid()
+    agent = os.fork()
+    if agent == 0:
+        os.close(ours)
+        _become_agent(here)
+        find_master = partial(_wait_for_master, nodes, rank, theirs)
+        on_port = partial(_report_port, nodes) if rank == 0 else None
+        return join_run(folder, nodes, find_master, rank, procs, on_port, _report_failure)
+    os.close(theirs)
+    try:
+        return _NodeWatchdog(agent, ours).watch_until_end()
+    finally:
+        _kill_descendants()
+
+
+class _NodeWatchdog:
+    """The launcher's lines, and the agent's life."""
+
+    def __init__(self, agent: int, master_pipe: int) -> None:
+        self._agent = agent
+        self._master_pipe = master_pipe
+        self._last_heard = time.monotonic()
+        self._wake, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def watch_until_end(self) -> int:
+        text = b""
+        while (code := self._reap_agent()) is None:
+            left_s = self._last_heard + SILENCE_LIMIT_S - time.monotonic()
+            ready, _, _ = select.select([0, self._wake], [], [], max(0.0, left_s))
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+            if 0 in ready:
+                data = os.read(0, 1 << 16)
+                *lines, text = (text + data).split(b"\n")
+                if not data or not all(self._handle_message(json.loads(line)) for line in lines):
+                    return Exit.INTERRUPTED
+                self._last_heard = time.monotonic()
+            elif left_s <= 0:
+                return Exit.NODE_LOST
+        return code
+
+    def _reap_agent(self) -> int | None:
+        """The agent's exit code, once it has one; orphans are ours to reap too."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._agent:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    return code if code >= 0 else 128 - code
+        return None
+
+    def _handle_message(self, message: dict[str, Any]) -> bool:
+        """Whether to go on."""
+        if "meet" in message:
+            os.write(self._master_pipe, message["meet"].encode() + b"\n")
+        elif "signal" in message:
+            os.kill(self._agent, message["signal"])
+        return "kill" not in message
+
+
+def _kill_descendants() -> None:
+    """Nothing of this node outlives it, not even what a program put into the background."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.2)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+# --- in the agent ---
+
+
+def _become_agent(parent: int) -> None:
+    die_with_parent(parent)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # A wish to stop that comes early waits until the agent listens.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # rank 0 inherits it
+
+
+def _wait_for_master(nodes: int, rank: int, master_pipe: int) -> str:
+    """Node 0 is where we are, at a port it will choose; the others are told."""
+    if rank == 0:
+        return f"{find_own_address(nodes)}:0"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch  # noqa: F401  while node 0 does the same
+
+    return os.fdopen(master_pipe, encoding="utf-8").readline().strip()
+
+
+def find_own_address(nodes: int) -> str:
+    """The one we were reached at; from outside, if the launcher is on this very machine."""
+    if nodes == 1:
+        return "127.0.0.1"
+    reached = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2].partition("%")[0]
+    if not reached or ipaddress.ip_address(reached).is_loopback:
+        reached = network_interface.find_outward_address() or reached or "127.0.0.1"
+    return f"[{reached}]" if ":" in reached else reached
+
+
+def _report_port(nodes: int, port: int) -> None:
+    _send_to_launcher({"meet": f"{find_own_address(nodes)}:{port}"})
+
+
+def _report_failure(failure: Failure) -> None:
+    """The launcher shows it when all hosts have said what they had to say."""
+    _send_to_launcher({"failure": asdict(failure)})
+
+
+def _send_to_launcher(message: dict[str, Any]) -> None:
+    print(f"{MESSAGE_MARK}{json.dumps(message)}", flush=True)

@@ -1,0 +1,1 @@
+"""How a training does: speed, memory, FLOPS, profiles, stragglers."""

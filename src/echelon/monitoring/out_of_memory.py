@@ -1,0 +1,253 @@
+"""Memory ran out: what was asked for, what was free, what holds the rest, and what to set.
+
+torch tells the first two in its message. What holds the rest is counted here: parameters, gradients
+and the optimizer's state have the same size in every step; activations grow with the samples that a
+process computes at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.parallel.model_parallel import get_devices
+from echelon.runs.run_folder import Run
+from echelon.snapshot.reader import list_snapshots
+from echelon.tracking.summary import format_run_argument, shorten_path
+from echelon.train.loop import Training
+from echelon.utils.text import format_bytes
+from echelon.world import World
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT = r"([0-9.]+) (bytes|KiB|MiB|GiB|TiB)"
+_REQUESTED = re.compile(r"tried to allocate " + _AMOUNT, re.IGNORECASE)
+_FREE = re.compile(rf"total capacity of {_AMOUNT} of which {_AMOUNT} is free")
+_FRAGMENTED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")
+_VARIABLE = re.compile(r"PYTORCH_[A-Z_]*ALLOC_CONF")
+_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
+_MESSAGES = (
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "cuda error: out of memory",
+    "cublas_status_alloc_failed",
+)
+"""Of the errors that torch has no class for."""
+_LINE_BREAK = "\n        "
+
+
+def find_out_of_memory(error: BaseException) -> BaseException | None:
+    """The error itself, or the one it came from, where that is what happened."""
+    current: BaseException | None = error
+    while current is not None:
+        text = str(current).lower()
+        if isinstance(current, torch.OutOfMemoryError | MemoryError):
+            return current
+        if isinstance(current, RuntimeError) and any(sign in text for sign in _MESSAGES):
+            return current
+        current = current.__cause__
+    return None
+
+
+def explain_out_of_memory(
+    error: BaseException, config: Config, world: World, run: Run | None, training: Training | None
+) -> EchelonError:
+    """In sentences: for the person whose model it is, who knows its traceback by heart."""
+    on_gpu = get_devices(world)[0].type == "cuda"
+    memory_use = MemoryUse.measure(training)
+    is_evaluating = any(f.name == "evaluate" for f in traceback.extract_tb(error.__traceback__))
+    what = [
+        _describe_request(str(error), world, on_gpu),
+        *memory_use.describe(_get_samples_per_pass(config, world), on_gpu),
+    ]
+    suggestions = list(_suggest_settings(config, world, memory_use, is_evaluating, on_gpu))
+    if unused := _find_fragmented_bytes(str(error)):
+        what.append(f"{format_bytes(unused)} more lie in pieces too small")
+        variable = found[0] if (found := _VARIABLE.search(str(error))) else _ALLOC_CONF
+        suggestions.append(f"{variable}=expandable_segments:True before the command")
+    advice = ["any of these needs less:", *suggestions] if suggestions else ["give it more memory"]
+    if run is not None:
+        setting, _ = next(_suggest_smaller_batches(config, world, is_evaluating), ("", ""))
+        advice.append(_describe_newest_snapshot(run, training, setting))
+    return EchelonError(Fault("; ".join(what), _LINE_BREAK.join(advice)), exit=Exit.FAILED)
+
+
+# --- what was asked for, and what was there ---
+
+
+def _describe_request(message: str, world: World, on_gpu: bool) -> str:
+    where = f"{world.devices[0]} of rank {world.rank}" if on_gpu else f"rank {world.rank}"
+    tried = _parse_bytes(_REQUESTED.search(message))
+    text = f"out of memory on {where}"
+    if tried is not None:
+        text += f": {format_bytes(tried)} were asked for"
+    free, total = _read_free_and_total(message, on_gpu)
+    if total is None or free is None:
+        return text
+    return f"{text}{',' if tried else ':'} {format_bytes(free)} of {format_bytes(total)} were free"
+
+
+def _read_free_and_total(message: str, on_gpu: bool) -> tuple[float | None, float | None]:
+    """By torch's message, which was true when it failed; by the machine for its own memory."""
+    if found := _FREE.search(message):
+        total, unit, free, free_unit = found.groups()
+        return float(free) * _UNITS[free_unit], float(total) * _UNITS[unit]
+    if on_gpu:
+        return None, None
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _find_fragmented_bytes(message: str) -> float | None:
+    """What is reserved and in too small pieces, where it is enough to matter."""
+    unused, tried = (
+        _parse_bytes(_FRAGMENTED.search(message)),
+        _parse_bytes(_REQUESTED.search(message)),
+    )
+    return unused if unused and tried and unused >= tried else None
+
+
+def _parse_bytes(found: re.Match[str] | None) -> float | None:
+    return float(found[1]) * _UNITS[found[2]] if found else None
+
+
+# --- what holds the rest ---
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on this rank; nothing where the training was not built yet."""
+
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    data_bytes: int = 0
+    peak_bytes: int = 0
+
+    @classmethod
+    def measure(cls, training: Training | None) -> MemoryUse:
+        if training is None:
+            return cls()
+        model, device = training.experiment.model, training.device
+        trained = [p for p in model.parameters() if p.requires_grad]
+        data = getattr(training.source, "tensors", ())
+        return cls(
+            parameter_bytes=_count_bytes(model.parameters()),
+            gradient_bytes=_count_bytes(trained),
+            optimizer_bytes=_count_bytes(_iterate_tensors(training.experiment.optimizer.state)),
+            data_bytes=_count_bytes(t for t in data if t.device == device),
+            peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        )
+
+    @property
+    def constant_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.data_bytes
+
+    def describe(self, samples_per_pass: int, on_gpu: bool) -> Iterator[str]:
+        if not self.parameter_bytes:
+            return
+        parts = {"parameters": self.parameter_bytes, "gradients": self.gradient_bytes}
+        parts |= {"optimizer state": self.optimizer_bytes, "data": self.data_bytes}
+        rest = self.peak_bytes - self.constant_bytes
+        if on_gpu and rest > 0:
+            parts[
+                f"activations of {_format_samples(samples_per_pass)} at a time, and what else a step needs"
+            ] = rest
+        text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+        yield f"used by {text}"
+        if not on_gpu:
+            yield f"a step computes {_format_samples(samples_per_pass)} at a time"
+
+
+def _format_samples(count: int) -> str:
+    return f"{count:,} samples" if count != 1 else "1 sample"
+
+
+def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _iterate_tensors(value)
+
+
+def _count_bytes(tensors: Any) -> int:
+    """A sharded tensor counts with what lies here."""
+    return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+
+
+def _get_samples_per_pass(config: Config, world: World) -> int:
+    """Samples that a process computes at a time, at the most."""
+    return math.ceil(config.trainer.batch_size / world.size / config.trainer.accumulate)
+
+
+# --- what to do ---
+
+
+def _suggest_settings(
+    config: Config, world: World, memory_use: MemoryUse, is_evaluating: bool, on_gpu: bool
+) -> Iterator[str]:
+    """Those that help most come first: more pieces do not make a model smaller."""
+    trainer, replica = config.trainer, config.replica
+    large_model = (
+        not memory_use.parameter_bytes or memory_use.constant_bytes > memory_use.peak_bytes / 2 > 0
+    )
+    smaller = [way for _, way in _suggest_smaller_batches(config, world, is_evaluating)]
+    if is_evaluating or not large_model:
+        yield from smaller
+    if replica.devices > 1:
+        yield f"replica.devices={2 * replica.devices} (each holds less of the model)"
+    elif replica.kind != "fsdp" and (on_gpu or world.size > 1):
+        several = "" if world.size > 1 else " on several GPUs"
+        yield f"replica.kind=fsdp{several} (each holds a shard of the model)"
+    if large_model and not is_evaluating:
+        yield from smaller
+    if trainer.precision in ("float32", "tf32") and on_gpu:
+        yield "trainer.precision=bf16 (in a new run: the numbers change)"
+    if trainer.batch_size > world.size:
+        half = max(world.size, trainer.batch_size // 2)
+        yield f"trainer.batch_size={half} (in a new run: the numbers change)"
+
+
+def _suggest_smaller_batches(
+    config: Config, world: World, is_evaluating: bool
+) -> Iterator[tuple[str, str]]:
+    """Settings that this very run can go on with; each alone, and with what it means."""
+    trainer = config.trainer
+    if is_evaluating:
+        each = trainer.eval_batch_size or trainer.batch_size
+        if each > 1:
+            yield (fewer := f"trainer.eval_batch_size={each // 2}"), fewer
+        return
+    if _get_samples_per_pass(config, world) > 1:
+        more = f"trainer.accumulate={2 * trainer.accumulate}"
+        yield more, f"{more} (the numbers stay)"
+    if not config.replica.checkpoint:
+        again = "replica.checkpoint=true"
+        yield again, f"{again} (a third more computation)"
+
+
+def _describe_newest_snapshot(run: Run, training: Training | None, setting: str) -> str:
+    """Rank 0 lets a save that is under way come to its end."""
+    if training is not None and training.writer is not None:
+        training.pulse.suspend()
+        training.writer.wait()
+    snapshots = list_snapshots(run.snapshots_folder)
+    again = f"echelon resume {format_run_argument(run)} {setting}".rstrip()
+    if snapshots:
+        description = f"the last snapshot, {shorten_path(snapshots[-1])}, is intact"
+    elif training is not None and training.saved_step:  # by rank 0, which may still write it
+        description = f"the first snapshot, of step {training.saved_step}, is on its way"
+    else:
+        description = "no snapshot yet"
+    return f"{description}: {again}"

@@ -1,0 +1,232 @@
+"""How fast a run trains, and what its steps spend their time on.
+
+Samples/s and ms/step are of all steps. Their split is of sampled ones, at most twenty a second, so
+that it costs next to nothing: a moment is noted at each border of such a step. On a GPU the moments
+are events in its stream, read when they have passed: nobody ever waits for them.
+
+    asked ─ data ─ given ─ compute ─ own ─ communication ─ reduced ─ optimizer ─ stepped
+
+`own` is when the last of this rank's own gradients is there, and `reduced` when those of all ranks
+are averaged: between them lies the communication that the backward pass did not hide, and the wait
+for slower ranks. A step that is captured as one CUDA graph has no borders within.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.config.schema import Config
+from echelon.data.batches import Batch, BlockSlice
+from echelon.experiment.definition import Experiment
+from echelon.monitoring.flops import FlopsCounter, get_peak_flops
+from echelon.monitoring.stragglers import OwnTime, StragglerMonitor
+from echelon.parallel.model_parallel import get_devices
+from echelon.parallel.process_group import RankGroup
+
+_WARMUP_STEPS = 3
+"""The first steps allocate memory and choose kernels: they say nothing of the others."""
+_SAMPLE_EVERY_S = 0.05
+_MAX_STEPS_BETWEEN_SAMPLES = 1023
+_MAX_PENDING = 64
+"""Sampled steps that wait to be read, where lines of metrics are rare."""
+_MEMORY_EVERY_S = 1.0
+_COUNT_FLOPS_AFTER_S = 3.0
+"""A short run is not to wait for its operations to be counted."""
+
+
+class StepTimestamps:
+    """When one step passed its borders."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.begun_s = time.perf_counter()
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._times: dict[str, Any] = {}
+        self.record("asked")
+
+    def record(self, border: str) -> None:
+        if not self._on_gpu:
+            self._times[border] = time.perf_counter()
+        elif not torch.cuda.is_current_stream_capturing():  # there it would be noted, not passed
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._times[border] = event
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """Note when its backward pass is through, before DDP's own callback waits for the others:
+        callbacks are called in the order of their wishes, and the loss is first of all."""
+        loss.register_hook(self._queue_callback)  # type: ignore[no-untyped-call]
+
+    def _queue_callback(self, grad: Tensor) -> None:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self.record("own"))
+
+    def has_completed(self) -> bool:
+        last = self._times.get("stepped")
+        return last is not None and (not self._on_gpu or bool(last.query()))
+
+    def compute_split(self) -> StepSplit:
+        """What lies between borders that were noted."""
+        computed = "own" if "own" in self._times else "reduced"
+        return StepSplit(
+            self._elapsed_ms("asked", "given"),
+            self._elapsed_ms("given", computed),
+            self._elapsed_ms("own", "reduced"),
+            self._elapsed_ms("reduced", "stepped"),
+        )
+
+    def _elapsed_ms(self, start: str, end: str) -> float | None:
+        a, b = self._times.get(start), self._times.get(end)
+        if a is None or b is None:
+            return None
+        return float(a.elapsed_time(b)) if self._on_gpu else 1e3 * (b - a)
+
+
+class StepSplit(NamedTuple):
+    """Milliseconds of a step; None: not known."""
+
+    data: float | None
+    compute: float | None
+    communication: float | None
+    optimizer: float | None
+
+
+def create_speed_monitor(experiment: Experiment, config: Config, group: RankGroup) -> SpeedMonitor:
+    """Before anything wraps the model, as operations are counted on a copy."""
+    world = group.world
+    devices = list(get_devices(world))
+    flops = None
+    if world.rank == 0 and devices[0].type == "cuda":
+        name = torch.cuda.get_device_name(devices[0])
+        peak = get_peak_flops(name, config.trainer.precision)
+        flops = FlopsCounter(experiment, peak * len(devices) * world.size) if peak else None
+    return SpeedMonitor(devices, flops, StragglerMonitor(group) if world.size > 1 else None)
+
+
+class SampledReplica(Protocol):
+    """A replica: it notes the borders within its step where moments are given."""
+
+    step_timer: StepTimestamps | None
+
+
+class SpeedMonitor:
+    """Of one rank."""
+
+    def __init__(
+        self,
+        devices: list[torch.device],
+        flops: FlopsCounter | None = None,
+        stragglers: StragglerMonitor | None = None,
+    ) -> None:
+        self._devices = devices
+        self._on_gpu = devices[0].type == "cuda"
+        self._flops = flops
+        self._stragglers = stragglers
+        self._skip = _WARMUP_STEPS
+        self._pending: list[StepTimestamps] = []
+        self._begun = time.monotonic()
+        self._interval_start = (self._begun, 0, 0)
+        self._memory_at = 0.0
+
+    def restart_interval(self, step: int, samples: int) -> None:
+        """What was done since the last line was no training."""
+        self._interval_start = (time.monotonic(), step, samples)
+
+    def exclude_time(self, seconds: float) -> None:
+        """So much of the time since the last line was no training."""
+        then, step, samples = self._interval_start
+        self._interval_start = (then + seconds, step, samples)
+
+    def sample_batches(
+        self, batches: Iterable[Batch | BlockSlice], replica: SampledReplica
+    ) -> Iterator[Batch | BlockSlice]:
+        """The batches; now and then one whose step is sampled."""
+        iterator = iter(batches)
+        while True:
+            timestamps = None
+            if self._skip:
+                self._skip -= 1
+            else:
+                timestamps = StepTimestamps(self._devices[0])
+            batch = next(iterator, None)
+            if batch is None:
+                return
+            if self._flops is not None:
+                self._flops.keep_shapes(batch)
+            if timestamps is None:
+                yield batch
+                continue
+            timestamps.record("given")
+            replica.step_timer = timestamps
+            yield batch
+            replica.step_timer = None
+            self._add_sample(timestamps)
+
+    def _add_sample(self, timestamps: StepTimestamps) -> None:
+        duration_s = time.perf_counter() - timestamps.begun_s
+        self._skip = min(_MAX_STEPS_BETWEEN_SAMPLES, int(_SAMPLE_EVERY_S / max(duration_s, 1e-6)))
+        self._pending = [*self._pending[-_MAX_PENDING:], timestamps]
+
+    def measure_interval(self, step: int, samples: int) -> dict[str, float]:
+        """Since the last one. What was not measured since then is not in it."""
+        now, (start, last_step, last_samples) = time.monotonic(), self._interval_start
+        self._interval_start = (now, step, samples)
+        seconds = max(1e-9, now - start)
+        metrics: dict[str, float] = {
+            "samples_per_s": round((samples - last_samples) / seconds, 1),
+            "step_ms": round(1e3 * seconds / max(1, step - last_step), 4),
+        }
+        if (
+            self._flops is not None
+            and (mfu := self._compute_mfu(now, metrics["samples_per_s"])) is not None
+        ):
+            metrics["mfu"] = round(mfu, 4)
+        if self._pending:
+            metrics |= self._read_samples()
+        if self._stragglers is not None:
+            metrics |= self._stragglers.compare_ranks(now)
+        if now >= self._memory_at:
+            self._memory_at = now + _MEMORY_EVERY_S
+            metrics["memory_gb"] = round(self._get_peak_memory_bytes() / 1e9, 3)
+        return metrics
+
+    def _compute_mfu(self, now: float, samples_per_s: float) -> float | None:
+        assert self._flops is not None
+        if not self._flops.is_counted and now >= self._begun + _COUNT_FLOPS_AFTER_S:
+            self._flops.count_flops()
+            self.restart_interval(*self._interval_start[1:])
+        return self._flops.compute_mfu(samples_per_s)
+
+    def _read_samples(self) -> dict[str, float]:
+        splits = [moments.compute_split() for moments in self._pending if moments.has_completed()]
+        self._pending = [moments for moments in self._pending if not moments.has_completed()]
+        if self._stragglers is not None:
+            self._stragglers.add_steps(_get_own_time(split) for split in splits)
+        metrics = {}
+        for part in StepSplit._fields:
+            values = [v for split in splits if (v := getattr(split, part)) is not None]
+            if values:
+                metrics[f"{part}_ms"] = round(sum(values) / len(values), 4)
+        return metrics
+
+    def _get_peak_memory_bytes(self) -> int:
+        """The most this process ever held: of its fullest device, or of the machine."""
+        if self._on_gpu:
+            return max(torch.cuda.max_memory_allocated(device) for device in self._devices)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _get_own_time(split: StepSplit) -> OwnTime | None:
+    """What a rank took before it waited for anybody. A sharded model waits within its computation,
+    and a captured step says nothing at all."""
+    if split.data is None or split.compute is None:
+        return None
+    return OwnTime(split.data, 0.0 if split.communication is None else split.compute)

@@ -1,0 +1,146 @@
+"""Which rank the others wait for.
+
+With a line of metrics, at most once a second, every rank writes into the store how long its own
+part of a step took (its data and its computation, before it waits for anybody), and rank 0 reads
+what is there. No rank waits for another, and no step has a collective more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from echelon.parallel.process_group import RankGroup
+
+STRAGGLER_FACTOR = 1.5
+"""So many times the median of the others."""
+_MIN_LAG_MS = 1.0
+"""And so much more: what takes a tenth of a millisecond takes another one for no reason at all."""
+_CONFIRMATIONS = 2
+"""Times in a row that the same rank has to be behind."""
+_COMPARE_EVERY_S = 1.0
+_MIN_SAMPLES = 3
+"""Steps of a rank that its word is the median of, at the least."""
+
+
+class OwnTime(NamedTuple):
+    """A rank's own part of a step, in milliseconds."""
+
+    data_ms: float
+    compute_ms: float
+    """0 where a rank waits for others within it, so that nobody knows what is its own."""
+
+    @property
+    def total_ms(self) -> float:
+        return self.data_ms + self.compute_ms
+
+
+class StragglerMonitor:
+    """Of one rank of several."""
+
+    def __init__(
+        self, group: RankGroup, print_message: Callable[[str], None] | None = None
+    ) -> None:
+        self._group = group
+        self._detector = StragglerDetector(print_message or _print)
+        self._own_times: list[OwnTime] = []
+        self._next_s = 0.0
+
+    def add_steps(self, own_times: Iterable[OwnTime | None]) -> None:
+        self._own_times += [one for one in own_times if one is not None]
+
+    def compare_ranks(self, now: float) -> dict[str, float]:
+        """On rank 0, now and then, `slowest_rank` and `slowest_x`."""
+        if now < self._next_s or len(self._own_times) < _MIN_SAMPLES:
+            return {}
+        self._next_s = now + _COMPARE_EVERY_S
+        own_time = OwnTime(
+            *(_compute_median(column) for column in zip(*self._own_times, strict=True))
+        )
+        self._own_times.clear()
+        # The store may go with the world; then the next step says so, and says it better.
+        with contextlib.suppress(RuntimeError):
+            self._group.set_value(f"pace/{self._group.world.rank}", json.dumps(own_time))
+            if self._group.world.rank == 0:
+                return self._detector(self._read_all_ranks(), self._get_host)
+        return {}
+
+    def _read_all_ranks(self) -> dict[int, OwnTime]:
+        """Of the ranks that have said something."""
+        store, size = self._group.store, self._group.world.size
+        keys = [f"pace/{rank}" for rank in range(size)]
+        if store is None or not store.check(keys):
+            return {}
+        return {rank: OwnTime(*json.loads(text)) for rank, text in enumerate(store.multi_get(keys))}
+
+    def _get_host(self, rank: int) -> str:
+        return self._group.get_value(f"rank {rank}")
+
+
+class StragglerDetector:
+    """Says when a rank falls behind, another one does, or none does any more."""
+
+    def __init__(self, print_message: Callable[[str], None]) -> None:
+        self._print_message = print_message
+        self._current_straggler: int | None = None
+        self._suspects: list[int | None] = []
+
+    def __call__(
+        self, own_times: Mapping[int, OwnTime], get_host: Callable[[int], str]
+    ) -> dict[str, float]:
+        if len(own_times) < 2:
+            return {}
+        slowest = max(own_times, key=lambda rank: own_times[rank].total_ms)
+        slowest_time = own_times[slowest]
+        median_ms = _compute_median(
+            [own.total_ms for rank, own in own_times.items() if rank != slowest]
+        )
+        factor = slowest_time.total_ms / max(median_ms, 1e-6)
+        straggler = (
+            slowest
+            if factor >= STRAGGLER_FACTOR and slowest_time.total_ms - median_ms >= _MIN_LAG_MS
+            else None
+        )
+        self._suspects = [*self._suspects, straggler][-_CONFIRMATIONS:]
+        if straggler != self._current_straggler and self._suspects == [straggler] * _CONFIRMATIONS:
+            if straggler is None:
+                self._print_message(
+                    f"rank {self._current_straggler} on {get_host(self._current_straggler or 0)} keeps up again"
+                )
+            else:
+                self._print_message(
+                    _describe_straggler(slowest, get_host(slowest), slowest_time, median_ms)
+                )
+            self._current_straggler = straggler
+        if not slowest_time.compute_ms:
+            return {}
+        return {"slowest_rank": slowest, "slowest_x": round(factor, 2)}
+
+
+def _describe_straggler(rank: int, host: str, slowest_time: OwnTime, median_ms: float) -> str:
+    hint = f"look at {host} with `echelon gpus` or `echelon preflight`"
+    if not slowest_time.compute_ms:
+        return (
+            f"rank {rank} on {host} waits for its data {slowest_time.data_ms:.3g} ms a step "
+            f"(the others {median_ms:.3g}) and all wait for it; {hint}"
+        )
+    part = "waits for its data" if slowest_time.data_ms > slowest_time.compute_ms else "computes"
+    return (
+        f"rank {rank} on {host} takes {slowest_time.total_ms / max(median_ms, 1e-6):.1f} × the median "
+        f"({slowest_time.total_ms:.3g} ms beside {median_ms:.3g}) and all wait for it: of these it {part} "
+        f"{max(slowest_time):.3g} ms a step; {hint}"
+    )
+
+
+def _compute_median(values: Sequence[float]) -> float:
+    """Python's own takes a hundredth of a second to import."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else sum(ordered[middle - 1 : middle + 1]) / 2
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr)

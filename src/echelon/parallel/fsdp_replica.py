@@ -1,0 +1,199 @@
+"""A model that the processes hold together (torch's FSDP2): each a shard of every layer.
+
+A block's weights are gathered when it is needed and dropped after it; gradients are summed where
+their shard lies. torch asks that every rank takes part in the same passes, so a rank without a
+sample computes one of no weight. What all ranks must know (wishes, the loss) takes one small
+all-reduce per step.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from echelon.config.schema import TrainerConfig
+from echelon.data.batches import Batch, BatchSource, BlockSlice
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.experiment.definition import Experiment, default_predict
+from echelon.experiment.loss_check import compute_loss
+from echelon.experiment.optimizer_step import list_trained_parameters, update_weights
+from echelon.experiment.precision import Precision
+from echelon.monitoring.speed import StepTimestamps
+from echelon.parallel.ddp_replica import (
+    READBACK_STEPS,
+    StepRequests,
+    StepResult,
+    read_rows,
+    split_microbatches,
+)
+from echelon.parallel.process_group import broadcast_buffers
+from echelon.runs.heartbeat import Heartbeat
+from echelon.world import World
+
+_FILLER_SAMPLES = 2
+"""One would be too few for layers that want a variance."""
+
+
+class FillerBatch:
+    """What a rank without a sample computes instead: the first samples, of no weight."""
+
+    def __init__(self, source: BatchSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self._data: Any = None
+
+    def __call__(self) -> Any:
+        if self._data is None:
+            order = _FirstSamples(min(_FILLER_SAMPLES, len(self._source)))
+            [batch] = self._source.batches(order, 0, self._device)
+            self._data = batch.data
+        return self._data
+
+
+class _FirstSamples:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        yield torch.arange(self.count), [self.count]
+
+
+class FSDPReplica:
+    """The step of a sharded model, with the surface of `Replica`."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        world: World,
+        device: torch.device,
+        trainer: TrainerConfig,
+        precision: Precision,
+        pulse: Heartbeat,
+        get_filler_batch: Callable[[], Any],
+    ) -> None:
+        assert isinstance(experiment.model, FSDPModule)
+        self.experiment = experiment
+        self.pulse = pulse
+        most = trainer.clip
+        self._clip = None if most is None else partial(self._clip_gradients, most)
+        self.accumulate_steps = trainer.accumulate
+        self.world_size = world.size
+        self.readback_steps = READBACK_STEPS[device.type]
+        self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
+        self._optimized_parameters = list_trained_parameters(experiment.optimizer)
+        self._root: FSDPModule = experiment.model
+        self._buffers = list(experiment.model.buffers())
+        self._predict = experiment.predict or default_predict
+        self._get_filler_batch = get_filler_batch
+        self._precision = precision
+        self._sent_requests = StepRequests()
+        self._request_buffer = torch.zeros(len(StepRequests()) + 1, device=device)
+        self._unread_rows: list[Tensor] = []
+        self.step_timer: StepTimestamps | None = None
+
+    def step(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
+        """One optimizer step over this rank's share of a global batch of `total` samples."""
+        self._run_backward(batch, total, requests)
+        if self.step_timer is not None:
+            self.step_timer.record("reduced")
+        self._update_weights()
+        if self.step_timer is not None:
+            self.step_timer.record("stepped")
+
+    def _update_weights(self) -> None:
+        update_weights(self.experiment, self._clip, self._step_optimizer)
+        for p in self.parameters:
+            p.grad = None
+
+    def _step_optimizer(self) -> None:
+        optimizer = self.experiment.optimizer
+        try:
+            optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not _is_dtensor_error(error):
+                raise
+            name = type(optimizer).__name__
+            raise EchelonError(
+                Fault(
+                    f"replica.kind=fsdp, but the optimizer {name} cannot train shards: "
+                    f"{str(error).splitlines()[0]}",
+                    "use one that treats every number alone, such as AdamW or SGD, or leave "
+                    "replica.kind=fsdp out",
+                ),
+                exit=Exit.FAILED,
+            ) from error
+
+    def read_results(self) -> list[StepResult]:
+        """What was agreed in the steps since the last call."""
+        results = [
+            StepResult(StepRequests(*(number > 0 for number in wishes)), loss)
+            for *wishes, loss in read_rows(self._unread_rows)
+        ]
+        self._unread_rows.clear()
+        return results
+
+    def _run_backward(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
+        broadcast_buffers(self._buffers)  # before every step, as DDP does
+        reduced = self._write_requests(requests)
+        pieces = split_microbatches(batch.data, batch.sample_count, self.accumulate_steps)
+        for i, (data, mine) in enumerate(pieces):
+            self._root.set_requires_gradient_sync(i + 1 == len(pieces))
+            # A pass over nothing, which the others wait for, leaves no trace.
+            saved_buffers = [] if mine else [buffer.clone() for buffer in self._buffers]
+            # torch divides the sum by the number of ranks; the weight makes it the mean over
+            # samples, as in `Replica`.
+            weight = mine * self.world_size / total
+            loss = self._compute_loss(data if mine else self._get_filler_batch()) * weight
+            self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+            reduced[-1] += loss.detach() / self.world_size
+            scaler = self.experiment.scaler
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            for buffer, was in zip(self._buffers, saved_buffers, strict=False):
+                buffer.copy_(was)
+        dist.all_reduce(reduced)
+        self._unread_rows.append(reduced)
+
+    def _compute_loss(self, data: Any) -> Tensor:
+        with self._precision.autocast():
+            try:
+                output, target = self._predict(self.experiment.model, data)
+            except RuntimeError as error:
+                if not _is_dtensor_error(error):
+                    raise
+                raise EchelonError(
+                    Fault(
+                        "replica.kind=fsdp, but the experiment uses weights outside a call of its "
+                        "model, where this rank has a shard of them only",
+                        "let predict call the model itself, model(…), for all that needs weights",
+                    ),
+                    exit=Exit.FAILED,
+                ) from error
+            return compute_loss(self.experiment.loss, output, target).float()
+
+    def _write_requests(self, requests: StepRequests) -> Tensor:
+        if requests != self._sent_requests:  # seldom, so writing to the device costs nothing
+            self._request_buffer[:-1] = torch.tensor([float(w) for w in requests])
+            self._sent_requests = requests
+        return self._request_buffer.clone()
+
+    def _clip_gradients(self, max_norm: float) -> None:
+        grads = [p.grad for p in self._optimized_parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        total_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(self._optimized_parameters, max_norm, total_norm)
+
+
+def _is_dtensor_error(error: Exception) -> bool:
+    """Whether it was torch's code for shards that did not know what to do."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return "DTensor" in str(error) or any(
+        Path(file).match("torch/distributed/tensor/*.py") for file in files
+    )

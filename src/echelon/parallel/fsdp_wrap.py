@@ -1,0 +1,154 @@
+"""Sharding a model in place with torch's FSDP2, and its optimizer with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from echelon.config.schema import TrainerConfig
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.definition import Experiment
+from echelon.experiment.precision import HALF_DTYPES
+from echelon.snapshot.shards import get_row_range
+
+
+def shard_model(
+    experiment: Experiment, blocks: list[nn.Module], device: torch.device, trainer: TrainerConfig
+) -> None:
+    """Shard the model in place, and let the optimizer train the shards instead.
+
+    The weights are rank 0's, as with DDP.
+    """
+    model = experiment.model
+    _broadcast_weights(model)
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
+    swapper = _ParameterSwapper(experiment.optimizer, mesh)
+    # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
+    # So are the model's own inputs: it may still have to take a mean off them.
+    half_dtype = HALF_DTYPES.get(trainer.precision)
+    model_policy, norm_policy = (
+        MixedPrecisionPolicy(weights, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for weights in (half_dtype, None)
+    )
+    block_policy = MixedPrecisionPolicy(half_dtype, reduce_dtype=torch.float32)
+    norms = _find_float32_norms(model, device) if half_dtype else []
+    for module in (*_order_innermost_first(model, [*blocks, *norms]), model):
+        before = dict(module.named_parameters())
+        policy = (
+            model_policy if module is model else norm_policy if module in norms else block_policy
+        )
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        for name, p in module.named_parameters():
+            if p is not before[name]:
+                swapper.swap(before[name], p)
+    for fsdp_module in _find_fsdp_modules(model):
+        # The mean as a sum that is divided: gloo's own mean is not one in every torch (its issue
+        # 162338).
+        fsdp_module.set_force_sum_reduction_for_comms(True)
+        fsdp_module.set_gradient_divide_factor(float(mesh.size()))
+        if trainer.unused_parameters:
+            reduce_unused_parameters(fsdp_module)
+
+
+def _find_float32_norms(model: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Norms whose weights stay float32: torch takes no half weights beside running averages, which
+    are float32, and on a CPU none beside float32 inputs."""
+    norms = (m for m in model.modules() if isinstance(m, _NormBase) and m.affine)
+    if device.type != "cpu":
+        return [norm for norm in norms if norm.track_running_stats]
+    others = (m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm))
+    return [*norms, *(norm for norm in others if norm.weight is not None)]
+
+
+def _order_innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """As torch takes what is left into the outer one. Without blocks that share weights with other
+    layers: torch would take such weights apart, so they stay with what is around them."""
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(id(p), set()).add(id(module))
+    wanted = {id(block) for block in blocks} - {id(model)}
+
+    def has_own_weights(block: nn.Module) -> bool:
+        inside = {id(module) for module in block.modules()}
+        return all(users[id(p)] <= inside for p in block.parameters())
+
+    return [m for m in reversed(list(model.modules())) if id(m) in wanted and has_own_weights(m)]
+
+
+def _broadcast_weights(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, src=0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def _find_fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reduce_unused_parameters(module: FSDPModule) -> None:
+    """Parameters that take no part on some ranks have a gradient of zeros there."""
+    if not hasattr(module, "set_reduce_scatter_unused_params"):
+        raise EchelonError(
+            Fault(
+                "trainer.unused_parameters=true needs torch 2.13 with replica.kind=fsdp, and this "
+                f"is torch {torch.__version__}",
+                "leave it out if all processes leave out the same parameters, or leave "
+                "replica.kind=fsdp out",
+            )
+        )
+    module.set_reduce_scatter_unused_params(True)
+
+
+class _ParameterSwapper:
+    """What an optimizer trains, to be switched to shards. Groups keep their settings and parameters
+    their state, of which the shard's rows are kept."""
+
+    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._positions = {
+            id(p): (group, i)
+            for group in optimizer.param_groups
+            for i, p in enumerate(group["params"])
+        }
+
+    def swap(self, whole: nn.Parameter, shard: nn.Parameter) -> None:
+        if id(whole) in self._positions:
+            group, i = self._positions[id(whole)]
+            group["params"][i] = shard
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            state = self._optimizer.state.pop(whole, None)
+            if state is not None:
+                self._optimizer.state[shard] = {
+                    key: self._shard_state(value, shard, on_device) for key, value in state.items()
+                }
+        # Whoever still refers to it: the whole weights must not stay beside the shards.
+        whole.data = whole.data.new_empty(0)
+
+    def _shard_state(self, value: Any, p: nn.Parameter, on_device: bool) -> Any:
+        assert isinstance(p, DTensor)
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0:  # a count of steps
+            return value.to(p.device) if on_device else value
+        if value.shape != p.shape:
+            whole = value.to(p.device)
+            return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+        start, stop = get_row_range(len(value), self._mesh.get_local_rank(), self._mesh.size())
+        mine = value[start:stop].to(p.device, copy=True)
+        return DTensor.from_local(
+            mine, self._mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )

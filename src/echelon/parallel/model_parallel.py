@@ -1,0 +1,402 @@
+"""One replica on several devices: its layers as stages, one after the other.
+
+The experiment places the layers itself, or they are cut into stages whose memory is as even as
+whole layers allow. Nothing is wrapped: a layer moves to its device and fetches its inputs, so that
+names, and with them snapshots, are the same on any number of devices. On a CPU they are stages by
+name only, and all else is as it is on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.definition import Experiment, default_predict
+from echelon.experiment.module_modes import use_eval_mode
+from echelon.utils.text import format_bytes, join_names
+from echelon.world import World
+
+_PLACE_BY_HAND = "place the layers yourself: def experiment(cfg, devices): …"
+
+
+def get_devices(world: World) -> tuple[torch.device, ...]:
+    """In order. torch has one CPU only, and would copy what is said to go to another."""
+    names = ("cpu" if name.startswith("cpu") else name for name in world.devices)
+    return tuple(map(torch.device, names))
+
+
+class ModelStage(NamedTuple):
+    """What lies on one device."""
+
+    device: str
+    layers: str
+    size_bytes: int
+    """Of its parameters and buffers."""
+
+
+class SampleBatch(NamedTuple):
+    """A few samples, to see what layers make of them."""
+
+    data: Any
+    scale: float
+    """So many of these are in a forward pass of the training."""
+
+
+def split_model(
+    experiment: Experiment,
+    names: Sequence[str],
+    devices: Sequence[torch.device],
+    sample: SampleBatch,
+) -> list[ModelStage]:
+    """Cut the model, one stage to each of the devices."""
+    stages = _plan_stages(experiment, devices, sample)
+    for stage, device in zip(stages, devices, strict=True):
+        for piece in stage:
+            _move_group(piece, device)
+    _route_tensors(experiment, devices[0], devices[-1])
+    _require_separable(experiment, devices, sample)
+    return [_describe_stage(name, stage) for name, stage in zip(names, stages, strict=True)]
+
+
+def describe_stages(stages: Sequence[ModelStage]) -> str:
+    return "; ".join(f"{s.device}: {s.layers}, {format_bytes(s.size_bytes)}" for s in stages)
+
+
+def _route_tensors(experiment: Experiment, first: torch.device, last: torch.device) -> None:
+    """Outputs meet their targets on the last device; losses go to the first, to be kept there."""
+    predict, loss = experiment.predict or default_predict, experiment.loss
+    experiment.predict = lambda model, batch: _move_tensors(predict(model, batch), last)
+    experiment.loss = lambda output, target: loss(output, target).to(first)
+
+
+def _move_tensors(tree: Any, device: torch.device) -> Any:
+    is_async = device.type == "cuda"  # a CPU would read what has not arrived
+    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=is_async), tree)
+
+
+# --- placed by hand ---
+
+
+def describe_manual_placement(
+    experiment: Experiment, names: Sequence[str], devices: Sequence[torch.device]
+) -> list[ModelStage]:
+    """The model as the experiment has placed it."""
+    tensors = dict(_iter_tensors(experiment.model))
+    misplaced = [name for name, tensor in tensors.items() if tensor.device not in devices]
+    if misplaced:
+        where = tensors[misplaced[0]].device
+        raise EchelonError(
+            Fault(
+                f"the experiment takes devices ({join_names(names)}), but left {misplaced[0]} on {where}"
+                + (f", and {len(misplaced) - 1} more like it" if len(misplaced) > 1 else ""),
+                "bring every layer to one of them: layer.to(devices[0])",
+            )
+        )
+    _route_tensors(experiment, devices[0], devices[-1])
+    if devices[0].type == "cpu":
+        return [
+            ModelStage(join_names(names), "placed by the experiment", _sum_bytes(tensors.values()))
+        ]
+    on = {d: [t for t in tensors.values() if t.device == d] for d in devices}
+    counted = ((name, on[d]) for name, d in zip(names, devices, strict=True))
+    return [
+        ModelStage(name, f"{len(tensors_there)} tensors", _sum_bytes(tensors_there))
+        for name, tensors_there in counted
+    ]
+
+
+# --- cut by us ---
+
+
+class LayerGroup(NamedTuple):
+    """What stays together: a layer with parameters, and its neighbours without."""
+
+    first: str
+    last: str
+    layers: list[nn.Module]
+    enclosing: list[nn.Module]
+    """Modules that hold the layers, with tensors of their own."""
+
+
+def _plan_stages(
+    experiment: Experiment, devices: Sequence[torch.device], sample: SampleBatch
+) -> list[list[LayerGroup]]:
+    model, count = experiment.model, len(devices)
+    layer_groups = list_layer_groups(model)
+    kind = type(model).__name__
+    if not layer_groups:
+        raise EchelonError(
+            Fault(
+                f"replica.devices={count}, but {kind} cannot be cut: there is no Sequential and no "
+                "ModuleList in it that would say in which order its layers come",
+                f"put its layers into one, or {_PLACE_BY_HAND}",
+            )
+        )
+    if len(layer_groups) < count:
+        raise EchelonError(
+            Fault(
+                f"replica.devices={count}, but {kind} has only {len(layer_groups)} layers to cut between",
+                f"set replica.devices={len(layer_groups)} or fewer, or {_PLACE_BY_HAND}",
+            )
+        )
+    output_sizes = _measure_output_bytes(experiment, layer_groups, sample)
+    copy_count = _count_state_copies(experiment.optimizer)
+    costs = [
+        _estimate_bytes(piece, copy_count) + int(output * sample.scale)
+        for piece, output in zip(layer_groups, output_sizes, strict=True)
+    ]
+    ends = [0, *accumulate(split_evenly(costs, count))]
+    stages = [layer_groups[a:b] for a, b in pairwise(ends)]
+    _require_unshared_parameters(model, stages)
+    return stages
+
+
+def list_layer_groups(model: nn.Module) -> list[LayerGroup]:
+    """The layers in order, where the model says in which order they come.
+
+    That is a Sequential or ModuleList, the largest in the model. What comes before it in the model
+    is one piece, and so is what comes after: their order is the business of the model's forward.
+    """
+    path = _find_longest_chain(model)
+    if path is None:
+        return []
+    before: dict[str, nn.Module] = {}
+    after: dict[str, nn.Module] = {}
+    around, module = [], model
+    for depth, name in enumerate(path):
+        around.append(module)
+        prefix = "".join(f"{above}." for above in path[:depth])
+        children = [(f"{prefix}{child}", layer) for child, layer in module.named_children()]
+        at = [child for child, _ in children].index(prefix + name)
+        before |= dict(children[:at])
+        after = dict(children[at + 1 :]) | after
+        module = children[at][1]
+    found = [_make_group(before, around)] if around else []
+    found += [
+        LayerGroup(name, name, [layer], [])
+        for name, layer in _flatten_chain(module, ".".join(path))
+    ]
+    found += [_make_group(after, [])] if after else []
+    return _merge_without_parameters(found)
+
+
+def _make_group(layers: dict[str, nn.Module], enclosing: list[nn.Module]) -> LayerGroup:
+    own = [name for module in enclosing for name, _ in module.named_parameters(recurse=False)]
+    names = [*own, *layers] or [""]
+    return LayerGroup(names[0], names[-1], list(layers.values()), enclosing)
+
+
+def _find_longest_chain(model: nn.Module) -> tuple[str, ...] | None:
+    if _is_chain(model):
+        return ()
+    chains = {
+        n: m for n, m in model.named_modules() if _is_chain(m) and len(list(m.children())) > 1
+    }
+    if not chains:
+        return None
+    largest = max(chains, key=lambda name: _sum_bytes(chains[name].parameters()))
+    return tuple(largest.split("."))
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """A Sequential with a forward of its own may do anything."""
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain or isinstance(module, nn.ModuleList)
+
+
+def _flatten_chain(chain: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in chain.named_children():
+        full = f"{prefix}.{name}" if prefix else name
+        if isinstance(layer, nn.Sequential) and _is_chain(layer):
+            yield from _flatten_chain(layer, full)
+        else:
+            yield full, layer
+
+
+def _merge_without_parameters(groups: list[LayerGroup]) -> list[LayerGroup]:
+    """A layer without parameters goes with the one before: alone it would be no stage."""
+    found: list[LayerGroup] = []
+    for piece in groups:
+        if found and not (
+            _sum_bytes(_list_tensors(piece)) and _sum_bytes(_list_tensors(found[-1]))
+        ):
+            other = found.pop()
+            layers, around = other.layers + piece.layers, other.enclosing + piece.enclosing
+            piece = LayerGroup(other.first or piece.first, piece.last, layers, around)
+        found.append(piece)
+    return found
+
+
+def split_evenly(costs: Sequence[int], parts: int) -> list[int]:
+    """How many of them each part takes, in order: the largest part is as small as can be, and
+    among such cuts the parts are as even."""
+    upto = [0, *accumulate(costs)]
+    # best[j]: of the first j costs, cut into so many parts.
+    best: list[tuple[int, int, list[int]] | None] = [(0, 0, []), *[None] * len(costs)]
+    for part in range(1, parts + 1):
+        new: list[tuple[int, int, list[int]] | None] = [None] * (len(costs) + 1)
+        for j in range(part, len(costs) - (parts - part) + 1):
+            options = (
+                (max(most, upto[j] - upto[i]), squares + (upto[j] - upto[i]) ** 2, [*cut, j - i])
+                for i in range(part - 1, j)
+                if (known := best[i]) is not None
+                for most, squares, cut in [known]
+            )
+            new[j] = min(options)
+        best = new
+    found = best[len(costs)]
+    assert found is not None
+    return found[2]
+
+
+def _require_unshared_parameters(model: nn.Module, stages: Sequence[Sequence[LayerGroup]]) -> None:
+    stage_of: dict[int, int] = {}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for number, stage in enumerate(stages):
+        for tensor in (t for piece in stage for t in _list_tensors(piece)):
+            first = stage_of.setdefault(id(tensor), number)
+            if first != number and id(tensor) in names:
+                raise EchelonError(
+                    Fault(
+                        f"replica.devices={len(stages)}, but {' and '.join(names[id(tensor)])} are "
+                        f"one parameter, which stages {first} and {number} both need",
+                        f"give each its own, or {_PLACE_BY_HAND}",
+                    )
+                )
+
+
+def _move_group(group: LayerGroup, device: torch.device) -> None:
+    for module in group.enclosing:
+        module._apply(lambda t: t.to(device), recurse=False)  # type: ignore[no-untyped-call]
+    for layer in group.layers:
+        layer.to(device)
+        if _sum_bytes(t for _, t in _iter_tensors(layer)):
+            layer.register_forward_pre_hook(_MoveInputs(device), with_kwargs=True)
+
+
+class _MoveInputs:
+    """Brings a layer's inputs to its device; also masks and the like, which the model's forward
+    gives to every layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if all(t.device == self.device for t in tree_leaves((args, kwargs)) if _is_tensor(t)):
+            return None
+        return _move_tensors((args, kwargs), self.device)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _describe_stage(device: str, stage: Sequence[LayerGroup]) -> ModelStage:
+    first, last = stage[0].first, stage[-1].last
+    size = sum(_sum_bytes(_list_tensors(piece)) for piece in stage)
+    return ModelStage(device, first if first == last else f"{first} … {last}", size)
+
+
+# --- memory ---
+
+
+def _iter_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _list_tensors(group: LayerGroup) -> list[Tensor]:
+    own = [t for m in group.enclosing for t in (*m.parameters(False), *m.buffers(False))]
+    return own + [t for layer in group.layers for _, t in _iter_tensors(layer)]
+
+
+def _sum_bytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+
+
+def _count_state_copies(optimizer: torch.optim.Optimizer) -> int:
+    """A parameter, its gradient, and what the optimizer keeps for it."""
+    state_count = (
+        2 if "betas" in optimizer.defaults else int(bool(optimizer.defaults.get("momentum")))
+    )
+    return 2 + state_count
+
+
+def _estimate_bytes(group: LayerGroup, copies: int) -> int:
+    tensors = _list_tensors(group)
+    trained = [t for t in tensors if t.requires_grad]
+    return _sum_bytes(tensors) + (copies - 1) * _sum_bytes(trained)
+
+
+def _measure_output_bytes(
+    experiment: Experiment, groups: Sequence[LayerGroup], sample: SampleBatch
+) -> list[int]:
+    """What the layers of each piece give for one sample, which the backward pass will need; noughts
+    where it cannot be known without computing."""
+    counted = [0] * len(groups)
+
+    def counter(number: int) -> Any:
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            counted[number] += sum(t.nbytes for t in tree_leaves(output) if _is_tensor(t))
+
+        return count
+
+    handles = [
+        module.register_forward_hook(counter(number))
+        for number, piece in enumerate(groups)
+        for layer in piece.layers
+        for module in layer.modules()
+        if not list(module.children())
+    ]
+    try:
+        where = next(experiment.model.parameters()).device
+        _run_fake_forward(experiment, sample, where)
+    except Exception:  # the model reads numbers, or is of a kind that torch cannot imitate
+        return [0] * len(groups)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counted
+
+
+def _run_fake_forward(experiment: Experiment, sample: SampleBatch, device: torch.device) -> None:
+    """A forward pass of shapes and devices, without numbers or memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = experiment.model
+    pretending = FakeTensorMode(allow_non_fake_inputs=True)
+    # In training, layers count their batches even so.
+    with use_eval_mode(model), torch.no_grad(), pretending as mode:
+        batch = tree_map_only(Tensor, lambda t: mode.from_tensor(t.to(device)), sample.data)
+        (experiment.predict or default_predict)(model, batch)
+
+
+def _require_separable(
+    experiment: Experiment, devices: Sequence[torch.device], sample: SampleBatch
+) -> None:
+    """A forward that mixes tensors of two stages would fail in its first step; say so before."""
+    if len(set(devices)) == 1:
+        return
+    try:
+        _run_fake_forward(experiment, sample, devices[0])
+    except RuntimeError as error:
+        cause = error.__cause__ or error
+        if "devices" not in str(cause):
+            return  # what cannot be imitated may well work
+        raise EchelonError(
+            Fault(
+                f"the forward of {type(experiment.model).__name__} uses tensors of two stages at "
+                f"once: {str(cause).splitlines()[0]}",
+                f"use what a layer returns in the next layer only, or {_PLACE_BY_HAND}",
+            )
+        ) from None
+    except Exception:
+        return

@@ -1,0 +1,1 @@
+"""Checks the nodes that a job will use, before the job does."""

@@ -1,0 +1,243 @@
+"""`echelon data movielens`: a set of GroupLens' into a folder, checked, unpacked and prepared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.recipes.movielens.data.download import (
+    RETRY_WAITS_S,
+    PartialDownload,
+    ProgressDisplay,
+    download,
+    fetch_text,
+    manual_download_hint,
+)
+from echelon.recipes.movielens.data.formats import detect_format, find_ratings
+from echelon.recipes.movielens.data.prepared_cache import load_ratings
+from echelon.recipes.movielens.data.ratings import Ratings
+from echelon.recipes.movielens.data.releases import (
+    CITATION,
+    RELEASES,
+    Release,
+    folder_name,
+    zip_url,
+)
+from echelon.recipes.movielens.data.unpack import copy_folder, read_folder_name, unpack_zip
+from echelon.utils.os_errors import describe_os_error
+
+DEFAULT_SIZE = "latest-small"
+_LINE_INTERVAL_S = 2.0
+_DRAW_EVERY_S = 0.1
+
+
+def get_data(
+    size: str | None,
+    source: str | None,
+    target: Path,
+    as_json: bool = False,
+    waits_s: Sequence[float] = RETRY_WAITS_S,
+) -> int:
+    set_size = size or DEFAULT_SIZE
+    folder = (
+        _import_local(Path(source), size, target)
+        if source
+        else _fetch_release(set_size, target, waits_s)
+    )
+    ratings = load_ratings(folder)
+    print(json.dumps(_to_dict(folder, ratings)) if as_json else _render_summary(folder, ratings))
+    return Exit.OK
+
+
+def _import_local(local: Path, size: str | None, target: Path) -> Path:
+    if not local.exists():
+        raise EchelonError(
+            Fault(f"there is no {local}", "give a zip of MovieLens, or its folder"),
+            exit=Exit.NOT_FOUND,
+        )
+    source = find_ratings(local) if local.is_dir() else None
+    name = source.folder.resolve().name if source else read_folder_name(local)
+    folder = target / (folder_name(size) if size else name)
+    if not _is_present(folder):
+        copy_folder(source, folder) if source else unpack_zip(local, folder)
+        _require_loadable(folder, source.folder if source else local)
+    return folder
+
+
+def _require_loadable(folder: Path, source: Path) -> None:
+    """What cannot be used does not stay: it would stand in the way once its source is mended."""
+    try:
+        load_ratings(folder)
+    except EchelonError as error:
+        if error.exit == Exit.FAILED:  # a full disk, for which the set can do nothing
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        faults = [Fault(f.what.replace(str(folder), str(source)), f.do) for f in error.faults]
+        raise EchelonError(*faults, exit=error.exit) from error
+
+
+def _fetch_release(size: str, target: Path, waits_s: Sequence[float]) -> Path:
+    folder = target / folder_name(size)
+    if _is_present(folder):
+        return folder
+    url = zip_url(size)
+    part = PartialDownload.in_folder(target, f"{folder.name}.zip")
+    _make_folder(target)
+    print(f"downloading {url} (about {RELEASES[size].megabytes} MB)", file=sys.stderr)
+    try:
+        with _open_progress() as progress:
+            download(url, part, progress, waits_s)
+    except KeyboardInterrupt:
+        print(f"stopped; {part.size():,} bytes are kept in {part.data}", file=sys.stderr)
+        raise
+    except EchelonError:
+        with contextlib.suppress(OSError):
+            target.rmdir()  # where nothing came, nothing is left
+        raise
+    _verify_checksum(part, url, RELEASES[size])
+    unpack_zip(part.data, folder)
+    part.remove()
+    return folder
+
+
+def _make_folder(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"{target} cannot be made: {describe_os_error(error)}"
+        raise EchelonError(Fault(what, "give a folder that can be written: --to DIR")) from error
+
+
+def _is_present(folder: Path) -> bool:
+    """What is there and can be read is left alone."""
+    if not folder.is_dir() or detect_format(folder) is None:
+        return False
+    try:
+        load_ratings(folder)
+    except EchelonError as error:
+        what = f"{folder} is there already and cannot be used"
+        raise EchelonError(
+            *error.faults,
+            Fault(what, f"remove it and type this again: rm -r {shlex.quote(str(folder))}"),
+        ) from error
+    print(f"{folder} is there already; to take it anew, remove it first", file=sys.stderr)
+    return True
+
+
+# --- is it what GroupLens publishes -------------------------------------------------------------
+
+
+def _verify_checksum(part: PartialDownload, url: str, known: Release) -> None:
+    """As known when this was written, or else by the checksum that is published beside it now."""
+    found = _compute_digest(part.data, "sha256" if len(known.digest) == 64 else "md5")
+    if found == known.digest:
+        return
+    published = re.search(r"\b[0-9a-fA-F]{32}\b", fetch_text(f"{url}.md5") or "")
+    md5 = _compute_digest(part.data, "md5")
+    if published and published[0].lower() == md5:
+        print(
+            f"note: {url} is not the set known here (checksum {found}, known {known.digest}) but "
+            "as published beside it: a newer one, whose figures differ",
+            file=sys.stderr,
+        )
+        return
+    part.remove()
+    details = f"published md5 {published[0]}, found {md5}" if published else f"found {found}"
+    raise EchelonError(
+        Fault(
+            f"{url}: wrong checksum: known {known.digest}, {details}; the file was removed",
+            f"type the same again; if that does not help, {manual_download_hint(url)}",
+        ),
+        exit=Exit.FAILED,
+    )
+
+
+def _compute_digest(archive: Path, kind: str) -> str:
+    with archive.open("rb") as file:
+        digest = hashlib.new(kind, usedforsecurity=False)
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+# --- what a person sees -------------------------------------------------------------------------
+
+
+def _to_dict(folder: Path, ratings: Ratings) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "ratings": len(ratings.users),
+        "users": ratings.num_users,
+        "movies": ratings.num_items,
+        "fingerprint": ratings.fingerprint,
+    }
+
+
+def _render_summary(folder: Path, ratings: Ratings) -> str:
+    readme = next(iter(sorted(folder.glob("README*"))), None)
+    where = f"in {readme}" if readme else "at https://grouplens.org/datasets/movielens"
+    default = folder == Path("data") / folder_name(DEFAULT_SIZE)
+    setting = "" if default else f" data={shlex.quote(str(folder))}"
+    return (
+        f"{folder}: {len(ratings.users):,} ratings of {ratings.num_users:,} users for "
+        f"{ratings.num_items:,} movies\n"
+        f"licence: GroupLens' own, {where}: for research; ask them for commercial use\n"
+        f"cite: {CITATION}\n"
+        f"next: echelon train experiment=movielens{setting}"
+    )
+
+
+@contextlib.contextmanager
+def _open_progress() -> Iterator[ProgressDisplay]:
+    if not sys.stderr.isatty():
+        yield _ProgressLines()
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (BarColumn(None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield _ProgressBar(bar)
+
+
+class _ProgressLines:
+    def __init__(self) -> None:
+        self.next_at = time.monotonic() + _LINE_INTERVAL_S
+
+    def update(self, have: int, total: int | None) -> None:
+        now = time.monotonic()
+        if now >= self.next_at:
+            self.next_at = now + _LINE_INTERVAL_S
+            of = f" of {total / 1e6:,.1f}" if total else ""
+            self.print_line(f"{have / 1e6:,.1f}{of} MB")
+
+    def print_line(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class _ProgressBar:
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        self.task = bar.add_task("", total=None)
+
+    def update(self, have: int, total: int | None) -> None:
+        self.bar.update(self.task, completed=have, total=total)
+
+    def print_line(self, line: str) -> None:
+        self.bar.console.print(line, markup=False, highlight=False)

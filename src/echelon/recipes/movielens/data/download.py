@@ -1,0 +1,280 @@
+"""Getting one file over HTTP, across broken connections and from one call to the next.
+
+What has come is in NAME.part, and NAME.part.json says of which version it is a part: the rest is
+asked for by `Range` with `If-Range`, so that a file which changed meanwhile comes whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import json
+import os
+import re
+import shutil
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.utils.files import read_json_object
+from echelon.utils.locks import FileLock, LocksUnsupportedError
+from echelon.utils.os_errors import describe_os_error
+
+RETRY_WAITS_S = (1.0, 2.0, 4.0)
+"""Before trying again, when an attempt brought nothing; one that brought something starts over."""
+_TIMEOUT_S = 30.0
+_CHUNK_BYTES = 1 << 16
+
+
+class ProgressDisplay(Protocol):
+    """Who is told how far it is."""
+
+    def update(self, have: int, total: int | None) -> None: ...
+
+    def print_line(self, line: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class PartialDownload:
+    """What has come so far."""
+
+    data: Path
+    metadata: Path
+
+    @staticmethod
+    def in_folder(folder: Path, name: str) -> PartialDownload:
+        return PartialDownload(folder / f"{name}.part", folder / f"{name}.part.json")
+
+    def read_version(self, url: str) -> str | None:
+        """What the server called the version of which this is a part; None if that is not known."""
+        about = read_json_object(self.metadata) or {}
+        return about.get("version") if about.get("url") == url else None
+
+    def size(self) -> int:
+        return self.data.stat().st_size if self.data.exists() else 0
+
+    def remove(self) -> None:
+        self.data.unlink(missing_ok=True)
+        self.metadata.unlink(missing_ok=True)
+
+
+class _RetryableError(Exception):
+    """May go better the next time."""
+
+
+def download(
+    url: str, part: PartialDownload, progress: ProgressDisplay, waits_s: Sequence[float]
+) -> None:
+    """The whole file, or a fault that says what was kept and what to do. It stays a part: whoever
+    asked removes it once it is of no more use, and asking again before that costs one request."""
+    try:
+        with _locked(part), part.data.open("ab") as data:
+            _download_with_retries(url, part, data, progress, waits_s)
+    except OSError as error:
+        raise _write_failed_error(part, error) from error
+    finally:
+        if not part.size():
+            part.remove()
+
+
+def fetch_text(url: str) -> str | None:
+    """A small text file; None if it is not to be had."""
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            return str(answer.read(1 << 16).decode("utf-8", "replace"))
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+@contextlib.contextmanager
+def _locked(part: PartialDownload) -> Iterator[None]:
+    """Refuse a second download of the same file, where the file system has locks."""
+    lock = FileLock(part.data)
+    try:
+        is_held = lock.try_acquire()
+    except LocksUnsupportedError:
+        yield
+        return
+    if not is_held:
+        what = f"another process is downloading {part.data}"
+        raise EchelonError(Fault(what, "wait for it"))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _download_with_retries(
+    url: str,
+    part: PartialDownload,
+    data: BinaryIO,
+    progress: ProgressDisplay,
+    waits_s: Sequence[float],
+) -> None:
+    """One attempt after the other, as long as each brings something or a wait is left."""
+    waits = iter(waits_s)
+    while True:
+        before = data.tell()
+        try:
+            return _download_rest(url, part, data, progress)
+        except _RetryableError as error:
+            if data.tell() > before:
+                waits = iter(waits_s)
+            wait_s = next(waits, None)
+            if wait_s is None:
+                raise _unreachable_error(url, data.tell(), part, str(error)) from error
+            progress.print_line(f"{error}; trying again in {wait_s:g} s")
+            time.sleep(wait_s)
+
+
+def _download_rest(
+    url: str, part: PartialDownload, data: BinaryIO, progress: ProgressDisplay
+) -> None:
+    with _open_response(url, data.tell(), part) as answer:
+        if answer is None:
+            return
+        have, total = _begin_writing(answer, url, part, data)
+        _require_space(part, have, total)
+        progress.update(have, total)
+        while piece := _read_chunk(answer):
+            data.write(piece)
+            have += len(piece)
+            progress.update(have, total)
+    if total is not None and have < total:
+        raise _RetryableError(f"the connection broke after {have:,} of {total:,} bytes")
+    if total is not None and have > total:
+        _restart(part, data)
+        raise _RetryableError(f"{have:,} bytes came where {total:,} were promised")
+    data.flush()
+
+
+def _read_chunk(answer: http.client.HTTPResponse) -> bytes:
+    try:
+        return answer.read(_CHUNK_BYTES)
+    except (http.client.HTTPException, OSError) as error:
+        raise _RetryableError(f"the connection broke ({_error_text(error)})") from error
+
+
+@contextlib.contextmanager
+def _open_response(
+    url: str, have: int, part: PartialDownload
+) -> Iterator[http.client.HTTPResponse | None]:
+    """None when there is nothing left to send."""
+    headers = {"Accept-Encoding": "identity", "User-Agent": "echelon"}
+    version = part.read_version(url)
+    if have and version:
+        headers |= {"Range": f"bytes={have}-", "If-Range": version}
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            if error.headers.get("Content-Range") == f"bytes */{have}":
+                yield None
+                return
+            part.metadata.unlink(missing_ok=True)  # the next attempt takes it from the beginning
+            raise _RetryableError("the part that is here does not fit the file there") from error
+        raise _http_status_error(url, error) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise _certificate_error(url, reason) from error
+        raise _RetryableError(_error_text(reason)) from error
+    with answer:
+        yield answer
+
+
+def _begin_writing(
+    answer: http.client.HTTPResponse, url: str, part: PartialDownload, data: BinaryIO
+) -> tuple[int, int | None]:
+    """How many bytes stand, and how many it will be. An answer with the whole file starts anew."""
+    have = data.tell()
+    if answer.status == http.client.PARTIAL_CONTENT:
+        content_range = re.fullmatch(
+            r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "")
+        )
+        if content_range and int(content_range[1]) == have:
+            return have, None if content_range[2] == "*" else int(content_range[2])
+        _restart(part, data)
+        raise _RetryableError("the server sent another part than was asked for")
+    _restart(part, data)
+    part.metadata.write_text(
+        json.dumps({"url": url, "version": _response_version(answer)}), encoding="utf-8"
+    )
+    length = answer.headers.get("Content-Length", "")
+    return 0, int(length) if length.isdecimal() else None
+
+
+def _response_version(answer: http.client.HTTPResponse) -> str | None:
+    """A weak ETag names content that means the same, not the same bytes."""
+    tag = answer.headers.get("ETag")
+    return tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified")
+
+
+def _restart(part: PartialDownload, data: BinaryIO) -> None:
+    part.metadata.unlink(missing_ok=True)
+    data.truncate(0)
+    data.seek(0)
+
+
+def _require_space(part: PartialDownload, have: int, total: int | None) -> None:
+    if total is not None and shutil.disk_usage(part.data.parent).free < total - have:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# --- what can go wrong --------------------------------------------------------------------------
+
+
+def manual_download_hint(url: str) -> str:
+    name = url.rpartition("/")[2]
+    return (
+        f"fetch {url} where there is internet, bring it here and give it: "
+        f"echelon data movielens --from {name}"
+    )
+
+
+def _error_text(error: object) -> str:
+    """`error` may be what urllib gives as a reason: an exception, or only its text."""
+    return describe_os_error(error) if isinstance(error, BaseException) else str(error)
+
+
+def _unreachable_error(url: str, have: int, part: PartialDownload, reason: str) -> EchelonError:
+    if have:
+        kept = f"{have:,} bytes are kept in {part.data}"
+        again = f"type the same again to go on from there; or {manual_download_hint(url)}"
+        return EchelonError(Fault(f"{url}: {reason}; {kept}", again), exit=Exit.FAILED)
+    what = f"{url} cannot be reached: {reason}"
+    return EchelonError(Fault(what, manual_download_hint(url)), exit=Exit.NOT_FOUND)
+
+
+def _http_status_error(url: str, error: urllib.error.HTTPError) -> Exception:
+    answer = f"the server answered {error.code} {error.reason}"
+    if error.code >= 500 or error.code == http.client.TOO_MANY_REQUESTS:
+        return _RetryableError(answer)
+    return EchelonError(Fault(f"{url}: {answer}", manual_download_hint(url)), exit=Exit.NOT_FOUND)
+
+
+def _certificate_error(url: str, error: ssl.SSLCertVerificationError) -> EchelonError:
+    what = f"{url}: its certificate is not to be trusted: {error.verify_message}"
+    return EchelonError(Fault(what, manual_download_hint(url)), exit=Exit.NOT_FOUND)
+
+
+def _write_failed_error(part: PartialDownload, error: OSError) -> EchelonError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"no space left for {part.data}; the {part.size():,} bytes that came are kept there"
+        do = "make room and type the same again: it goes on from there"
+        if not part.size():
+            what, do = (
+                f"no space left in {part.data.parent}",
+                "make room, or give another: --to DIR",
+            )
+        return EchelonError(Fault(what, do), exit=Exit.FAILED)
+    what = f"{part.data} cannot be written: {describe_os_error(error)}"
+    return EchelonError(Fault(what, "give a folder that can be written: --to DIR"))

@@ -1,0 +1,231 @@
+"""The prepared form of a set, made once and kept beside it, found again by content.
+
+    ml-25m/.echelon/sources.json      size, times and hash of the files it was made from
+    ml-25m/.echelon/FINGERPRINT/      users.npy … movies.json, prepared.json written last
+
+Files that look untouched are not hashed again, so a start from the cache takes milliseconds. A
+touched file with the same content finds the same fingerprint. All ranks of a world may call `load`
+at once: one prepares and the others wait. A folder that cannot be written has its cache in the
+user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.recipes.movielens.data.formats import RatingsFolder, find_ratings, unreadable_error
+from echelon.recipes.movielens.data.prepare import (
+    COLUMN_TYPES,
+    ID_FILES,
+    prepare_ratings,
+    sync_folder,
+)
+from echelon.recipes.movielens.data.ratings import Ratings
+from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.utils.locks import FileLock, LocksUnsupportedError
+from echelon.utils.os_errors import describe_os_error
+
+_FORMAT_VERSION = 1
+"""Of the prepared form; part of the fingerprint."""
+_WRITE_REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def load_ratings(folder: str | Path) -> Ratings:
+    """The ratings in a folder that `echelon data movielens` made, or any of GroupLens' formats."""
+    source = find_ratings(Path(folder))
+    cache_folders = _candidate_folders(source.folder)
+    try:
+        stats = _stat_files(source)
+        for home in cache_folders:
+            fingerprint = _find_fingerprint(home, stats)
+            if fingerprint and (ratings := _open_prepared(home, fingerprint)):
+                return ratings
+        return _find_or_prepare(source, cache_folders)
+    except PermissionError as error:
+        raise unreadable_error(error) from error
+
+
+def _candidate_folders(folder: Path) -> list[Path]:
+    """Where the cache may be, the best place first."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    digest = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
+    homes = [folder / ".echelon"]
+    with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
+        homes.append(caches.expanduser() / "echelon" / "movielens" / digest)
+    return homes
+
+
+# --- finding ------------------------------------------------------------------------------------
+
+
+def _stat_files(source: RatingsFolder) -> dict[str, list[int]]:
+    """What changes when a file does: a file put in place of another has another ctime."""
+    stats = {path.name: path.stat() for path in source.list_files()}
+    return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
+
+
+def _find_fingerprint(cache_folder: Path, stats: dict[str, list[int]]) -> str | None:
+    known = read_json_object(cache_folder / "sources.json") or {}
+    return known.get("fingerprint") if known.get("looks") == stats else None
+
+
+def _open_prepared(cache_folder: Path, fingerprint: str) -> Ratings | None:
+    """None where it is not there, or not whole."""
+    folder = cache_folder / fingerprint
+    sizes = (read_json_object(folder / "prepared.json") or {}).get("sizes")
+    if not sizes or any(_file_size(folder / name) != size for name, size in sizes.items()):
+        return None
+    arrays = {
+        name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*COLUMN_TYPES, *ID_FILES)
+    }
+    return Ratings(**arrays, fingerprint=fingerprint, prepared=folder)
+
+
+def _file_size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return -1
+
+
+# --- making -------------------------------------------------------------------------------------
+
+
+def _find_or_prepare(source: RatingsFolder, cache_folders: list[Path]) -> Ratings:
+    refused: list[str] = []
+    for home in cache_folders:
+        try:
+            with _lock_folder(home):
+                return _find_or_prepare_in(source, home)
+        except _FolderNotWritable as error:
+            # What others prepared there is as good, such as in the image of a container.
+            if ratings := _open_prepared(home, _compute_fingerprint(source)):
+                return ratings
+            refused.append(str(error))
+    raise EchelonError(
+        Fault(
+            f"the prepared form of {source.folder} cannot be written: {'; '.join(refused)}",
+            "let this user write to one of them, or set XDG_CACHE_HOME to a folder that can be",
+        )
+    )
+
+
+class _FolderNotWritable(Exception):
+    """This place cannot be written; another may."""
+
+
+@contextlib.contextmanager
+def _lock_folder(cache_folder: Path) -> Iterator[None]:
+    """One process at a time. Where the file system has no locks two may prepare at once: each
+    writes beside, and the first to rename wins."""
+    lock = FileLock(cache_folder / "lock")
+    with contextlib.ExitStack() as held:
+        try:
+            cache_folder.mkdir(parents=True, exist_ok=True)
+            lock.path.touch()  # fails where nothing can be written, though a lock may be had
+            with contextlib.suppress(LocksUnsupportedError):
+                held.enter_context(lock)
+        except OSError as error:
+            if error.errno in _WRITE_REFUSED_ERRNOS:
+                raise _FolderNotWritable(f"{cache_folder}: {describe_os_error(error)}") from error
+            raise _write_failed_error(cache_folder, error) from error
+        yield
+
+
+def _find_or_prepare_in(source: RatingsFolder, cache_folder: Path) -> Ratings:
+    stats = _stat_files(source)
+    fingerprint = _find_fingerprint(cache_folder, stats) or _compute_fingerprint(source)
+    ratings = _open_prepared(cache_folder, fingerprint)
+    if ratings is None:
+        ratings = _prepare_in(source, cache_folder, fingerprint)
+    if (
+        _stat_files(source) == stats
+    ):  # else it was written to meanwhile, and is hashed again next time
+        with contextlib.suppress(OSError):
+            content = {"looks": stats, "fingerprint": fingerprint}
+            write_json_atomically(cache_folder / "sources.json", content)
+    return ratings
+
+
+def _compute_fingerprint(source: RatingsFolder) -> str:
+    whole = xxhash.xxh3_128(f"echelon movielens {_FORMAT_VERSION}".encode())
+    for path in source.list_files():
+        one = xxhash.xxh3_128()
+        with path.open("rb") as file:
+            while data := file.read(1 << 20):
+                one.update(data)
+        whole.update(f"{path.name} {one.hexdigest()}\n".encode())
+    return str(whole.hexdigest())
+
+
+def _prepare_in(source: RatingsFolder, cache_folder: Path, fingerprint: str) -> Ratings:
+    began = time.monotonic()
+    temporary = Path(tempfile.mkdtemp(prefix="making-", dir=cache_folder))
+    try:
+        dropped = prepare_ratings(source, temporary)
+        sizes = {path.name: path.stat().st_size for path in temporary.iterdir()}
+        (temporary / "prepared.json").write_text(
+            json.dumps({"dropped": dropped, "sizes": sizes}), encoding="utf-8"
+        )
+        sync_folder(temporary)
+        temporary.chmod(0o755)  # mkdtemp's own is for this user alone; the data may be shared
+        _publish(temporary, cache_folder / fingerprint)
+    except OSError as error:
+        if isinstance(error, PermissionError):
+            raise
+        raise _write_failed_error(cache_folder, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    ratings = _open_prepared(cache_folder, fingerprint)
+    if ratings is None:
+        raise EchelonError(Fault(f"{cache_folder} changed while it was written", "try again"))
+    _print_summary(source, ratings, dropped, time.monotonic() - began)
+    return ratings
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """What is there already and could not be opened is damaged, and makes room."""
+    if target.exists():
+        target.rename(temporary.with_name(f"{temporary.name}-damaged"))
+        shutil.rmtree(temporary.with_name(f"{temporary.name}-damaged"), ignore_errors=True)
+    temporary.rename(target)
+
+
+def _print_summary(source: RatingsFolder, ratings: Ratings, dropped: int, taken_s: float) -> None:
+    print(
+        f"prepared {source.folder}: {len(ratings.users):,} ratings of {ratings.num_users:,} users "
+        f"for {ratings.num_items:,} movies, in {taken_s:.1f} s",
+        file=sys.stderr,
+    )
+    if dropped:
+        print(
+            f"warning: {source.ratings} rates {dropped:,} times a movie that the same user rates "
+            "again; the newest rating counts",
+            file=sys.stderr,
+        )
+
+
+def _write_failed_error(cache_folder: Path, error: OSError) -> EchelonError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EchelonError(
+            Fault(
+                f"no space left for the prepared form of the ratings in {cache_folder}; nothing was kept",
+                "make room: it takes 20 bytes a rating",
+            ),
+            exit=Exit.FAILED,
+        )
+    return EchelonError(
+        Fault(f"{error.filename or cache_folder}: {describe_os_error(error)}", "try again")
+    )

@@ -1,0 +1,159 @@
+"""Unpacking a zip that somebody else made: nothing outside the target, nothing without bounds, all
+or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.recipes.movielens.data.formats import FORMATS, RatingsFolder, detect_format
+from echelon.utils.os_errors import describe_os_error
+
+MAX_BYTES = 8 << 30
+MAX_FILES = 1000
+MAX_COMPRESSION_RATIO = 100
+"""Several times what the largest set has: 1.2 GB, some 20 files, 5 to 1."""
+
+ZipMember = tuple[zipfile.ZipInfo, str]
+"""With the name it gets in the set's folder."""
+
+
+def read_folder_name(archive: Path) -> str:
+    """What the zip calls the folder of its set."""
+    with _open_zip(archive) as zip_file:
+        return _list_members(archive, zip_file.infolist())[0] or archive.stem
+
+
+def unpack_zip(archive: Path, folder: Path) -> None:
+    """The set in a zip becomes this folder."""
+    with _open_zip(archive) as zip_file:
+        members = _list_members(archive, zip_file.infolist())[1]
+        size = sum(info.file_size for info, _ in members)
+        with staging_folder(folder, size) as temporary:
+            for info, inside in members:
+                target = temporary / inside
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with zip_file.open(info) as packed, target.open("wb") as plain:
+                    shutil.copyfileobj(packed, plain, 1 << 20)
+
+
+def copy_folder(source: RatingsFolder, folder: Path) -> None:
+    """The set of another folder becomes this one."""
+    files = [*source.list_files(), *source.folder.glob("README*")]
+    with staging_folder(folder, sum(path.stat().st_size for path in files)) as temporary:
+        for path in files:
+            shutil.copyfile(path, temporary / path.name)
+
+
+@contextlib.contextmanager
+def staging_folder(folder: Path, size: int) -> Iterator[Path]:
+    """A folder to fill, which takes the other's name once it is full."""
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder.parent).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        temporary = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
+        temporary.chmod(0o755)
+        yield temporary
+        _publish(temporary, folder)
+    except OSError as error:
+        raise _write_failed_error(folder, size, error) from error
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """In place of nothing, or of an empty folder."""
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if detect_format(folder) is None:  # else another process was quicker
+            raise
+
+
+@contextlib.contextmanager
+def _open_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
+    do = "get it again; the whole set is at https://grouplens.org/datasets/movielens"
+    try:
+        with zipfile.ZipFile(archive) as zip_file:
+            yield zip_file
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
+        what = f"{archive} is not a whole zip file: {error or 'it ends too early'}"
+        raise EchelonError(Fault(what, do)) from error
+    except OSError as error:
+        what = f"{archive} cannot be read: {describe_os_error(error)}"
+        raise EchelonError(Fault(what, do)) from error
+
+
+def _check_safety(archive: Path, members: list[zipfile.ZipInfo]) -> None:
+    """Everything that is wrong with what the zip says of itself; the reader holds it to that."""
+    problems = [
+        f"{info.filename!r} {why}" for info in members for why in _find_member_problems(info)
+    ]
+    size = sum(info.file_size for info in members)
+    packed = sum(info.compress_size for info in members)
+    if len(members) > MAX_FILES:
+        problems.append(f"{len(members):,} files are more than {MAX_FILES:,}")
+    if size > MAX_BYTES:
+        problems.append(f"{size:,} bytes are more than {MAX_BYTES:,}")
+    if size > MAX_COMPRESSION_RATIO * max(packed, 1 << 10):
+        problems.append(
+            f"{size:,} bytes are more than {MAX_COMPRESSION_RATIO} × the {packed:,} in the zip"
+        )
+    if problems:
+        do = "do not use this file; GroupLens' own is got by: echelon data movielens"
+        descriptions = [f"{archive} is not unpacked: {why}" for why in problems[:5]]
+        raise EchelonError(*(Fault(what, do) for what in descriptions))
+
+
+def _find_member_problems(info: zipfile.ZipInfo) -> Iterator[str]:
+    path = PurePosixPath(info.filename)
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    if path.is_absolute() or ".." in path.parts or "\\" in info.filename:
+        yield "leads out of the folder"
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        yield "is a link or a device, not a file"
+    if info.flag_bits & 1:
+        yield "is encrypted"
+
+
+def _list_members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, list[ZipMember]]:
+    """The name of the folder in which the ratings are, and its files; faults if any is unsafe.
+    Hidden ones are left: one of them could pose as the prepared form."""
+    _check_safety(archive, infos)
+    names = {format.ratings for format in FORMATS}
+    files = [(info, PurePosixPath(info.filename)) for info in infos if not info.is_dir()]
+    roots = sorted(
+        (path.parent for _, path in files if path.name in names), key=lambda p: len(p.parts)
+    )
+    if not roots:
+        what = f"{archive} holds no ratings: looked for {', '.join(sorted(names))}"
+        raise EchelonError(Fault(what, "give a zip of MovieLens"))
+    root = roots[0]
+    inside = [(i, path.relative_to(root)) for i, path in files if path.is_relative_to(root)]
+    plain = [(i, path) for i, path in inside if not any(p.startswith(".") for p in path.parts)]
+    return root.name, [(info, str(path)) for info, path in plain]
+
+
+def _write_failed_error(folder: Path, size: int, error: OSError) -> EchelonError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"no space left for {folder}, which takes {size:,} bytes; nothing of it was kept"
+        return EchelonError(
+            Fault(what, "make room, or give another folder: --to DIR"), exit=Exit.FAILED
+        )
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        what = f"{folder} is there already and is no set of ratings"
+        return EchelonError(Fault(what, "move it away, or give another folder: --to DIR"))
+    what = f"{error.filename or folder} cannot be written: {describe_os_error(error)}"
+    return EchelonError(Fault(what, "give a folder that can be written: --to DIR"))

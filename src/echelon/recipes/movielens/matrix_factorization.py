@@ -1,0 +1,107 @@
+"""Ratings the plain way: a bias and a vector for each user and each movie, and if wanted a tower of
+layers over both vectors. What users are to a table, a taste (see tastes.py) is to their ratings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from echelon.experiment.definition import Experiment
+from echelon.optim import RowAdam
+from echelon.recipes.movielens.metrics import make_rating_metrics
+from echelon.recipes.movielens.split_ratings import (
+    SplitSettings,
+    encode_fingerprint,
+    load_split,
+    make_frozen_parameter,
+    require_positive,
+    select_rows,
+)
+
+
+@dataclass(frozen=True)
+class MatrixFactorizationSettings(SplitSettings):
+    """Documented with their defaults in conf/experiment/movielens_dot.yaml."""
+
+    dim: int
+    tower: list[int]
+    sparse: bool
+    lr: float
+    weight_decay: float
+
+
+def experiment(cfg: MatrixFactorizationSettings) -> Experiment:
+    require_positive(dim=cfg.dim, **{f"tower[{n}]": width for n, width in enumerate(cfg.tower)})
+    ratings, train, held_out = load_split(cfg)
+    columns = ratings.users, ratings.items, ratings.ratings
+    scale = ratings.ratings[train]
+    sizes = ratings.num_users, ratings.num_items
+    model = MatrixFactorization(sizes, cfg.dim, cfg.tower, encode_fingerprint(ratings), cfg.sparse)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        model.scale.copy_(torch.tensor([scale.mean(), scale.min(), scale.max()]))
+    return Experiment(
+        model=model,
+        optimizer=RowAdam(trained, lr=cfg.lr, weight_decay=cfg.weight_decay),
+        loss=nn.functional.mse_loss,
+        train_data=tuple(select_rows(c, train) for c in columns),
+        eval_data=tuple(select_rows(c, held_out) for c in columns) if len(held_out) else None,
+        metrics=make_rating_metrics,
+    )
+
+
+class MatrixFactorization(nn.Module):
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        dim: int,
+        widths: Sequence[int],
+        data: Tensor,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__()
+        users, items = sizes
+        self.data = make_frozen_parameter(data)
+        self.scale = make_frozen_parameter(torch.tensor([0.0, -torch.inf, torch.inf]))
+        """Mean, lowest and highest of the ratings trained on."""
+        self.users = nn.Embedding(users, dim, sparse=sparse)
+        self.items = nn.Embedding(items, dim, sparse=sparse)
+        self.user_biases = nn.Embedding(users, 1, sparse=sparse)
+        self.item_biases = nn.Embedding(items, 1, sparse=sparse)
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise([2 * dim, *widths]):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.tower = nn.Sequential(*layers, nn.Linear(widths[-1], 1)) if widths else None
+        for vectors in (self.users, self.items):
+            nn.init.normal_(vectors.weight, std=0.1 / dim**0.5)
+        for biases in (self.user_biases, self.item_biases):
+            nn.init.zeros_(biases.weight)
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Tensor]) -> MatrixFactorization:
+        """The model of a snapshot."""
+        layers = [w for key, w in weights.items() if key.startswith("tower.") and w.ndim == 2]
+        users, dim = weights["users.weight"].shape
+        sizes = users, len(weights["items.weight"])
+        return cls(sizes, dim, [len(w) for w in layers[:-1]], weights["data"])
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        mean, lowest, highest = self.scale
+        a, b = self.users(users), self.items(items)
+        biases = self.user_biases(users) + self.item_biases(items)
+        rating = mean + biases[..., 0] + (a * b).sum(-1)
+        if self.tower is not None:
+            rating = rating + self.tower(torch.cat([a, b], -1))[..., 0]
+        clipped: Tensor = rating if self.training else rating.clamp(lowest, highest)
+        return clipped
+
+    def score_movies(self, user: int, items: Tensor, ratings: Tensor) -> Tensor:
+        """Of all movies, for a user known in training."""
+        everything = torch.arange(self.items.num_embeddings)
+        self.train()  # at the ends of the scale, what is clipped alike would tie
+        scores: Tensor = self(torch.full_like(everything, user), everything)
+        return scores

@@ -1,0 +1,71 @@
+"""What each user rated, one user after the other, and cuts of it by index, on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.recipes.movielens.data import Ratings
+from echelon.recipes.movielens.data.ratings import Array
+
+PAGE_LENGTH = 64
+"""Users have rated twenty movies or thousands. Pages of equal length waste less than padding to the
+longest, and their products are still those of matrices."""
+
+
+class RatingPages(NamedTuple):
+    """Ratings of some users; a user has as many pages as it takes."""
+
+    items: Tensor
+    """[pages, PAGE]; 0 where `real` is false."""
+    ratings: Tensor
+    is_rating: Tensor
+    owner: Tensor
+    """[pages]: whose, as a position among the users asked for."""
+    num_users: int
+
+
+class RatingHistories:
+    """Kept outside the model: it is data, and DDP would send a buffer with every step."""
+
+    def __init__(self, ratings: Ratings, rows: Array) -> None:
+        """In the order of time."""
+        rows = rows[np.argsort(ratings.times[rows], kind="stable")]
+        rows = rows[np.argsort(ratings.users[rows], kind="stable")]
+        counts = np.bincount(ratings.users[rows], minlength=ratings.num_users)
+        self.items = torch.from_numpy(ratings.items[rows])
+        self.ratings = torch.from_numpy(ratings.ratings[rows])
+        self.begins = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
+
+    def gather_pages(self, users: Tensor) -> RatingPages:
+        self._move_to(users.device)
+        begin, end = self.begins[users], self.begins[users + 1]
+        counts = (end - begin + PAGE_LENGTH - 1) // PAGE_LENGTH
+        owner = torch.repeat_interleave(counts)
+        number = torch.arange(len(owner), device=users.device) - (counts.cumsum(0) - counts)[owner]
+        first = begin[owner] + PAGE_LENGTH * number
+        at = first[:, None] + torch.arange(PAGE_LENGTH, device=users.device)
+        real = at < end[owner, None]
+        at = at.where(real, 0)
+        return RatingPages(self.items[at].where(real, 0), self.ratings[at], real, owner, len(users))
+
+    def gather_windows(self, starts: Tensor, ends: Tensor, length: int, filler: int) -> Tensor:
+        """The `length` items before each of `ends`, the newest first, none before `begins`."""
+        self._move_to(ends.device)
+        at = ends[:, None] - 1 - torch.arange(length, device=ends.device)
+        real = at >= starts[:, None]
+        return self.items[at.where(real, 0)].where(real, filler)
+
+    def _move_to(self, device: torch.device) -> None:
+        if self.items.device != device:  # once: it then stays there
+            self.items, self.ratings = self.items.to(device), self.ratings.to(device)
+            self.begins = self.begins.to(device)
+
+
+def make_single_page(items: Tensor, ratings: Tensor) -> RatingPages:
+    """A single history as one long page."""
+    real = torch.ones(1, len(items), dtype=torch.bool)
+    return RatingPages(items[None], ratings[None], real, torch.zeros(1, dtype=torch.long), 1)

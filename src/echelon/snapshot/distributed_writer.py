@@ -1,0 +1,187 @@
+"""Snapshots of a sharded model: every rank writes its own rows, rank 0 what makes them a snapshot.
+
+Rank 0 makes the hidden folder and all write into it, each in the background. A rank tells the sizes
+and checksums of its files once they are flushed; only when all have told does rank 0 write the
+manifest and give the folder its name. So a kill of any rank at any moment leaves what was there.
+The words go through the store, not through collectives, which belong to the training.
+
+Where the ranks share no folder, rank 0 gathers everything and writes alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.experiment.definition import Experiment
+from echelon.experiment.optimizer_flags import OptimizerFlags
+from echelon.parallel.model_parallel import get_devices
+from echelon.parallel.process_group import RankGroup
+from echelon.snapshot.reader import ManifestEntry
+from echelon.snapshot.shards import extract_own_shard, format_shard_name, gather_full_tensors
+from echelon.snapshot.staging_buffer import StagingBuffer
+from echelon.snapshot.state import collect_parts, pack_rng_state
+from echelon.snapshot.writer import (
+    SaveError,
+    SaveResult,
+    SharedSave,
+    SnapshotWriter,
+    describe_save_error,
+    make_hidden_path,
+    write_parts,
+)
+from echelon.utils.files import flush_to_disk
+
+_POLL_S = 0.02
+
+
+def is_folder_shared(folder: Path, group: RankGroup) -> bool:
+    """Whether every rank sees here what rank 0 wrote here."""
+    rank = group.world.rank
+    token_file = folder / f".writing-shared-{os.urandom(8).hex()}"
+    if rank == 0:
+        with contextlib.suppress(OSError):  # what is wrong there the first save will say
+            token_file.write_text("shared\n", encoding="utf-8")
+    name = group.broadcast_json(token_file.name)
+    is_visible = torch.tensor([int((folder / name).exists())])
+    dist.all_reduce(is_visible, dist.ReduceOp.MIN)
+    if rank == 0:
+        token_file.unlink(missing_ok=True)
+    return bool(is_visible)
+
+
+def collect_shards(
+    experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup
+) -> dict[str, Any]:
+    """This rank's rows, as parts of names of their own."""
+    world = group.world
+    rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
+    parts = {
+        format_shard_name(name, world.rank, world.size): extract_own_shard(tree, world.rank)
+        for name, tree in collect_parts(experiment, optimizer_flags).items()
+    }
+    return parts | ({"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {})
+
+
+def gather_full_state(
+    experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup
+) -> dict[str, Any]:
+    """All rows on rank 0, tensor by tensor; nothing elsewhere."""
+    rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
+    parts = gather_full_tensors(collect_parts(experiment, optimizer_flags), keep=bool(rng_rows))
+    return parts | {"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {}
+
+
+class DistributedSnapshotWriter:
+    """The writers of all ranks, with the surface of `Writer`; results come out of rank 0's."""
+
+    def __init__(self, root: Path, group: RankGroup, writer: SnapshotWriter | None) -> None:
+        self._root = root
+        self._group = group
+        self._writer = writer
+        self._staging_buffer = StagingBuffer()
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], is_best: bool = False
+    ) -> None:
+        """On every rank; each copies its state and writes it in the background."""
+        hidden = self._agree_on_folder(step)
+        if hidden is None:
+            return
+        if self._writer is not None:
+            shared_save = SharedSave(hidden, lambda: self._wait_for_other_ranks(hidden))
+            self._writer.save(step, parts, info, is_best, shared_save)
+        else:
+            self._save_own_shards(hidden, parts)
+
+    def take_results(self) -> list[SaveResult]:
+        return self._writer.take_results() if self._writer is not None else []
+
+    def wait(self) -> list[SaveResult]:
+        self._join_thread()
+        return self._writer.wait() if self._writer is not None else []
+
+    def close(self) -> list[SaveResult]:
+        self._join_thread()
+        self._staging_buffer.release()
+        return self._writer.close() if self._writer is not None else []
+
+    def _join_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _agree_on_folder(self, step: int) -> Path | None:
+        name = None
+        if self._writer is not None:
+            hidden = make_hidden_path(self._root, step)
+            try:
+                os.mkdir(hidden)
+                name = hidden.name
+            except OSError as error:
+                self._writer.record_failure(step, error)
+        name = self._group.broadcast_json(name)
+        return self._root / name if name is not None else None
+
+    # --- a rank other than 0 ---
+
+    def _save_own_shards(self, hidden: Path, parts: Mapping[str, Any]) -> None:
+        self._join_thread()
+        try:
+            staged = self._staging_buffer.copy_state(parts)
+        except OSError as error:  # no memory for the copy
+            self._report(hidden, {"error": describe_save_error(self._root, error)})
+            return
+        self._thread = threading.Thread(
+            target=self._write_own_shards, args=(hidden, staged), name=f"save-{hidden.name}"
+        )
+        self._thread.start()
+
+    def _write_own_shards(self, hidden: Path, parts: Mapping[str, Any]) -> None:
+        try:
+            files = write_parts(hidden, parts)
+            flush_to_disk(hidden)
+            report: dict[str, Any] = {name: [e.size_bytes, e.checksum] for name, e in files.items()}
+        except OSError as error:
+            report = {"error": describe_save_error(self._root, error)}
+        except Exception as error:  # rank 0 would wait for ever
+            report = {"error": f"{type(error).__name__}: {error}"}
+        self._report(hidden, report)
+
+    def _report(self, hidden: Path, report: Mapping[str, Any]) -> None:
+        self._group.set_value(_make_store_key(hidden, self._group.world.rank), json.dumps(report))
+
+    # --- rank 0 ---
+
+    def _wait_for_other_ranks(self, hidden: Path) -> dict[str, ManifestEntry]:
+        store = self._group.store
+        assert store is not None
+        keys = {rank: _make_store_key(hidden, rank) for rank in range(1, self._group.world.size)}
+        while not store.check(list(keys.values())):
+            if self._group.wait_for_failure(_POLL_S):
+                raise SaveError("another rank failed before it had written its part")
+        entries: dict[str, ManifestEntry] = {}
+        errors = []
+        for rank, key in keys.items():
+            report = json.loads(store.get(key))
+            store.delete_key(key)
+            if "error" in report:
+                errors.append(f"rank {rank}: {report['error']}")
+                continue
+            entries |= {name: ManifestEntry(*entry) for name, entry in report.items()}
+        if errors:
+            raise SaveError("; ".join(errors))
+        return entries
+
+
+def _make_store_key(hidden: Path, rank: int) -> str:
+    return f"saved/{hidden.name}/{rank}"

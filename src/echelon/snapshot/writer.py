@@ -1,0 +1,479 @@
+"""Writing snapshots in the background: the loop waits for a copy in memory, not for the disk.
+
+The order of things on disk is what makes a kill at any moment harmless: everything is written
+and flushed in a hidden folder beside the target, the manifest last; one rename makes it a
+snapshot; what is to go is renamed to a hidden name before anything in it is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from echelon.errors import EchelonError, Fault
+from echelon.runs.run_folder import BEST_FILE, MANIFEST_FILE
+from echelon.snapshot.reader import (
+    CHUNK_BYTES,
+    STATE_FILE,
+    BlockChecksum,
+    InvalidSnapshotError,
+    Manifest,
+    ManifestEntry,
+    find_best,
+    find_newest,
+    format_folder_name,
+    format_part_name,
+    list_snapshots,
+    parse_step,
+    read_manifest,
+    render_manifest,
+    verify_snapshot,
+)
+from echelon.snapshot.staging_buffer import StagingBuffer
+from echelon.utils.files import flush_to_disk, replace_file
+from echelon.utils.os_errors import describe_os_error
+
+_LEFTOVER = re.compile(r"\.(writing|removing)-.*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How one save ended."""
+
+    step: int
+    folder: Path | None
+    """Where the snapshot is; None if there is none."""
+    error: str | None
+    """What went wrong. With a folder: the snapshot stands, something after it failed."""
+    duration_s: float
+    """From the call of ``save`` until it was on disk."""
+    was_present: bool = False
+    """A valid snapshot of this step was there; it was left as it is."""
+
+
+class SaveError(Exception):
+    """Why a snapshot was not saved, as a sentence."""
+
+
+@dataclass(frozen=True)
+class SharedSave:
+    """A snapshot that other ranks write parts of."""
+
+    hidden_folder: Path
+    """The hidden folder they write to."""
+    wait_for_others: Callable[[], Mapping[str, ManifestEntry]]
+    """Waits for the others and gives their files; :class:`SaveFailed` where one could not."""
+
+
+@dataclass(frozen=True)
+class _PendingSave:
+    step: int
+    parts: Mapping[str, Any]
+    info: bytes
+    is_best: bool
+    begun_s: float
+    shared_save: SharedSave | None
+
+
+class SnapshotWriter:
+    """The one writer of a snapshot folder (rank 0's).
+
+    Errors of the disk never raise here; they come out of :meth:`finished` as sentences, and
+    the snapshots there were before still stand.
+
+    `after` is the step the run goes on from. Folders of later steps were left behind when it
+    returned there: they stand until their step is saved again, and are replaced then.
+    """
+
+    def __init__(self, root: Path, keep_last: int = 3, resumed_step: int | None = None) -> None:
+        if keep_last < 1:
+            raise EchelonError(
+                Fault(f"keep_last={keep_last}: a run needs a snapshot.", "set it to 1 or more.")
+            )
+        self._root = Path(root)
+        self._keep_last = keep_last
+        self._staging_buffer = StagingBuffer()
+        self._thread: threading.Thread | None = None
+        self._results: deque[SaveResult] = deque()
+        self._resumed_step = resumed_step
+        _prepare_folder(self._root, resumed_step)
+        self._abandoned_folders = {
+            f for f in list_snapshots(self._root) if not _is_up_to(resumed_step, f)
+        }
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        info: Mapping[str, Any],
+        is_best: bool = False,
+        shared_save: SharedSave | None = None,
+    ) -> None:
+        """Copy this state and write it in the background; waits for an earlier save first."""
+        self._join_thread()
+        begun_s = time.monotonic()
+        _check_names(step, parts)
+        text = _encode_info(info)
+        try:
+            staged = self._staging_buffer.copy_state(parts)
+        except OSError as error:  # no memory for the copy
+            self._results.append(self._make_failure(step, begun_s, describe_os_error(error)))
+            _abandon_shared_save(shared_save)
+            return
+        draft = _PendingSave(step, staged, text, is_best, begun_s, shared_save)
+        # Not a daemon: a process that ends by itself finishes the snapshot it began.
+        self._thread = threading.Thread(
+            target=self._write_in_background, args=(draft,), name=f"save-{step}"
+        )
+        self._thread.start()
+
+    def record_failure(self, step: int, error: OSError) -> None:
+        """Note a save that could not begin."""
+        what = describe_save_error(self._root, error)
+        self._results.append(self._make_failure(step, time.monotonic(), what))
+
+    def take_results(self) -> list[SaveResult]:
+        """How the saves ended that ended since this was last asked; never waits."""
+        results = []
+        with contextlib.suppress(IndexError):
+            while True:
+                results.append(self._results.popleft())
+        return results
+
+    def wait(self) -> list[SaveResult]:
+        """The same, after the save under way has ended."""
+        self._join_thread()
+        return self.take_results()
+
+    def close(self) -> list[SaveResult]:
+        """The same, and the kept memory is given back."""
+        results = self.wait()
+        self._staging_buffer.release()
+        return results
+
+    def _join_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # What follows runs in the background.
+
+    def _write_in_background(self, pending: _PendingSave) -> None:
+        try:
+            result = self._publish(pending)
+        except OSError as error:
+            result = self._make_failure(
+                pending.step, pending.begun_s, describe_save_error(self._root, error)
+            )
+        except SaveError as error:
+            result = self._make_failure(pending.step, pending.begun_s, str(error))
+        except Exception as error:  # a thread that dies in silence would look like a save
+            result = self._make_failure(
+                pending.step, pending.begun_s, f"{type(error).__name__}: {error}"
+            )
+        self._results.append(result)
+
+    def _publish(self, pending: _PendingSave) -> SaveResult:
+        folder = self._root / format_folder_name(pending.step)
+        was_present = folder not in self._abandoned_folders and _is_valid(folder)
+        was_best = find_best(self._root) == folder
+        if not was_present:
+            _write_snapshot(folder, pending)
+            self._abandoned_folders.discard(folder)
+        else:
+            _abandon_shared_save(pending.shared_save)
+        duration_s = time.monotonic() - pending.begun_s
+        try:
+            if pending.is_best:
+                _mark_best(folder)
+            elif was_best and not was_present:
+                _recover_best(self._root, self._resumed_step)
+            _remove_old_snapshots(self._root, pending.step, self._keep_last)
+        except OSError as error:
+            message = f"step {pending.step} is saved, but tidying up failed: {describe_save_error(self._root, error)}"
+            return SaveResult(pending.step, folder, message, duration_s, was_present)
+        return SaveResult(pending.step, folder, None, duration_s, was_present)
+
+    def _make_failure(self, step: int, begun_s: float, reason: str) -> SaveResult:
+        newest, _ = find_newest(self._root)
+        stands = (
+            "no snapshot stands"
+            if newest is None
+            else (f"the snapshot of step {newest.step} stands")
+        )
+        return SaveResult(step, None, f"{reason}; {stands}", time.monotonic() - begun_s)
+
+
+def describe_save_error(root: Path, error: OSError) -> str:
+    """What the system said, about which file."""
+    # The hidden folder is gone by the time a person looks: name the one that would be there.
+    path = Path(os.fsdecode(error.filename)) if error.filename else root
+    if path.parent.name.startswith(".writing-"):
+        step = path.parent.name.split("-")[1]
+        path = root / f"step-{step}" / path.name
+    elif path.name.startswith(".writing-"):
+        path = root
+    return f"{describe_os_error(error)}: {path}"
+
+
+def _prepare_folder(root: Path, resumed_step: int | None) -> None:
+    """Make the folder, and finish what a killed writer left undone."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(root)
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"no snapshots can be kept in {root}: {describe_os_error(error)}.",
+                "name another folder.",
+            )
+        ) from error
+    for name in filter(_LEFTOVER.fullmatch, names):
+        _delete(root / name)
+    # Whether this works is said by the first save.
+    with contextlib.suppress(OSError):
+        _recover_best(root, resumed_step)
+
+
+def _check_names(step: int, parts: Mapping[str, Any]) -> None:
+    if step < 0:
+        raise ValueError(f"a step is 0 or more, not {step}")
+    for part in parts:
+        format_part_name(part)
+
+
+def _encode_info(info: Mapping[str, Any]) -> bytes:
+    """Now, not in the background: the caller may change it, or hear that it is not JSON."""
+    try:
+        return json.dumps(dict(info), indent=1).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise EchelonError(
+            Fault(f"a snapshot's info is not JSON: {error}.", "keep tensors and objects in parts.")
+        ) from error
+
+
+# One snapshot --------------------------------------------------------------------------------
+
+
+def _is_valid(folder: Path) -> bool:
+    if not os.path.lexists(folder):
+        return False
+    try:
+        verify_snapshot(folder)
+    except InvalidSnapshotError:
+        return False
+    return True
+
+
+def _abandon_shared_save(shared_save: SharedSave | None) -> None:
+    """Once the others are done: a folder that is deleted while they write may stay, half full."""
+    if shared_save is not None:
+        with contextlib.suppress(SaveError):
+            shared_save.wait_for_others()
+        _delete(shared_save.hidden_folder)
+
+
+def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
+    root = folder.parent
+    hidden = (
+        pending.shared_save.hidden_folder
+        if pending.shared_save
+        else make_hidden_path(root, pending.step)
+    )
+    replaced: Path | None = None
+    try:
+        if pending.shared_save is None:
+            os.mkdir(hidden)
+        try:
+            files = write_parts(hidden, pending.parts)
+        finally:  # see _abandon
+            files_of_others = pending.shared_save.wait_for_others() if pending.shared_save else {}
+        files |= files_of_others
+        files[STATE_FILE] = _write_bytes(hidden / STATE_FILE, pending.info)
+        manifest = Manifest(pending.step, pending.is_best, files)
+        _write_bytes(hidden / MANIFEST_FILE, render_manifest(manifest))
+        flush_to_disk(hidden)
+        if os.path.lexists(folder):  # damaged or left behind, else it would have been kept
+            if find_best(root) == folder and not pending.is_best:
+                _unmark_best(root)  # first: a kill must not leave the mark on the new one
+            replaced = _hide_folder(folder)
+        os.rename(hidden, folder)
+        flush_to_disk(root)
+    except BaseException:
+        _delete(hidden)
+        raise
+    finally:
+        if replaced is not None:
+            _delete(replaced)
+
+
+def make_hidden_path(root: Path, step: int) -> Path:
+    return root / f".writing-{step:09d}-{secrets.token_hex(4)}"
+
+
+def write_parts(folder: Path, parts: Mapping[str, Any]) -> dict[str, ManifestEntry]:
+    """On the disk when this returns, but for the folder itself."""
+    return {
+        format_part_name(n): _write_part(folder / format_part_name(n), tree)
+        for n, tree in parts.items()
+    }
+
+
+def _write_part(path: Path, tree: Any) -> ManifestEntry:
+    with _open_checksummed(path) as sink:
+        torch.save(tree, cast(IO[bytes], sink))  # it needs write and flush only
+    return sink.make_entry()
+
+
+def _write_bytes(path: Path, data: bytes) -> ManifestEntry:
+    with _open_checksummed(path) as sink:
+        sink.write(data)
+    return sink.make_entry()
+
+
+class _ChecksummedFile:
+    """A file that is checksummed as it is written, in pieces and without the GIL.
+
+    Given a path, ``torch.save`` writes by itself: the checksum would need a second pass, and a
+    full disk reads "unexpected pos 640 vs 534". Either way another thread waits about 5 ms at a
+    time while 600 MB are written (over an old file, which we never do, 90 to 160 ms).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._checksum = BlockChecksum()
+        self._size = 0
+        self._error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        # Kept for later and not raised: our caller is C++ code that still has to close its
+        # archive, and would answer with an error of its own.
+        if self._error is None:
+            try:
+                self._write(view)
+            except OSError as error:
+                self._error = error
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            self._checksum.update(piece)
+            self._size += len(piece)
+            while piece:
+                piece = piece[os.write(self._file, piece) :]
+
+    def flush(self) -> None:
+        """Asked for by torch.save; nothing is buffered here."""
+
+    def flush_to_disk(self) -> None:
+        """On the disk, or an OSError that names the file."""
+        try:
+            if self._error is not None:
+                raise self._error
+            os.fsync(self._file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def make_entry(self) -> ManifestEntry:
+        return ManifestEntry(self._size, self._checksum.hexdigest())
+
+
+@contextlib.contextmanager
+def _open_checksummed(path: Path) -> Iterator[_ChecksummedFile]:
+    file = _ChecksummedFile(path)
+    try:
+        try:
+            yield file
+        finally:
+            file.flush_to_disk()
+    finally:
+        file.close()
+
+
+# The others ----------------------------------------------------------------------------------
+
+
+def _remove_old_snapshots(root: Path, step: int, keep_last: int) -> None:
+    """Keep the last of those up to ``step``, which was just saved and so is known to be whole.
+
+    Newer ones are from before a return to an older snapshot. Counting them, a damaged one could
+    push out the only good one; they are pruned once the run has passed them again.
+    """
+    folders = [f for f in list_snapshots(root) if (parse_step(f.name) or 0) <= step]
+    best = find_best(root)
+    hidden_folders = [_hide_folder(folder) for folder in folders[:-keep_last] if folder != best]
+    if hidden_folders:
+        flush_to_disk(root)  # hidden for good before the first file goes
+    for hidden in hidden_folders:
+        _delete(hidden)
+
+
+def _mark_best(folder: Path) -> None:
+    root = folder.parent
+    # The prefix is that of all unfinished work, which the next open() removes.
+    with replace_file(root / BEST_FILE, durable=True, prefix=".writing-") as temporary:
+        temporary.write_text(f"{folder.name}\n", encoding="utf-8")
+
+
+def _unmark_best(root: Path) -> None:
+    (root / BEST_FILE).unlink()
+    flush_to_disk(root)
+
+
+def _recover_best(root: Path, resumed_step: int | None) -> None:
+    """A kill between the rename of a snapshot and its mark as the best must not lose the mark."""
+    folders = [folder for folder in list_snapshots(root) if _is_up_to(resumed_step, folder)]
+    last = next(filter(_is_marked_best, reversed(folders)), None)
+    if last is None or last == find_best(root):
+        return
+    # By time, not by step: after a return to an older snapshot the lower step is the later one.
+    if (
+        find_best(root) is None
+        or (root / BEST_FILE).stat().st_mtime < (last / MANIFEST_FILE).stat().st_mtime
+    ):
+        _mark_best(last)
+
+
+def _is_up_to(step: int | None, folder: Path) -> bool:
+    return step is None or (parse_step(folder.name) or 0) <= step
+
+
+def _is_marked_best(folder: Path) -> bool:
+    try:
+        return read_manifest(folder).is_best
+    except InvalidSnapshotError:
+        return False
+
+
+def _hide_folder(folder: Path) -> Path:
+    hidden = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
+    os.rename(folder, hidden)
+    return hidden
+
+
+def _delete(path: Path) -> None:
+    """As far as it goes; what stays has a hidden name and is tried again at the next open."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

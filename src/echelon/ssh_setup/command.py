@@ -1,0 +1,295 @@
+"""`echelon setup ssh HOST`: a rented machine becomes a host of launch=ssh in one command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon import __version__
+from echelon.config.schema import LaunchConfig
+from echelon.doctor.report import print_verdicts
+from echelon.doctor.verdict import FAIL, OK, WARN, Verdict, find_worst_state
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.launch.ssh import remote_command
+from echelon.ssh_setup import ssh_config as entries
+from echelon.ssh_setup import ssh_key as keys
+from echelon.ssh_setup.ssh_config import SshConfigEntry
+
+_OPTIONS = ("-T", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
+_CONNECT_TIMEOUT_S = 60.0
+_DOCTOR_TIMEOUT_S = 300.0
+_SSH_FAILED_CODE = 255
+_INSTALL_SCRIPT = """umask 077
+mkdir -p ~/.ssh && cd ~/.ssh && touch authorized_keys && IFS= read -r key &&
+{ grep -qxF "$key" authorized_keys || printf '%s\n' "$key" >> authorized_keys; }
+"""
+_CHECK_SCRIPT = (
+    'if "$0" -c "import echelon.doctor" 2>/dev/null; then exec "$0" -m echelon doctor --json; '
+    "else exec python3 -; fi"
+)
+"""The Python that launch=ssh would start there, else whichever is there."""
+
+
+@dataclass(frozen=True)
+class SshSetupOptions:
+    host: str
+    user: str | None
+    port: int | None
+    alias: str | None
+    key: str | None
+    config: str | None
+    install: bool
+    yes: bool
+
+
+def setup_ssh(options: SshSetupOptions) -> int:
+    usual = entries.find_home_folder() / ".ssh"
+    config = Path(options.config).expanduser().absolute() if options.config else usual / "config"
+    key = Path(options.key).expanduser().absolute() if options.key else usual / "id_ed25519"
+    entry = entries.parse_entry(options.host, options.user, options.port, options.alias, key)
+    launch = LaunchConfig(kind="ssh", ssh=_ssh_command(options.config, config))
+    remote_command.require_ssh(launch)
+    there = entries.find_entry(config, entry.alias)
+    if there:
+        entry = replace(entry, key=_find_key(launch, entry))
+        print(f"{entry.alias} is known to ssh already, and is used as it is:\n\n{_indent(there)}")
+    elif not _confirm(entry, config, options.yes):
+        return Exit.USAGE
+    else:
+        _write_entry(entry, config)
+        _require_effective(launch, entry, config)
+    if options.install:
+        _install_key(launch, entry)
+    _log_in(launch, entry, bool(there))
+    return _report_host(launch, entry)
+
+
+def _ssh_command(given: str | None, config: Path) -> str:
+    return f"ssh -F {shlex.quote(str(config))}" if given else "ssh"
+
+
+def _indent(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+# --- what is written here ---
+
+
+def _confirm(entry: SshConfigEntry, config: Path, yes: bool) -> bool:
+    if not keys.key_exists(entry.key):
+        print(f"a new key, ed25519 without a passphrase: {entry.key}")
+    print(f"a new entry in {config}:\n\n{_indent(entry.render())}", flush=True)
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        print(
+            "error: nothing was written: there is no terminal to ask at\n"
+            "  hint: type the same with --yes",
+            file=sys.stderr,
+        )
+        return False
+    try:
+        answer = input("write it? [y/N] ").strip().lower()
+    except EOFError:
+        answer = ""
+        print()
+    if answer not in ("y", "yes"):
+        print("nothing was written", file=sys.stderr)
+    return answer in ("y", "yes")
+
+
+def _write_entry(entry: SshConfigEntry, config: Path) -> None:
+    if not keys.key_exists(entry.key):
+        keys.make_key(entry.key)
+    keys.read_public_key(entry.key)  # before the entry: one without a usable key is of no use
+    entries.append_to_config(config, entry.render())
+
+
+def _read_effective_config(launch: LaunchConfig, alias: str) -> list[tuple[str, str]]:
+    """What ssh makes of its configuration; a host's words and the first file that has one count."""
+    words = [*remote_command.split_ssh_command(launch), "-G", "--", alias]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
+    )
+    if done.returncode:
+        raise EchelonError(
+            Fault(
+                f"ssh cannot read its configuration: {remote_command.last_lines(done.stderr)}",
+                f"mend what it says, and try `{launch.ssh} -G {alias}`",
+            )
+        )
+    pairs = (line.partition(" ") for line in done.stdout.splitlines())
+    return [(key, value) for key, _, value in pairs]
+
+
+def _find_key(launch: LaunchConfig, entry: SshConfigEntry) -> Path:
+    """The key that an existing entry uses: the first that is there."""
+    names = [
+        value for key, value in _read_effective_config(launch, entry.alias) if key == "identityfile"
+    ]
+    files = [Path(name.strip('"')).expanduser() for name in names]
+    return next((file for file in files if keys.key_exists(file)), entry.key)
+
+
+def _require_effective(launch: LaunchConfig, entry: SshConfigEntry, config: Path) -> None:
+    read = dict(reversed(_read_effective_config(launch, entry.alias)))
+    wanted = {"hostname": entry.host, "user": entry.user, "port": entry.port and str(entry.port)}
+    faults = [
+        Fault(
+            f"{key} of {entry.alias} is {read.get(key)}, not {value}: an entry further up in "
+            f"{config} says so, and ssh takes the first",
+            f"move `Host {entry.alias}` above it",
+        )
+        for key, value in wanted.items()
+        if value and read.get(key, "").lower() != value.lower()
+    ]
+    if faults:
+        raise EchelonError(*faults, exit=Exit.NOT_READY)
+
+
+# --- getting in ---
+
+
+def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
+    """By whatever lets one in now: a password at the terminal, another key, an agent."""
+    public = keys.read_public_key(entry.key)
+    words = [*remote_command.split_ssh_command(launch), "-o", "IdentitiesOnly=no", *_OPTIONS]
+    words += ["--", entry.alias, shlex.join(["sh", "-c", _INSTALL_SCRIPT])]
+    done = subprocess.run(
+        words, input=public + "\n", encoding="utf-8", errors="replace", stderr=subprocess.PIPE
+    )
+    if done.returncode:
+        raise EchelonError(
+            Fault(
+                f"the key could not be installed on {entry.alias}: "
+                f"{remote_command.last_lines(done.stderr) or 'ssh says nothing'}",
+                f"put this line into ~/.ssh/authorized_keys there, or into the provider's page: "
+                f"{public}",
+            ),
+            exit=Exit.NOT_READY,
+        )
+    print(f"the key is installed on {entry.alias}")
+
+
+def _log_in(launch: LaunchConfig, entry: SshConfigEntry, was_there: bool) -> None:
+    """At a terminal ssh may ask whether the host's key is right; nobody else can know, and to find
+    out takes a person as long as it takes."""
+    if not was_there:
+        print(
+            f"the public key, for a provider's page:\n\n{_indent(keys.read_public_key(entry.key))}"
+        )
+    sys.stdout.flush()
+    asks = sys.stdin.isatty()
+    ask = [] if asks else ["-o", "BatchMode=yes"]
+    words = [*remote_command.split_ssh_command(launch), *ask, *_OPTIONS, "--", entry.alias]
+    try:
+        done = subprocess.run(
+            [*words, "true"],
+            stdin=None if asks else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            timeout=None if asks else _CONNECT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise _explain_login_failure(
+            launch, entry, f"no answer within {_CONNECT_TIMEOUT_S:g} s"
+        ) from None
+    if done.returncode:
+        raise _explain_login_failure(launch, entry, done.stderr)
+
+
+def _explain_login_failure(
+    launch: LaunchConfig, entry: SshConfigEntry, stderr: str
+) -> EchelonError:
+    words = remote_command.last_lines(stderr, 1) or "ssh says nothing"
+    if "host key" in stderr.lower():
+        hint = f"type `{launch.ssh} {entry.alias}` once, and compare the fingerprint it shows"
+        what = f"ssh does not know the key of {entry.alias}: {words}"
+    elif "permission denied" in stderr.lower():
+        hint = "put the public key into the provider's page, or type the same with --install"
+        what = f"{entry.alias} does not take the key yet: {words}"
+    else:
+        hint = f"`{launch.ssh} {entry.alias} true` has to work; then type the same again"
+        what = f"{entry.alias} cannot be reached: {words}"
+    return EchelonError(Fault(what, hint), exit=Exit.NOT_READY)
+
+
+# --- what is there ---
+
+
+def _report_host(launch: LaunchConfig, entry: SshConfigEntry) -> int:
+    verdicts = _check_host(launch, entry)
+    print(f"{entry.alias}:", flush=True)
+    print_verdicts(verdicts)
+    line = f"echelon train launch=ssh 'launch.hosts=[{entry.alias}]'"
+    if launch.ssh != "ssh":
+        line += f""" "launch.ssh='{launch.ssh}'\""""
+    if find_worst_state(verdicts) == FAIL:
+        print(f"\nonce that is mended:  {line}")
+        return Exit.NOT_READY
+    print(f"\nready:  {line}")
+    return Exit.OK
+
+
+def _check_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
+    program = Path(__file__).with_name("bare_host_facts.py").read_bytes()
+    first = remote_command.encode_variables(remote_command.select_variables(os.environ, ()))
+    words = remote_command.make_argv(
+        launch, entry.alias, (".", "/"), ["sh", "-c", _CHECK_SCRIPT, sys.executable]
+    )
+    try:
+        done = subprocess.run(
+            words, input=first + program, capture_output=True, timeout=_DOCTOR_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        trouble = f"did not answer within {_DOCTOR_TIMEOUT_S:g} s"
+        return [Verdict("doctor", FAIL, trouble, f"{launch.ssh} {entry.alias} echelon doctor")]
+    text = done.stdout.decode(errors="replace")
+    try:  # a login may print words of its own before
+        answer: dict[str, Any] = json.loads(text[text.index("{") :])
+    except ValueError:
+        said = (
+            remote_command.last_lines(done.stderr.decode(errors="replace"), 1) or "it said nothing"
+        )
+        if done.returncode == _SSH_FAILED_CODE:  # but it let one in before, at a terminal
+            hint = f"ssh-add {shlex.quote(str(entry.key))}: launch=ssh cannot answer questions"
+            return [Verdict("login", FAIL, f"not without a question: {said}", hint)]
+        hint = f"install Python there, at {sys.executable} as here: launch=ssh starts it"
+        return [Verdict("python", FAIL, f"no Python answers: {said}", hint)]
+    if "checks" in answer:
+        return [Verdict(**check) for check in answer["checks"]]
+    return _evaluate_bare_host(answer)
+
+
+def _evaluate_bare_host(facts: dict[str, Any]) -> list[Verdict]:
+    """Of `there.py`."""
+    python, torch = sys.executable, importlib.metadata.version("torch")
+    where = Path(python).parent
+    new = where.name == "bin" and f"python3 -m venv {where.parent} && "
+    install = f"{new or ''}{python} -m pip install echelon=={__version__}"
+    verdicts = [
+        Verdict("python", OK, f"{facts['python']}, {facts['executable']}"),
+        Verdict(
+            "echelon",
+            FAIL,
+            f"launch=ssh starts {python}, which is not there or has no echelon {__version__}",
+            f"on that host: {install}",
+        ),
+    ]
+    if facts["torch"] is None:
+        verdicts.append(Verdict("torch", WARN, "none; it comes with echelon", ""))
+    elif facts["torch"] != torch:
+        do = f"on that host: {python} -m pip install torch=={torch}"
+        verdicts.append(Verdict("torch", FAIL, f"{facts['torch']}, but {torch} here", do))
+    else:
+        verdicts.append(Verdict("torch", OK, facts["torch"]))
+    gpus = "an NVIDIA driver is there" if facts["gpus"] else "no NVIDIA driver"
+    return [*verdicts, Verdict("driver", OK, gpus)]

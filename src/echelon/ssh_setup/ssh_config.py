@@ -1,0 +1,158 @@
+"""An entry of ssh's configuration: found where it is, written where it is not, never changed."""
+
+from __future__ import annotations
+
+import glob
+import os
+import pwd
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.config.validate import is_safe_host
+from echelon.errors import EchelonError, Fault
+from echelon.utils.files import replace_file
+from echelon.utils.os_errors import describe_os_error
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_WITH_PORT = re.compile(r"(.*@)?([^@:]+|\[[^\]]+\]):(\d+)")
+_LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)")
+_MAX_INCLUDE_DEPTH = 16
+"""As ssh has it."""
+
+
+def find_home_folder() -> Path:
+    """As ssh takes it, whatever HOME says."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        raise EchelonError(
+            Fault(f"the user {os.getuid()} has no entry in /etc/passwd, which ssh needs", "add one")
+        ) from None
+
+
+@dataclass(frozen=True)
+class SshConfigEntry:
+    alias: str
+    host: str
+    user: str | None
+    port: int | None
+    key: Path
+
+    def render(self) -> str:
+        lines = [f"Host {self.alias}", f"    HostName {self.host}"]
+        lines += [f"    User {self.user}"] if self.user else []
+        lines += [f"    Port {self.port}"] if self.port else []
+        lines += [f'    IdentityFile "{self.key}"', "    IdentitiesOnly yes"]
+        return "\n".join(lines) + "\n"
+
+
+def parse_entry(
+    host: str, user: str | None, port: int | None, alias: str | None, key: Path
+) -> SshConfigEntry:
+    """What was typed, or every fault in it: these words become lines that ssh obeys."""
+    faults = []
+    if with_port := _WITH_PORT.fullmatch(host):
+        host, typed = f"{with_port[1] or ''}{with_port[2]}", int(with_port[3])
+        if port not in (None, typed):
+            faults.append(Fault(f"{host}:{typed} and --port {port} are two ports", "leave one out"))
+        port = typed
+    if not is_safe_host(host):
+        faults.append(
+            Fault(f"{host!r} is no name or address of a host", "give HOST, USER@HOST or HOST:PORT")
+        )
+    at_user, _, name = host.rpartition("@")
+    if at_user and user and at_user != user:
+        faults.append(Fault(f"{host} and --user {user} name two users", "leave one out"))
+    user = user or at_user or None
+    if user is not None and not _NAME.fullmatch(user):
+        faults.append(Fault(f"--user {user!r} is no name of a user", "use letters, digits and ._-"))
+    if port is not None and not 0 < port < 65_536:
+        faults.append(Fault(f"--port {port} is no port", "give one from 1 to 65535"))
+    name = name.strip("[]")
+    alias = alias or name.replace(":", "-")
+    if not faults and not _NAME.fullmatch(alias):
+        faults.append(
+            Fault(f"--name {alias!r} is no name for a host", "use letters, digits and ._-")
+        )
+    if re.search(r"[\"%\n\r\0$]", str(key)):
+        hint = 'give a path without " % $ and line breaks'
+        faults.append(Fault(f"--key {str(key)!r} cannot stand in ssh's configuration", hint))
+    if faults:
+        raise EchelonError(*faults)
+    return SshConfigEntry(alias, name, user, port, key)
+
+
+def find_entry(config: Path, alias: str) -> str | None:
+    """The lines of the entry that names this host, here or in a file that is included."""
+    for file in _iter_config_files(config):
+        lines = _read_lines(file)
+        for number, line in enumerate(lines):
+            if alias in _get_keyword_arguments(line, "host"):
+                end = next(
+                    (i for i in range(number + 1, len(lines)) if _starts_block(lines[i])), None
+                )
+                return f"# {file}\n" + "\n".join(lines[number:end]).rstrip() + "\n"
+    return None
+
+
+def _starts_block(line: str) -> bool:
+    return bool(_get_keyword_arguments(line, "host") or _get_keyword_arguments(line, "match"))
+
+
+def _get_keyword_arguments(line: str, keyword: str) -> list[str]:
+    """What follows a keyword; nothing in a line with another."""
+    match = _LINE.fullmatch(line)
+    return match[2].replace('"', "").split() if match and match[1].lower() == keyword else []
+
+
+def _read_lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(errors="replace", encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"{file} cannot be read: {describe_os_error(error)}",
+                "make it readable, or give another with --config FILE",
+            )
+        ) from None
+
+
+def _iter_config_files(config: Path, depth: int = 0) -> Iterator[Path]:
+    yield config
+    if depth == _MAX_INCLUDE_DEPTH:
+        return
+    for line in _read_lines(config):
+        for pattern in _get_keyword_arguments(line, "include"):
+            # Relative to ~/.ssh, wherever the file itself is.
+            where = find_home_folder() / ".ssh" / re.sub(r"^~/", f"{find_home_folder()}/", pattern)
+            for file in sorted(glob.glob(str(where))):
+                yield from _iter_config_files(Path(file), depth + 1)
+
+
+def append_to_config(config: Path, text: str) -> None:
+    """Beside, and moved into place, so that ssh reads the old file or the new one. A link stays a
+    link; an old file keeps its mode."""
+    real = Path(os.path.realpath(config))
+    try:
+        make_private_folder(real.parent)
+        before = real.read_bytes() if real.exists() else b""
+        gap = b"" if not before else b"\n" if before.endswith(b"\n") else b"\n\n"
+        mode = real.stat().st_mode & 0o777 if real.exists() else 0o600
+        with replace_file(real, durable=True) as temporary:
+            temporary.touch(0o600)  # readable by nobody else before it has its own mode
+            temporary.write_bytes(before + gap + text.encode())
+            temporary.chmod(mode)
+    except OSError as error:
+        reason = describe_os_error(error)
+        raise EchelonError(
+            Fault(f"{config} cannot be written: {reason}", "put the entry there by hand")
+        ) from None
+
+
+def make_private_folder(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(parents=True, mode=0o700)

@@ -1,0 +1,167 @@
+"""A submission as it happens: environment, copy of the code, jobs; and waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from echelon import environments
+from echelon.config.user_defaults import read_secrets
+from echelon.environments.build_lock import try_lock
+from echelon.environments.env_command import list_warnings
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.jobs.status import read_run_statuses
+from echelon.launch.slurm import job_array, launcher
+from echelon.runs.run_folder import SUBMISSION_FILE, Run, find_numbered_runs
+from echelon.submit.plan import SbatchJob, Submission
+from echelon.submit.source_copy import copy_source
+from echelon.utils.files import write_json_atomically
+from echelon.utils.locks import describe_owner
+from echelon.utils.os_errors import describe_os_error
+
+_POLL_S = 3.0
+_LOCAL_HINT = "add launch=local to run the commands on this machine, one after the other"
+
+
+class QueuedJob(NamedTuple):
+    job_id: str
+    runs: list[Run]
+
+    def __str__(self) -> str:
+        first, last = self.runs[0], self.runs[-1]
+        if len(self.runs) == 1:
+            return f"job {self.job_id}: run {first.name} in {first.folder}"
+        return f"job {self.job_id}: {len(self.runs)} runs, {first.name} … {last.name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"job": self.job_id, "runs": [run.name for run in self.runs]}
+
+
+@contextlib.contextmanager
+def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterator[Submission]:
+    """Everything but the jobs; Slurm is asked first whether it would take them. The name is held
+    until they are queued."""
+    if secrets := submission.configs[0].launch.secrets:
+        read_secrets(secrets)  # by the job itself; that it can is seen to now
+    if submission.kind == "slurm":
+        launcher.require_sbatch(_LOCAL_HINT)
+        for job in submission.build_jobs():
+            launcher.require_slurm_accepts(job.script)
+    with _hold_name(submission):
+        _require_no_active_runs(submission)
+        copy_source(submission.source, submission.folder)
+        submission = submission.with_environment_of_copy(env)
+        write_json_atomically(submission.folder / SUBMISSION_FILE, submission.to_dict())
+        if environment := submission.environment:
+            for line in list_warnings(environment):
+                _print_status(line)
+            if submission.build_place == "login":
+                environments.build_environment(environment, _print_status)
+        yield submission
+
+
+def _print_status(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _hold_name(submission: Submission) -> Iterator[None]:
+    """Two at once would queue jobs in one folder."""
+    file = submission.folder.with_name(f".{submission.name}.lock")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(file)
+    except OSError as error:
+        why = describe_os_error(error)
+        raise EchelonError(
+            Fault(f"{file} cannot be written: {why}", "give another place with run.dir=PATH")
+        ) from error
+    if lock is None:
+        what = f"{submission.name} is being submitted by {describe_owner(file)}"
+        raise EchelonError(Fault(what, "choose another --name, or wait for it"))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _require_no_active_runs(submission: Submission) -> None:
+    """Jobs in the queue would find other code than they were submitted with."""
+    alone = Run(submission.folder)
+    if len(submission.commands) > 1 and alone.config_file.exists():
+        what = f"{submission.name} is one run, and cannot be the name of several too"
+        raise EchelonError(Fault(what, "choose another --name"))
+    # A run of such a name may have been submitted on its own, with code of its own.
+    own = {submission.folder, *(run.folder for run in submission.runs)}
+    others = [alone, *find_numbered_runs(submission.name, submission.folder.parent)]
+    ours = [r for r in others if r.folder in own or not (r.folder / SUBMISSION_FILE).exists()]
+    known = [run for run in ours if run.config_file.exists()]
+    statuses, _ = read_run_statuses(known) if known else ([], "")
+    if at_work := [s for s in statuses if s.is_active]:
+        names = ", ".join(s.run for s in at_work[:3]) + ", …" * (len(at_work) > 3)
+        raise EchelonError(
+            Fault(
+                f"{names} of that name {'is' if len(at_work) == 1 else 'are'} not over yet",
+                "choose another --name, or end them with `echelon cancel`",
+            )
+        )
+
+
+def enqueue_jobs(jobs: Sequence[SbatchJob]) -> Iterator[QueuedJob]:
+    """One after the other. When one is refused, those before it are in the queue all the same."""
+    before: list[QueuedJob] = []
+    for job in jobs:
+        try:
+            before.append(_enqueue_job(job))
+        except EchelonError as error:
+            left = [
+                Fault(f"{each} was queued before that", f"`scancel {each.job_id}` takes it back")
+                for each in before
+            ]
+            raise EchelonError(*error.faults, *left, exit=error.exit) from error
+        yield before[-1]
+
+
+def _enqueue_job(job: SbatchJob) -> QueuedJob:
+    if job.array is not None:
+        return QueuedJob(*job_array.queue_array(job.array))
+    number, run = launcher.queue_run(job.configs[0], job.script)
+    return QueuedJob(number, [run])
+
+
+def capture_shell_environment(
+    lines: Sequence[str], folder: Path, env: dict[str, str]
+) -> dict[str, str]:
+    """The variables of a shell that went through these lines, as the job's does."""
+    text = "\n".join(['fail() { exit "$1"; }', *lines, "exec env -0"])
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=env, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise EchelonError(
+            Fault("the environment cannot be entered", "see above, and `echelon env show`"),
+            exit=Exit.FAILED,
+        )
+    pairs = (os.fsdecode(item).partition("=") for item in done.stdout.split(b"\0") if item)
+    return {name: value for name, _, value in pairs if not name.startswith("BASH_FUNC_")}
+
+
+def wait_for_runs(runs: Sequence[Run]) -> int:
+    """Until all are over; the code is the first that is not 0."""
+    reported_states: dict[str, str] = {}
+    order = {str(run.folder): number for number, run in enumerate(runs)}
+    while True:
+        statuses, _ = read_run_statuses(runs)
+        for s in sorted(statuses, key=lambda s: order[s.folder]):
+            if reported_states.get(s.folder) != s.state:
+                reported_states[s.folder] = s.state
+                note = f" ({s.note})" if s.note else ""
+                _print_status(f"{s.run}: {s.state}{note}")
+        if not any(s.is_active for s in statuses):
+            ended = sorted(statuses, key=lambda s: order[s.folder])
+            return next((int(s.exit) for s in ended if s.exit), Exit.OK)
+        time.sleep(_POLL_S)

@@ -1,0 +1,256 @@
+"""How each command is run: as the `mode` setting says, else as can be seen from the command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from echelon.config.schema import Config, LaunchConfig
+from echelon.errors import EchelonError, Fault
+from echelon.launch.plan import default_process_count
+from echelon.launch.slurm.batch_script import count_processes_per_node
+from echelon.submit.shell_syntax import ShellCommand, ShellWord
+
+NODES_FLAG, GPUS_FLAG = "--num_nodes", "--gpus"
+"""What Lightning's programs are told the world by, unless settings say otherwise."""
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+_LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_lightning|lightning)\b", re.MULTILINE)
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_SCRIPT_READ_BYTES = 1 << 20
+"""So much of a script is looked at."""
+
+
+@dataclass(frozen=True)
+class LaunchMode:
+    """How one command is run."""
+
+    mode: str
+    reason: str
+    words: tuple[ShellWord, ...]
+    """Without what is Echelon's to say, such as torchrun and its options."""
+    launch: dict[str, int] = field(default_factory=dict)
+    """What torchrun's own options said about the launch."""
+
+
+def detect_launch_mode(
+    command: ShellCommand, config: Config, chosen: str | None, source: Path, visible: int
+) -> LaunchMode:
+    """`chosen` is the mode that was set; None: it is seen from the command."""
+    words = command.words
+    name = PurePath(words[0].text).name
+    if chosen == "plain":
+        return LaunchMode("plain", "mode=plain: once per node, left alone", words)
+    if (agent := _parse_wandb_agent(words)) is not None:
+        why = "`wandb agent`: one of them; its trial is started on all nodes"
+        return LaunchMode("wandb", why, agent)
+    if (ours := parse_torchrun(command)) is not None:
+        return replace(ours, mode=chosen or ours.mode)
+    if chosen is not None:
+        return LaunchMode(chosen, f"mode={chosen}", words)
+    if name == "srun":
+        return LaunchMode("srun", "`srun`: one task per process", _parse_srun(command))
+    size = _world_size(config, visible)
+    if size == 1:
+        return LaunchMode("plain", "one process", words)
+    if _uses_lightning(words, source):
+        return LaunchMode(
+            "lightning", f"its script imports lightning and reads {NODES_FLAG}", words
+        )
+    return LaunchMode(
+        "torchrun", f"{size} processes, which find each other by torchrun's variables", words
+    )
+
+
+def apply_launch_mode(config: Config, command: ShellCommand, launch_mode: LaunchMode) -> Config:
+    """The configuration of one command's run."""
+    launch = _merge_sizes(config.launch, command, launch_mode)
+    if launch_mode.mode == "lightning":
+        nodes, gpus = launch.nodes_flag, launch.gpus_flag
+        launch = replace(
+            launch,
+            nodes_flag=NODES_FLAG if nodes is None else nodes,
+            gpus_flag=GPUS_FLAG if gpus is None else gpus,
+        )
+    program = build_argv(command, launch_mode)
+    return replace(config, mode=launch_mode.mode, launch=launch, program=program, experiment={})
+
+
+def build_argv(command: ShellCommand, launch_mode: LaunchMode) -> list[str]:
+    """What is executed. Where variables are to be filled in, a shell does it in each process of
+    the job, and what is appended to the words still reaches the program."""
+    variables = [(name, value) for name, value in command.variables]
+    if not any(word.shell for word in (*launch_mode.words, *(value for _, value in variables))):
+        before = (
+            ["env", *(f"{name}={value.text}" for name, value in variables)] if variables else []
+        )
+        return [*before, *(word.text for word in launch_mode.words)]
+    texts = [f"export {name}={_quote_for_bash(value)};" for name, value in variables]
+    texts += ["exec", *map(_quote_for_bash, launch_mode.words), '"$@"']
+    return ["bash", "-c", " ".join(texts), "bash"]
+
+
+def _quote_for_bash(word: ShellWord) -> str:
+    return word.shell or shlex.quote(word.text)
+
+
+def _merge_sizes(
+    launch: LaunchConfig, command: ShellCommand, launch_mode: LaunchMode
+) -> LaunchConfig:
+    """What was set for the job and what torchrun's options say may not differ."""
+    default = LaunchConfig()
+    for key, value in launch_mode.launch.items():
+        current = getattr(launch, key)
+        if current not in (getattr(default, key), value):
+            raise EchelonError(
+                Fault(
+                    f"{command.location}: torchrun is told {key.replace('_', ' ')} {value}, but "
+                    f"launch.{key}={current}",
+                    "leave one of the two out",
+                )
+            )
+    changed: dict[str, Any] = dict(launch_mode.launch)
+    return replace(launch, **changed)
+
+
+def _world_size(config: Config, visible: int) -> int:
+    if config.launch.kind == "slurm":
+        return config.launch.nodes * count_processes_per_node(config)
+    return config.launch.procs or default_process_count(visible, config.replica.devices)
+
+
+def _word_texts(words: Sequence[ShellWord]) -> list[str]:
+    return [word.text for word in words]
+
+
+def _uses_lightning(words: Sequence[ShellWord], source: Path) -> bool:
+    """Only where its flag is known too: Lightning under torchrun's variables needs none."""
+    script = next((word.text for word in words if word.text.endswith(".py")), None)
+    if script is None:
+        return False
+    try:
+        with (source / script).open(errors="replace", encoding="utf-8") as file:
+            text = file.read(_SCRIPT_READ_BYTES)
+    except OSError:
+        return False
+    return bool(_LIGHTNING.search(text)) and NODES_FLAG.lstrip("-") in text
+
+
+def _parse_wandb_agent(words: tuple[ShellWord, ...]) -> tuple[ShellWord, ...] | None:
+    """With signals passed on: else it leaves its trial behind when it is told to end."""
+    argv = _word_texts(words)
+    if _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:3] == ["-m", "wandb"]:
+        words = words[2:]  # the python that we put before the agent must not be what starts it
+    name, *arguments = _word_texts(words)
+    if PurePath(name).name != "wandb" or arguments[:1] != ["agent"]:
+        return None
+    if "--forward-signals" in arguments:
+        return words
+    return (*words[:2], ShellWord("--forward-signals", words[1].line), *words[2:])
+
+
+def _parse_srun(command: ShellCommand) -> tuple[ShellWord, ...]:
+    following = command.words[1:]
+    if not following or following[0].text.startswith("-"):
+        raise EchelonError(
+            Fault(
+                f"{command.location}: srun with options of its own",
+                "write srun PROGRAM, and what it is to have as launch.nodes=, launch.procs=, "
+                "launch.sbatch=",
+            )
+        )
+    return following
+
+
+# --- torchrun as a person types it ---
+
+
+@dataclass(frozen=True)
+class _TorchrunCall:
+    python: ShellWord | None
+    """That was typed; None after a bare `torchrun`."""
+    arguments: tuple[ShellWord, ...]
+
+
+def parse_torchrun(command: ShellCommand) -> LaunchMode | None:
+    """What torchrun would run; None for another command."""
+    typed = _split_torchrun(command.words)
+    return _translate_torchrun(command, typed) if typed is not None else None
+
+
+def _split_torchrun(words: tuple[ShellWord, ...]) -> _TorchrunCall | None:
+    argv = _word_texts(words)
+    if PurePath(argv[0]).name == "torchrun":
+        return _TorchrunCall(None, words[1:])
+    runs_module = _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:2] == ["-m"]
+    if runs_module and argv[2:3] and argv[2] in _LAUNCHER_MODULES:
+        return _TorchrunCall(words[0], words[3:])
+    return None
+
+
+_IGNORED_OPTIONS = {
+    *("standalone", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "master-addr"),
+    *("master-port", "node-rank", "local-addr", "monitor-interval", "start-method", "use-env"),
+}
+_OPTIONS_WITHOUT_VALUE = {"standalone", "use-env", "module", "m", "no-python"}
+_SIZE_OPTIONS = {"nproc-per-node": "procs", "nnodes": "nodes", "max-restarts": "max_restarts"}
+
+
+def _translate_torchrun(command: ShellCommand, call: _TorchrunCall) -> LaunchMode:
+    """Its options say who meets whom where, which is the job's to say; sizes that are numbers are
+    taken over, and variables in their place are filled by the job's own."""
+    python = call.python or ShellWord("python", command.line)
+    launch: dict[str, int] = {}
+    module = bare = False
+    at, rest = 0, call.arguments
+    while at < len(rest) and rest[at].text.startswith("-"):
+        flag, equals, value = rest[at].text.partition("=")
+        name = flag.lstrip("-").replace("_", "-")
+        word = rest[at]
+        at += 1
+        if name not in _OPTIONS_WITHOUT_VALUE and not equals:
+            if at >= len(rest):
+                break
+            value, word = rest[at].text, rest[at]
+            at += 1
+        if name in ("m", "module"):
+            module = True
+        elif name == "no-python":
+            bare = True
+        elif name in _SIZE_OPTIONS:
+            _parse_size(command, launch, name, value, word)
+        elif name not in _IGNORED_OPTIONS:
+            raise EchelonError(
+                Fault(
+                    f"{command.location}: torchrun's option {flag} has no counterpart here",
+                    "leave it out, or set mode=plain to have your torchrun started once per node",
+                )
+            )
+    program = rest[at:]
+    if not program:
+        raise EchelonError(
+            Fault(
+                f"{command.location}: torchrun without a script",
+                "end the line with \\ if the command goes on in the next",
+            )
+        )
+    before = () if bare else (python, ShellWord("-m", command.line)) if module else (python,)
+    why = "`torchrun`: an agent per node takes its place; endpoint and id are the job's own"
+    return LaunchMode("torchrun", why, (*before, *program), launch)
+
+
+def _parse_size(
+    command: ShellCommand, launch: dict[str, int], name: str, value: str, word: ShellWord
+) -> None:
+    if value.isdecimal():
+        launch[_SIZE_OPTIONS[name]] = int(value)
+    elif word.shell is None and value not in ("auto", "gpu", "cpu"):
+        raise EchelonError(
+            Fault(
+                f"{command.location}: torchrun's --{name}={value} is no number",
+                "give a number; worlds that change their size are not supported",
+            )
+        )

@@ -1,0 +1,367 @@
+"""One command after the other out of a text: words, quotes, continuations, variables.
+
+The words of a command reach its program exactly as they are written. What a shell would do beyond
+that (pipes, redirections, patterns of file names, substitutions) is refused and not guessed at:
+done at submitting it would see another machine, time and folder than the person meant.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from echelon.errors import suggest_nearest
+
+DIRECTIVES = ("expand",)
+_DIRECTIVE_COMMENT = re.compile(r"#\s*echelon\s*:\s*(.*)", re.IGNORECASE)
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
+_COMMENT_LINE = re.compile(r"[ \t]*#[^\n]*(\n|\Z)")
+_BRACES = re.compile(r"\{\S*?(,|\.\.)\S*?\}")
+_OPERATORS = {
+    **{"|": "a pipe", "&": "a background job or `&&`", ";": "a list of commands"},
+    **{"<": "a redirection", ">": "a redirection", "(": "a subshell", ")": "a subshell"},
+    **{"`": "a command substitution"},
+    **dict.fromkeys("*?", "a pattern of file names"),
+}
+_SCRIPT_HINT = "put it into a script of its own, or write bash -c '…'; as plain text, quote it"
+_SHELL_KEYWORDS = {
+    *("cd", "export", "source", ".", "set", "unset", "alias", "eval", "exec", "ulimit", "module"),
+    *("if", "then", "for", "while", "until", "do", "done", "case", "function", "{", "}", "!", "[["),
+}
+"""Words that only a shell understands, or that change only the shell they are typed into."""
+
+
+@dataclass(frozen=True)
+class ShellWord:
+    text: str
+    """What the program is given; variables stand in it as they were written."""
+    line: int
+    shell: str | None = None
+    """The same for bash, where variables stand in it; they are never split or matched to files."""
+
+
+@dataclass(frozen=True)
+class ShellCommand:
+    file: str
+    line: int
+    """Where it begins."""
+    words: tuple[ShellWord, ...]
+    variables: tuple[tuple[str, ShellWord], ...] = ()
+    """`NAME=value` before the program: for this command alone."""
+    expand: bool = False
+    """Whether the job's shell may fill in variables."""
+
+    @property
+    def location(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def argv(self) -> list[str]:
+        return [word.text for word in self.words]
+
+
+class CommandSyntaxError(Exception):
+    def __init__(self, line: int, problem: str, remedy: str) -> None:
+        self.line, self.what, self.do = line, problem, remedy
+
+
+@dataclass
+class _WordBuilder:
+    """A word that is being read."""
+
+    line: int
+    text: str = ""
+    shell: str = ""
+    pending_literal: str = ""
+    """The end of the word, not yet in `shell`."""
+    has_variables: bool = False
+    assigned_name: str | None = None
+    """The name before an unquoted `=`, when that is all that stands before it."""
+    is_unquoted: bool = True
+    """Whether nothing of it was quoted so far."""
+
+    def add(self, text: str) -> None:
+        self.text += text
+        self.pending_literal += text
+
+    def add_variable(self, name: str, written: str) -> None:
+        self._flush()
+        self.text += written
+        self.shell += f'"${{{name}?is not set in the job}}"'
+        self.has_variables = True
+        self.is_unquoted = False
+
+    def end_name(self) -> None:
+        """What follows may need quotes, and NAME= may not be in them: it is cut off as it is."""
+        self._flush()
+
+    def _flush(self) -> None:
+        self.shell += shlex.quote(self.pending_literal) if self.pending_literal else ""
+        self.pending_literal = ""
+
+    def build(self, cut: int = 0) -> ShellWord:
+        """Without its first so many characters, which are literal."""
+        text = self.text[cut:]
+        if not self.has_variables:
+            return ShellWord(text, self.line)
+        self._flush()
+        whole = self.shell
+        if cut:  # NAME= needs no quotes, so it stands in the shell's text as it is
+            whole = whole.removeprefix(self.text[:cut])
+        return ShellWord(text, self.line, whole)
+
+
+class CommandReader:
+    def __init__(self, text: str, file: str) -> None:
+        self._text, self._file = text, file
+        self._position, self._line = 0, 1
+        self._expand = False
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._position >= len(self._text)
+
+    def read_command(self) -> ShellCommand | None:
+        """The next one; None for a line without."""
+        words: list[ShellWord] = []
+        variables: list[tuple[str, ShellWord]] = []
+        line = self._line
+        while not self._skip_to_word():
+            if self._peek() == "#":
+                self._read_comment(is_whole_line=not words and not variables)
+                continue
+            building = self._read_word()
+            if not words and not variables:
+                line = building.line
+            if building.assigned_name and not words:
+                name = building.assigned_name
+                variables.append((name, building.build(cut=len(name) + 1)))
+            else:
+                self._require_program(building, first=not words)
+                words.append(building.build())
+        if variables and not words:
+            raise CommandSyntaxError(
+                line, f"{variables[0][0]}=… stands alone", "write the command after it"
+            )
+        self._read_newline()
+        if not words:
+            return None
+        return ShellCommand(self._file, line, tuple(words), tuple(variables), self._expand)
+
+    def skip_command(self) -> None:
+        """To the next line that is not a continuation of this one."""
+        while not self.is_at_end:
+            end = self._text.find("\n", self._position)
+            line = self._text[self._position : end if end >= 0 else len(self._text)]
+            self._position = end + 1 if end >= 0 else len(self._text)
+            self._line += 1
+            if not line.rstrip("\r").endswith("\\"):
+                return
+
+    # --- between words ---
+
+    def _skip_to_word(self) -> bool:
+        """Whether the command is, after what stands between words."""
+        while not self.is_at_end:
+            if self._peek() in " \t":
+                self._position += 1
+            elif not self._skip_continuation():
+                break
+        return self.is_at_end or self._is_at_newline()
+
+    def _skip_continuation(self) -> bool:
+        """Past a backslash at the end of a line, and past comment lines that follow it."""
+        length = 1 + self._measure_newline(1) if self._peek() == "\\" else 1
+        if length == 1:
+            return False
+        line = self._line
+        self._position += length
+        self._line += 1
+        while (match := _COMMENT_LINE.match(self._text, self._position)) is not None:
+            self._line += match[0].count("\n")
+            self._position = match.end()
+        if not self._text[self._position :].strip():
+            raise CommandSyntaxError(
+                line, "the last line ends with \\, and nothing follows", "delete the \\"
+            )
+        return True
+
+    def _read_comment(self, is_whole_line: bool) -> None:
+        end = self._text.find("\n", self._position)
+        end = end if end >= 0 else len(self._text)
+        text = self._text[self._position : end].rstrip("\r")
+        self._position = end - self._text[self._position : end].endswith("\r")
+        if (found := _DIRECTIVE_COMMENT.fullmatch(text.strip())) and is_whole_line:
+            if found[1].strip() not in DIRECTIVES:
+                raise CommandSyntaxError(
+                    self._line,
+                    f"there is no directive {found[1].strip()!r}",
+                    suggest_nearest(found[1].strip(), DIRECTIVES),
+                )
+            self._expand = True
+
+    # --- one word ---
+
+    def _read_word(self) -> _WordBuilder:
+        word = _WordBuilder(self._line)
+        while not self.is_at_end and not self._is_at_newline() and self._peek() not in " \t":
+            if self._skip_continuation():
+                continue
+            self._read_word_part(word)
+        return word
+
+    def _read_word_part(self, word: _WordBuilder) -> None:
+        character = self._peek()
+        if character == "'":
+            self._read_single_quotes(word)
+        elif character == '"':
+            self._read_double_quotes(word)
+        elif character == "\\":
+            self._read_escape(word)
+        elif character == "$":
+            self._read_dollar(word, special="\"'")  # $"…" and $'…' are quotes of bash's
+        elif character in _OPERATORS:
+            raise CommandSyntaxError(
+                self._line, f"{character} is {_OPERATORS[character]}", _SCRIPT_HINT
+            )
+        elif character == "{" and (braces := _BRACES.match(self._text, self._position)):
+            raise CommandSyntaxError(
+                self._line,
+                f"{braces[0]} is several words to a shell",
+                f"as plain text, quote it: '{braces[0]}'",
+            )
+        elif character == "~" and (not word.text or (word.assigned_name and word.text[-1] in "=:")):
+            self._read_tilde(word)
+        else:
+            if character == "=" and word.is_unquoted and _VARIABLE_NAME.fullmatch(word.text):
+                word.assigned_name = word.text
+            self._position += 1
+            word.add(character)
+            if word.assigned_name is not None and word.assigned_name == word.text[:-1]:
+                word.end_name()
+
+    def _read_single_quotes(self, word: _WordBuilder) -> None:
+        end = self._text.find("'", self._position + 1)
+        if end < 0:
+            raise self._unclosed_quote_error("'")
+        inside = self._text[self._position + 1 : end]
+        self._line += inside.count("\n")
+        self._position = end + 1
+        word.is_unquoted = False
+        word.add(inside)
+
+    def _read_double_quotes(self, word: _WordBuilder) -> None:
+        line, start = self._line, self._position
+        self._position += 1
+        word.is_unquoted = False
+        while not self.is_at_end:
+            character = self._peek()
+            if character == '"':
+                self._position += 1
+                return
+            if character == "\\" and (length := self._measure_newline(1)):
+                self._position += 1 + length
+                self._line += 1
+            elif character == "\\" and self._peek(1) in ("$", "`", '"', "\\"):
+                word.add(self._peek(1))
+                self._position += 2
+            elif character == "$":
+                self._read_dollar(word)
+            elif character == "`":
+                raise CommandSyntaxError(self._line, "` is a command substitution", _SCRIPT_HINT)
+            else:
+                self._line += character == "\n"
+                self._position += 1
+                word.add(character)
+        self._line, self._position = line, start
+        raise self._unclosed_quote_error('"')
+
+    def _unclosed_quote_error(self, mark: str) -> CommandSyntaxError:
+        bad = CommandSyntaxError(
+            self._line,
+            f"the quote {mark} that is opened here is never closed",
+            f"close it, or write \\{mark} for the character itself",
+        )
+        self._position = len(self._text)  # what follows was read as quoted, or as something else
+        return bad
+
+    def _read_escape(self, word: _WordBuilder) -> None:
+        following = self._peek(1)
+        rest = self._text[self._position + 1 :].partition("\n")[0].strip()
+        if not following:
+            raise CommandSyntaxError(
+                self._line, "the file ends with \\, and nothing follows", "delete the \\"
+            )
+        if following in " \t" and (not rest or rest.startswith("#")):
+            raise CommandSyntaxError(
+                self._line,
+                "\\ continues a line only as its very last character",
+                "delete what stands after it",
+            )
+        word.is_unquoted = False
+        word.add(following)
+        self._position += 2
+
+    def _read_dollar(self, word: _WordBuilder, special: str = "") -> None:
+        match = _VARIABLE.match(self._text, self._position)
+        following = self._peek(1)
+        if match:
+            self._position = match.end()
+            word.add_variable(match[1] or match[2], match[0])
+        elif following == "(":
+            raise CommandSyntaxError(self._line, "$(…) is a command substitution", _SCRIPT_HINT)
+        elif following and (following in f"{special}{{[@*#?$!-" or following.isdecimal()):
+            raise CommandSyntaxError(
+                self._line,
+                f"${following} means more to a shell than the value of a variable",
+                f"{_SCRIPT_HINT}: \\$",
+            )
+        else:
+            self._position += 1
+            word.add("$")
+
+    def _read_tilde(self, word: _WordBuilder) -> None:
+        following = self._peek(1)
+        if following not in ("", "/", " ", "\t", "\r", "\n"):
+            raise CommandSyntaxError(self._line, "~NAME is the home of a user", "write the path")
+        self._position += 1
+        word.add_variable("HOME", "~")
+
+    def _require_program(self, word: _WordBuilder, first: bool) -> None:
+        if not first or not word.is_unquoted:
+            return
+        if word.text in _SHELL_KEYWORDS:
+            raise CommandSyntaxError(
+                word.line,
+                f"{word.text!r} is a word of the shell's, and no program",
+                "put it into a script, or into launch.setup, which runs before the command",
+            )
+        if word.text.startswith("-"):
+            raise CommandSyntaxError(
+                word.line,
+                f"the command begins with the option {word.text}",
+                "end the line before it with \\ if it goes on here",
+            )
+
+    # --- characters ---
+
+    def _peek(self, ahead: int = 0) -> str:
+        return self._text[self._position + ahead : self._position + ahead + 1]
+
+    def _measure_newline(self, ahead: int) -> int:
+        """Of a line's end there, as Unix or Windows writes it; 0 for anything else."""
+        if self._peek(ahead) == "\n":
+            return 1
+        if self._peek(ahead) != "\r":
+            return 0
+        return {"\n": 2, "": 1}.get(self._peek(ahead + 1), 0)
+
+    def _is_at_newline(self) -> bool:
+        return self._measure_newline(0) > 0
+
+    def _read_newline(self) -> None:
+        if not self.is_at_end:
+            self._position += self._measure_newline(0)
+            self._line += 1

@@ -1,0 +1,99 @@
+"""A sweep on wandb's server as it looks from here: what our agents have run of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.runs.run_folder import Run
+from echelon.sweep.located_yaml import LocatedYaml
+from echelon.sweep.metric_history import MetricHistory, to_file_key
+from echelon.sweep.optuna_study import require_optuna
+from echelon.sweep.report import SweepReport, compute_importance
+from echelon.sweep.sampling import encode_choice
+from echelon.sweep.search_space import SearchParameter
+from echelon.sweep.sweep_file import SweepFile, SweepMetric, parse_sweep
+from echelon.sweep.sweep_folder import SweepFolder
+from echelon.sweep.trial_store import TrialSummary
+from echelon.sweep.wandb import server_sweep, trial_history
+from echelon.sweep.wandb.trial_history import WandbTrialRecord
+
+if TYPE_CHECKING:
+    import optuna
+
+
+def build_server_report(sweep: SweepFolder, importance: bool = True) -> SweepReport:
+    known = server_sweep.read_server_file(sweep.folder)
+    metric = SweepMetric(**known["metric"])
+    key = to_file_key(metric.name, known["program"])
+    trial_records = enumerate(trial_history.read_records(sweep.folder))
+    results = [_summarize_record(number, one, sweep.folder, key) for number, one in trial_records]
+    file = parse_sweep(LocatedYaml(sweep.folder, known["file"], {}))
+    parts = (
+        compute_importance(_build_study(file, metric, results))
+        if importance and _has_optuna()
+        else {}
+    )
+    return SweepReport(sweep, metric, known["cap"], results, parts, "")
+
+
+def _summarize_record(
+    number: int, trial_record: WandbTrialRecord, folder: Path, key: str
+) -> TrialSummary:
+    trial = trial_record.to_trial()
+    history = MetricHistory(Run(folder.with_name(trial.run_name)).metrics_file, key).read()
+    state = {"stopped": "pruned", "preempted": "waiting"}.get(
+        trial_record.state, trial_record.state
+    )
+    value = history[-1] if history else trial_record.value  # the last one is what wandb goes by
+    given = dict(trial.values)
+    return TrialSummary(
+        number, trial_record.id, trial.run_name, state, value, given, history, trial_record.cause
+    )
+
+
+def _has_optuna() -> bool:
+    return importlib.util.find_spec("optuna") is not None
+
+
+def _build_study(
+    file: SweepFile, metric: SweepMetric, results: Sequence[TrialSummary]
+) -> optuna.Study:
+    """The same trials as if Optuna had searched, which then can say what mattered."""
+    import optuna
+
+    require_optuna()
+    study = optuna.create_study(direction="maximize" if metric.goal == "maximize" else "minimize")
+    finished = [r for r in results if r.state == "finished" and r.metric_value is not None]
+    ranges = {
+        p.name: made
+        for p in file.searched_parameters
+        if all(p.name in r.parameters for r in finished)
+        and (made := _build_distribution(p, [r.parameters[p.name] for r in finished]))
+    }
+    for result in finished:
+        values = {name: encode_choice(result.parameters[name]) for name in ranges}
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=values, distributions=ranges, value=result.metric_value
+            )
+        )
+    return study
+
+
+def _build_distribution(
+    parameter: SearchParameter, values: Sequence[Any]
+) -> optuna.distributions.BaseDistribution | None:
+    import optuna
+
+    if parameter.values:
+        return optuna.distributions.CategoricalDistribution(
+            sorted({*map(encode_choice, values)}, key=str)
+        )
+    low, high = min(values, default=0), max(values, default=0)
+    if not low < high:
+        return None
+    log = "log" in parameter.distribution and low > 0
+    return optuna.distributions.FloatDistribution(low, high, log=log)

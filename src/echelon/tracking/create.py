@@ -1,0 +1,98 @@
+"""Which trackers a run has, and whether they can be had."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+
+from echelon.config.schema import WANDB_MODES, Config
+from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.runs.run_folder import Run
+from echelon.tracking import tensorboard_events, wandb_key, wandb_run
+from echelon.tracking.background import BackgroundTracker
+from echelon.tracking.metrics_file import MetricsFile
+from echelon.tracking.metrics_line import Tracker
+from echelon.tracking.summary import shorten_path
+
+_TENSORBOARD_CLOSE_S = 20.0
+_WANDB_MARGIN_S = 10.0
+"""Beyond what wandb itself is told to wait."""
+
+
+def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
+    """Of rank 0, for a run that goes on after `step`; metrics.jsonl is always the first."""
+    metrics_file = MetricsFile(run.metrics_file, step)
+    trackers: list[Tracker] = [metrics_file]
+    if _uses_wandb(config, os.environ):
+        _import_early("wandb")
+        with contextlib.suppress(OSError):  # a full disk; wandb then makes an id of its own
+            wandb_run.ensure_run_id(config, run, os.environ)
+        trackers.append(
+            BackgroundTracker(
+                "wandb",
+                functools.partial(wandb_run.open_wandb, config, run),
+                metrics_file.past_lines,
+                run.tracker_progress_file("wandb"),
+                close_timeout_s=sum(wandb_run.get_timeouts_s(os.environ)) + _WANDB_MARGIN_S,
+                get_summary_rows=functools.partial(wandb_run.get_summary_rows, run),
+                abandon=wandb_run.abandon_wandb,
+            )
+        )
+    if config.track.tensorboard.use:
+        _import_early("tensorboard.summary.writer.record_writer")
+        folder = tensorboard_events.get_event_folder(config, run.folder)
+        trackers.append(
+            BackgroundTracker(
+                "TensorBoard",
+                functools.partial(tensorboard_events.open_tensorboard, folder, config, step),
+                metrics_file.past_lines,
+                run.tracker_progress_file("tensorboard"),
+                close_timeout_s=_TENSORBOARD_CLOSE_S,
+                get_summary_rows=lambda: {"curves": f"tensorboard --logdir {shorten_path(folder)}"},
+            )
+        )
+    return tuple(trackers)
+
+
+def _import_early(module: str) -> None:
+    """Before there is a thread for it: a loader's process that is forked in the middle of another
+    thread's import would wait for that import for ever."""
+    with contextlib.suppress(Exception):  # the thread meets it too, and says so
+        importlib.import_module(module)
+
+
+def require_trackers(config: Config, env: Mapping[str, str]) -> None:
+    """Before anything is started, where it will run on this machine."""
+    faults = list(_find_faults(config, env))
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _find_faults(config: Config, env: Mapping[str, str]) -> Iterator[Fault]:
+    chosen = {"wandb": _uses_wandb(config, env), "tensorboard": config.track.tensorboard.use}
+    for name, used in chosen.items():
+        if used and importlib.util.find_spec(name) is None:
+            yield Fault(f"track={name}, but {name} is not installed", _format_install_hint(name))
+    mode = wandb_run.get_mode(config, env)
+    if config.track.wandb.use and mode not in WANDB_MODES:
+        yield Fault(f"WANDB_MODE={mode}: there is no such mode", suggest_nearest(mode, WANDB_MODES))
+    if not _uses_wandb(config, env) or mode != "online":
+        return
+    if reason := wandb_key.find_key_problem(env):
+        yield Fault(
+            f"track=wandb, but {reason}",
+            "log in with `wandb login`, or set WANDB_API_KEY; or go without a server: "
+            "track.wandb.mode=offline",
+        )
+
+
+def _format_install_hint(name: str) -> str:
+    return f'install it: pip install "echelon[{name}]"'
+
+
+def _uses_wandb(config: Config, env: Mapping[str, str]) -> bool:
+    return config.track.wandb.use and wandb_run.get_mode(config, env) != "disabled"

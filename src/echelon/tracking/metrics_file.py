@@ -1,0 +1,52 @@
+"""metrics.jsonl: one JSON object per line, always written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import IO
+
+from echelon.errors import Exit
+from echelon.tracking.metrics_line import MetricsLine
+from echelon.utils.files import write_text_atomically
+
+
+class MetricsFile:
+    """Appends lines. A run that goes on from step s forgets the lines after s: they come again."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.past_lines = _truncate_after(path, resumed_step)
+        self._file: IO[str] = path.open("a", buffering=1, encoding="utf-8")
+
+    def log(self, line: MetricsLine) -> None:
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError:  # a full disk must not end a training; the snapshot's error says it
+            return
+
+    def close(self, outcome: Exit) -> dict[str, str]:
+        with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
+            self._file.close()
+        return {}
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """The whole lines; a process killed while writing leaves half a line."""
+    lines = []
+    content = path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
+    for line_text in content.splitlines():
+        try:
+            line = json.loads(line_text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines
+
+
+def _truncate_after(path: Path, step: int) -> list[MetricsLine]:
+    kept = [line for line in read_metrics(path) if line.get("step", 0) <= step]
+    if path.exists():
+        write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept

@@ -1,0 +1,134 @@
+"""What a person sees of a running training: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from echelon.tracking.metrics_line import format_speed
+
+_LINE_EVERY_S = 2.0
+_DRAW_EVERY_S = 0.1
+_MIN_BAR_WIDTH = 8
+_REMAINING_TIME = "0:00:00"
+"""What the remaining time may take."""
+
+
+def create_progress_display(kind: str, total_steps: int, step: int) -> TrainingProgress:
+    if kind == "auto":
+        kind = "bar" if sys.stderr.isatty() else "lines"
+    displays: dict[str, type[TrainingProgress]] = {
+        "bar": ProgressBar,
+        "lines": ProgressLines,
+        "none": TrainingProgress,
+    }
+    return displays[kind](total_steps, step)
+
+
+class TrainingProgress:
+    """Shows nothing; what the others are made from."""
+
+    draw_every_s = float("inf")
+    show: Callable[[str], None] | None = None
+    """Puts a line above what is drawn, where something is."""
+
+    def __init__(self, total_steps: int = 0, step: int = 0) -> None:
+        self.total = total_steps
+        self.next_draw = 0.0
+        self.latest: dict[str, Any] = {}
+
+    def progress(self, line: dict[str, Any]) -> None:
+        """A line of training metrics, drawn at most so often, with the last of what it has not."""
+        self.latest.update(line)
+        now = time.monotonic()
+        if now >= self.next_draw:
+            self.next_draw = now + self.draw_every_s
+            self.draw(self.latest)
+
+    def draw(self, line: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def join_fitting(texts: list[str], room: int) -> str:
+    """As many of them as there is room for."""
+    shown = ""
+    for text in texts:
+        longer = f"{shown}  {text}" if shown else text
+        if len(longer) > room:
+            break
+        shown = longer
+    return shown
+
+
+def _format_loss(line: dict[str, Any]) -> str:
+    return f"loss {line['loss']:.5g}"
+
+
+class ProgressLines(TrainingProgress):
+    draw_every_s = _LINE_EVERY_S
+
+    def draw(self, line: dict[str, Any]) -> None:
+        step = f"step {line['step']}/{self.total}"
+        print(
+            step,
+            f"epoch {line['epoch']}",
+            _format_loss(line),
+            *format_speed(line),
+            sep="  ",
+            file=sys.stderr,
+        )
+
+
+class ProgressBar(TrainingProgress):
+    draw_every_s = _DRAW_EVERY_S
+
+    def __init__(self, total_steps: int, step: int) -> None:
+        super().__init__(total_steps, step)
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("[bold]epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("[cyan]{task.fields[loss]}"),
+            TextColumn("[dim]{task.fields[pace]}"),
+            TimeRemainingColumn(compact=True),
+            console=Console(file=sys.__stderr__),
+            redirect_stdout=False,  # train.output brings what is printed to `show`
+            redirect_stderr=False,
+            auto_refresh=False,  # drawn by us: a thread would wake up beside every training step
+        )
+        self._task = self._bar.add_task(
+            "", total=total_steps, completed=step, epoch="…", loss="", pace=""
+        )
+        self._bar.start()
+        self.show = self._show
+
+    def draw(self, line: dict[str, Any]) -> None:
+        said = [
+            f"epoch {line['epoch']}",
+            f"{line['step']}/{self.total}",
+            _format_loss(line),
+            _REMAINING_TIME,
+        ]
+        room = self._bar.console.width - _MIN_BAR_WIDTH - sum(len(text) + 1 for text in said)
+        self._bar.update(
+            self._task,
+            completed=line["step"],
+            epoch=line["epoch"],
+            loss=_format_loss(line),
+            pace=join_fitting(format_speed(line), room),
+        )
+        self._bar.refresh()
+
+    def _show(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self.latest:
+            self.draw(self.latest)
+        self._bar.stop()

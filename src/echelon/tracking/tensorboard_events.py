@@ -1,0 +1,90 @@
+"""TensorBoard's event files, written with its own record writer.
+
+Not with torch's SummaryWriter or tensorboard's EventFileWriter: both put a thread and a queue of
+their own between, which hide a full disk and lose the lines of two minutes to a kill. The import
+costs the same, a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.config.schema import Config
+from echelon.errors import Exit
+from echelon.tracking.background import PrintMessage, TrackerProgress
+from echelon.tracking.metrics_line import MetricsLine, name_curves, select_axes
+
+
+def get_event_folder(config: Config, run_folder: Path) -> Path:
+    """In one that is chosen, every run has its own: in the same, each would purge the others."""
+    chosen = config.track.tensorboard.folder
+    return Path(chosen).absolute() / run_folder.name if chosen else run_folder / "tensorboard"
+
+
+class TensorBoardWriter:
+    """One event file; every start of a run adds another to the folder."""
+
+    settles_s = 0.0
+
+    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        # Readers then drop what earlier files hold from this step on: it comes again.
+        again = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=first_step, session_log=again))
+        self._write_config(config, first_step)
+
+    def _write_config(self, config: Config, step: int) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb  # the same as it draws
+
+        config_lines = json.dumps(config.to_dict(), indent=2).splitlines()
+        shown = text_pb("config", "\n".join(f"    {line}" for line in config_lines))
+        self._write(self._event(wall_time=time.time(), step=step, summary=shown))
+
+    def put(self, line: MetricsLine, row: int) -> None:
+        numbers = {key: value for key, value in select_axes(line).items() if key != "step"}
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in (numbers | name_curves(line)).items()
+        ]
+        summary = self._summary(value=values)
+        wall_time = line.get("time", time.time())
+        self._write(self._event(wall_time=wall_time, step=line["step"], summary=summary))
+
+    def _write(self, event: object) -> None:
+        self._records.write(event.SerializeToString())  # type: ignore[attr-defined]
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self, outcome: Exit) -> None:
+        self._file.close()
+
+
+def open_tensorboard(
+    folder: Path,
+    config: Config,
+    step: int,
+    past_lines: Sequence[MetricsLine],
+    progress: TrackerProgress,
+    print_message: PrintMessage,
+) -> tuple[TensorBoardWriter, Sequence[MetricsLine]]:
+    """The steps that it lacks lines of are written again as a whole."""
+    has = progress.lines if any(folder.glob("events.out.tfevents.*")) else 0
+    first = past_lines[has]["step"] if has < len(past_lines) else step + 1
+    return TensorBoardWriter(folder, config, first), [
+        line for line in past_lines if line["step"] >= first
+    ]

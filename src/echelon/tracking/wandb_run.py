@@ -1,0 +1,329 @@
+"""Weights & Biases: one run of theirs for one run of ours, however often it was started.
+
+wandb speaks to a process of its own, wandb-core, which ends by itself when ours is gone. It writes
+every row to a file before it sends it, so what a server did not take can be sent later; but it
+writes that file only every quarter of a minute, so what a kill took from it is given again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.config.schema import Config, TrainerConfig, flatten
+from echelon.errors import Exit
+from echelon.runs.run_folder import Run
+from echelon.tracking import wandb_file, wandb_key
+from echelon.tracking.background import PrintMessage, TrackerProgress, summarize_error
+from echelon.tracking.metrics_line import MetricsLine, is_better, name_curves, select_axes
+from echelon.tracking.summary import shorten_path
+from echelon.utils.files import write_json_atomically
+
+_INIT_TIMEOUT_S, _FINISH_TIMEOUT_S = 10.0, 15.0
+"""WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise. The training runs on while a server is
+waited for at the start; what it logs waits too."""
+_DURABLE_AFTER_S = 30.0
+_UNSENT_WARNING = (
+    "not all of it reached its server; everything is in its files, and the last words of the run "
+    "say how to send them"
+)
+
+
+def get_mode(config: Config, env: Mapping[str, str]) -> str:
+    return config.track.wandb.mode or env.get("WANDB_MODE") or "online"
+
+
+def get_timeouts_s(env: Mapping[str, str]) -> tuple[float, float]:
+    """For a server to answer at the start, and to take what is left at the end."""
+    return _read_float(env, "WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S), _read_float(
+        env, "WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT_S
+    )
+
+
+def _read_float(env: Mapping[str, str], name: str, default: float) -> float:
+    with contextlib.suppress(KeyError, ValueError):
+        return float(env[name])
+    return default
+
+
+def ensure_run_id(config: Config, run: Run, env: Mapping[str, str]) -> str:
+    """Made once. Of a trial, the sweep's server has made it."""
+    known = run.read_wandb_id()
+    if known is not None:
+        return known
+    letters = string.ascii_lowercase + string.digits
+    given_id = config.track.wandb.id or env.get("WANDB_RUN_ID")
+    new_id = given_id or "".join(secrets.choice(letters) for _ in range(8))
+    write_json_atomically(run.wandb_file, {"id": new_id, "unsent": []})
+    return new_id
+
+
+def get_summary_rows(run: Run) -> dict[str, str]:
+    state = _read_state(run)
+    unsent = [f for name in state["unsent"] if _has_unsent_rows(f := run.folder / "wandb" / name)]
+    rows = {"wandb": str(state["url"])} if state.get("url") else {}
+    if unsent:
+        rows["send it"] = "wandb sync " + " ".join(shlex.quote(shorten_path(f)) for f in unsent)
+    return rows
+
+
+def _has_unsent_rows(folder: Path) -> bool:
+    """`wandb sync` marks what it has sent, and stops at a file that a kill left empty."""
+    files = list(folder.glob("*.wandb"))
+    return any(f.stat().st_size > wandb_file.HEADER_BYTES for f in files) and not any(
+        folder.glob("*.synced")
+    )
+
+
+def abandon_wandb() -> None:
+    """Whatever it waits for; and it must not wait again when this process ends."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name() == "wandb-core":
+                child.kill()
+    with contextlib.suppress(Exception):
+        import wandb
+
+        wandb.teardown()
+
+
+class WandbRun:
+    """A run of wandb's that is open."""
+
+    settles_s = _DURABLE_AFTER_S
+
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        past_lines: Sequence[MetricsLine],
+        print_message: PrintMessage,
+    ) -> None:
+        self._run = run
+        self._online = get_mode(config, os.environ) == "online"
+        self._best = BestMetric(config.trainer, past_lines)
+        self._wandb = _start_run(config, run, self._online, print_message)
+        self._messages = _capture_messages(print_message)
+        self._online = not self._wandb.offline
+        self._folder = Path(self._wandb.dir).parent.name
+        self._last_folder = str(_read_state(run).get("last", ""))
+        self._save_state(unsent=self._folder)
+        self._wandb.define_metric("step")
+        self._wandb.define_metric("*", step_metric="step")
+        self._wandb.summary.update(self._best.to_summary())
+        if self._online:
+            print_message(f"wandb: {self._wandb.url}")
+
+    def count_received_lines(self, progress: TrackerProgress) -> int:
+        """How many lines it has. A server knows to which row it heard the last start, so that what
+        a kill kept from it needs no `wandb sync`; without one, the file of that start tells."""
+        last = self._last_folder
+        if self._online and not last.startswith("offline"):
+            received_rows = int(self._wandb.step) - progress.first_row
+            if last not in _read_state(self._run)["unsent"] or received_rows < 0:
+                return progress.lines
+            self._save_state(sent=last)
+            return progress.first_line + received_rows
+        files = list((self._run.folder / "wandb" / last).glob("*.wandb")) if last else []
+        return progress.first_line + wandb_file.count_rows(files[0]) if files else progress.lines
+
+    def put(self, line: MetricsLine, row: int) -> None:
+        """A row has wandb's own number, which must grow; curves are drawn over our `step`, which
+        goes back when a run goes on from a snapshot."""
+        self._wandb.log(select_axes(line) | name_curves(line), step=max(row, self._wandb.step))
+        if self._best.update(line):
+            self._wandb.summary.update(self._best.to_summary())
+
+    def flush(self) -> None: ...
+
+    def close(self, outcome: Exit) -> None:
+        import wandb
+
+        try:
+            ended = outcome is Exit.PREEMPTED and self._run.cancel_file.exists()
+            if outcome is Exit.PREEMPTED and not ended:
+                self._wandb.mark_preempting()  # a sweep's server gives it to an agent again
+            self._wandb.finish(exit_code=0 if ended else int(outcome))
+            if self._online and not self._messages.has_unsent:
+                self._save_state(sent=self._folder)
+        except TimeoutError:
+            self._messages.warn(_UNSENT_WARNING)
+        finally:
+            wandb.teardown()
+
+    def _save_state(self, unsent: str = "", sent: str = "") -> None:
+        state = _read_state(self._run)
+        names = [name for name in (*state["unsent"], unsent) if name and name != sent]
+        url = {"url": self._wandb.url} if self._online else {}
+        write_json_atomically(
+            self._run.wandb_file, state | url | {"unsent": names, "last": self._folder}
+        )
+
+
+def open_wandb(
+    config: Config,
+    run: Run,
+    past_lines: Sequence[MetricsLine],
+    progress: TrackerProgress,
+    print_message: PrintMessage,
+) -> tuple[WandbRun, Sequence[MetricsLine]]:
+    wandb_run = WandbRun(config, run, past_lines, print_message)
+    return wandb_run, past_lines[wandb_run.count_received_lines(progress) :]
+
+
+def _start_run(config: Config, run: Run, online: bool, print_message: PrintMessage) -> Any:
+    import wandb
+
+    os.environ["WANDB_SILENT"] = "true"  # what it says from the very first is ours to say
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    for of_an_agent in ("WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"):
+        os.environ.pop(of_an_agent, None)  # perhaps elsewhere; what it gave is in `config`
+    reason = wandb_key.find_key_problem(os.environ) if online else None
+    if online and reason is None:
+        try:
+            return _init_run(config, run, "online")
+        except Exception as error:
+            reason = _describe_refusal(error)
+            wandb.teardown()  # it would not take the same id again
+    if reason is not None:
+        print_message(
+            f"warning: wandb: {reason}; going on offline, the last words of the run say how to "
+            "send its files"
+        )
+    return _init_run(config, run, "offline")
+
+
+def _describe_refusal(error: Exception) -> str:
+    text = str(error)
+    if "deadline exceeded" in text or "timed out" in text.lower():
+        return f"no answer from its server within {get_timeouts_s(os.environ)[0]:g} s"
+    if re.search(r"\b40[13]\b", text):
+        return "its server does not accept the key (`wandb login` stores another)"
+    return summarize_error(error)
+
+
+def _init_run(config: Config, run: Run, mode: str) -> Any:
+    import wandb
+
+    given, env = config.track.wandb, os.environ
+    sweep = given.sweep or ""
+    entity, _, project = sweep.rpartition("/")[0].partition("/")
+    init_s, finish_s = get_timeouts_s(env)
+    settings = wandb.Settings(
+        init_timeout=init_s,
+        finish_timeout=finish_s,
+        finish_timeout_raises=True,
+        stop_fn=lambda: _handle_stop_button(run),
+        silent=True,
+        console="off",  # what is printed is in the run's logs
+        disable_git=True,
+        disable_code=True,
+        x_disable_stats=True,  # a sampler beside the training, for this one process of many
+        x_save_requirements=False,
+        sweep_id=sweep.rpartition("/")[2] or None,
+    )
+    return wandb.init(
+        mode=mode,  # type: ignore[arg-type]
+        id=run.read_wandb_id(),
+        resume="allow",
+        dir=run.folder,
+        project=project or given.project or env.get("WANDB_PROJECT") or "echelon",
+        entity=entity or given.entity or env.get("WANDB_ENTITY"),
+        group=given.group or env.get("WANDB_RUN_GROUP"),
+        name=given.name or env.get("WANDB_NAME") or run.name,
+        tags=given.tags or None,
+        notes=given.notes or env.get("WANDB_NOTES"),
+        config=_build_config(config),
+        settings=settings,
+    )
+
+
+def _build_config(config: Config) -> dict[str, Any]:
+    """What a sweep has set, also by the names that its server looks for."""
+    tree = config.to_dict()
+    flat = flatten(tree)
+    names = config.track.wandb.swept
+    return tree | {name: flat.get(name, flat.get(f"experiment.{name}")) for name in names}
+
+
+def _handle_stop_button(run: Run) -> None:
+    """The stop button of its page: save, end, and do not queue again."""
+    run.cancel_file.touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _read_state(run: Run) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return {"unsent": []} | dict(json.loads(run.wandb_file.read_text(encoding="utf-8")))
+    return {"unsent": []}
+
+
+def _capture_messages(print_message: PrintMessage) -> _WandbMessages:
+    """Where wandb speaks when it is silent."""
+    import wandb
+
+    messages = _WandbMessages(print_message)
+    wandb.termsetup(wandb.Settings(silent=True), messages)
+    return messages
+
+
+class _WandbMessages:
+    """Its first warning becomes ours; one of them says that it has given up sending."""
+
+    def __init__(self, print_message: PrintMessage) -> None:
+        self._print_message = print_message
+        self._has_warned = False
+        self.has_unsent = False
+
+    def info(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None:
+        gave_up = "wandb sync" in text or "Timed out" in text
+        self.has_unsent = self.has_unsent or gave_up
+        self.warn(_UNSENT_WARNING if gave_up else text.splitlines()[0].rpartition("WARNING ")[2])
+
+    def warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._print_message(f"warning: wandb: {text}")
+
+    error = warning
+
+
+class BestMetric:
+    """The best number of a run so far, by what trainer.best asks for."""
+
+    def __init__(self, trainer: TrainerConfig, past_lines: Sequence[MetricsLine]) -> None:
+        self._name = trainer.best
+        self._best_is = trainer.best_is
+        self._line: MetricsLine | None = None
+        for line in past_lines:
+            self.update(line)
+
+    def update(self, line: MetricsLine) -> bool:
+        key = f"eval_{self._name}"
+        if key not in line:
+            return False
+        if not is_better(line[key], self._line[key] if self._line else None, self._best_is):
+            return False
+        self._line = line
+        return True
+
+    def to_summary(self) -> dict[str, float]:
+        if self._line is None:
+            return {}
+        return {
+            f"best/{self._name}": self._line[f"eval_{self._name}"],
+            "best/step": self._line["step"],
+        }

@@ -1,0 +1,85 @@
+"""Rank 0's words go to the screen and to its log; a progress bar goes to the screen alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TextIO
+
+
+class OutputTee:
+    """While a log is open, what the program prints is written to both."""
+
+    def __init__(self) -> None:
+        self._log: IO[str] | None = None
+        self._original_streams = (sys.stdout, sys.stderr)
+
+    def log_to(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = path.open("a", buffering=1, encoding="utf-8", errors="replace")
+        sys.stdout = _TeeStream(self._original_streams[0], self._log)
+        sys.stderr = _TeeStream(self._original_streams[1], self._log)
+
+    def show_above_bar(self, show_line: Callable[[str], None] | None) -> None:
+        """Lines are shown by `show`, which knows of a bar on the screen."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _TeeStream):
+                stream.show_line = show_line
+
+    def close(self) -> None:
+        sys.stdout, sys.stderr = self._original_streams
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
+                self._log.close()
+            self._log = None
+
+
+class _TeeStream(io.TextIOBase):
+    def __init__(self, screen: TextIO, log: IO[str]) -> None:
+        self.screen = screen
+        self.log = log
+        self.show_line: Callable[[str], None] | None = None
+        self._partial_line = ""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):  # a full disk must not end a training
+            self.log.write(text)
+        try:
+            self._write_to_screen(text)
+        except OSError:  # nor must a reader that left: `… | head`, a terminal that was closed
+            _redirect_to_null(self.screen)
+        return len(text)
+
+    def _write_to_screen(self, text: str) -> None:
+        if self.show_line is None:
+            self.screen.write(text)
+            return
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
+        for line in lines:
+            self.show_line(line)
+
+    def flush(self) -> None:
+        try:
+            self.screen.flush()
+        except OSError:
+            _redirect_to_null(self.screen)
+
+    def isatty(self) -> bool:
+        return self.screen.isatty()
+
+    def fileno(self) -> int:
+        return self.screen.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.screen.encoding
+
+
+def _redirect_to_null(stream: TextIO) -> None:
+    """What it has not written yet, and all that comes, goes nowhere."""
+    with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

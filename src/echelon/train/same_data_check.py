@@ -1,0 +1,74 @@
+"""Every rank cuts its share out of data that it holds itself, so all must hold the same.
+
+Data that is drawn when a file is imported differs between ranks that torchrun or Slurm started:
+some samples would be trained on twice and some never, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.data.batches import get_columns
+from echelon.errors import EchelonError, Exit, Fault
+from echelon.experiment.definition import Experiment
+from echelon.parallel.process_group import RankGroup
+
+_COMPARE_TIMEOUT_S = 600.0
+_REMEDY = (
+    "read it from a file, or draw it within the experiment's function, before which every process "
+    "is seeded alike"
+)
+
+
+def require_same_data(experiment: Experiment, group: RankGroup) -> None:
+    """By their number, and where they are tensors by the first and the last of them."""
+    if group.store is None:
+        return
+    mine = {
+        name: _summarize_data(getattr(experiment, name)) for name in ("train_data", "eval_data")
+    }
+    theirs = json.loads(group.share_from_rank0("data", json.dumps(mine)))
+    faults = [
+        Fault(
+            f"{name} is not the same on all ranks: {_describe_difference(mine[name], theirs[name])}",
+            _REMEDY,
+        )
+        for name in mine
+        if mine[name] != theirs[name]
+    ]
+    if faults:
+        raise EchelonError(*faults, exit=Exit.USAGE)
+    group.wait_for_all("given the same data", _COMPARE_TIMEOUT_S)
+
+
+def _summarize_data(data: Any) -> list[Any]:
+    if data is None:
+        return [0, ""]
+    tensors = get_columns(data)
+    if tensors is None:
+        return [len(data), ""]
+    ends = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        for end in (t[:1], t[-1:]):
+            ends.update(f"{end.dtype} {tuple(end.shape)}".encode())
+            ends.update(_read_bytes(end))
+    return [len(tensors[0]), ends.hexdigest()]
+
+
+def _read_bytes(rows: Any) -> bytes:
+    """Of a tensor, also in a type that numpy does not know, or of an array."""
+    if isinstance(rows, Tensor):
+        rows = rows.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    raw: bytes = rows.tobytes()
+    return raw
+
+
+def _describe_difference(mine: list[Any], theirs: list[Any]) -> str:
+    if mine[0] != theirs[0]:
+        return f"{mine[0]:,} samples here, {theirs[0]:,} on rank 0"
+    return "its first or last sample is another one than on rank 0"

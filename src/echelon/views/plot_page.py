@@ -1,0 +1,69 @@
+"""Curves as one page that needs nothing else: data, style and script are all in the file."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from echelon.views.palette import COLOURS, DASHES, ON_DARK
+from echelon.views.plot_data import Plot, PlotLine, PlotPanel
+from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, thin_points
+
+_MAX_POINTS = 60_000
+"""Of all lines together; a page of about a megabyte at the most."""
+_MIN_LINE_POINTS = 300
+_MAX_LINE_POINTS = 4000
+
+
+def render_page(plot: Plot) -> str:
+    """Names come from folders and settings, so they may hold anything: they are data to the script,
+    which writes them as text, and `<` cannot end the data early."""
+    data = json.dumps(_to_json_data(plot), separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    title = html.escape(plot.title or ", ".join(run.name for run in plot.legend[:3]))
+    return template.replace("%TITLE%", title).replace("%DATA%", data)
+
+
+def _to_json_data(plot: Plot) -> dict[str, Any]:
+    lines = sum(len(panel.lines) for panel in plot.panels)
+    limit = min(_MAX_LINE_POINTS, max(_MIN_LINE_POINTS, _MAX_POINTS // lines))
+    return {
+        "title": plot.title,
+        "x": plot.x,
+        "few": MIN_POINTS_TO_SMOOTH,
+        "colours": {"light": COLOURS, "dark": ON_DARK},
+        "dashes": DASHES,
+        "runs": [{"name": run.name, "differs": run.settings} for run in plot.legend],
+        "panels": [_encode_panel(panel, limit) for panel in plot.panels],
+    }
+
+
+def _encode_panel(panel: PlotPanel, limit: int) -> dict[str, Any]:
+    return {
+        "metric": panel.metric,
+        "best": panel.best_is,
+        "log": panel.is_log,
+        "top": panel.y_limit,
+        "notes": panel.notes,
+        "lines": [_encode_line(line, limit) for line in panel.lines],
+    }
+
+
+def _encode_line(line: PlotLine, limit: int) -> dict[str, Any]:
+    indices = thin_points(line.ys, limit, line.best_index)
+    smoothed = line.smoothed
+    return {
+        "run": line.run_index,
+        "x": [_round_number(line.xs[i]) for i in indices],
+        "y": [_round_number(line.ys[i]) for i in indices],
+        "s": [_round_number(smoothed[i]) for i in indices] if smoothed else None,
+        "best": indices.index(line.best_index),
+    }
+
+
+def _round_number(value: float) -> float:
+    return float(f"{value:.6g}") if abs(value) < 1e5 or value % 1 else value

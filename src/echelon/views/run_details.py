@@ -1,0 +1,336 @@
+"""`echelon show RUN`: what it was, what came of it, its curves, and what to type next."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from echelon.errors import Exit
+from echelon.runs.run_folder import Run
+from echelon.tracking.metrics_line import SPEED_METRICS, format_speed, format_three_digits
+from echelon.tracking.summary import format_run_argument, shorten_path
+from echelon.utils.text import (
+    can_print_unicode,
+    convert_for_terminal,
+    format_duration,
+    format_timestamp,
+    truncate_text,
+)
+from echelon.views.metrics import Curve, RunMetrics, load_metrics, read_overview
+from echelon.views.record import RunRecord, find_run_folder, read_records
+from echelon.views.run_settings import find_non_defaults, format_settings
+from echelon.views.runs_table import format_digits
+from echelon.views.table_style import PIPED_WIDTH, STATE_STYLES, get_width
+from echelon.views.terminal import create_console
+from echelon.views.text_chart import ASCII, BRAILLE, TextPanel, draw_panel, join_side_by_side
+
+JSON_VERSION = 1
+"""Of what --json prints."""
+_MIN_PANEL_WIDTH = 38
+"""Columns of a panel at the least."""
+_MAX_PANEL_WIDTH = 64
+_PANEL_HEIGHT = 9
+_MAX_PANELS = 6
+_PIPED_CHART_WIDTH = 80
+_INDENT = 12
+_RECENT_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class RunDetails:
+    record: RunRecord
+    metrics: RunMetrics
+    step: int | None
+    trained_s: float | None
+
+    @classmethod
+    def read(cls, run: Run) -> RunDetails:
+        [record], silence = read_records([run])
+        if silence:
+            print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
+        overview = read_overview(record)
+        return cls(record, load_metrics(record), overview.step, overview.trained_s)
+
+
+def show_run(where: str, root: str, as_json: bool) -> int:
+    details = RunDetails.read(find_run_folder(where, root))
+    if as_json:
+        print(json.dumps(_to_json_data(details), indent=2))
+        return Exit.OK
+    screen = create_console()
+    width = min(get_width(screen), 200)
+    _print_header(details, screen, width)
+    screen.print()
+    for line in _render_results(details.metrics, width):
+        screen.print(convert_for_terminal(truncate_text(line, width)))
+    for line in _render_curves(
+        details, _PIPED_CHART_WIDTH if get_width(screen) == PIPED_WIDTH else width
+    ):
+        screen.print(line)
+    screen.print()
+    for name, value in (_list_locations(details.record) | _suggest_commands(details)).items():
+        _print_row(screen, name, value, width)
+    return Exit.OK
+
+
+def _to_json_data(details: RunDetails) -> dict[str, Any]:
+    record, standing = details.record, details.record.run_status
+    return {
+        "version": JSON_VERSION,
+        "run": record.name,
+        "folder": str(record.run.folder),
+        "experiment": record.experiment,
+        "entry": record.entry or None,
+        "program": record.program or None,
+        "state": record.state,
+        "note": record.problem or standing.note,
+        "started": standing.started,
+        "trained_s": details.trained_s,
+        **{key: getattr(standing, key) for key in ("launcher", "job", "host", "nodes", "world")},
+        "step": details.step,
+        "total_steps": record.get_count("total_steps"),
+        "settings": find_non_defaults(record),
+        "metrics": {name: _describe_curve(curve) for name, curve in details.metrics.curves.items()},
+        "snapshots": [
+            {"step": step, "best": is_best, "folder": str(folder)}
+            for step, is_best, folder in _list_snapshots(record.run)
+        ],
+        "files": {name: str(path) for name, path in _list_files(record.run).items()},
+    }
+
+
+def _describe_curve(curve: Curve) -> dict[str, Any]:
+    at = curve.best_index
+    return {
+        "is": curve.best_is,
+        "best": curve.values[at],
+        "best_step": curve.steps[at],
+        "last": curve.values[-1],
+        "last_step": curve.steps[-1],
+        "count": len(curve.values),
+    }
+
+
+# --- the head ---
+
+
+def _print_header(details: RunDetails, screen: Console, width: int) -> None:
+    record = details.record
+    head = Text(convert_for_terminal(record.name), "bold")
+    head.append("  ").append(record.state, STATE_STYLES.get(record.state, ""))
+    screen.print(head)
+    note = record.problem or record.run_status.note
+    rows = {
+        "why" if not record.run_status.is_active else "note": note,
+        "experiment": _format_experiment(record),
+        "when": _format_times(details),
+        "where": _format_launcher(record),
+        "progress": _format_progress(details),
+        "speed": _format_split(details.metrics),
+        "settings": format_settings(find_non_defaults(record)),
+    }
+    for name, value in rows.items():
+        if value:
+            _print_row(screen, name, value, width)
+
+
+def _print_row(screen: Console, name: str, value: str, width: int) -> None:
+    """Long ones are broken between words, and go on below themselves."""
+    for number, part in enumerate(_wrap_words(convert_for_terminal(value), width - _INDENT - 2)):
+        line = Text(f"  {name if number == 0 else '':<{_INDENT}}", "dim")
+        screen.print(line.append(part, "default not dim"))
+
+
+def _wrap_words(text: str, width: int) -> Iterator[str]:
+    line = ""
+    for word in text.split(" "):
+        if line and len(line) + 1 + len(word) > width:
+            yield line
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    yield line
+
+
+def _format_experiment(record: RunRecord) -> str:
+    if record.program:
+        return f"the program {shlex.join(record.program)}"
+    return f"{record.experiment} ({record.entry})" if record.entry else ""
+
+
+def _format_times(details: RunDetails) -> str:
+    """`started` is of the last time that it was typed, the first line of metrics of the first."""
+    started, lines = details.record.run_status.started, details.metrics.lines
+    begun = lines[0]["time"] if lines else started
+    text = format_timestamp(max(0, min(begun, started)))
+    again = ", went on" if begun < started else ","
+    text += f"{again} {format_duration(time.time() - started)} ago"
+    if details.trained_s is None:
+        return text
+    verb = "took" if details.record.program else "trained for"
+    return f"{text}; {verb} {format_duration(details.trained_s)}"
+
+
+def _format_launcher(record: RunRecord) -> str:
+    standing = record.run_status
+    if standing.launcher is None:
+        return ""
+    place = f"job {standing.job}" if standing.job else f"on {standing.host}"
+    nodes, world = standing.nodes, standing.world
+    size = (
+        f", {_format_count(nodes, 'node')}, {_format_count(world, 'process')}"
+        if nodes and world
+        else ""
+    )
+    return f"{standing.launcher} {place if standing.job or standing.host else ''}".strip() + size
+
+
+def _format_count(count: int, what: str) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{count} {what}{plural if count != 1 else ''}"
+
+
+def _format_progress(details: RunDetails) -> str:
+    total = details.record.get_count("total_steps")
+    if details.step is None:
+        return ""
+    return f"{details.step} of {total} steps" if total else f"step {details.step}"
+
+
+def _format_split(metrics: RunMetrics) -> str:
+    """By the last lines; a part of a step is the mean of what was sampled there, since a step by
+    itself says little."""
+    last = {
+        name: metrics.curves[name].values[-1] for name in SPEED_METRICS if name in metrics.curves
+    }
+    if not last:
+        return ""
+    parts = {}
+    for part in ("data", "compute", "communication", "optimizer"):
+        if curve := metrics.curves.get(f"{part}_ms"):
+            recent = curve.values[-_RECENT_SAMPLES:]
+            parts[part] = sum(recent) / len(recent)
+    of = ", ".join(f"{part} {format_three_digits(ms)}" for part, ms in parts.items())
+    text = ", ".join(format_speed(last)) + (f"; of a step: {of} ms" if of else "")
+    if last.get("slowest_x", 0) >= 1.5:
+        text += f"; rank {last['slowest_rank']:.0f} takes {last['slowest_x']:g} × the median"
+    return text
+
+
+# --- results and curves ---
+
+
+def _render_results(metrics: RunMetrics, width: int) -> list[str]:
+    curves = [c for c in metrics.curves.values() if c.name not in SPEED_METRICS]
+    lines: list[str] = []
+    if curves:
+        head = ("METRIC", "BEST", "AT STEP", "", "LAST", "AT STEP")
+        rows = [head, *(_format_result(curve) for curve in curves)]
+        for kept in _LAYOUTS:
+            lines = _align_rows(rows, kept)
+            if max(map(len, lines)) <= width:
+                break
+    if metrics.not_finite:
+        lines.append(f"  {metrics.not_finite} values were not finite and are left out")
+    return lines
+
+
+def _format_result(curve: Curve) -> tuple[str, ...]:
+    if curve.name == "lr":
+        return (curve.name, "", "", "", f"{curve.values[-1]:g}", str(curve.steps[-1]))
+    at, last = curve.best_index, (format_digits(curve.values[-1]), str(curve.steps[-1]))
+    how = "highest" if curve.best_is == "max" else "lowest"
+    return (curve.name, format_digits(curve.values[at]), str(curve.steps[at]), how, *last)
+
+
+_LAYOUTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (0, 1, 4)]
+"""Of columns. The first that fits is taken."""
+
+
+def _align_rows(rows: Sequence[Sequence[str]], kept: Sequence[int]) -> list[str]:
+    left = (0, 3)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(f"{row[i]:<{widths[i]}}" if i in left else f"{row[i]:>{widths[i]}}" for i in kept)
+        for row in rows
+    ]
+    return [f"  {line}".rstrip() for line in lines]
+
+
+def _render_curves(details: RunDetails, width: int) -> Iterator[str]:
+    curves = [curve for curve in details.metrics.default_curves if len(curve.values) > 1]
+    if not curves:
+        yield _explain_no_curves(details)
+        return
+    glyphs = BRAILLE if can_print_unicode(sys.stdout, os.environ) else ASCII
+    in_a_row = max(1, min(len(curves), (width + 2) // (_MIN_PANEL_WIDTH + 2)))
+    each = min(_MAX_PANEL_WIDTH, (width + 2) // in_a_row - 2)
+    for start in range(0, min(len(curves), _MAX_PANELS), in_a_row):
+        yield ""
+        row = curves[start : min(start + in_a_row, _MAX_PANELS)]
+        panels = [TextPanel(curve.name, curve.steps, curve.values, "step") for curve in row]
+        yield from join_side_by_side(
+            [draw_panel(panel, each, _PANEL_HEIGHT, glyphs) for panel in panels]
+        )
+    if len(curves) > _MAX_PANELS:
+        yield f"  and {len(curves) - _MAX_PANELS} more: echelon plot {format_run_argument(details.record.run)}"
+
+
+def _explain_no_curves(details: RunDetails) -> str:
+    if details.record.program:
+        return "  no curves: a program of its own keeps its numbers to itself"
+    if details.metrics.curves:
+        return "  no curves yet: one point makes none"
+    return "  no numbers yet" if details.record.run_status.is_active else "  it left no numbers"
+
+
+# --- files, and what to type ---
+
+
+def _list_snapshots(run: Run) -> list[tuple[int, bool, Path]]:
+    best = ""
+    with contextlib.suppress(OSError, ValueError):
+        best = (run.snapshots_folder / "best").read_text(encoding="utf-8").strip()
+    found = [(p.name.partition("-")[2], p) for p in sorted(run.snapshots_folder.glob("step-*"))]
+    return [(int(step), p.name == best, p) for step, p in found if step.isdecimal()]
+
+
+def _list_files(run: Run) -> dict[str, Path]:
+    named = {"metrics": run.metrics_file, "config": run.config_file, "logs": run.logs_folder}
+    return {name: path for name, path in named.items() if path.exists()}
+
+
+def _list_locations(record: RunRecord) -> dict[str, str]:
+    steps = [f"{s} (best)" if best else str(s) for s, best, _ in _list_snapshots(record.run)]
+    snapshots = (
+        f"{shorten_path(record.run.snapshots_folder)} at step {', '.join(steps)}" if steps else ""
+    )
+    rows = {"folder": shorten_path(record.run.folder), "snapshots": snapshots}
+    return {name: value for name, value in rows.items() if value}
+
+
+def _suggest_commands(details: RunDetails) -> dict[str, str]:
+    record, name = details.record, shlex.quote(format_run_argument(details.record.run))
+    rows = {}
+    if details.metrics.default_curves:
+        rows["draw"] = f"echelon plot {name} -o curves.html"
+    if record.run.logs_folder.exists():
+        rows["read"] = f"echelon logs {name}" + (" -f" if record.run_status.is_active else "")
+    if record.run_status.is_active:
+        rows["end"] = f"echelon cancel {name}"
+    elif not record.problem:
+        done = details.step is not None and details.step == record.get_count("total_steps")
+        longer = "epochs" if record.get_section("trainer").get("steps") is None else "steps"
+        rows["go on"] = f"echelon resume {name}" + (f" trainer.{longer}=…" if done else "")
+    return rows

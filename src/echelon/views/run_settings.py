@@ -1,0 +1,122 @@
+"""Settings in few words: those in which runs differ, and those that are not the defaults."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from echelon.config.schema import Config, flatten
+from echelon.views.record import RunRecord
+
+_IRRELEVANT_PREFIXES = ("run.", "launch.", "track.", "rank", "world_size", "master", "program")
+"""Where a run is and who looks at it: two runs that differ in these alone are the same twice."""
+_MAX_FULL_KEYS = 3
+_INTERVAL_KEYS = ("trainer.resume", "trainer.save.", "trainer.keep_last", "trainer.log_steps")
+
+
+def flatten_settings(record: RunRecord) -> dict[str, Any]:
+    """Flat; the experiment's own by their bare names, as they are typed, unless one is ours too."""
+    flat = flatten({k: v for k, v in record.config.items() if k != "program"})
+    return {_get_typed_key(k, flat): v for k, v in flat.items() if k != "experiment.entry"}
+
+
+def _get_typed_key(key: str, flat: dict[str, Any]) -> str:
+    bare = key.removeprefix("experiment.")
+    return key if bare in flat else bare
+
+
+def find_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """For each run, the settings in which those of its experiment differ, values as text.
+
+    Runs are compared with those of the same experiment alone: next to another experiment's
+    everything would differ.
+    """
+    by_experiment: dict[str, list[RunRecord]] = {}
+    for record in records:
+        by_experiment.setdefault(record.experiment, []).append(record)
+    found = {}
+    for group in by_experiment.values():
+        for record, words in zip(group, _find_group_differences(group), strict=True):
+            found[record.run.folder] = words
+    return [found[record.run.folder] for record in records]
+
+
+def omit_common_values(
+    differences: Sequence[dict[str, str]],
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Where many settings differ, each is told only of the runs that do not have what most have;
+    and what most have."""
+    keys = dict.fromkeys(key for words in differences for key in words if key)
+    if len(keys) <= _MAX_FULL_KEYS:
+        return list(differences), {}
+    counts = {key: Counter(words[key] for words in differences if key in words) for key in keys}
+    common = {key: count.most_common(1)[0] for key, count in counts.items()}
+    common_values = {
+        key: value for key, (value, n) in common.items() if 2 * n > counts[key].total()
+    }
+    return [
+        {k: v for k, v in words.items() if common_values.get(k) != v} for words in differences
+    ], common_values
+
+
+def format_settings(words: dict[str, str]) -> str:
+    said = {key: value for key, value in words.items() if value != "null"}
+    return " ".join(f"{key}={value}" if key else value for key, value in said.items())
+
+
+def find_non_defaults(record: RunRecord) -> dict[str, str]:
+    """What is not as it is when nobody says anything."""
+    from echelon.config.bundled_experiments import read_defaults
+
+    usual = flatten(Config().to_dict()) | read_defaults(record.entry)
+    apart = ("run.", "rank", "world_size", "master")
+    mine = flatten_settings(record)
+    return {
+        k: format_value(v)
+        for k, v in mine.items()
+        if not k.startswith(apart) and _is_non_default(k, v, usual)
+    }
+
+
+def _is_non_default(key: str, value: Any, usual: dict[str, Any]) -> bool:
+    return key not in usual or usual[key] != value
+
+
+def format_value(value: Any) -> str:
+    """As it would be typed."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _find_group_differences(group: Sequence[RunRecord]) -> list[dict[str, str]]:
+    texts = [
+        {k: format_value(v) for k, v in flatten_settings(r).items() if _is_relevant(k)}
+        for r in group
+    ]
+    sound = [mine for r, mine in zip(group, texts, strict=True) if not r.problem]
+    keys = dict.fromkeys(key for mine in sound for key in mine)
+    shown = _shorten_keys([key for key in keys if len({mine.get(key) for mine in sound}) > 1])
+    common = set.intersection(*(set(r.program) for r in group))
+    found = []
+    for record, mine in zip(group, texts, strict=True):
+        words = {short: mine[key] for key, short in shown.items() if key in mine}
+        program = " ".join(word for word in record.program if word not in common)
+        found.append(words | ({"": program} if program else {}))
+    return found
+
+
+def _is_relevant(key: str) -> bool:
+    return not key.startswith(_IRRELEVANT_PREFIXES + _INTERVAL_KEYS)
+
+
+def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Without `trainer.`, unless the experiment has a setting of the same name."""
+    return {
+        key: key if (bare := key.removeprefix("trainer.")) in keys and bare != key else bare
+        for key in keys
+    }

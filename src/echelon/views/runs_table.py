@@ -1,0 +1,359 @@
+"""`echelon runs`: the notebook of results. What was trained, with what, and what came of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import operator
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.utils.text import (
+    convert_for_terminal,
+    format_duration,
+    format_timestamp,
+    truncate_text,
+)
+from echelon.views.metrics import RunOverview, read_overview
+from echelon.views.record import RunRecord, is_number, list_run_folders, read_records
+from echelon.views.run_settings import (
+    find_differences,
+    flatten_settings,
+    format_settings,
+    format_value,
+    omit_common_values,
+)
+from echelon.views.table_style import COLUMN_GAP, STATE_STYLES, get_width
+from echelon.views.terminal import create_console
+
+JSON_VERSION = 1
+"""Of what --json prints."""
+_RECENT_RUNS = 20
+_CONDITION = re.compile(r"([\w.]+?)(!=|<=|>=|=|<|>)(.*)")
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class RunRow:
+    record: RunRecord
+
+    @cached_property
+    def overview(self) -> RunOverview:
+        """Costs a look into the metrics, so it is taken only of rows where it is asked for."""
+        return read_overview(self.record)
+
+    @property
+    def sortable_values(self) -> dict[str, Any]:
+        """By what a run can be sorted and filtered."""
+        overview = self.overview
+        words = {"name": self.record.name, "experiment": self.record.experiment}
+        words |= {"state": self.record.state}
+        numbers = {"step": overview.step, "best": overview.best, "time": overview.trained_s}
+        return (
+            flatten_settings(self.record)
+            | words
+            | numbers
+            | {"when": self.record.run_status.started}
+        )
+
+
+def show_runs(
+    root: Path, show_all: bool, as_json: bool, sort: str, reverse: bool, filters: Sequence[str]
+) -> int:
+    conditions = [_parse_condition(words) for words in filters]
+    records, silence = read_records(list_run_folders(root))
+    rows = _sort_rows(_filter_rows([RunRow(record) for record in records], conditions), sort)
+    rows = rows[::-1] if reverse else rows
+    shown = rows if show_all else rows[:_RECENT_RUNS]
+    if as_json:
+        print(json.dumps(_to_json_data(shown), indent=2))
+    else:
+        _print_table(shown, len(rows) - len(shown), root, bool(records))
+    if silence:
+        print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
+    return Exit.OK
+
+
+def _print_table(rows: Sequence[RunRow], hidden: int, root: Path, any_at_all: bool) -> None:
+    screen = create_console()
+    if rows:
+        screen.print(_render_table(rows, hidden, get_width(screen)))
+    elif any_at_all:
+        screen.print(convert_for_terminal(f"no run in {root.absolute()} is such a one"))
+    else:
+        screen.print(
+            convert_for_terminal(f"no runs in {root.absolute()}; start one with `echelon train`")
+        )
+
+
+def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
+    differ = find_differences([row.record for row in rows])
+    return {
+        "version": JSON_VERSION,
+        "runs": [
+            {
+                "run": row.record.name,
+                "folder": str(row.record.run.folder),
+                "experiment": row.record.experiment,
+                "state": row.record.state,
+                "note": row.record.problem or row.record.run_status.note,
+                "step": row.overview.step,
+                "total_steps": row.record.get_count("total_steps"),
+                "best": row.overview.best,
+                "best_name": row.overview.best_name,
+                "trained_s": row.overview.trained_s,
+                "started": row.record.run_status.started,
+                "differs": words,
+            }
+            for row, words in zip(rows, differ, strict=True)
+        ],
+    }
+
+
+# --- which, and in which order ---
+
+
+@dataclass(frozen=True)
+class FilterCondition:
+    key: str
+    relation: str
+    value: str
+
+    def is_met(self, values: dict[str, Any]) -> bool:
+        if self.key not in values:
+            return self.relation == "!="
+        mine = values[self.key]
+        if self.relation in _COMPARISONS:
+            return is_number(mine) and _COMPARISONS[self.relation](mine, float(self.value))
+        number = _parse_number(self.value)
+        same = mine == number if is_number(mine) and number is not None else self._matches(mine)
+        return same == (self.relation == "=")
+
+    def _matches(self, mine: Any) -> bool:
+        return fnmatch.fnmatchcase(format_value(mine), self.value)
+
+
+def _parse_condition(words: str) -> FilterCondition:
+    match = _CONDITION.fullmatch(words)
+    if match is None:
+        raise EchelonError(
+            Fault(
+                f"--filter {words}: this is no condition",
+                "write KEY=VALUE, e.g. state=finished, experiment=toy, name='seed-*', 'lr>=0.1'",
+            )
+        )
+    found = FilterCondition(*match.groups())
+    if found.relation in _COMPARISONS and _parse_number(found.value) is None:
+        raise EchelonError(
+            Fault(
+                f"--filter {words}: {found.value!r} is no number, and {found.relation} needs one",
+                f"write {found.key}{found.relation}0.1, or {found.key}={found.value or 'VALUE'}",
+            )
+        )
+    return found
+
+
+def _parse_number(words: str) -> float | None:
+    try:
+        return float(words)
+    except ValueError:
+        return None
+
+
+def _filter_rows(rows: Sequence[RunRow], conditions: Sequence[FilterCondition]) -> list[RunRow]:
+    for condition in conditions:
+        _require_known(condition.key, rows, "--filter")
+    return [row for row in rows if all(c.is_met(row.sortable_values) for c in conditions)]
+
+
+def _require_known(key: str, rows: Sequence[RunRow], option: str) -> None:
+    known = {name for row in rows for name in row.sortable_values}
+    if rows and key not in known:
+        likely = {name for name in known if not name.startswith(("launch.", "run.", "track."))}
+        raise EchelonError(Fault(f"{option}: no run has {key!r}", suggest_nearest(key, likely)))
+
+
+def _sort_rows(rows: Sequence[RunRow], sort: str) -> list[RunRow]:
+    """The newest and the best first, everything else from small to large, what is missing last."""
+    if sort == "when":
+        return list(rows)
+    _require_known(sort, rows, "--sort")
+    if sort == "best":
+        return sorted(rows, key=_get_best_sort_key)
+    return sorted(rows, key=lambda row: _get_sort_key(row.sortable_values.get(sort)))
+
+
+def _get_best_sort_key(row: RunRow) -> tuple[Any, ...]:
+    """Values of different metrics say nothing about each other."""
+    value = row.overview.best
+    sign = -1 if row.record.best_is == "max" else 1
+    what = (row.record.experiment, row.overview.best_name)
+    return (value is None, *what, 0.0 if value is None else sign * value)
+
+
+def _get_sort_key(value: Any) -> tuple[int, float, str]:
+    if is_number(value):
+        return 0, value, ""
+    return (2, 0.0, "") if value is None else (1, 0.0, format_value(value))
+
+
+# --- the table ---
+
+
+def _render_table(rows: Sequence[RunRow], hidden: int, width: int) -> Group:
+    differ, usual = omit_common_values(find_differences([row.record for row in rows]))
+    asides = [
+        row.record.problem or format_settings(words)
+        for row, words in zip(rows, differ, strict=True)
+    ]
+    inline = max(map(len, [*asides, "SETTINGS"])) if any(asides) else 0
+    for dated, named, beside in _LAYOUTS:
+        table = _build_columns(rows, dated, named or not _have_one_experiment(rows))
+        if _measure_width(table) + beside * (inline + COLUMN_GAP) <= width:
+            break
+    else:
+        table = _drop_columns(table, width)
+    widths = [min(max(map(len, column)), width) for column in table]
+    lines = _render_lines(rows, table, widths, ["SETTINGS" * bool(inline), *asides], beside, width)
+    if format_settings(usual):
+        lines.append(
+            Text(
+                convert_for_terminal(
+                    truncate_text(f"where not said: {format_settings(usual)}", width)
+                ),
+                "dim",
+            )
+        )
+    if hidden:
+        lines.append(Text(f"and {hidden} more: --all", "dim"))
+    return Group(*lines)
+
+
+_LAYOUTS = [
+    (True, True, True),
+    (False, True, True),
+    (False, False, True),
+    (True, True, False),
+    (False, True, False),
+    (False, False, False),
+]
+"""With the date or the age; with a column that is the same everywhere; with settings at the end of
+the line or below it. The first that fits is taken."""
+
+
+_COLUMN_PRIORITY = ("STATE", "BEST", "STEP", "TIME", "AGE", "EXPERIMENT")
+"""Beside the name, by which a run is asked for: what there is room for, in this order."""
+
+
+def _drop_columns(table: Sequence[list[str]], width: int) -> list[list[str]]:
+    names = {"RUN"}
+    for name in _COLUMN_PRIORITY:
+        if _measure_width([column for column in table if column[0] in {*names, name}]) <= width:
+            names.add(name)
+    return [column for column in table if column[0] in names]
+
+
+def _measure_width(table: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in table) + COLUMN_GAP * (len(table) - 1)
+
+
+def _have_one_experiment(rows: Sequence[RunRow]) -> bool:
+    return len({row.record.experiment for row in rows}) == 1
+
+
+def _build_columns(
+    rows: Sequence[RunRow], show_date: bool, show_experiment: bool
+) -> list[list[str]]:
+    columns = [
+        ["RUN", *(row.record.name for row in rows)],
+        ["STATE", *(row.record.state for row in rows)],
+        ["EXPERIMENT", *(row.record.experiment for row in rows)],
+        ["STEP", *(_format_steps(row) for row in rows)],
+        ["BEST", *(_format_best(row.overview) for row in rows)],
+        ["TIME", *(_format_duration(row.overview.trained_s) for row in rows)],
+        ["WHEN" if show_date else "AGE", *(_format_start(row.record, show_date) for row in rows)],
+    ]
+    return columns if show_experiment else columns[:2] + columns[3:]
+
+
+def _render_lines(
+    rows: Sequence[RunRow],
+    table: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    asides: Sequence[str],
+    is_inline: bool,
+    width: int,
+) -> list[Text]:
+    lines = []
+    heads = [column[0] for column in table]
+    for number, (cells, aside) in enumerate(zip(zip(*table, strict=True), asides, strict=True)):
+        row = _align_cells(heads, cells, widths)
+        line = Text(
+            convert_for_terminal(row if is_inline else truncate_text(row, width)),
+            "bold" if number == 0 else "",
+        )
+        if number:
+            line.stylize("bold", 0, widths[0])
+        if number and "STATE" in heads:
+            state = widths[0] + COLUMN_GAP
+            line.stylize(STATE_STYLES.get(cells[1], ""), state, state + widths[1])
+        if is_inline and aside:
+            line.append(" " * COLUMN_GAP + convert_for_terminal(aside), "cyan" if number else "")
+        line.rstrip()
+        lines.append(line)
+        if not is_inline and number and aside:
+            lines.append(Text(convert_for_terminal(truncate_text(f"  └ {aside}", width)), "cyan"))
+    return lines
+
+
+def _align_cells(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Words to the left, times to the right."""
+    aligned = [
+        f"{truncate_text(cell, w):>{w}}"
+        if head in ("TIME", "WHEN", "AGE")
+        else f"{truncate_text(cell, w):<{w}}"
+        for head, cell, w in zip(heads, cells, widths, strict=True)
+    ]
+    return (" " * COLUMN_GAP).join(aligned)
+
+
+def _format_steps(row: RunRow) -> str:
+    step, total = row.overview.step, row.record.get_count("total_steps")
+    if step is None:
+        return "–"
+    return f"{step}" if not total or step >= total else f"{step}/{total}"
+
+
+def _format_best(overview: RunOverview) -> str:
+    return "–" if overview.best is None else f"{overview.best_name} {format_digits(overview.best)}"
+
+
+def format_digits(value: float) -> str:
+    """Four that count, so that values below each other can be compared."""
+    return f"{value:#.4g}".rstrip(".") if 1e-3 <= abs(value) < 1e5 or not value else f"{value:.3g}"
+
+
+def _format_duration(seconds: float | None) -> str:
+    return "–" if seconds is None else format_duration(seconds)
+
+
+def _format_start(record: RunRecord, show_date: bool) -> str:
+    started = record.run_status.started
+    if not show_date:
+        return format_duration(time.time() - started)
+    return format_timestamp(started)

@@ -1,0 +1,269 @@
+"""Parameters from a sweep's server: plain values of declared settings, or nothing runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from echelon.config.compose import UserExperiment, compose
+from echelon.config.untrusted import (
+    MAX_BYTES,
+    WandbTrial,
+    apply_trial,
+    drop_trial_arguments,
+    make_trial,
+    parse_trial,
+    read_trial,
+)
+from echelon.errors import EchelonError
+
+
+@dataclass
+class Optimizer:
+    lr: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9])
+
+
+@dataclass
+class Settings:
+    lr: float = 0.05
+    hidden: int = 8
+    deep: bool = False
+    kind: str = "a"
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+
+OWN = UserExperiment("file.py:experiment", Settings)
+
+
+def of(given: dict[str, Any]) -> WandbTrial:
+    return make_trial("me/pro/sw33p", "abc", given)
+
+
+def taken(given: dict[str, Any], own: UserExperiment | None = OWN, *words: str) -> Any:
+    return apply_trial(compose(words, own), of(given), own)
+
+
+def refusal(given: dict[str, Any], own: UserExperiment | None = OWN) -> str:
+    with pytest.raises(EchelonError) as caught:
+        taken(given, own)
+    return str(caught.value)
+
+
+# --- what is taken ------------------------------------------------------------------------------
+
+
+def test_values_become_settings_of_their_types() -> None:
+    config = taken({"lr": "1e-4", "hidden": 16.0, "deep": True, "trainer.batch_size": 64.0})
+    assert config.experiment_settings["lr"] == 1e-4
+    assert config.experiment_settings["hidden"] == 16
+    assert isinstance(config.experiment_settings["hidden"], int)
+    assert config.experiment_settings["deep"] is True
+    assert config.trainer.batch_size == 64
+
+
+def test_nested_parameters_are_nested_settings() -> None:
+    given = {"optimizer": {"lr": 0.5, "betas": [0.8, 0.99]}, "trainer": {"clip": 1}, "seed": 3}
+    config = taken(given)
+    assert config.experiment_settings["optimizer"] == {"lr": 0.5, "betas": [0.8, 0.99]}
+    assert (config.trainer.clip, config.seed) == (1.0, 3)
+
+
+def test_the_run_is_that_trial_and_goes_by_its_name() -> None:
+    config = taken({"lr": 0.1, "optimizer": {"lr": 0.5}})
+    assert config.run.name == "sw33p-abc"
+    told = config.track.wandb
+    assert (told.use, told.sweep, told.id) == (True, "me/pro/sw33p", "abc")
+    assert told.swept == ["lr", "optimizer.lr"]
+
+
+def test_what_was_typed_stays() -> None:
+    config = taken({"lr": 0.1}, OWN, "hidden=3", "run.name=mine", "kind='1e3 b'", "trainer.clip=2")
+    assert (config.experiment_settings["hidden"], config.experiment_settings["kind"]) == (
+        3,
+        "1e3 b",
+    )
+    assert (config.run.name, config.trainer.clip) == ("mine", 2.0)
+
+
+def test_a_bundled_experiment_is_held_to_its_file() -> None:
+    assert taken({"lr": 1, "trainer.schedule": "cosine"}, None).experiment["lr"] == 1.0
+    assert "lr=fast: " in refusal({"lr": "fast"}, None)
+    assert "did you mean 'hidden'" in refusal({"hiden": 1}, None)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": "${oc.env:HOME}"},
+        {"kind": "a ${oc.env:WANDB_API_KEY}"},
+        {"optimizer": {"_target_": "os.system", "command": "true"}},
+        {"_target_": "os.system"},
+        {"optimizer": {"betas": [{"_target_": "os.system"}]}},
+        {"optimizer": {"betas": [[1], [2]]}},
+        {"lr": {}},
+        {"kind": "x" * 10_000_000},
+        {"optimizer": {"betas": [0.5] * 100_000}},
+        {f"p{n}": n for n in range(100_000)},
+        {"lr": float("nan")},
+        {"lr": float("inf")},
+        {"hidden": 2**70},
+        {"kind": "???"},
+        {"lr": b"1"},
+        {"a=b": 1},
+        {"~lr": 1},
+        {"+lr": 1},
+        {"lr ": 1},
+        {"": 1},
+        {"x" * 5000: 1},
+        {"${lr}": 1},
+        {1: 2},
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_what_is_no_plain_data(given: dict[str, Any]) -> None:
+    assert "hint: " in refusal(given)
+    assert len(refusal(given)) < 3000
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("launch", "launch.kind", "launch.setup", "launch.sbatch", "launch.procs"),
+        *("track", "track.wandb.mode", "track.tensorboard.folder", "run.dir", "run.name"),
+        *("experiment", "experiment.entry", "entry", "rank", "world_size", "master", "program"),
+        *("mode", "trainer.resume", "trainer.loader_workers", "trainer.best", "trainer"),
+    ],
+)
+def test_where_and_what_runs_is_not_a_sweeps_to_say(key: str) -> None:
+    assert f"the sweep sets {key}, which it may not" in refusal({key: "local"})
+    top, dot, rest = key.partition(".")
+    if dot:
+        assert "which it may not" in refusal({top: {rest: "local"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lr": {"a": 1}}, "lr.a=1: there is no such setting"),
+        ({"lr": [1, 2]}, "could not be converted to Float"),
+        ({"hidden": 2.5}, "could not be converted to Integer"),
+        ({"hidden": True}, "could not be converted to Integer"),
+        ({"deep": "perhaps"}, "is not a valid bool"),
+        ({"optimizer": 3}, "optimizer=3"),
+        ({"lrr": 0.1}, "did you mean 'lr'?"),
+        ({"batch_size": 8}, "'trainer.batch_size'"),
+        ({"trainer.batch_size": -1}, "trainer.batch_size=-1 is below 1"),
+        ({"trainer.schedule": "zigzag"}, "there is no such choice"),
+        ({"trainer.batchsize": 8}, "batch_size"),
+    ],
+)
+def test_what_does_not_fit_what_is_declared(given: dict[str, Any], said: str) -> None:
+    assert said in refusal(given)
+
+
+def test_every_fault_is_told_at_once() -> None:
+    told = refusal({"lr": float("nan"), "launch.kind": "slurm", "kind": "${x}"})
+    assert told.count("hint: ") == 3
+
+
+@pytest.mark.parametrize("id", ["", "../x", "a/b", "-x", "x" * 200, "a b"])
+def test_an_id_becomes_a_folder(id: str) -> None:
+    with pytest.raises(EchelonError, match="is no id of a run"):
+        make_trial("me/pro/sw33p", id, {})
+
+
+# --- how it comes -------------------------------------------------------------------------------
+
+
+def agent(folder: Path, text: str) -> dict[str, str]:
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return {
+        "WANDB_ENTITY": "me",
+        "WANDB_PROJECT": "pro",
+        "WANDB_SWEEP_ID": "sw33p",
+        "WANDB_RUN_ID": "abc",
+        "WANDB_SWEEP_PARAM_PATH": str(file),
+    }
+
+
+def test_the_file_of_an_agent(tmp_path: Path) -> None:
+    env = agent(tmp_path, "wandb_version: 1\n\nlr:\n  value: 0.5\n")
+    assert read_trial(env) == of({"lr": 0.5})
+    assert read_trial({}) is None
+    assert read_trial({"WANDB_RUN_ID": "abc"}) is None
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    env = agent(tmp_path, "") | {"WANDB_SWEEP_PARAM_PATH": str(tmp_path / "none")}
+    with pytest.raises(EchelonError, match="WANDB_DIR"):
+        read_trial(env)
+
+
+_LAUGHS = "a: &a {value: [1]}\n" + "".join(
+    f"{b}: &{b} {{{', '.join(f'{n}: *{a}' for n in 'stuvwxyz')}}}\n"
+    for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr: {value: !!python/object/apply:os.system [true]}",
+        "lr: {value: 2020-01-01}",
+        "lr: 3",
+        "[1, 2]",
+        "lr: {value: [",
+        "x" * (MAX_BYTES + 1),
+        _LAUGHS + "laugh: {value: *i}",
+        "lr: {value: &x {y: *x}}",
+        "",
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_file_that_holds_something_else(text: str, tmp_path: Path) -> None:
+    with pytest.raises(EchelonError):
+        read_trial(agent(tmp_path, text))
+
+
+def test_what_ranks_are_told_is_checked_again() -> None:
+    told = of({"lr": 0.5, "optimizer": {"lr": 1}})
+    assert parse_trial(told.to_json()) == told
+    with pytest.raises(EchelonError, match="KiB"):
+        parse_trial(" " * (MAX_BYTES + 1))
+    with pytest.raises(EchelonError, match="may not"):
+        parse_trial(json.dumps({"sweep": "a/b/c", "id": "x", "given": {"launch.kind": "ssh"}}))
+
+
+def test_the_words_that_an_agent_filled_in() -> None:
+    given = {"lr": 0.1, "deep": True, "trainer.batch_size": 8, "optimizer": {"lr": 1.5}}
+    told = of(given)
+    own = ["experiment=toy", "launch=local", "--dry-run", "samples=3"]
+    for filled in (
+        ["--lr=0.1", "--deep=True", "--trainer.batch_size=8", "--optimizer={'lr': 1.5}"],
+        ["lr=0.1", "deep=True", "trainer.batch_size=8", "optimizer={'lr': 1.5}"],
+        ["++lr=0.1", "+deep=True"],
+        ["--lr", "0.1", "--deep", "True", "--optimizer", "{'lr': 1.5}"],
+        ["--lr=0.1", "--deep"],
+        [],
+    ):
+        assert drop_trial_arguments([*own[:2], *filled, *own[2:]], told) == own
+    assert drop_trial_arguments(["lr", "--lrs=1", "0.1"], told) == ["lr", "--lrs=1", "0.1"]
+    assert drop_trial_arguments(["--lr=0.1"], None) == ["--lr=0.1"]
+
+
+def test_what_an_agent_writes_is_what_is_read(tmp_path: Path) -> None:
+    given = {"lr": 1e-05, "kind": "1e-05", "deep": None, "optimizer": {"betas": [1, 2.5]}}
+    text = yaml.safe_dump({"wandb_version": 1} | {k: {"value": v} for k, v in given.items()})
+    told = read_trial(agent(tmp_path, text))
+    assert told is not None
+    assert told.parameters == given

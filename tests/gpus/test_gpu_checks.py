@@ -1,0 +1,66 @@
+"""What `doctor` and `preflight` make of a machine's GPUs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fake_nvml import NOBODY_HERE, Stage, gpu, process, slice_
+
+from echelon.doctor.machine_facts import DriverFacts, GpuModel, MissingDriver, read_driver_facts
+from echelon.gpus.selection import get_current_user
+from echelon.preflight import gpu_health
+
+ME = os.getpid()
+
+
+def test_the_driver_and_its_devices(stage: Stage) -> None:
+    stage(gpu(0), gpu(1, capability=120, name="RTX 5090"), gpu(2, code=15), gpu(3, handle=15))
+    assert read_driver_facts() == DriverFacts(
+        "550.54.15",
+        (12, 4),
+        [
+            GpuModel("NVIDIA H200", (9, 0)),
+            GpuModel("RTX 5090", (12, 0)),
+            "lost: reboot or reset",
+            "lost: reboot or reset",
+        ],
+    )
+
+
+def test_a_driver_that_is_not_there_and_one_that_is_broken(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage("init 18")
+    told = "the NVIDIA driver was changed under a running system (reboot)"
+    assert read_driver_facts() == MissingDriver(told, is_broken=True)
+    monkeypatch.setattr("echelon.gpus.nvml.LIBRARY", "libnothing.so")
+    assert not read_driver_facts().is_broken
+    assert gpu_health.read_gpu_health({}) == []
+
+
+def test_gpus_of_a_job(stage: Stage) -> None:
+    stage(
+        *(gpu(0), gpu(1, errors=3), gpu(2, code=15), gpu(3), gpu(4, used=9 << 30, use=7), gpu(5)),
+        *(process(ME, on=3, gib=2), process(NOBODY_HERE, on=5, gib=1)),
+    )
+    looked = gpu_health.read_gpu_health({})
+    troubles = {seen["index"]: seen["trouble"] for seen in looked if seen["trouble"]}
+    assert troubles == {1: "3 uncorrected errors of its memory", 2: "lost: reboot or reset"}
+    assert {seen["index"]: seen["users"] for seen in looked if seen["users"]} == {
+        3: [f"{get_current_user()}'s process {ME} (2.0 GiB)"],
+        4: ["9.0 GiB and 7% by somebody"],
+        5: ["a process that cannot be seen (1.0 GiB)"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [("1,0", [0, 1]), ("", []), ("GPU-00000001", [1]), ("MIG-a", [2]), ("7", [])],
+)
+def test_only_those_that_are_visible(stage: Stage, chosen: str, seen: list[int]) -> None:
+    slices = [slice_(2, 0, uuid="MIG-a"), slice_(2, 1, uuid="MIG-b")]
+    stage(gpu(0), gpu(1), gpu(2, mig=1), *slices, process(ME, on=2, slice=1))
+    looked = gpu_health.read_gpu_health({"CUDA_VISIBLE_DEVICES": chosen})
+    assert [gpu["index"] for gpu in looked] == seen
+    assert [gpu["users"] for gpu in looked] == [[]] * len(seen), "the other slice is not ours"

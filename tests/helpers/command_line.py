@@ -1,0 +1,183 @@
+"""Where a person sits and types at the cluster, and what came of it.
+
+Commands are started with `launching.start`: everything they start, on any host and by any daemon,
+inherits a mark and is found by it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import command_runner
+import slurm_cluster
+from command_runner import Done, Started, until
+from slurm_cluster import Cluster
+
+from echelon.runs.run_folder import Run
+from echelon.tracking import metrics_file
+
+ECHELON = (sys.executable, "-m", "echelon")
+FAULTY = f"experiment={command_runner.HERE / 'faulty.py'}:experiment"
+REGRESSION = f"experiment={command_runner.HERE / 'subjects.py'}:regression"
+START_S = 120.0
+"""From typing to the first steps, on a machine with too few cores."""
+GONE_S = 30.0
+"""The same, from an end to the end of the last process."""
+
+
+@dataclass
+class Desk:
+    cluster: Cluster
+    folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    started: list[Started] = field(default_factory=list)
+
+    def start(self, *words: str, on: str | None = None, **variables: str) -> Started:
+        """`echelon WORDS`, here or on a host, in this folder."""
+        return self.program(*ECHELON, *words, on=on, **variables)
+
+    def program(self, *words: str, on: str | None = None, **variables: str) -> Started:
+        at = [sys.executable, str(slurm_cluster.PROGRAM), "--folder", str(self.cluster.kind.folder)]
+        there = [*at, "exec", on, "--"] if on else []
+        slurm = {"SLURM_CONF": str(self.cluster.slurm_conf)}
+        variables = slurm | self.variables | variables
+        started = command_runner.start([*there, *words], self.folder, **variables)
+        self.started.append(started)
+        return started
+
+    def type(
+        self, *words: str, on: str | None = None, limit_s: float = 180.0, **variables: str
+    ) -> Done:
+        return self.start(*words, on=on, **variables).wait(limit_s)
+
+    def env_world(self, *words: str, port: int, nodes: int = 2, **variables: str) -> list[Started]:
+        """The same command on each node, as `launch=env` wants it."""
+        hosts = self.cluster.nodes[:nodes]
+        same = {
+            "MASTER_ADDR": hosts[0],
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(nodes),
+            **variables,
+        }
+        return [
+            self.start(*words, on=host, NODE_RANK=str(rank), **same)
+            for rank, host in enumerate(hosts)
+        ]
+
+    @property
+    def address(self) -> str:
+        """Of this machine, as the hosts reach it."""
+        return self.cluster.addresses[self.cluster.nodes[0]].rpartition(".")[0] + ".1"
+
+    # --- runs ---
+
+    def run(self, name: str = "a") -> Run:
+        return Run(self.folder / "runs" / name)
+
+    def step(self, name: str = "a") -> int:
+        """The newest step in the metrics, whose last line may be half written."""
+        lines = metrics_file.read_metrics(self.run(name).metrics_file)
+        return max((line["step"] for line in lines if "loss" in line), default=0)
+
+    def wait_for_step(self, step: int, name: str = "a", limit_s: float = START_S) -> None:
+        until(lambda: self.step(name) >= step, limit_s, f"step {step}; {self.said()}")
+
+    def wait_for_more(self, name: str = "a", limit_s: float = START_S) -> None:
+        """It goes on."""
+        self.wait_for_step(self.step(name) + 3, name, limit_s)
+
+    def job(self, name: str = "a") -> str:
+        return str(until(lambda: self.run(name).read_job_id(), START_S, "a job's number"))
+
+    def hosts(self, job: str) -> list[str]:
+        """Where a job runs, in the order of its nodes."""
+        told = self.cluster.slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
+        return self.cluster.slurm("scontrol", "show", "hostnames", told).split()
+
+    def said(self) -> str:
+        return "\n".join(each.told()[-2000:] for each in self.started)
+
+    # --- processes ---
+
+    def agent(self, host: str) -> int:
+        """The one on a host, once it has workers."""
+        return int(until(lambda: self._agent(host), START_S, f"an agent on {host}"))
+
+    def worker(self, host: str) -> int:
+        """The first one of a host's agent."""
+        return command_runner.workers(self.agent(host))[0]
+
+    def _agent(self, host: str) -> int:
+        ours = set(self._ours())
+        there = {p: words for p, words in self.cluster.processes(host).items() if p in ours}
+        found = [
+            p for p, words in there.items() if "echelon" in words and command_runner.workers(p)
+        ]
+        return found[0] if found else 0
+
+    def _ours(self) -> list[int]:
+        return [pid for each in self.started for pid in command_runner.marked(each.mark)]
+
+    def left(self, *hosts: str) -> list[str]:
+        """What of ours still runs, on all hosts or on these."""
+        there = {p for host in hosts for p in self.cluster.processes(host)}
+        ours = [pid for pid in self._ours() if not hosts or pid in there]
+        return [f"{pid} {_command(pid)}" for pid in ours]
+
+    def require_nothing_left(self, *hosts: str, limit_s: float = GONE_S) -> None:
+        try:
+            until(lambda: not self.left(*hosts), limit_s, "nothing left")
+        except AssertionError:
+            raise AssertionError(f"left after {limit_s} s: {self.left(*hosts)}") from None
+
+
+@contextmanager
+def opened(cluster: Cluster, folder: Path) -> Iterator[Desk]:
+    """Whatever a test does, no job and no process of it outlives the test."""
+    desk = Desk(cluster, folder)
+    try:
+        yield desk
+    finally:
+        lines = cluster.slurm("squeue", "-h", "-o", "%i|%Z").splitlines()
+        jobs = [line.split("|")[0] for line in lines if line.split("|")[1].startswith(str(folder))]
+        if jobs:
+            cluster.slurm("scancel", *jobs)
+        for each in desk.started:
+            each.end()
+
+
+# --- what a run left ---
+
+
+def curve(run: Run) -> list[tuple[int, float]]:
+    return command_runner.curve(run.folder) if run.metrics_file.exists() else []
+
+
+def evaluations(run: Run) -> list[tuple[int, float]]:
+    return command_runner.evaluations(run.folder)
+
+
+def logs(run: Run, ranks: int) -> list[str]:
+    return [run.rank_log_file(rank).read_text() for rank in range(ranks)]
+
+
+_NOISE = re.compile(r"step \d+/|\[W.*hostname of the client socket")
+
+
+def told(text: str) -> list[str]:
+    """A log without what differs from time to time: numbers, how often progress was shown, and
+    what torch says of hosts that have no name."""
+    lines = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
+    return [re.sub(r"[\d.]+|[▁▂▃▄▅▆▇█]+", "#", line) for line in lines if line]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:120]
+    except OSError:
+        return ""

@@ -1,0 +1,150 @@
+"""The process that the ranks of the tests' worlds are forked from.
+
+A forked rank costs a fraction of a second, because torch is imported already. The test process
+must not be forked: a backward pass or a pool of threads in any earlier test would break every
+rank. A fork server is clean by construction: it is a fresh interpreter with one thread that
+imports, and from then on does nothing but fork and wait. Whatever ran in the test process before,
+and in which order, is unknown to it.
+
+The first world that a pytest worker asks for starts the worker's server; it ends with the worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """A process to fork. Everything that it would inherit from the test process is given."""
+
+    function: bytes
+    """A pickled call without arguments. The test's module is imported in the new process alone, so
+    that no code of a test ever runs in the server."""
+    output: str
+    """The file that takes its stdout and stderr."""
+    working_folder: str
+    variables: dict[str, str]
+    import_path: list[str]
+
+
+class ForkServer:
+    """The test process's side of it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socketpair()
+        # One thread: a pool that a library starts on import would not be forked with the rest.
+        single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | single,
+            start_new_session=True,  # Ctrl-C is pytest's to handle
+        )
+        theirs.close()
+        self._channel = Connection(ours.detach())
+
+    def fork(self, function: Callable[[], Any], output: Path, variables: Mapping[str, str]) -> int:
+        """Start a process that calls `function`, and return its process id.
+
+        The function and what is bound to it must be picklable: a function of a module, or a
+        `partial` of one.
+        """
+        request = ForkRequest(
+            pickle.dumps(function), str(output), os.getcwd(), {**os.environ, **variables}, sys.path
+        )
+        return int(self._ask(request))
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a process that has ended; negative for a signal."""
+        return int(self._ask(pid))
+
+    def close(self) -> None:
+        """End the server, and with it every process it has forked."""
+        self._channel.close()
+        self._process.wait()
+
+    def _ask(self, question: ForkRequest | int) -> Any:
+        self._channel.send(question)
+        return self._channel.recv()
+
+
+# --- inside the server --------------------------------------------------------------------------
+
+
+def serve(channel: Connection) -> None:
+    """Answer until the test process has closed its end."""
+    import pytest  # noqa: F401  the tests' modules import it
+    import worlds  # noqa: F401  what every rank needs, above all torch
+
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"the fork server runs {len(threads)} threads"
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages they share
+    while True:
+        try:
+            question = channel.recv()
+        except (EOFError, ConnectionError):
+            return
+        if isinstance(question, int):
+            channel.send(os.waitstatus_to_exitcode(os.waitpid(question, 0)[1]))
+        else:
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                _become(question)
+            channel.send(pid)
+
+
+def _become(request: ForkRequest) -> None:
+    """Turn a fresh fork into the requested process. Never returns."""
+    code = 70
+    try:
+        from echelon.launch.node.fork_server import die_with_parent
+
+        die_with_parent(os.getppid())
+        os.setsid()  # what it leaves behind is found by its session
+        _redirect_output(request.output)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.chdir(request.working_folder)
+        os.environ.clear()
+        os.environ.update(request.variables)
+        sys.path[:] = request.import_path
+        pickle.loads(request.function)()
+        code = 0
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect_output(output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+
+
+if __name__ == "__main__":
+    from rank_fork_server import serve as serve_forks  # ForkRequest is found by this module's name
+
+    serve_forks(Connection(int(sys.argv[1])))

@@ -1,0 +1,185 @@
+"""How many processes, and which device each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from echelon.config.compose import compose
+from echelon.config.schema import Config
+from echelon.errors import EchelonError
+from echelon.launch.env import plan as env_plan
+from echelon.launch.inline import plan as inline_plan
+from echelon.launch.local import plan as local_plan
+from echelon.launch.plan import LaunchMachine, LaunchPlan
+from echelon.launch.slurm.launcher import plan as slurm_plan
+from echelon.launch.ssh.launcher import plan as ssh_plan
+
+LOCAL = "launch=local"
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "devices"),
+    [
+        ([], 0, ["cpu"]),
+        ([], 1, ["cuda:0"]),
+        ([], 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (["launch.procs=2"], 4, ["cuda:0", "cuda:1"]),
+        (["launch.procs=3"], 0, ["cpu", "cpu", "cpu"]),
+        (["launch.procs=3", "launch.share_devices=true"], 2, ["cuda:0", "cuda:1", "cuda:0"]),
+    ],
+)
+def test_one_process_per_visible_device_unless_told(
+    words: list[str], visible: int, devices: list[str]
+) -> None:
+    plan = local_plan(compose([LOCAL, *words]), LaunchMachine({}, "here", visible))
+    assert [place.devices for place in plan.places] == [(device,) for device in devices]
+    assert [place.rank for place in plan.places] == list(range(len(devices)))
+
+
+def test_two_processes_on_one_device_by_accident() -> None:
+    with pytest.raises(EchelonError) as told:
+        local_plan(compose([LOCAL, "launch.procs=3"]), LaunchMachine({}, "here", 2))
+    [fault] = told.value.faults
+    assert "launch.procs=3, but 2 devices are visible" in fault.what
+    assert "launch.share_devices=true" in fault.do
+
+
+# ---- replicas of several devices ----------------------------------------------------------------
+
+PAIRS = [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
+STAGES = ("cpu stage 0", "cpu stage 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "devices"),
+    [
+        ([], 4, PAIRS),
+        ([], 2, PAIRS[:1]),
+        (["launch.procs=1"], 4, PAIRS[:1]),
+        (["launch.procs=2"], 5, PAIRS),  # given, so one is left over on purpose
+        ([], 0, [STAGES]),
+        (["launch.procs=2"], 0, [STAGES, STAGES]),
+    ],
+)
+def test_processes_are_devices_by_replicas(
+    words: list[str], visible: int, devices: list[tuple[str, ...]]
+) -> None:
+    plan = local_plan(
+        compose([LOCAL, "replica.devices=2", *words]), LaunchMachine({}, "here", visible)
+    )
+    assert [place.devices for place in plan.places] == devices
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "what", "do"),
+    [
+        (
+            [],
+            5,
+            "5 visible devices do not divide by replica.devices=2: 2 replicas would use 4",
+            "set CUDA_VISIBLE_DEVICES to 4 of them, or launch.procs=2 to leave 1 idle",
+        ),
+        ([], 1, "replica.devices=2, but 1 device is visible", "set replica.devices=1"),
+        (
+            ["launch.procs=3"],
+            4,
+            "launch.procs=3 with replica.devices=2 take 6 devices, but 4 devices are visible",
+            "set launch.procs=2",
+        ),
+    ],
+)
+def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str, do: str) -> None:
+    with pytest.raises(EchelonError) as told:
+        local_plan(
+            compose([LOCAL, "replica.devices=2", *words]), LaunchMachine({}, "here", visible)
+        )
+    [fault] = told.value.faults
+    assert fault.what == what
+    assert do in fault.do
+
+
+@pytest.mark.parametrize(
+    ("words", "make", "visible", "lines"),
+    [
+        (
+            [LOCAL, "launch.procs=2"],
+            local_plan,
+            0,
+            [
+                "launch=local: 2 processes × 2 stages",
+                "0     here  0           cpu stage 0, cpu stage 1",
+            ],
+        ),
+        (
+            [LOCAL],
+            local_plan,
+            4,
+            ["launch=local: 2 processes × 2 devices", "1     here  1           cuda:2, cuda:3"],
+        ),
+        (
+            [LOCAL, "launch.procs=2"],
+            local_plan,
+            5,
+            [
+                "launch=local: 2 processes × 2 devices",
+                "3. leave 1 of 5 devices idle: launch.procs=2 × replica.devices=2",
+            ],
+        ),
+        (
+            ["launch=slurm", "launch.nodes=2", "launch.gpus_per_node=4", "run.name=a"],
+            slurm_plan,
+            0,
+            ["launch=slurm: 4 processes × 2 devices", "3     node 1  1           cuda:2, cuda:3"],
+        ),
+        (
+            ["launch=ssh", "launch.hosts=[a,b]", "launch.procs=2", "run.name=a"],
+            ssh_plan,
+            0,
+            [
+                "launch=ssh: 4 processes × 2 devices",
+                "1     a     1           cuda:2 or cpu stage 0, cuda:3 or cpu stage 1",
+            ],
+        ),
+        (
+            ["launch=ssh", "launch.hosts=[a,b]", "run.name=a"],
+            ssh_plan,
+            0,
+            ["launch=ssh", "0     a     0           every visible"],
+        ),
+        (
+            ["launch=env"],
+            env_plan,
+            4,
+            ["launch=env: 4 processes × 2 devices", "1     here    1           cuda:2, cuda:3"],
+        ),
+        ([], inline_plan, 2, ["launch=inline: 1 process × 2 devices"]),
+    ],
+)
+def test_the_plan_says_which_rank_has_which(
+    words: list[str],
+    make: Callable[[Config, LaunchMachine], LaunchPlan],
+    visible: int,
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    env = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    here = LaunchMachine(env if "launch=env" in words else {}, "here", visible)
+    make(compose([*words, "replica.devices=2"]), here).print_plan(as_json=False)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == lines[0]
+    assert set(lines) <= set(printed)
+
+
+def test_every_host_is_asked_for_whole_replicas() -> None:
+    config = compose(["launch=ssh", "launch.hosts=[a,b]", "run.name=a", "replica.devices=2"])
+    steps = ssh_plan(config, LaunchMachine({}, "here", 0)).steps
+    assert any("on each host one process for every 2 devices" in step for step in steps)
+
+
+def test_a_users_own_number_of_threads_is_kept() -> None:
+    config = compose([LOCAL, "launch.procs=2"])
+    assert local_plan(config, LaunchMachine({}, "here", 0)).variables == {"OMP_NUM_THREADS": "1"}
+    assert local_plan(config, LaunchMachine({"OMP_NUM_THREADS": "3"}, "here", 0)).variables == {}
+    assert local_plan(compose([LOCAL]), LaunchMachine({}, "here", 0)).variables == {}

@@ -1,0 +1,475 @@
+"""`echelon data movielens`: against a server that breaks off, changes its mind and lies, and with
+zips that nobody should unpack."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.cli import run_command
+from echelon.errors import EchelonError, Exit
+from echelon.recipes.movielens.data.data_command import get_data
+from echelon.recipes.movielens.data.download import PartialDownload, download
+from echelon.recipes.movielens.data.synthetic import make_synthetic, write_csv
+
+RATINGS = b"userId,movieId,rating,timestamp\n1,2,3.0,4\n5,2,4.5,6\n"
+SMALL = "ml-latest-small"
+
+
+def zipped(members: dict[str, bytes], folder: str = SMALL) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{folder}/{name}" if folder else name, content)
+    return made.getvalue()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A set of several pieces, stored as it is so that its size is known to be large."""
+    folder = write_csv(make_synthetic(8_000, 300, 200, seed=0), tmp_path_factory.mktemp("made"))
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, f"{SMALL}/{path.name}")
+        archive.writestr(f"{SMALL}/README.txt", "The licence.")
+    return made.getvalue()
+
+
+# --- a server -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Shelf:
+    """What a server has, and how it behaves."""
+
+    files: dict[str, bytes]
+    tag: str = '"one"'
+    breaks_after: list[int] = field(default_factory=list)
+    """One for each answer to come: so many bytes of its body, then the connection is cut."""
+    fails_with: list[int] = field(default_factory=list)
+    """Status codes of the answers before that."""
+    ranges: bool = True
+    tells_length: bool = True
+    asked: list[str | None] = field(default_factory=list)
+    """The Range of every request for a zip."""
+    address: str = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    shelf: Shelf
+
+    def do_GET(self) -> None:
+        shelf = self.shelf
+        name = self.path.rpartition("/")[2]
+        if name.endswith(".zip"):
+            shelf.asked.append(self.headers["Range"])
+            if shelf.fails_with:
+                return self.send_error(shelf.fails_with.pop(0))
+        if name not in shelf.files:
+            return self.send_error(404)
+        content, start = shelf.files[name], 0
+        wanted = self.headers["Range"]
+        if shelf.ranges and wanted and self.headers["If-Range"] == shelf.tag:
+            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(content):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(content)}")
+                return self.end_headers()
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("ETag", shelf.tag)
+        if shelf.tells_length:
+            self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        stop = shelf.breaks_after.pop(0) if name.endswith(".zip") and shelf.breaks_after else None
+        self.wfile.write(content[start:] if stop is None else content[start : start + stop])
+        return None
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def serving(shelf: Shelf) -> Iterator[Shelf]:
+    class Own(Handler):
+        pass
+
+    Own.shelf = shelf
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Own)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    shelf.address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield shelf
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def shelf(packed: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    md5 = f"MD5 ({SMALL}.zip) = {hashlib.md5(packed).hexdigest()}\n".encode()
+    with serving(Shelf({f"{SMALL}.zip": packed, f"{SMALL}.zip.md5": md5})) as shelf:
+        monkeypatch.setenv("ECHELON_MOVIELENS_URL", shelf.address)
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield shelf
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Quiet:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.seen: list[tuple[int, int | None]] = []
+
+    def update(self, have: int, total: int | None) -> None:
+        self.seen.append((have, total))
+
+    def print_line(self, line: str) -> None:
+        self.notes.append(line)
+
+
+def fetched(shelf: Shelf, waits_s: tuple[float, ...] = (0.0,)) -> tuple[bytes, Quiet]:
+    part, shown = PartialDownload.in_folder(Path(), "file.zip"), Quiet()
+    download(f"{shelf.address}/{SMALL}.zip", part, shown, waits_s)
+    return part.data.read_bytes(), shown
+
+
+# --- downloading --------------------------------------------------------------------------------
+
+
+def test_downloaded_checked_unpacked_and_told(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["data", "movielens"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].startswith("data/ml-latest-small: 8,000 ratings of 300 users for ")
+    assert "licence: GroupLens' own, in data/ml-latest-small/README.txt" in out
+    assert "Harper and J. A. Konstan" in out
+    assert out.splitlines()[-1] == "next: echelon train experiment=movielens"
+    assert "note: " in err
+    assert "known 4412bda2958b" in err, "it is not the set of 2018, and that is said"
+    assert sorted(path.name for path in Path("data").iterdir()) == [SMALL]
+    assert run_command(["data", "movielens", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ratings"] == 8_000
+    assert err == "data/ml-latest-small is there already; to take it anew, remove it first\n"
+    assert len(shelf.asked) == 1
+
+
+def test_a_connection_that_breaks_again_and_again(shelf: Shelf, packed: bytes) -> None:
+    shelf.breaks_after = [70_000, 10, 0, 50_000]
+    content, shown = fetched(shelf, waits_s=(0.0, 0.0))
+    assert content == packed
+    assert shelf.asked == [
+        None,
+        "bytes=70000-",
+        "bytes=70010-",
+        "bytes=70010-",
+        "bytes=120010-",
+    ]
+    assert len(shown.notes) == 4
+    assert f"broke after 70,000 of {len(packed):,} bytes" in shown.notes[0]
+    assert shown.seen[-1] == (len(packed), len(packed))
+
+
+def test_what_came_is_kept_for_the_next_call(shelf: Shelf, packed: bytes) -> None:
+    shelf.breaks_after = [70_000, 0]
+    with pytest.raises(EchelonError, match=r"70,000 bytes are kept in file.zip.part") as caught:
+        fetched(shelf)
+    assert "type the same again" in caught.value.faults[0].do
+    assert fetched(shelf)[0] == packed
+    assert shelf.asked[-1] == "bytes=70000-"
+    assert fetched(shelf)[0] == packed
+    assert shelf.asked[-1] == f"bytes={len(packed)}-", "all of it was here"
+
+
+def test_a_file_that_changed_meanwhile_comes_whole(shelf: Shelf, packed: bytes) -> None:
+    shelf.breaks_after = [70_000, 0]
+    with pytest.raises(EchelonError):
+        fetched(shelf)
+    changed = packed[::-1] + b"more"
+    shelf.files[f"{SMALL}.zip"], shelf.tag = changed, '"two"'
+    assert fetched(shelf)[0] == changed
+
+
+@pytest.mark.parametrize("unsure", ["weak tag", "no ranges", "another address"])
+def test_a_part_that_may_not_fit_is_not_used(shelf: Shelf, packed: bytes, unsure: str) -> None:
+    if unsure == "weak tag":
+        shelf.tag = 'W/"one"'
+    shelf.ranges = unsure != "no ranges"
+    shelf.breaks_after = [70_000, 0]
+    with pytest.raises(EchelonError):
+        fetched(shelf)
+    if unsure == "another address":
+        about = Path("file.zip.part.json")
+        about.write_text(json.dumps({"url": "http://elsewhere", "version": shelf.tag}))
+        Path("file.zip.part").write_bytes(b"x" * 70_000)
+    assert fetched(shelf)[0] == packed
+
+
+def test_a_server_out_of_breath_is_asked_again(shelf: Shelf, packed: bytes) -> None:
+    shelf.fails_with = [503, 429]
+    content, shown = fetched(shelf, waits_s=(0.0, 0.0))
+    assert content == packed
+    assert "503" in shown.notes[0]
+
+
+def test_what_is_not_there_is_not_asked_for_again(shelf: Shelf) -> None:
+    del shelf.files[f"{SMALL}.zip"]
+    with pytest.raises(EchelonError, match="answered 404") as caught:
+        run_command(["data", "movielens"])
+    assert len(shelf.asked) == 1
+    assert caught.value.exit == Exit.NOT_FOUND
+    assert not Path("data").exists()
+
+
+def test_wrong_bytes_are_not_unpacked(shelf: Shelf, packed: bytes) -> None:
+    wrong = bytearray(packed)
+    wrong[len(wrong) // 2] ^= 1
+    shelf.files[f"{SMALL}.zip"] = bytes(wrong)
+    with pytest.raises(EchelonError, match="wrong checksum") as caught:
+        run_command(["data", "movielens"])
+    assert hashlib.md5(wrong).hexdigest() in str(caught.value)
+    assert not any(Path("data").iterdir())
+    shelf.files[f"{SMALL}.zip"] = packed
+    assert run_command(["data", "movielens"]) == 0
+
+
+def test_a_set_that_is_not_the_known_one_needs_a_published_checksum(shelf: Shelf) -> None:
+    del shelf.files[f"{SMALL}.zip.md5"]
+    with pytest.raises(EchelonError, match="wrong checksum: known 4412bda2958b"):
+        run_command(["data", "movielens"])
+
+
+def test_no_internet_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("ECHELON_MOVIELENS_URL", address)
+    with pytest.raises(EchelonError) as caught:
+        get_data("25m", None, Path("data"), waits_s=(0.0,))
+    [fault] = caught.value.faults
+    assert fault.what == f"{address}/ml-25m.zip cannot be reached: connection refused"
+    assert f"fetch {address}/ml-25m.zip where there is internet" in fault.do
+    assert "echelon data movielens --from ml-25m.zip" in fault.do
+    assert not Path("data").exists()
+
+
+def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_MOVIELENS_URL", "file:///etc")
+    with pytest.raises(EchelonError, match="ECHELON_MOVIELENS_URL is 'file:///etc'"):
+        run_command(["data", "movielens"])
+
+
+def test_two_downloads_at_once(shelf: Shelf) -> None:
+    with Path("file.zip.part").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(EchelonError, match="another process is downloading"):
+            fetched(shelf)
+
+
+# --- from a file --------------------------------------------------------------------------------
+
+
+def test_from_a_zip_or_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = {"ratings.csv": RATINGS, "README.txt": b"licence", ".echelon/lock": b"hidden"}
+    Path("given.zip").write_bytes(zipped(members))
+    assert run_command(["data", "movielens", "--from", "given.zip"]) == 0
+    assert Path(f"data/{SMALL}/ratings.csv").read_bytes() == RATINGS
+    assert Path(f"data/{SMALL}/.echelon/lock").read_bytes() == b"", "ours, not the zip's"
+    assert run_command(["data", "movielens", "--from", f"data/{SMALL}", "--to", "other"]) == 0
+    assert Path(f"other/{SMALL}/README.txt").exists()
+    said = capsys.readouterr().out
+    assert f"next: echelon train experiment=movielens data=other/{SMALL}" in said
+    assert run_command(["data", "movielens", "--from", f"other/{SMALL}", "--to", "other"]) == 0
+    assert "there already" in capsys.readouterr().err
+
+
+def test_the_name_is_the_zips_own_or_that_of_the_size() -> None:
+    Path("flat.zip").write_bytes(zipped({"u.data": b"1\t2\t3\t4\n"}, folder=""))
+    assert run_command(["data", "movielens", "--from", "flat.zip"]) == 0
+    assert run_command(["data", "movielens", "--from", "flat.zip", "--size", "100k"]) == 0
+    assert sorted(path.name for path in Path("data").iterdir()) == ["flat", "ml-100k"]
+
+
+def refused(content: bytes) -> list[str]:
+    Path("given.zip").write_bytes(content)
+    with pytest.raises(EchelonError) as caught:
+        run_command(["data", "movielens", "--from", "given.zip", "--to", "inside/data"])
+    assert not list(Path().rglob("ratings.csv"))
+    assert not list(Path().rglob(".unpacking-*"))
+    return [fault.what for fault in caught.value.faults]
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "..\\evil"])
+def test_nothing_leads_out_of_the_folder(name: str) -> None:
+    made = zipped({f"{SMALL}/ratings.csv": RATINGS, name: b"!"}, folder="")
+    assert refused(made) == [f"given.zip is not unpacked: {name!r} leads out of the folder"]
+    assert not list(Path().rglob("evil"))
+
+
+def test_links_are_not_unpacked() -> None:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        link = zipfile.ZipInfo("ml/ratings.csv")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(link, "/etc/passwd")
+    assert "'ml/ratings.csv' is a link or a device" in refused(made.getvalue())[0]
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    [what] = refused(zipped({"ratings.csv": RATINGS + b"0" * 20_000_000}))
+    assert "more than 100 × the" in what
+    [what] = refused(zipped({"ratings.csv": RATINGS} | {f"{i}": b"x" for i in range(1000)}))
+    assert "1,001 files are more than 1,000" in what
+
+
+def test_a_zip_that_is_cut_damaged_or_something_else(packed: bytes) -> None:
+    assert "given.zip is not a whole zip file" in refused(packed[: len(packed) // 2])[0]
+    damaged = bytearray(packed)
+    damaged[5_000] ^= 1
+    assert "Bad CRC-32" in refused(bytes(damaged))[0]
+    assert "given.zip is not a whole zip file" in refused(b"<html>not found</html>")[0]
+    assert "given.zip is not a whole zip file" in refused(b"")[0]
+    no_utf8 = zipped({"ratings.csv": RATINGS, "é": b""}).replace("é".encode(), b"\xff\xff")
+    assert "given.zip is not a whole zip file" in refused(no_utf8)[0]
+    assert refused(zipped({"names.csv": b"a,b\n"})) == [
+        "given.zip holds no ratings: looked for ratings.csv, ratings.dat, u.data"
+    ]
+
+
+def test_what_is_in_the_way_is_not_touched() -> None:
+    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS}))
+    in_the_way = Path(f"data/{SMALL}/thesis.txt")
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("mine")
+    with pytest.raises(EchelonError, match="is there already and is no set of ratings"):
+        run_command(["data", "movielens", "--from", "given.zip"])
+    assert in_the_way.read_text() == "mine"
+    in_the_way.unlink()
+    assert run_command(["data", "movielens", "--from", "given.zip"]) == 0, "an empty one is used"
+
+
+def test_a_damaged_set_that_is_there_says_to_remove_it() -> None:
+    folder = Path(f"data/{SMALL}")
+    folder.mkdir(parents=True)
+    (folder / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,x,4\n")
+    with pytest.raises(EchelonError) as caught:
+        run_command(["data", "movielens"])
+    told = [str(fault) for fault in caught.value.faults]
+    assert "line 2: rating is 'x', not a number" in told[0]
+    assert f"rm -r data/{SMALL}" in told[1]
+
+
+@pytest.mark.parametrize("kind", ["zip", "folder"])
+def test_a_bad_set_does_not_stand_in_the_way_of_the_mended_one(kind: str, tmp_path: Path) -> None:
+    given = tmp_path / "given" / (f"{SMALL}.zip" if kind == "zip" else SMALL)
+
+    def make(ratings: bytes) -> None:
+        given.parent.mkdir(exist_ok=True)
+        if kind == "zip":
+            given.write_bytes(zipped({"ratings.csv": ratings}))
+        else:
+            given.mkdir(exist_ok=True)
+            (given / "ratings.csv").write_bytes(ratings)
+
+    make(RATINGS + b"1,2,x,4\n")
+    with pytest.raises(EchelonError) as caught:
+        run_command(["data", "movielens", "--from", str(given)])
+    [fault] = caught.value.faults
+    assert fault.what == f"{given}/ratings.csv, line 4: rating is 'x', not a number"
+    make(RATINGS)
+    assert run_command(["data", "movielens", "--from", str(given)]) == 0
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(EchelonError, match=r"there is no nothing.zip"):
+        run_command(["data", "movielens", "--from", "nothing.zip"])
+
+
+# --- no space -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 128 kB."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_no_space_to_download(shelf: Shelf, tiny: Path) -> None:
+    with pytest.raises(EchelonError, match=f"no space left in {tiny}") as caught:
+        run_command(["data", "movielens", "--to", str(tiny)])
+    assert caught.value.exit == Exit.FAILED
+    assert not any(tiny.iterdir())
+
+
+def test_no_space_half_way(shelf: Shelf, tiny: Path) -> None:
+    shelf.tells_length = False
+    with pytest.raises(EchelonError, match=r"no space left for .*zip.part; the .* bytes that came"):
+        run_command(["data", "movielens", "--to", str(tiny)])
+    assert [path.name for path in tiny.iterdir() if path.suffix == ".part"] == [f"{SMALL}.zip.part"]
+
+
+def test_no_space_to_unpack(tiny: Path) -> None:
+    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS + os.urandom(200_000)}))
+    with pytest.raises(EchelonError, match=r"no space left for .*; nothing of it was kept"):
+        run_command(["data", "movielens", "--from", "given.zip", "--to", str(tiny)])
+    assert not any(tiny.iterdir())
+
+
+def test_no_space_to_prepare(tiny: Path) -> None:
+    lines = b"".join(b"%d,3,1,1\n" % i for i in range(8_000))
+    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS.splitlines()[0] + b"\n" + lines}))
+    with pytest.raises(EchelonError, match="no space left for the prepared form"):
+        run_command(["data", "movielens", "--from", "given.zip", "--to", str(tiny)])
+    assert not list(tiny.rglob("making-*"))
+
+
+# --- as it is typed -----------------------------------------------------------------------------
+
+
+def test_the_verb_as_it_is_typed(shelf: Shelf) -> None:
+    words = [sys.executable, "-m", "echelon", "data", "movielens"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == (f"downloading {shelf.address}/{SMALL}.zip (about 1 MB)")
+    assert "\x1b" not in done.stderr + done.stdout
+
+
+@pytest.mark.skipif("ECHELON_MOVIELENS_ZIP" not in os.environ, reason="the real set is not here")
+def test_the_real_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["data", "movielens", "--from", os.environ["ECHELON_MOVIELENS_ZIP"]]) == 0
+    assert "100,836 ratings of 610 users for 9,724 movies" in capsys.readouterr().out

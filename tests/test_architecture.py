@@ -1,0 +1,275 @@
+"""The rooms of the package: a lower one never imports a higher one, and torch stays in its own.
+
+Imports under `if TYPE_CHECKING:` cost nothing and may look up; those inside a function may not.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import echelon
+
+SOURCE = Path(echelon.__file__).parent
+
+LEVELS = {
+    "errors": 0,
+    "utils": 0,
+    "config": 1,
+    "world": 1,
+    "runs": 1,
+    "gpus": 1,
+    "kernels": 1,
+    "data": 2,
+    "optim": 2,
+    "tracking": 2,
+    "launch": 2,
+    "environments": 2,
+    "experiment": 3,
+    "parallel": 4,
+    "cudagraph": 5,
+    "snapshot": 5,
+    "monitoring": 6,
+    "train": 7,
+    "jobs": 7,
+    "views": 7,
+    "recipes": 8,
+    "doctor": 8,
+    "preflight": 8,
+    "sweep": 8,
+    "submit": 8,
+    "ssh_setup": 9,
+    "entrypoint": 9,
+    "commands": 9,
+    "cli": 9,
+}
+BESIDE = {
+    ("experiment", "parallel"),
+    ("monitoring", "train"),
+    ("parallel", "cudagraph"),
+    ("parallel", "monitoring"),
+    ("parallel", "snapshot"),
+    ("runs", "config"),
+    ("views", "jobs"),
+    ("jobs", "views"),
+    ("launch", "tracking"),
+    ("doctor", "preflight"),
+    ("preflight", "doctor"),
+    ("commands", "entrypoint"),
+    ("commands", "ssh_setup"),
+    ("entrypoint", "cli"),
+    ("entrypoint", "commands"),
+}
+"""Rooms of one level that may import each other."""
+OUTSIDE = {"echelon", "__main__"}
+"""The package's own front door names what it offers, and opens it when asked."""
+LIKE_OUTSIDE = {"conf"}
+"""Holds yaml files."""
+
+TORCH_ROOMS = {
+    *("data", "kernels", "optim", "experiment", "parallel", "cudagraph", "snapshot"),
+    *("monitoring", "train", "recipes"),
+}
+TORCH_FILES = {
+    "launch/node/agent.py",
+    "launch/node/rendezvous.py",
+    "doctor/torch_facts.py",
+    "preflight/all_reduce.py",
+}
+
+
+class Import(NamedTuple):
+    file: str
+    """Relative to the package."""
+    room: str
+    line: int
+    module: str
+    """As imported, e.g. echelon.config.schema."""
+    at_top: bool
+    """Done when the file is imported, as opposed to when a function runs."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def imports() -> list[Import]:
+    return [found for path in sorted(SOURCE.rglob("*.py")) for found in _imports_of(path)]
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
+    file = path.relative_to(SOURCE)
+    room = file.parts[0].removesuffix(".py")
+    room = "echelon" if room == "__init__" else room
+    for node, at_top in _walk(ast.parse(path.read_text()), True):
+        for module in _modules(node):
+            yield Import(str(file), room, node.lineno, module, at_top)
+
+
+def _walk(tree: ast.AST, at_top: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, at_top
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from _walk(node, at_top and not inside)
+
+
+def _modules(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert isinstance(node, ast.ImportFrom)
+    assert node.level == 0, f"relative import in line {node.lineno}"
+    if node.module == "echelon":  # from echelon import runs
+        return [f"echelon.{alias.name}" for alias in node.names]
+    return [node.module or ""]
+
+
+def _target(module: str) -> str | None:
+    """The room an import of ours goes to; None for a name of the front door, such as a version."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "echelon" and len(parts) > 1 and parts[1] in LEVELS else None
+
+
+def test_every_room_has_a_level() -> None:
+    entries = [p for p in SOURCE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    rooms = {p.stem for p in entries} - {"__init__", "__main__"} - LIKE_OUTSIDE
+    assert rooms == LEVELS.keys()
+
+
+def test_a_lower_room_never_imports_a_higher_one() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.room not in OUTSIDE
+        and (target := _target(found.module))
+        and target != found.room
+        and LEVELS[target] >= LEVELS[found.room]
+        and (found.room, target) not in BESIDE
+    ]
+    assert wrong == []
+
+
+def test_the_checks_above_see_imports() -> None:
+    """A reader that finds nothing would hold any table."""
+    found = {(i.room, _target(i.module)) for i in imports()}
+    assert {
+        ("train", "data"),
+        ("runs", "config"),
+        ("launch", "errors"),
+        ("commands", "entrypoint"),
+    } <= found
+
+
+def test_torch_is_imported_by_its_own_rooms() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.module.split(".")[0] in ("torch", "torchmetrics", "numpy")
+        and found.at_top
+        and found.room not in TORCH_ROOMS
+        and found.file not in TORCH_FILES
+    ]
+    assert wrong == []
+
+
+def test_hydra_is_known_to_the_configuration_alone() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.module.split(".")[0] in ("hydra", "omegaconf") and found.room != "config"
+    ]
+    assert wrong == []
+
+
+def test_the_loop_fits_one_screen() -> None:
+    from echelon.train.loop import train
+
+    lines = inspect.getsource(train).splitlines()
+    assert len(lines) <= 40
+    calls = [f"t.{name}(" for name in ("replica.step", "mark_log_line", "evaluate", "save")]
+    found = [next(i for i, line in enumerate(lines) if call in line) for call in calls]
+    stop_check = next(i for i, line in enumerate(lines) if "if requests.stop" in line)
+    assert [*found, stop_check] == sorted([*found, stop_check]), "in this order"
+
+
+# --- what is really imported --------------------------------------------------------------------
+
+_TELL = """
+import atexit, json, os, sys
+@atexit.register
+def tell():
+    with open(os.environ["ECHELON_TEST_MODULES"], "w") as file:
+        json.dump(sorted(sys.modules), file)
+from echelon.cli import main
+main()
+"""
+
+
+def _loaded_by(words: list[str], folder: Path) -> set[str]:
+    """The modules of a process that ran `echelon WORDS`."""
+    file = folder / "modules.json"
+    done = subprocess.run(
+        [sys.executable, "-c", _TELL, *words],
+        cwd=folder,
+        env=os.environ | {"ECHELON_TEST_MODULES": str(file)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["data", "--help"],
+        ["explain"],
+        ["runs"],
+        ["gpus", "--help"],
+        ["doctor", "--help"],
+        ["doctor", "--no-smoke"],
+        ["explain", "--json", "rank=1", "world_size=2"],
+        ["env", "show"],
+        ["train", "--dry-run"],
+        ["train", "--dry-run", "--json", "launch=local", "launch.procs=2"],
+    ],
+    ids=" ".join,
+)
+def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: list[str]) -> None:
+    loaded = _loaded_by(words, tmp_path)
+    assert "echelon.cli" in loaded
+    assert not loaded & {"torch", "torchmetrics", "wandb", "numpy", "matplotlib"}
+    if "--dry-run" not in words:
+        assert not loaded & {"hydra", "omegaconf"}
+
+
+def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "experiment_configurations.txt").write_text("/bin/echo here\n")
+    loaded = _loaded_by(["submit", "--dry-run"], tmp_path)
+    assert "echelon.submit.plan" in loaded
+    assert not loaded & {"torch", "torchmetrics", "wandb", "numpy"}
+
+
+@pytest.mark.slow
+def test_a_worker_imports_what_it_uses(tmp_path: Path) -> None:
+    toy = ["train", "samples=64", "trainer.epochs=1", f"run.dir={tmp_path}"]
+    loaded = _loaded_by([*toy, "eval_samples=0"], tmp_path)
+    assert "torch" in loaded
+    unused = {"torchmetrics", "wandb", "torch.distributed.checkpoint", "lightning", "matplotlib"}
+    assert not loaded & unused
+    evaluated = _loaded_by([*toy, "eval_samples=8"], tmp_path)
+    assert "torchmetrics" in evaluated, "else the check above sees nothing"

@@ -1,0 +1,114 @@
+"""Each example exactly as its seed types it, in a copy of the folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import command_runner
+import pytest
+from command_runner import EXAMPLES, TORCHRUN, Done, curve, evaluations, only_run, status
+
+pytestmark = pytest.mark.slow
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "__*"))
+    return tmp_path / "examples"
+
+
+@pytest.fixture
+def default_port() -> Iterator[None]:
+    """Where ranks meet that are not told: tests run beside each other, and one at a time has it."""
+    with Path(tempfile.gettempdir(), "echelon-tests-29500.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _trained(done: Done, folder: Path, steps: int) -> Path:
+    assert done.code == 0, done.err
+    assert done.left == []
+    run = only_run(folder)
+    told = status(run)
+    assert (told["state"], told["step"], told["total_steps"]) == ("finished", steps, steps)
+    assert (run / "snapshots" / f"step-{steps:09d}" / "manifest.json").exists()
+    assert evaluations(run)[-1][0] == steps
+    losses = [loss for _, loss in curve(run)]
+    assert losses[-1] < losses[0]
+    return run
+
+
+def test_train(examples: Path) -> None:
+    _trained(command_runner.run([PYTHON, "train.py"], examples), examples, steps=3 * 64)
+
+
+def test_train_with_overrides(examples: Path) -> None:
+    """From the folder above, as the README has it."""
+    words = [PYTHON, "examples/train.py", "trainer.epochs=2", "lr=0.1"]
+    run = _trained(command_runner.run(words, examples.parent), examples.parent, steps=2 * 64)
+    assert '"lr": 0.1' in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.usefixtures("default_port")
+def test_four_distributed_ranks_in_any_order(examples: Path) -> None:
+    ranks = random.sample(range(4), 4)
+    commands = [[PYTHON, "distributed.py", f"rank={r}", "world_size=4"] for r in ranks]
+    for rank, done in zip(ranks, command_runner.together(commands, examples), strict=True):
+        assert done.code == 0, (rank, done.err)
+        assert done.left == []
+        assert ("finished 192 steps" in done.err) == (rank == 0)
+    run = only_run(examples)
+    assert status(run)["state"] == "finished"
+    assert curve(run)[-1][1] < curve(run)[0][1]
+
+
+@pytest.mark.usefixtures("default_port")
+def test_two_distributed_ranks_on_chosen_devices(examples: Path) -> None:
+    """Where there is no such device, as here, the CPU."""
+    commands = [[PYTHON, "distributed.py", f"rank={r}", "world_size=2"] for r in range(2)]
+    for done in command_runner.together(commands, examples, CUDA_VISIBLE_DEVICES="4,7"):
+        assert done.code == 0, done.err
+        assert done.left == []
+    assert status(only_run(examples))["state"] == "finished"
+
+
+def test_model_parallel(examples: Path) -> None:
+    words = [PYTHON, "model_parallel.py", "replica.devices=2", "launch=local", "launch.procs=2"]
+    done = command_runner.run(words, examples)
+    _trained(done, examples, steps=3 * 64)
+    assert "on 2 processes × 2 stages (cpu stage 0, cpu stage 1: placed by the exper" in done.err
+
+
+def test_single_gpu(examples: Path) -> None:
+    _trained(command_runner.run([PYTHON, "single_gpu.py"], examples), examples, steps=10 * 64)
+
+
+def test_multigpu_torchrun(examples: Path) -> None:
+    words = [*TORCHRUN, "--standalone", "--nproc_per_node=4", "multigpu_torchrun.py", "50", "10"]
+    run = _trained(command_runner.run(words, examples, timeout_s=180), examples, steps=50 * 64)
+    assert len(evaluations(run)) == 50
+
+
+@pytest.mark.parametrize("more", [[], ["--local_world_size", "1"]], ids=["plain", "local size"])
+def test_multinode_two_agents(more: list[str], examples: Path) -> None:
+    endpoint = f"localhost:{command_runner.free_port()}"
+    commands = [[*TORCHRUN, *_typed_on(node, endpoint), "multinode.py", *more] for node in range(2)]
+    first, second = command_runner.together(commands, examples)
+    assert second.code == 0, second.err
+    assert second.left == []
+    run = _trained(first, examples, steps=10 * 64)  # one run, though two agents
+    state = json.loads((run / "snapshots" / "step-000000640" / "state.json").read_text())
+    assert state["world_size"] == 2
+
+
+def _typed_on(node: int, endpoint: str) -> list[str]:
+    world = ["--nproc_per_node", "1", "--nnodes", "2", "--node_rank", str(node)]
+    return [*world, "--rdzv_id", "100", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint]
