@@ -24,6 +24,7 @@ SOURCE = Path(echelon.__file__).parent
 LEVELS = {
     "errors": 0,
     "utils": 0,
+    "hosts": 1,
     "config": 1,
     "world": 1,
     "runs": 1,
@@ -59,6 +60,7 @@ BESIDE = {
     ("parallel", "monitoring"),
     ("parallel", "snapshot"),
     ("runs", "config"),
+    ("gpus", "hosts"),
     ("views", "jobs"),
     ("jobs", "views"),
     ("launch", "tracking"),

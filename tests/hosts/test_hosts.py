@@ -1,0 +1,90 @@
+"""Asking other machines: the command line, answers and failures."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from echelon.errors import EchelonError
+from echelon.hosts.ask import HostAnswer, ask_host, ask_hosts, join_last_lines
+from echelon.hosts.messages import MARK, send_message, split_message
+from echelon.hosts.ssh import build_ssh_argv, require_ssh, split_ssh_command
+
+
+def test_ssh_never_asks_unless_a_person_can_answer() -> None:
+    argv = build_ssh_argv(["ssh", "-F", "file"], "node1", "exec true")
+    assert argv[:3] == ["ssh", "-F", "file"]
+    assert argv[-3:] == ["--", "node1", "exec true"]
+    assert "BatchMode=yes" in argv
+    asking = build_ssh_argv(["ssh"], "node1", "true", asks_questions=True)
+    assert "BatchMode=yes" not in asking
+    assert {*argv} - {*asking} == {"BatchMode=yes", "-F", "file", "exec true"}
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("ssh 'x", "no closing quotation"), ("", "it is empty"), ("no-such-ssh", "there is no no-su")],
+)
+def test_what_is_not_a_command_is_a_fault(command: str, reason: str) -> None:
+    with pytest.raises(EchelonError, match=reason) as caught:
+        require_ssh(command, "launch.ssh")
+    assert caught.value.faults[0].what.startswith(f"launch.ssh={command!r} is not a command: ")
+    with pytest.raises(EchelonError, match=r"^--ssh '' is not"):
+        split_ssh_command("", "--ssh")
+
+
+def test_an_answer_has_output_and_code() -> None:
+    program = "import sys; print(sys.stdin.read()); print('bad', file=sys.stderr); sys.exit(3)"
+    answer = ask_host([sys.executable, "-c", program], b"word", 60)
+    assert answer == HostAnswer(3, "word\n", "bad\n")
+
+
+def test_a_host_that_does_not_answer_is_a_value() -> None:
+    assert ask_host(["sleep", "60"], b"", 0.1) == HostAnswer(
+        None, "", "", "did not answer within 0.1 s"
+    )
+    missing = ask_host(["/no/such/ssh", "node1"], b"", 60)
+    assert missing.exit_code is None
+    assert missing.failure == "cannot be asked: /no/such/ssh: no such file or directory"
+
+
+def test_hosts_are_asked_at_once_and_answer_in_order() -> None:
+    began = time.monotonic()
+    naps = ("0.6", "0.4", "0.5")
+    answers = ask_hosts([["sh", "-c", f"sleep {n}; echo {n}"] for n in naps], b"", 60)
+    assert [answer.stdout for answer in answers] == [f"{n}\n" for n in naps]
+    assert time.monotonic() - began < 30
+    assert ask_hosts([], b"", 60) == []
+
+
+@pytest.mark.parametrize(
+    ("stdout", "message"),
+    [
+        (f'welcome {{\n{MARK}{{"a": 1}}\nbye', {"a": 1}),
+        ('welcome\n{\n "a": 1\n}\n', {"a": 1}),
+        (f"{MARK}[1]\n", None),
+        (f'{MARK}{{"a": ', None),
+        ("no message", None),
+        ("", None),
+    ],
+)
+def test_the_message_of_an_answer(stdout: str, message: dict[str, int] | None) -> None:
+    assert HostAnswer(0, stdout, "").read_message() == message
+
+
+def test_a_message_is_a_line_behind_a_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    send_message({"a": 1})
+    sent = capsys.readouterr().out
+    assert split_message(f"text{sent}") == ("text", {"a": 1})
+    assert split_message("text\n") == ("text\n", None)
+    assert split_message(f"text{MARK}{{") == ("text", None)
+    assert split_message(f"{MARK}[1]") == ("", None)
+
+
+def test_the_end_of_what_was_printed() -> None:
+    printed = "@@@@@@@\n@  WARNING  @\n@@@@@\n\n  a\nb  \n\n"
+    assert join_last_lines(printed) == "a b"
+    assert join_last_lines(printed, 1) == "b"
+    assert join_last_lines("") == ""
