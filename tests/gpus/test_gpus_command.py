@@ -96,7 +96,7 @@ def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--free", "--hosts", "a"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
         (["--hosts", ""], Exit.USAGE, "'' is no host"),
         (["--hosts", "a,-oProxyCommand=x"], Exit.USAGE, "'-oProxyCommand=x' is no host"),
-        (["--hosts", "a", "--ssh", "'"], Exit.USAGE, "--ssh ': no closing quotation"),
+        (["--hosts", "a", "--ssh", "'"], Exit.USAGE, "is not a command: no closing quotation"),
         (["--user", "roott"], Exit.NOT_FOUND, "did you mean 'root'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

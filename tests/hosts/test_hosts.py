@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from echelon.errors import EchelonError
 from echelon.hosts.ask import HostAnswer, ask_host, ask_hosts, join_last_lines
 from echelon.hosts.messages import MARK, send_message, split_message
-from echelon.hosts.ssh import build_ssh_argv, require_ssh, split_ssh_command
+from echelon.hosts.ssh import build_ssh_prefix, require_ssh, split_ssh_command
+from echelon.launch.ssh import host_probe
 
 
 def test_ssh_never_asks_unless_a_person_can_answer() -> None:
-    argv = build_ssh_argv(["ssh", "-F", "file"], "node1", "exec true")
-    assert argv[:3] == ["ssh", "-F", "file"]
-    assert argv[-3:] == ["--", "node1", "exec true"]
-    assert "BatchMode=yes" in argv
-    asking = build_ssh_argv(["ssh"], "node1", "true", asks_questions=True)
-    assert "BatchMode=yes" not in asking
-    assert {*argv} - {*asking} == {"BatchMode=yes", "-F", "file", "exec true"}
+    prefix = build_ssh_prefix(["ssh", "-F", "file"], "node1")
+    assert prefix[:3] == ["ssh", "-F", "file"]
+    assert prefix[-2:] == ["--", "node1"]
+    asking = build_ssh_prefix(["ssh"], "node1", asks_questions=True)
+    assert {*prefix} - {*asking} == {"BatchMode=yes", "-F", "file"}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_host_that_does_not_answer_is_a_value() -> None:
     )
     missing = ask_host(["/no/such/ssh", "node1"], b"", 60)
     assert missing.exit_code is None
-    assert missing.failure == "cannot be asked: /no/such/ssh: no such file or directory"
+    assert missing.failure == "/no/such/ssh cannot be run: no such file or directory"
 
 
 def test_hosts_are_asked_at_once_and_answer_in_order() -> None:
@@ -88,3 +88,13 @@ def test_the_end_of_what_was_printed() -> None:
     assert join_last_lines(printed) == "a b"
     assert join_last_lines(printed, 1) == "b"
     assert join_last_lines("") == ""
+
+
+def test_the_probe_that_is_sent_alone_marks_its_message_as_others_do() -> None:
+    """It may find no Echelon there, so it cannot import the mark."""
+    program = Path(host_probe.__file__).read_bytes()
+    answer = ask_host([sys.executable, "-I", "-"], program, 60)
+    message = answer.read_message()
+    assert message is not None, answer.stderr
+    assert answer.stdout.startswith(MARK)
+    assert message["executable"] == sys.executable

@@ -3,7 +3,6 @@ die: the parent, `smoke_test`, imports no torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from echelon.doctor.machine_facts import describe_exit
+from echelon.hosts.messages import MARK, send_message, split_message
 
 LIMIT_S = 120.0
 _CPU_RANKS = 2
-_MARK = "\x1e"
 _ALL_REDUCE_NUMBERS = 1 << 20
 """All-reduced."""
 
@@ -93,9 +92,8 @@ def _read_result(
     fields: dict[str, Any] = {}
     lines = text.split("\n")  # splitlines() would take the mark for an end of line
     for line in lines:
-        if line.startswith(_MARK):
-            fields |= json.loads(line[1:])
-    rest = "\n".join(line for line in lines if not line.startswith(_MARK))
+        fields |= split_message(line)[1] or {}
+    rest = "\n".join(line for line in lines if not line.startswith(MARK))
     trouble = "" if code == 0 else describe_exit(code, rest)
     if late_s is not None:
         trouble = f"waited for the others, or hung: {describe_exit(0, rest)}"
@@ -115,7 +113,7 @@ def _read_result(
 
 
 def _report(**fields: Any) -> None:
-    print(_MARK + json.dumps(fields), flush=True)
+    send_message(fields)
 
 
 def _run_rank(rank: int, size: int, device: str, store: str) -> None:

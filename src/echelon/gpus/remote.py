@@ -6,7 +6,6 @@ files, over standard input: any Python there will do, and both sides speak the s
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -14,26 +13,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import resources
 from typing import NamedTuple
 
-from echelon.errors import EchelonError, Fault
-from echelon.gpus.remote_protocol import LINE_MARK
 from echelon.gpus.state import GpuNode, node_from_dict
+from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
+from echelon.hosts.messages import split_message
+from echelon.hosts.ssh import build_ssh_prefix, split_ssh_command
 from echelon.utils.os_errors import describe_os_error
 
-_SSH_OPTIONS = (
-    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=2"),
-    *("-o", "ControlMaster=no"),  # a connection that others share would keep our pipes open
-)
 _ANSWER_TIMEOUT_S = 30.0
-_MAX_PARALLEL = 64
 _RECONNECT_DELAY_S = 2.0
 _STALE_AFTER_S = 3.0
-_MODULES_SENT = ("nvml", "state", "processes", "orphans", "probe", "remote_protocol")
+_MODULES_SENT = (
+    "echelon.hosts.messages",
+    *(f"echelon.gpus.{name}" for name in ("nvml", "state", "processes", "orphans", "probe")),
+    "echelon.gpus.remote_protocol",
+)
 """In the order in which they import each other."""
 _START_SCRIPT = 'p=$1; command -v "$p" >/dev/null 2>&1 || p=python3; exec "$p" -c "$2" "$3" "$4"'
 _READ_PROGRAM = (
@@ -79,22 +76,17 @@ class RemoteMachine(NamedTuple):
 
 
 def list_ssh_machines(hosts: Sequence[str], ssh: str) -> list[RemoteMachine]:
-    try:
-        ssh_command = shlex.split(ssh) or ["ssh"]
-    except ValueError as error:
-        hint = "give the command that logs in, e.g. --ssh 'ssh -F FILE'"
-        raise EchelonError(Fault(f"--ssh {ssh}: {str(error).lower()}", hint)) from None
-    return [RemoteMachine(host, (*ssh_command, *_SSH_OPTIONS, "--", host), True) for host in hosts]
+    ssh_command = split_ssh_command(ssh, "--ssh")
+    return [RemoteMachine(host, tuple(build_ssh_prefix(ssh_command, host)), True) for host in hosts]
 
 
 def build_program() -> bytes:
     """All that is needed to look, in one text."""
-    package = resources.files("echelon.gpus")
-    sources = [("echelon", ""), ("echelon.gpus", "")]
-    for name in _MODULES_SENT:
-        sources.append(
-            (f"echelon.gpus.{name}", package.joinpath(f"{name}.py").read_text(encoding="utf-8"))
-        )
+    sources = [("echelon", ""), ("echelon.gpus", ""), ("echelon.hosts", "")]
+    for module in _MODULES_SENT:
+        package, _, name = module.rpartition(".")
+        text = resources.files(package).joinpath(f"{name}.py").read_text(encoding="utf-8")
+        sources.append((module, text))
     return f"SOURCES = {sources!r}\n{_LOADER}".encode()
 
 
@@ -103,38 +95,30 @@ def build_program() -> bytes:
 
 def read_remote_nodes(machines: Sequence[RemoteMachine]) -> list[GpuNode]:
     """All at once; one that does not answer is a row that says why."""
-    program_text = build_program()
-    with ThreadPoolExecutor(min(_MAX_PARALLEL, max(1, len(machines)))) as pool:
-        return list(pool.map(lambda there: _read_remote_node(there, program_text), machines))
+    program = build_program()
+    commands = [machine.build_command(len(program), 0) for machine in machines]
+    answers = ask_hosts(commands, program, _ANSWER_TIMEOUT_S)
+    return [_read_answer(*each) for each in zip(machines, answers, strict=True)]
 
 
-def _read_remote_node(machine: RemoteMachine, program: bytes) -> GpuNode:
-    command = machine.build_command(len(program), 0)
-    try:
-        done = subprocess.run(
-            command, input=program, capture_output=True, timeout=_ANSWER_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return GpuNode(machine.host, f"did not answer within {_ANSWER_TIMEOUT_S:g} s")
-    except OSError as error:
-        return GpuNode(machine.host, f"{command[0]}: {describe_os_error(error)}")
-    for line in done.stdout.decode(errors="replace").split("\n"):
+def _read_answer(machine: RemoteMachine, answer: HostAnswer) -> GpuNode:
+    for line in answer.stdout.split("\n"):
         if (node := _parse_report_line(machine, line)) is not None:
             return node
-    return GpuNode(machine.host, _describe_failure(done.returncode, done.stderr))
+    if answer.exit_code is None:
+        return GpuNode(machine.host, answer.failure)
+    return GpuNode(machine.host, _describe_failure(answer.exit_code, answer.stderr))
 
 
 def _parse_report_line(machine: RemoteMachine, line: str) -> GpuNode | None:
-    payload = line.partition(LINE_MARK)[2]
+    _, message = split_message(line)
     with suppress(ValueError, KeyError, TypeError):
-        return node_from_dict(json.loads(payload))._replace(host=machine.host)
+        return None if message is None else node_from_dict(message)._replace(host=machine.host)
     return None
 
 
-def _describe_failure(code: int, stderr: bytes) -> str:
-    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines()]
-    last = next((line for line in reversed(lines) if line), f"nothing, and ended with {code}")
-    return f"cannot be reached: {last}"
+def _describe_failure(code: int, stderr: str) -> str:
+    return f"cannot be reached: {join_last_lines(stderr, 1) or f'nothing, and ended with {code}'}"
 
 
 # --- again and again ---
@@ -192,7 +176,7 @@ class NodeFeed:
                     command, stdin=program, stdout=subprocess.PIPE, stderr=errors
                 )
             except OSError as error:
-                return f"{command[0]}: {describe_os_error(error)}"
+                return f"{command[0]} cannot be run: {describe_os_error(error)}"
             with process:
                 self._process = process
                 if self._over.is_set():
@@ -204,4 +188,4 @@ class NodeFeed:
                         self._node, self._heard, self._fault = node, time.monotonic(), "no answer"
                         self._answered.set()
             errors.seek(0)
-            return _describe_failure(process.returncode, errors.read())
+            return _describe_failure(process.returncode, errors.read().decode(errors="replace"))

@@ -6,15 +6,12 @@ lack Echelon and may be as old as 3.9.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 
 from echelon.gpus.probe import GpuProbe
 from echelon.gpus.state import node_to_dict
-
-LINE_MARK = "\x1e"
-"""A login may print words of its own; lines that begin so are ours."""
+from echelon.hosts.messages import send_message
 
 
 def print_reports(interval_s: float) -> None:
@@ -22,7 +19,7 @@ def print_reports(interval_s: float) -> None:
     probe = GpuProbe()
     try:
         while True:
-            print(LINE_MARK + json.dumps(node_to_dict(probe.read_node())), flush=True)
+            send_message(node_to_dict(probe.read_node()))
             if not interval_s:
                 return
             time.sleep(interval_s)

@@ -22,7 +22,7 @@ class HostAnswer(NamedTuple):
     stdout: str
     stderr: str
     failure: str = ""
-    """The reason for the lack of an exit code, worded to follow the host's name."""
+    """Why there is no exit code."""
 
     def read_message(self) -> dict[str, Any] | None:
         """Return the JSON object that the command printed, or None where there is none.
@@ -46,7 +46,7 @@ def ask_host(argv: Sequence[str], stdin: bytes, timeout_s: float) -> HostAnswer:
     except subprocess.TimeoutExpired:
         return HostAnswer(None, "", "", f"did not answer within {timeout_s:g} s")
     except OSError as error:
-        return HostAnswer(None, "", "", f"cannot be asked: {argv[0]}: {describe_os_error(error)}")
+        return HostAnswer(None, "", "", f"{argv[0]} cannot be run: {describe_os_error(error)}")
     output = (done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
     return HostAnswer(done.returncode, *output)
 

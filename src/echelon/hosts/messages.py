@@ -8,6 +8,7 @@ Echelon and may have a Python as old as 3.9: it imports the standard library alo
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 MARK = "\x1e"
@@ -15,8 +16,12 @@ MARK = "\x1e"
 
 
 def send_message(message: dict[str, Any]) -> None:
-    """Print a message to standard output at once."""
-    print(MARK + json.dumps(message), flush=True)
+    """Print a message to standard output at once.
+
+    It is a single write: srun may mix the lines of several nodes, but not within one.
+    """
+    sys.stdout.write(f"{MARK}{json.dumps(message)}\n")
+    sys.stdout.flush()
 
 
 def split_message(line: str) -> tuple[str, dict[str, Any] | None]:

@@ -26,16 +26,16 @@ _NO_QUESTIONS = ("-o", "BatchMode=yes")
 """A question for a password or a host key would wait for ever where nobody sees it."""
 
 
-def build_ssh_argv(
-    ssh_command: Sequence[str], host: str, remote_command: str, *, asks_questions: bool = False
+def build_ssh_prefix(
+    ssh_command: Sequence[str], host: str, *, asks_questions: bool = False
 ) -> list[str]:
-    """Return the arguments that run one shell command on a host.
+    """Return the arguments before the command for the host's shell, which ssh takes as one text.
 
     ``asks_questions`` is for a person at the terminal: ssh may ask for a password, and whether an
     unknown host's key is right. Everywhere else such a login fails at once.
     """
     questions = () if asks_questions else _NO_QUESTIONS
-    return [*ssh_command, *questions, *_OPTIONS, "--", host, remote_command]
+    return [*ssh_command, *questions, *_OPTIONS, "--", host]
 
 
 def split_ssh_command(command: str, setting: str) -> list[str]:

@@ -31,10 +31,11 @@ import echelon
 from echelon.config.schema import Config, build_config
 from echelon.doctor.machine_facts import describe_exit, read_disk, resolve_addresses
 from echelon.gpus import count_visible_gpus
+from echelon.hosts.messages import send_message
 from echelon.launch import network_interface
 from echelon.launch.node.service import make_network_variables, make_thread_variables
 from echelon.launch.slurm.batch_script import FIRST_PORT, PORTS
-from echelon.launch.ssh.watchdog import MESSAGE_MARK, find_own_address
+from echelon.launch.ssh.watchdog import find_own_address
 from echelon.preflight import gpu_health
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.processes import die_with_parent
@@ -69,9 +70,7 @@ class NodeProbe:
         self._held = _reserve_port()
 
     def write_message(self, message: ProbeAnswer) -> None:
-        # One write: srun may mix the lines of several nodes, but not within one.
-        sys.stdout.write(f"{MESSAGE_MARK}{json.dumps(message | {'node': self._node})}\n")
-        sys.stdout.flush()
+        send_message(message | {"node": self._node})
 
     def execute_order(self, order: Mapping[str, Any]) -> None:
         does: dict[str, Callable[..., ProbeAnswer]] = {

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import IO, Any, NamedTuple
 
-from echelon.launch.ssh.watchdog import MESSAGE_MARK
+from echelon.hosts.messages import split_message
 from echelon.utils.processes import die_with_parent
 
 _LAST_LINES = 20
@@ -70,10 +70,9 @@ class ProbeConnection:
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in iter(stream.readline, b""):
-            text, _, message = line.decode(errors="replace").rstrip("\n").partition(MESSAGE_MARK)
-            if message:
-                with contextlib.suppress(ValueError):
-                    self._said.put(json.loads(message))
+            text, message = split_message(line.decode(errors="replace").rstrip("\n"))
+            if message is not None:
+                self._said.put(message)
             elif text.strip():
                 self._last.append(text)
 

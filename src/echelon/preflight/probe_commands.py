@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
+from echelon.hosts.ask import join_last_lines
+from echelon.hosts.ssh import require_ssh
 from echelon.launch.slurm.batch_script import count_processes_per_node, render_script, srun_options
 from echelon.launch.slurm.launcher import require_slurm_accepts
 from echelon.launch.ssh import remote_command
@@ -57,7 +59,7 @@ def _plan_for_launcher(config: Config, env: Mapping[str, str]) -> ProbePlan:
 
 
 def _plan_over_ssh(config: Config, env: Mapping[str, str]) -> ProbePlan:
-    remote_command.require_ssh(config.launch)
+    require_ssh(config.launch.ssh, "launch.ssh")
     hosts = list_hosts(config.launch)
     first = remote_command.encode_variables(
         remote_command.select_variables(env, config.launch.carry)
@@ -119,7 +121,7 @@ def explain_missing_node(
             config.launch, host, sys.executable, probe_exit.code, probe_exit.output
         )
     if probe_exit:
-        words = remote_command.last_lines(probe_exit.output) or f"exit code {probe_exit.code}"
+        words = join_last_lines(probe_exit.output) or f"exit code {probe_exit.code}"
         return Fault(f"no check could be started on {name}: {words}", _suggest_check(config))
     return Fault(f"{name} was not there within {limit_s:g} s", _suggest_wait(config))
 

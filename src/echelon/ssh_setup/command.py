@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shlex
 import subprocess
@@ -17,15 +16,15 @@ from echelon.config.schema import LaunchConfig
 from echelon.doctor.report import print_verdicts
 from echelon.doctor.verdict import FAIL, OK, WARN, Verdict, find_worst_state
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.launch.ssh import remote_command
+from echelon.hosts.ask import ask_host, join_last_lines
+from echelon.hosts.ssh import SSH_FAILED, build_ssh_prefix, require_ssh, split_ssh_command
+from echelon.launch.ssh import host_probe, remote_command
 from echelon.ssh_setup import ssh_config as entries
 from echelon.ssh_setup import ssh_key as keys
 from echelon.ssh_setup.ssh_config import SshConfigEntry
 
-_OPTIONS = ("-T", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 _CONNECT_TIMEOUT_S = 60.0
 _DOCTOR_TIMEOUT_S = 300.0
-_SSH_FAILED_CODE = 255
 _INSTALL_SCRIPT = """umask 077
 mkdir -p ~/.ssh && cd ~/.ssh && touch authorized_keys && IFS= read -r key &&
 { grep -qxF "$key" authorized_keys || printf '%s\n' "$key" >> authorized_keys; }
@@ -55,7 +54,7 @@ def setup_ssh(options: SshSetupOptions) -> int:
     key = Path(options.key).expanduser().absolute() if options.key else usual / "id_ed25519"
     entry = entries.parse_entry(options.host, options.user, options.port, options.alias, key)
     launch = LaunchConfig(kind="ssh", ssh=_ssh_command(options.config, config))
-    remote_command.require_ssh(launch)
+    require_ssh(launch.ssh, "launch.ssh")
     there = entries.find_entry(config, entry.alias)
     if there:
         entry = replace(entry, key=_find_key(launch, entry))
@@ -114,14 +113,14 @@ def _write_entry(entry: SshConfigEntry, config: Path) -> None:
 
 def _read_effective_config(launch: LaunchConfig, alias: str) -> list[tuple[str, str]]:
     """What ssh makes of its configuration; a host's words and the first file that has one count."""
-    words = [*remote_command.split_ssh_command(launch), "-G", "--", alias]
+    words = [*split_ssh_command(launch.ssh, "launch.ssh"), "-G", "--", alias]
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
     )
     if done.returncode:
         raise EchelonError(
             Fault(
-                f"ssh cannot read its configuration: {remote_command.last_lines(done.stderr)}",
+                f"ssh cannot read its configuration: {join_last_lines(done.stderr)}",
                 f"mend what it says, and try `{launch.ssh} -G {alias}`",
             )
         )
@@ -160,8 +159,9 @@ def _require_effective(launch: LaunchConfig, entry: SshConfigEntry, config: Path
 def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
     """By whatever lets one in now: a password at the terminal, another key, an agent."""
     public = keys.read_public_key(entry.key)
-    words = [*remote_command.split_ssh_command(launch), "-o", "IdentitiesOnly=no", *_OPTIONS]
-    words += ["--", entry.alias, shlex.join(["sh", "-c", _INSTALL_SCRIPT])]
+    ssh_command = [*split_ssh_command(launch.ssh, "launch.ssh"), "-o", "IdentitiesOnly=no"]
+    words = build_ssh_prefix(ssh_command, entry.alias, asks_questions=True)
+    words.append(shlex.join(["sh", "-c", _INSTALL_SCRIPT]))
     done = subprocess.run(
         words, input=public + "\n", encoding="utf-8", errors="replace", stderr=subprocess.PIPE
     )
@@ -169,7 +169,7 @@ def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
         raise EchelonError(
             Fault(
                 f"the key could not be installed on {entry.alias}: "
-                f"{remote_command.last_lines(done.stderr) or 'ssh says nothing'}",
+                f"{join_last_lines(done.stderr) or 'ssh says nothing'}",
                 f"put this line into ~/.ssh/authorized_keys there, or into the provider's page: "
                 f"{public}",
             ),
@@ -187,8 +187,8 @@ def _log_in(launch: LaunchConfig, entry: SshConfigEntry, was_there: bool) -> Non
         )
     sys.stdout.flush()
     asks = sys.stdin.isatty()
-    ask = [] if asks else ["-o", "BatchMode=yes"]
-    words = [*remote_command.split_ssh_command(launch), *ask, *_OPTIONS, "--", entry.alias]
+    ssh_command = split_ssh_command(launch.ssh, "launch.ssh")
+    words = build_ssh_prefix(ssh_command, entry.alias, asks_questions=asks)
     try:
         done = subprocess.run(
             [*words, "true"],
@@ -209,7 +209,7 @@ def _log_in(launch: LaunchConfig, entry: SshConfigEntry, was_there: bool) -> Non
 def _explain_login_failure(
     launch: LaunchConfig, entry: SshConfigEntry, stderr: str
 ) -> EchelonError:
-    words = remote_command.last_lines(stderr, 1) or "ssh says nothing"
+    words = join_last_lines(stderr, 1) or "ssh says nothing"
     if "host key" in stderr.lower():
         hint = f"type `{launch.ssh} {entry.alias}` once, and compare the fingerprint it shows"
         what = f"ssh does not know the key of {entry.alias}: {words}"
@@ -240,26 +240,19 @@ def _report_host(launch: LaunchConfig, entry: SshConfigEntry) -> int:
 
 
 def _check_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
-    program = Path(__file__).with_name("bare_host_facts.py").read_bytes()
+    program = Path(host_probe.__file__).read_bytes()
     first = remote_command.encode_variables(remote_command.select_variables(os.environ, ()))
     words = remote_command.make_argv(
         launch, entry.alias, (".", "/"), ["sh", "-c", _CHECK_SCRIPT, sys.executable]
     )
-    try:
-        done = subprocess.run(
-            words, input=first + program, capture_output=True, timeout=_DOCTOR_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        trouble = f"did not answer within {_DOCTOR_TIMEOUT_S:g} s"
-        return [Verdict("doctor", FAIL, trouble, f"{launch.ssh} {entry.alias} echelon doctor")]
-    text = done.stdout.decode(errors="replace")
-    try:  # a login may print words of its own before
-        answer: dict[str, Any] = json.loads(text[text.index("{") :])
-    except ValueError:
-        said = (
-            remote_command.last_lines(done.stderr.decode(errors="replace"), 1) or "it said nothing"
-        )
-        if done.returncode == _SSH_FAILED_CODE:  # but it let one in before, at a terminal
+    reply = ask_host(words, first + program, _DOCTOR_TIMEOUT_S)
+    if reply.exit_code is None:
+        hint = f"{launch.ssh} {entry.alias} echelon doctor"
+        return [Verdict("doctor", FAIL, reply.failure, hint)]
+    answer = reply.read_message()
+    if answer is None:
+        said = join_last_lines(reply.stderr, 1) or "it said nothing"
+        if reply.exit_code == SSH_FAILED:  # but it let one in before, at a terminal
             hint = f"ssh-add {shlex.quote(str(entry.key))}: launch=ssh cannot answer questions"
             return [Verdict("login", FAIL, f"not without a question: {said}", hint)]
         hint = f"install Python there, at {sys.executable} as here: launch=ssh starts it"
@@ -270,7 +263,7 @@ def _check_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
 
 
 def _evaluate_bare_host(facts: dict[str, Any]) -> list[Verdict]:
-    """Of `there.py`."""
+    """Verdicts on what `host_probe` reports of a host without Echelon."""
     python, torch = sys.executable, importlib.metadata.version("torch")
     where = Path(python).parent
     new = where.name == "bin" and f"python3 -m venv {where.parent} && "
@@ -291,5 +284,5 @@ def _evaluate_bare_host(facts: dict[str, Any]) -> list[Verdict]:
         verdicts.append(Verdict("torch", FAIL, f"{facts['torch']}, but {torch} here", do))
     else:
         verdicts.append(Verdict("torch", OK, facts["torch"]))
-    gpus = "an NVIDIA driver is there" if facts["gpus"] else "no NVIDIA driver"
+    gpus = "an NVIDIA driver is there" if facts["driver"] else "no NVIDIA driver"
     return [*verdicts, Verdict("driver", OK, gpus)]

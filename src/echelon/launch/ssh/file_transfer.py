@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
+from echelon.hosts.ask import join_last_lines
 from echelon.launch.ssh import remote_command
 from echelon.launch.ssh.host_check import find_experiment_file
 from echelon.runs.run_folder import Run
@@ -123,7 +124,7 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
     if process.returncode == 0:
         return None
     return Fault(
-        f"the code could not be sent to {remote.host}: {remote_command.last_lines(error_output)}",
+        f"the code could not be sent to {remote.host}: {join_last_lines(error_output)}",
         f"look whether {remote.run.folder} can be written there",
     )
 
@@ -149,7 +150,7 @@ def fetch_results(remote: RemoteRunFolder) -> str:
         error_output = sender.stderr.read()
     if sender.returncode or receiver.returncode:
         return (
-            remote_command.last_lines((error_output + receiver.stderr).decode(errors="replace"))
+            join_last_lines((error_output + receiver.stderr).decode(errors="replace"))
             or "no answer"
         )
     return ""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from echelon import __version__
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
+from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
+from echelon.hosts.ssh import SSH_FAILED
 from echelon.launch.plan import find_replica_fit_fault
 from echelon.launch.ssh import host_probe, remote_command
 from echelon.launch.ssh.host_list import SshHost
@@ -24,15 +23,17 @@ from echelon.runs.run_folder import Run
 from echelon.utils.os_errors import describe_os_error
 
 _ANSWER_TIMEOUT_S = 40.0
-_MAX_PARALLEL = 64
-_NOT_EXECUTABLE, _NOT_FOUND, _NOT_REACHED = 126, 127, 255
-"""Exit codes of the shell's and of ssh's."""
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+"""Exit codes of the shell."""
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """See `probe.report`."""
+    """What `host_probe.probe_host` returns there."""
 
+    python: str
+    executable: str
+    driver: bool
     torch: str | None
     echelon: str | None
     devices: int
@@ -58,10 +59,16 @@ def check_hosts(
         program = (
             remote_command.encode_variables(variables) + Path(host_probe.__file__).read_bytes()
         )
-        with ThreadPoolExecutor(min(_MAX_PARALLEL, len(hosts))) as pool:
-            answers = list(
-                pool.map(lambda host: _check_host(config.launch, host, words, program), hosts)
+        commands = [
+            remote_command.make_argv(config.launch, host.name, (words[2], "/"), words)
+            for host in hosts
+        ]
+        answers = [
+            _read_report(config.launch, host, words[0], answer)
+            for host, answer in zip(
+                hosts, ask_hosts(commands, program, _ANSWER_TIMEOUT_S), strict=True
             )
+        ]
     faults = [
         fault
         for host, answer in zip(hosts, answers, strict=True)
@@ -103,38 +110,30 @@ def shared_folder_token(folder: Path) -> Iterator[Path]:
         token.unlink(missing_ok=True)
 
 
-def _check_host(
-    launch: LaunchConfig, host: SshHost, words: list[str], program: bytes
+def _read_report(
+    launch: LaunchConfig, host: SshHost, python: str, answer: HostAnswer
 ) -> HostReport | Fault:
-    command = remote_command.make_argv(launch, host.name, (words[2], "/"), words)
-    try:
-        done = subprocess.run(
-            command, input=program, capture_output=True, timeout=_ANSWER_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
+    if answer.exit_code is None:
         return Fault(
-            f"{host.name} did not answer within {_ANSWER_TIMEOUT_S:g} s",
-            f"look whether `{launch.ssh} {host.name} true` ends",
+            f"{host.name} {answer.failure}", f"look whether `{launch.ssh} {host.name} true` ends"
         )
-    answer = done.stdout.decode(errors="replace").partition("\x1e")[2]
-    if done.returncode == 0 and answer:
-        return HostReport(**json.loads(answer))
-    return explain_ssh_failure(
-        launch, host, words[0], done.returncode, done.stderr.decode(errors="replace")
-    )
+    message = answer.read_message()
+    if answer.exit_code == 0 and message is not None:
+        return HostReport(**message)
+    return explain_ssh_failure(launch, host, python, answer.exit_code, answer.stderr)
 
 
 def explain_ssh_failure(
     launch: LaunchConfig, host: SshHost, python: str, code: int, error_output: str
 ) -> Fault:
-    words = remote_command.last_lines(error_output)
-    if code == _NOT_REACHED and "host key" in error_output.lower():
+    words = join_last_lines(error_output)
+    if code == SSH_FAILED and "host key" in error_output.lower():
         return Fault(
             f"{host.name} is not the machine that ssh knows by this name: {words}",
             "find out why; if the new key is right, put it into your known_hosts. Echelon never "
             "takes a key by itself",
         )
-    if code == _NOT_REACHED:
+    if code == SSH_FAILED:
         return Fault(
             f"{host.name} cannot be reached: {words or 'ssh says nothing'}",
             f"`{launch.ssh} {host.name} true` has to work without a question",

@@ -8,11 +8,23 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
+import shutil
 import sys
 
 
-def probe_host(cwd: str, run: str, token: str, entry: str) -> dict[str, object]:
+def probe_host(
+    cwd: str = "/", run: str = "/", token: str = "", entry: str = ""
+) -> dict[str, object]:
+    """Return what is installed, and whether the folders of a run are there.
+
+    `cwd` is the launcher's working directory, `run` the run folder, `token` a file that only hosts
+    with the same file system can see, `entry` the file of the user's experiment.
+    """
     return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "driver": os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None,
         "torch": _installed_version("torch"),
         **_probe_echelon(),
         "cwd": os.path.isdir(cwd),
@@ -47,5 +59,5 @@ def _nearest_folder(path: str) -> str:
 
 
 if __name__ == "__main__":
-    # A login may print words of its own; this line is ours.
+    # The mark of echelon.hosts.messages, which may not be there to be imported.
     print("\x1e" + json.dumps(probe_host(*sys.argv[1:])), flush=True)

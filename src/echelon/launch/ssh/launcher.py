@@ -12,6 +12,7 @@ from pathlib import Path
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
+from echelon.hosts.ssh import require_ssh
 from echelon.launch import network_interface
 from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
@@ -94,7 +95,7 @@ def _node_command(config: Config, hosts: list[SshHost], node: int, run: Run) -> 
 
 
 def start(config: Config, plan: LaunchPlan) -> int:
-    remote_command.require_ssh(config.launch)
+    require_ssh(config.launch.ssh, "launch.ssh")
     hosts, run = list_hosts(config.launch), _resolve_run(config)
     carried = remote_command.select_variables(os.environ, config.launch.carry)
     first_line = remote_command.encode_variables(carried)

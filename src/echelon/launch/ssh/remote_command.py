@@ -6,17 +6,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 
 from echelon.config.schema import LaunchConfig
 from echelon.errors import EchelonError, Fault
+from echelon.hosts.ssh import build_ssh_prefix, split_ssh_command
 
-_SSH_OPTIONS = (
-    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-    *("-o", "ControlMaster=no"),  # a connection that others share would outlive us
-)
 _REMOTE_START = (
     'read -r env && eval "$env" && { cd "$1" 2>/dev/null || cd "$2"; } && shift 2 && exec "$@"'
 )
@@ -35,28 +30,8 @@ def make_argv(
 ) -> list[str]:
     """Run words on a host, in the first folder that is there."""
     remote_command = shlex.join(["exec", "sh", "-c", _REMOTE_START, "sh", *folders, *words])
-    return [*split_ssh_command(launch), *_SSH_OPTIONS, "--", host, remote_command]
-
-
-def split_ssh_command(launch: LaunchConfig) -> list[str]:
-    try:
-        words = shlex.split(launch.ssh)
-    except ValueError as error:
-        raise _make_command_error(launch, str(error).lower()) from None
-    if not words:
-        raise _make_command_error(launch, "it is empty")
-    return words
-
-
-def require_ssh(launch: LaunchConfig) -> None:
-    program = split_ssh_command(launch)[0]
-    if shutil.which(program) is None:
-        raise _make_command_error(launch, f"there is no {program} on this machine")
-
-
-def _make_command_error(launch: LaunchConfig, reason: str) -> EchelonError:
-    hint = "give the command that logs in, e.g. launch.ssh='ssh -F my_config', or install OpenSSH"
-    return EchelonError(Fault(f"launch.ssh={launch.ssh!r} is no command: {reason}", hint))
+    ssh_command = split_ssh_command(launch.ssh, "launch.ssh")
+    return [*build_ssh_prefix(ssh_command, host), remote_command]
 
 
 # --- variables ---
@@ -92,9 +67,3 @@ def encode_variables(variables: Mapping[str, str]) -> bytes:
     """What `_START` reads before anything else."""
     words = (f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     return os.fsencode(" ".join(["export", *words]) + "\n")
-
-
-def last_lines(text: str, lines: int = 2) -> str:
-    """The end of what a command said, in one line, without the frames it may draw."""
-    nonblank_lines = [line.strip() for line in text.splitlines() if line.strip(" @\t")]
-    return " ".join(nonblank_lines[-lines:])

@@ -19,9 +19,10 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from echelon.errors import Exit
+from echelon.hosts.ask import join_last_lines
+from echelon.hosts.messages import split_message
+from echelon.hosts.ssh import SSH_FAILED
 from echelon.launch.node.fork_server import STOP_SIGNALS
-from echelon.launch.ssh.remote_command import last_lines
-from echelon.launch.ssh.watchdog import MESSAGE_MARK
 from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
 
@@ -31,7 +32,6 @@ _GRACE_S = 10.0
 """For the others to say why and to end, once one host has failed; where that is known, less."""
 _KILL_S = 3.0
 _SUCCESS_CODES = (Exit.OK, Exit.PREEMPTED)
-_SSH_ERROR_CODE = 255
 
 
 class SshOutcome(NamedTuple):
@@ -72,7 +72,7 @@ class SshSession:
     @property
     def is_lost(self) -> bool:
         """It ended as no agent ends by itself: ssh failed, or somebody killed."""
-        return self.code is None or self.code < 0 or self.code == _SSH_ERROR_CODE or self.code > 128
+        return self.code is None or self.code < 0 or self.code == SSH_FAILED or self.code > 128
 
 
 def start_sessions(
@@ -157,9 +157,9 @@ class SshSessions:
             self._print_line(session, stream, line.decode(errors="replace"))
 
     def _print_line(self, session: SshSession, stream: IO[bytes], line: str) -> None:
-        text, _, message = line.partition(MESSAGE_MARK)
-        if message:
-            self._handle_message(session, json.loads(message))
+        text, message = split_message(line)
+        if message is not None:
+            self._handle_message(session, message)
             if not text:
                 return
         if stream is session.process.stderr:
@@ -238,8 +238,8 @@ def _describe_silent_end(session: SshSession) -> Failure:
     """For an agent that did not live to tell what went wrong."""
     who = f"node {session.node} ({session.host})"
     error_lines = [line for line in session.last_stderr_lines if line.startswith("error: ")]
-    if session.code == _SSH_ERROR_CODE:
-        summary = f"the connection to {who} is lost: {last_lines(chr(10).join(session.last_stderr_lines))}"
+    if session.code == SSH_FAILED:
+        summary = f"the connection to {who} is lost: {join_last_lines(chr(10).join(session.last_stderr_lines))}"
     elif session.is_lost:
         summary = f"{who} was killed"
     else:

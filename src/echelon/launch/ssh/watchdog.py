@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from echelon.errors import Exit
+from echelon.hosts.messages import send_message
 from echelon.launch import network_interface
 from echelon.launch.node.fork_server import STOP_SIGNALS
 from echelon.launch.node.join import join_run
@@ -31,8 +32,6 @@ from echelon.utils.processes import die_with_parent
 
 SILENCE_LIMIT_S = 15.0
 """Without a word for so long the link is cut, though nobody closed it."""
-MESSAGE_MARK = "\x1e"
-"""Before a line of JSON for the launcher, among all that programs print."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_TIMEOUT_S = 5.0
@@ -160,4 +159,4 @@ def _report_failure(failure: Failure) -> None:
 
 
 def _send_to_launcher(message: dict[str, Any]) -> None:
-    print(f"{MESSAGE_MARK}{json.dumps(message)}", flush=True)
+    send_message(message)
