@@ -43,7 +43,9 @@ class Failure:
         return f"{self.detail.rstrip()}\n\n{who} {failed}: {self.summary}".lstrip()
 
 
-def failure_from_exception(error: BaseException, rank: int, step: int | None, hint: str = "") -> Failure:
+def failure_from_exception(
+    error: BaseException, rank: int, step: int | None, hint: str = ""
+) -> Failure:
     """A user's mistake is told in sentences; anything else keeps its traceback."""
     if isinstance(error, EchelonError):
         detail = "\n".join(f"error: {fault}" for fault in error.faults)

@@ -55,7 +55,9 @@ class HeartbeatReader:
         self._ranks = ranks
 
     def read_all(self) -> list[HeartbeatRecord]:
-        return [HeartbeatRecord(*_ROW.unpack_from(self._map, r * _ROW.size)) for r in range(self._ranks)]
+        return [
+            HeartbeatRecord(*_ROW.unpack_from(self._map, r * _ROW.size)) for r in range(self._ranks)
+        ]
 
 
 def _map_file(path: Path) -> mmap.mmap:

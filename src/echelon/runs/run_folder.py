@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config import bundled_experiments
-from echelon.config.validate import NAME_CHARACTERS, check_run_name
 from echelon.config.schema import Config, build_config, find_differences
-from echelon.errors import EchelonError, Exit, Fault, suggest_other_folder, suggest_nearest
+from echelon.config.validate import NAME_CHARACTERS, check_run_name
+from echelon.errors import EchelonError, Exit, Fault, suggest_nearest, suggest_other_folder
 from echelon.utils.files import read_json_object, replace_file, write_json_atomically
 from echelon.utils.os_errors import describe_os_error
 
@@ -330,7 +330,9 @@ def _find_by_group(name: str, root: Path) -> list[Run]:
     group_files = (root / name / SUBMISSION_FILE, Run(root / f"{name}-0").array_file)
     if check_run_name(name) or not any(file.exists() for file in group_files):
         return []
-    return [run for run in find_numbered_runs(name, root) if not (run.folder / SUBMISSION_FILE).exists()]
+    return [
+        run for run in find_numbered_runs(name, root) if not (run.folder / SUBMISSION_FILE).exists()
+    ]
 
 
 def find_numbered_runs(name: str, root: Path) -> list[Run]:
@@ -382,7 +384,9 @@ def _require_same_experiment(run: Run, config: Config) -> None:
         )
 
 
-def require_same_settings(run: Run, recorded: dict[str, Any], config: Config, snapshot: Path) -> None:
+def require_same_settings(
+    run: Run, recorded: dict[str, Any], config: Config, snapshot: Path
+) -> None:
     """A run goes on only with the numbers it had; a snapshot given by its path, with any."""
     different = find_differences(recorded, config.numerics_settings())
     if different:

@@ -1,0 +1,1 @@
+"""A run folder: its paths, its failure record and its heartbeat."""
