@@ -71,7 +71,8 @@ def wait_for(what: Callable[[], Any], running: Started, limit_s: float) -> float
 def restarts(
     folder: Path, number: int, limit_s: float, late_s: float, rng: random.Random, tick: Tick
 ) -> Any:
-    count, seconds = Count(kills=0, early=0, hangs=0, late=0, left=0, differing=0), []
+    count = Count(kills=0, early=0, hangs=0, late=0, left=0, differing=0)
+    seconds: list[float] = []
     for first in range(0, number, PER_RUN):
         kills = min(PER_RUN, number - first)
         name = f"run-{first // PER_RUN}"
@@ -117,7 +118,7 @@ def _kill_workers(
         os.kill(rng.choice(alive), signal.SIGKILL)
         count["kills"] += 1
         tick()
-        wait_for(lambda old=alive: _all_new(workers(agent), old), running, limit_s)
+        wait_for(lambda old=alive: _all_new(workers(agent), old), running, limit_s)  # type: ignore[misc]
         pause_s = STARTING_S
         if kill == kills - 1 or rng.random() > EARLY:
             wait_for(all_step, running, limit_s)
@@ -172,7 +173,7 @@ def starts(folder: Path, number: int, limit_s: float, tick: Tick) -> Any:
         try:
             with started([*TRAIN, *QUICK, f"run.name={run.name}"], folder) as running:
                 first_step.append(
-                    wait_for(lambda r=run: min(steps_seen(r, PROCS)) > 0, running, limit_s)
+                    wait_for(lambda r=run: min(steps_seen(r, PROCS)) > 0, running, limit_s)  # type: ignore[misc]
                 )
                 done = running.wait(limit_s)
         except (Hang, AssertionError) as error:

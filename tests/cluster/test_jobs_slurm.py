@@ -19,7 +19,7 @@ from echelon.errors import Exit
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
-def standing(desk: Desk, name: str = "a", **variables: str) -> dict[str, Any]:
+def standing(desk: Desk, name: str = "a", **variables: Any) -> dict[str, Any]:
     done = desk.type("jobs", "--json", **variables)
     assert done.code == 0, done.err
     (found,) = [job for job in json.loads(done.out) if job["run"] == name]

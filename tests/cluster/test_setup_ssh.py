@@ -33,8 +33,10 @@ def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.symlink_to(real)
     key = tmp_path / "new" / "key"
-    words = ("setup", "ssh", f"root@{address}", "--port", "2226", "--name", "pod")
-    words += ("--key", str(key), "--config", str(config))
+    words = (
+        *("setup", "ssh", f"root@{address}", "--port", "2226", "--name", "pod"),
+        *("--key", str(key), "--config", str(config)),
+    )
     own = f"AuthorizedKeysFile {home}/.ssh/authorized_keys {keys}/authorized_keys\n"
     with sshd(desk.cluster, host, [2226], 'exec "$@"', tmp_path, f"{own}SetEnv HOME={home}\n"):
         home.mkdir()
@@ -93,8 +95,10 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> No
     common = f"Host *\n  UserKnownHostsFile {known}\n  GlobalKnownHostsFile none\n"
     config.write_text(common + "  IdentityAgent none\n")
     before = config.read_bytes()
-    words = ("setup", "ssh", f"root@{address}:22", "--name", "pod")
-    words += ("--key", str(key), "--config", str(config))
+    words = (
+        *("setup", "ssh", f"root@{address}:22", "--name", "pod"),
+        *("--key", str(key), "--config", str(config)),
+    )
     for no in ("n\n", "\n", "\x04"):
         code, said = conversation(words, ("write it? [y/N] ", no))
         assert (code, said.split("\r\n")[-2]) == (Exit.USAGE, "nothing was written"), said
@@ -104,14 +108,14 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> No
     assert code == Exit.NOT_READY, said
     assert "ssh does not know the key of pod: Host key verification failed." in said
     assert not known.exists()
-    before = (key.read_bytes(), config.read_bytes())
-    assert b"Host pod\n" in before[1]
+    before = (key.read_bytes(), config.read_bytes())  # type: ignore[assignment]
+    assert b"Host pod\n" in before[1]  # type: ignore[operator]
     code, said = conversation(words, ("(yes/no/[fingerprint])? ", "yes\n"))
     assert code == Exit.NOT_READY, said
     assert "pod is known to ssh already, and is used as it is:" in said
     assert f"error: pod does not take the key yet: root@{address}: Permission denied" in said
     assert address in known.read_text()
-    assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"
+    assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"  # type: ignore[comparison-overlap]
 
 
 def test_a_key_that_asks_for_its_passphrase_needs_an_agent(desk: Desk, tmp_path: Path) -> None:

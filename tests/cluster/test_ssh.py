@@ -184,7 +184,7 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(nasty: Desk, tmp_p
     (desk.folder / ".git" / "big").write_bytes(bytes(1000))
     words = (*WORDS, "experiment=mine.py:experiment", "trainer.batch_size=6")
     with extended(desk, tmp_path) as config:
-        words = (*words, f"launch.ssh='ssh -F {config}'")
+        words = (*words, f"launch.ssh='ssh -F {config}'")  # type: ignore[assignment]
         hosts = f"launch.hosts=[apart,twin,{desk.cluster.nodes[0]}]"
         done = desk.type(*words, hosts, "trainer.steps=8")
         assert done.code == Exit.OK, done.err
@@ -200,7 +200,9 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(nasty: Desk, tmp_p
         assert [step for step, _ in curve(run)] == list(range(1, 13))
         listed = subprocess.run(
             ["ssh", "-F", config, "apart", f"find '{tmp_path}' -path '*/code-*'"],
-            **{"capture_output": True, "text": True, "timeout": 30},
+            capture_output=True,
+            text=True,
+            timeout=30,
         ).stdout
     assert "code-1/neighbour.py" in listed
     assert ".git" not in listed

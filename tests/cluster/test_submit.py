@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb_sweep_server
@@ -153,7 +154,7 @@ def test_a_job_has_the_environment_it_was_submitted_with_or_none(offline: Desk) 
     (desk.folder / "main.py").write_text("import tiny\nprint(tiny.version)\n")
     (desk.folder / "one.txt").write_text("python main.py\n")
     submit = ("submit", "--configs", "one.txt", "--name")
-    here = {"ECHELON_CACHE": "cache", "PIP_FIND_LINKS": ""}
+    here: dict[str, Any] = {"ECHELON_CACHE": "cache", "PIP_FIND_LINKS": ""}
     done = desk.type(*submit, "a", "--build", "job", "--wait", **here)
     assert done.code == Exit.OK, desk.run("a").job_log_file.read_text()
     assert desk.run("a").rank_log_file(0).read_text() == "3.0\n"
@@ -185,7 +186,11 @@ def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with wandb_sweep_server.serving(desk.address, "trial.py", [{"lr": 0.1}]) as server:
         words = ("--configs", "sweep.txt", "--name", "a", "launch.nodes=2", "--wait")
-        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "PATH": path}
+        variables: dict[str, Any] = {
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "a" * 40,
+            "PATH": path,
+        }
         done = desk.type("submit", *words, **variables)
     assert done.code == 3, done.out + done.err
     assert done.left == []

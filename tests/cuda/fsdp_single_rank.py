@@ -26,7 +26,7 @@ from echelon.experiment.precision import Precision
 from echelon.parallel.ddp_replica import DDPReplica, StepRequests
 from echelon.parallel.fsdp_replica import FillerBatch, FSDPReplica
 from echelon.parallel.fsdp_wrap import shard_model
-from echelon.parallel.layer_blocks import blocks_of, checkpoint_blocks
+from echelon.parallel.layer_blocks import checkpoint_blocks, find_blocks
 from echelon.runs.heartbeat import Heartbeat
 from echelon.snapshot.shards import extract_own_shard
 from echelon.snapshot.staging_buffer import StagingBuffer
@@ -64,7 +64,7 @@ def curve(kind: str, device: torch.device, name: str, again: bool) -> tuple[list
     trainer = TrainerConfig(precision=name, clip=1.0, accumulate=2)
     world = World(0, 1, 0, 1, 0, 1, None, "test", (str(device),))
     precision = Precision(name, device)
-    blocks = blocks_of(made.model, ["Block"])
+    blocks = find_blocks(made.model, ["Block"])
     if again:
         checkpoint_blocks(blocks)
     if kind == "whole":
@@ -82,7 +82,7 @@ def curve(kind: str, device: torch.device, name: str, again: bool) -> tuple[list
     for _ in range(STEPS):
         replica.step(Batch(data, SAMPLES), SAMPLES, StepRequests())
     state = {"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()}
-    return [told.loss for told in replica.told()], state
+    return [result.loss for result in replica.read_results()], state
 
 
 def main(device_name: str, precision: str, again: str) -> None:

@@ -35,7 +35,7 @@ def test_lines_have_the_split_and_the_memory(tmp_path: Path) -> None:
 
 def test_mfu_by_events_that_nobody_waits_for() -> None:
     class Stepper:
-        sampled: StepTimestamps | None = None
+        step_timer: StepTimestamps | None = None
 
     device, stepper = torch.device("cuda:0"), Stepper()
     model = nn.Linear(256, 256).to(device)
@@ -47,10 +47,10 @@ def test_mfu_by_events_that_nobody_waits_for() -> None:
     speed._begun -= 60.0  # as if it ran for a minute
     data = torch.ones(64, 256, device=device)
     for batch in speed.sample_batches([Batch((data, data), 64)] * 20, stepper):
-        nn.functional.mse_loss(model(batch.data[0]), data).backward()
-        if stepper.sampled is not None:
-            stepper.sampled.record("reduced")
-            stepper.sampled.record("stepped")
+        nn.functional.mse_loss(model(batch.data[0]), data).backward()  # type: ignore[index, no-untyped-call]
+        if stepper.step_timer is not None:
+            stepper.step_timer.record("reduced")
+            stepper.step_timer.record("stepped")
     torch.cuda.synchronize()
     line = speed.measure_interval(20, 20 * 64)
     assert flops.flops_per_sample == 2 * 2 * 256 * 256

@@ -22,7 +22,7 @@ TRAINER = TrainerConfig(batch_size=8)
 
 def given(scaler: torch.amp.GradScaler | None = None, **how: bool) -> Given:
     model, data = nn.Linear(4, 1), (torch.ones(8, 4), torch.ones(8, 1))
-    optimizer = torch.optim.Adam(model.parameters(), **how)
+    optimizer = torch.optim.Adam(model.parameters(), **how)  # type: ignore[arg-type]
     source = TensorSource(data, CPU)
     source.storage_device = GPU
     return Experiment(model, optimizer, nn.functional.mse_loss, data, scaler=scaler), source

@@ -58,7 +58,7 @@ def test_a_counter_in_the_loss() -> None:
 def test_a_counter_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
     change = functools.partial(monkeypatch.setitem, globals(), "CALLS", 1)
     expected = "the predict's global CALLS changes from step to step"
-    assert told(experiment(predict=functools.partial(counting, None)), change) == expected
+    assert told(experiment(predict=functools.partial(counting, None)), change) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kept", [[1], {"a": [1]}, deque([1]), torch.ones(1), Counts()])
@@ -81,11 +81,11 @@ def test_what_a_closure_holds(kept: Any) -> None:
 def test_what_a_module_remembers() -> None:
     e = experiment()
     e.model.history = [0.5]  # type: ignore[assignment]
-    e.model[1].rate = 0.5
-    assert told(e, lambda: e.model.history.append(0.4)) == (
+    e.model[1].rate = 0.5  # type: ignore[index]
+    assert told(e, lambda: e.model.history.append(0.4)) == (  # type: ignore[operator, union-attr]
         "the model's history changes from step to step"
     )
-    assert told(e, lambda: setattr(e.model[1], "rate", 0.4)) == (
+    assert told(e, lambda: setattr(e.model[1], "rate", 0.4)) == (  # type: ignore[index]
         "the model's 1.rate changes from step to step"
     )
 
@@ -102,9 +102,9 @@ def test_a_step_on_its_own_changes_nothing() -> None:
 def test_hooks_of_the_user() -> None:
     e = experiment()
     assert _find_hook_owner(e) is None
-    e.model[0].weight.register_hook(lambda grad: grad)
+    e.model[0].weight.register_hook(lambda grad: grad)  # type: ignore[index]
     assert _find_hook_owner(e) == "the model's 0.weight"
-    e.model[1].register_forward_hook(lambda *_: None)
+    e.model[1].register_forward_hook(lambda *_: None)  # type: ignore[index]
     assert _find_hook_owner(e) == "the model's 1"
     e.optimizer.register_step_post_hook(lambda *_: None)
     assert _find_hook_owner(e) == "the optimizer"

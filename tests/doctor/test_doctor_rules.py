@@ -76,7 +76,12 @@ def test_a_good_machine_is_well() -> None:
 
 def test_a_laptop_without_a_gpu_is_well() -> None:
     cpu = TorchFacts("2.9.0+cpu")
-    facts = {"driver": MissingDriver("there is none"), "torch": cpu, "visible": 0, "nvcc": None}
+    facts: dict[str, Any] = {
+        "driver": MissingDriver("there is none"),
+        "torch": cpu,
+        "visible": 0,
+        "nvcc": None,
+    }
     verdicts = evaluate_machine(replace(GOOD, **facts, slurm=None, ssh=None))
     assert find_worst_state(verdicts) == OK
     unneeded = {v.check for v in verdicts if v.state == NONE}

@@ -385,7 +385,8 @@ def test_clean_leaves_what_is_used(tmp_path: Path, uv: str) -> None:
     planned = plan_environment(folder)
     build_environment(planned, lambda _: None)
     (tmp_path / "cache" / "envs" / "half").mkdir()
-    environ, said = os.environ, []
+    environ = os.environ
+    said: list[str] = []
 
     def cleaned(**how: bool) -> str:
         said.clear()

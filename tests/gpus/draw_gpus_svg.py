@@ -9,7 +9,7 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
-from test_gpu_tables import NODE, OURS, RUN, TRAINING, _gpu, _of
+from test_gpu_tables import NODE, OURS, RUN, TRAINING, _gpu, _of  # type: ignore[import-not-found]
 
 from echelon.gpus.table import paint_line, render_gpu_table
 

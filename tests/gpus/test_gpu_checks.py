@@ -35,7 +35,7 @@ def test_a_driver_that_is_not_there_and_one_that_is_broken(
     told = "the NVIDIA driver was changed under a running system (reboot)"
     assert read_driver_facts() == MissingDriver(told, is_broken=True)
     monkeypatch.setattr("echelon.gpus.nvml.LIBRARY", "libnothing.so")
-    assert not read_driver_facts().is_broken
+    assert not read_driver_facts().is_broken  # type: ignore[union-attr]
     assert gpu_health.read_gpu_health({}) == []
 
 

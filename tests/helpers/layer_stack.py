@@ -104,7 +104,7 @@ def _predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 def _outside(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     output, target = _predict(model, batch)
-    return output * model.layers[0].mix.bias.mean(), target
+    return output * model.layers[0].mix.bias.mean(), target  # type: ignore[index, union-attr]
 
 
 def _data(size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class Centred(nn.Sequential):
     of them would be left."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = super().forward(x - FAR)
+        found: Tensor = super().forward(x - FAR)  # type: ignore[no-untyped-call]
         return found
 
 

@@ -113,7 +113,7 @@ def _become(request: ForkRequest) -> None:
     """Turn a fresh fork into the requested process. Never returns."""
     code = 70
     try:
-        from echelon.launch.node.fork_server import die_with_parent
+        from echelon.utils.processes import die_with_parent
 
         die_with_parent(os.getppid())
         os.setsid()  # what it leaves behind is found by its session

@@ -128,7 +128,7 @@ class Server(ThreadingHTTPServer):
                 return {"model": self._resume_status(given["name"])}
             case "CreateRunFiles":
                 files = [{"name": f, "uploadUrl": f"{self.url}/put/{f}"} for f in given["files"]]
-                made = {"runID": given["run"], "uploadHeaders": [], "files": files}
+                made = {"runID": given["run"], "uploadHeaders": [], "files": files}  # type: ignore[dict-item]
                 return {"createRunFiles": made}
             case "Viewer":
                 teams: dict[str, Any] = {"edges": []}
@@ -144,7 +144,7 @@ class Server(ThreadingHTTPServer):
         run.config.update({k: v["value"] for k, v in json.loads(given["config"] or "{}").items()})
         run.about.update({k: v for k, v in given.items() if v is not None})
         project = {"id": "2", "name": given["project"], "entity": _ME}
-        bucket = {
+        bucket: dict[str, Any] = {
             "id": "3",
             "name": given["name"],
             "displayName": given["displayName"],
@@ -159,7 +159,7 @@ class Server(ThreadingHTTPServer):
         if run is None:
             return None
         tail = [json.dumps(row) for row in run.rows()[-1:]]
-        bucket = {
+        bucket = {  # type: ignore[var-annotated]
             "id": "3",
             "name": name,
             "summaryMetrics": json.dumps(run.summary),

@@ -34,7 +34,11 @@ class Sweep(ThreadingHTTPServer):
             return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": commands}}
         viewer = {"id": "u", "entity": "me", "username": "me", "email": "", "admin": False}
         viewer |= {"flags": "{}", "teams": {"edges": []}, "name": "me", "apiKeys": None}
-        sweep = {"id": "s", "name": "s", "config": CONFIG.format(program=self.program)}
+        sweep: dict[str, object] = {
+            "id": "s",
+            "name": "s",
+            "config": CONFIG.format(program=self.program),
+        }
         sweep |= {"state": "RUNNING", "method": "grid", "runs": {"edges": []}}
         return {"viewer": viewer, "project": {"sweep": sweep}, "serverInfo": None}
 

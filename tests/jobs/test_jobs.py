@@ -30,7 +30,7 @@ LONG = ("train", "launch=local", "launch.procs=2", "run.name=a", "trainer.steps=
 NOT_THERE = {"host": socket.gethostname(), "pid": 1, "born": "another"}
 
 
-def echelon(folder: Path, *words: str, **variables: str) -> Done:
+def echelon(folder: Path, *words: str, **variables: Any) -> Done:
     return run([*ECHELON, *words], folder, **variables)
 
 
@@ -78,7 +78,9 @@ def test_a_trial_is_cancelled_without_its_worker(
     tmp_path: Path, slurm: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose job goes on with the next one: scancel is not called, and not there."""
-    status = {"state": "running", "launcher": "slurm", "job": "7_0", "in_sweep": True}
+    status: dict[str, Any] = {
+        **{"state": "running", "launcher": "slurm", "job": "7_0", "in_sweep": True}
+    }
     trial = make_run(tmp_path, **status)
     ended = make_run(tmp_path, "b", **status)
     ended.exit_code_file.write_text("0\n")

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -323,7 +324,7 @@ def test_the_last_task_of_an_array_queues_itself_and_not_all_of_them(
     bench: Bench, tmp_path: Path
 ) -> None:
     """It has the number of the whole array."""
-    task = {"SLURM_ARRAY_JOB_ID": "70007", "SLURM_ARRAY_TASK_ID": "3"}
+    task: dict[str, Any] = {"SLURM_ARRAY_JOB_ID": "70007", "SLURM_ARRAY_TASK_ID": "3"}
     assert bench.run(planned(f"run.dir={tmp_path}/runs"), 75, **task).returncode == 0
     assert bench.asked("scontrol") == ["requeue 70007_3"]
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import command_runner
 import pytest
@@ -152,7 +153,7 @@ def test_a_process_with_threads_of_autograd_is_not_forked(
 ) -> None:
     """OpenBLAS's idle threads are no reason not to."""
     code = f"import torch\n{before}\nfrom echelon.launch import zygote\nprint(zygote._can_fork())"
-    variables = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    variables: dict[str, Any] = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     done = command_runner.run([sys.executable, "-c", code], tmp_path, **variables)
     assert done.out == f"{clean}\n", done.err
 

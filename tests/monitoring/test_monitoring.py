@@ -37,8 +37,8 @@ def trained(
 
 def read_device_every(steps: int, rank: int) -> None:
     """For this rank's process: what the device computed is read this seldom, as on a GPU."""
-    DDPReplica.readback_steps = steps
-    fsdp_replica.READBACK_STEPS = {"cpu": steps}
+    DDPReplica.readback_steps = steps  # type: ignore[assignment, method-assign]
+    fsdp_replica.READBACK_STEPS = {"cpu": steps}  # type: ignore[attr-defined]
 
 
 def lines(done: Trained) -> list[dict[str, float]]:
@@ -121,8 +121,10 @@ def test_slow_steps_are_read_one_by_one_so_that_a_stop_is_heard(kind: str, tmp_p
     """By all ranks, with the step after the one in which a rank was asked to stop."""
     words = (f"replica.kind={kind}", "trainer.steps=40", "trainer.save.epochs=null")
     env = {"ECHELON_TEST_PAUSE_S": "0.06", "ECHELON_TEST_FAULT": "1:8:TERM"}
-    words = (*words, "trainer.evaluate.epochs=null")
-    done = train_world(tmp_path, 2, *words, env=env, prepare=partial(read_device_every, 1000))
+    never = "trainer.evaluate.epochs=null"
+    done = train_world(
+        tmp_path, 2, *words, never, env=env, prepare=partial(read_device_every, 1000)
+    )
     assert done.codes == [75, 75], done.said
     assert done.run.read_status()["step"] == 9
 

@@ -103,10 +103,10 @@ def test_the_own_gradients_are_there_before_other_callbacks_of_the_backward_pass
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: order.append("own" in moments._times))
 
-    weight.register_hook(as_ddp_does)  # type: ignore[no-untyped-call]
+    weight.register_hook(as_ddp_does)
     loss = (2 * weight).sum()
     moments.watch_backward(loss)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert order == [True]
 
 
@@ -296,7 +296,7 @@ def test_a_transformer_learns_its_tokens_by_heart(feed: str, tied: bool) -> None
     losses = []
     for _ in range(60):
         loss = given.loss(*predict_next_tokens(given.model, (given.train_data,)))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         given.optimizer.step()
         given.optimizer.zero_grad()
         losses.append(loss.item())

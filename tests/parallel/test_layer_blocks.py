@@ -110,14 +110,14 @@ def called_twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_recomputed_layers_count_a_batch_once(compiled: bool) -> None:
     again, plain = normed_layers(), normed_layers()
     checkpoint_blocks(find_blocks(again, []))
-    again[0][1].eval()  # its averages are used, and stay
-    plain[0][1].eval()
+    again[0][1].eval()  # type: ignore[index]  # its averages are used, and stay
+    plain[0][1].eval()  # type: ignore[index]
     for one in (again, plain):
         twice = partial(called_twice, one)
         loss = CompiledFunction(twice, Heartbeat(), "aot_eager") if compiled else twice
         for batch in (1.0, 2.0):
             loss(torch.linspace(-batch, 3, 8).view(4, 2)).backward()
-    assert int(plain[1][1].num_batches_tracked) == 4
+    assert int(plain[1][1].num_batches_tracked) == 4  # type: ignore[index]
     for name, wanted in plain.state_dict().items():
         assert torch.equal(again.state_dict()[name], wanted), name
     for p, q in zip(again.parameters(), plain.parameters(), strict=True):

@@ -110,11 +110,11 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.body.norm(self.embed(tokens) + self.place)
+        x = self.body.norm(self.embed(tokens) + self.place)  # type: ignore[operator]
         mask = torch.ones_like(x)
         for layer in self.body.layers:  # type: ignore[union-attr]
             x = layer(x, mask=mask)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return self.head(self.norm(x))
 
 
 class Layer(nn.Module):
@@ -123,7 +123,7 @@ class Layer(nn.Module):
         self.mix = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x + self.mix(x * mask)  # type: ignore[no-any-return]
+        return x + self.mix(x * mask)
 
 
 def test_layers_of_a_list_with_what_is_around_them() -> None:
@@ -238,7 +238,7 @@ def test_a_forward_that_mixes_stages_is_told_before_the_first_step() -> None:
             self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layers[3](self.layers[2](x)) + self.layers[0](x)  # type: ignore[no-any-return]
+            return self.layers[3](self.layers[2](x)) + self.layers[0](x)
 
     with pytest.raises(EchelonError) as told:
         _placed(Skips(), torch.zeros(2, 8))

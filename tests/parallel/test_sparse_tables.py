@@ -82,8 +82,8 @@ def test_a_hand_written_loop_with_dense_gradients_gives_the_same_curve(
     [plain] = spawn_world(1, partial(train_by_hand, clip=clip), tmp_path / "by-hand")
     assert plain.code == 0, plain.output
     words = ("optimizer=sgd", "trainer.batch_size=5", "trainer.epochs=2")
-    words = (*words, f"trainer.clip={'null' if clip is None else clip}")
-    ours = train_world(tmp_path, 1, *words, experiment=toy_experiments.tables)
+    clipped = f"trainer.clip={'null' if clip is None else clip}"
+    ours = train_world(tmp_path, 1, *words, clipped, experiment=toy_experiments.tables)
     assert losses(ours.run) == pytest.approx(plain.value, rel=1e-6)
 
 

@@ -172,7 +172,7 @@ def test_resumed_on_4_then_2_then_3(tmp_path: Path) -> None:
     for trace in traces:
         trace.mkdir()
     config = configured(tmp_path, ["run.name=a", *words])
-    stops = (stop(2, 3, "TERM"), stop(1, 4, "USR2"), {})
+    stops: tuple[dict[str, str], ...] = (stop(2, 3, "TERM"), stop(1, 4, "USR2"), {})
     for world_size, asked, trace in zip((4, 2, 3), stops, traces, strict=True):
         env = {"ECHELON_TEST_TRACE": str(trace), **asked}
         ended = train_config(tmp_path, world_size, config, env=env)
@@ -522,8 +522,7 @@ def test_a_scaler_is_used_and_restored(tmp_path: Path, world_size: int) -> None:
     """A power of two rounds nothing, so the curve is that without; it grows every four steps."""
     words = ("trainer.batch_size=5", "trainer.save.steps=1", "trainer.clip=0.5", "dropout=0.3")
     plain = train_world(tmp_path, world_size, *words, name="plain")
-    words = (*words, "scale=1024")
-    whole = train_world(tmp_path, world_size, *words, name="whole")
+    whole = train_world(tmp_path, world_size, *words, "scale=1024", name="whole")
     assert whole.codes == [0] * world_size, whole.said
     assert losses(whole.run) == losses(plain.run)
     assert state_at(whole.run, STEPS)["optimizer"]["scaler"]["scale"] == 1024 * 2**3

@@ -39,7 +39,7 @@ LEASE_S = 60.0
 SIZE = ("samples=16", "eval_samples=4", "trainer.batch_size=8", "trainer.epochs=1")
 
 
-def at_home(tmp_path: Path, server: Server) -> dict[str, str]:
+def at_home(tmp_path: Path, server: Server) -> dict[str, Any]:
     """Nobody's settings but these."""
     python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     limits = {"WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"}

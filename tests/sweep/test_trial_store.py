@@ -126,7 +126,7 @@ def test_a_grid_is_every_combination_once(tmp_path: Path) -> None:
     )
     sweep = made(tmp_path, text, 24)
     books = [TrialStore(sweep, name) for name in "ab"]
-    seen = []
+    seen: list[str] = []
     while isinstance(taken := books[len(seen) % 2].take_trial(), LeasedTrial):
         books[len(seen) % 2].report_history(taken, [1.0])
         books[len(seen) % 2].end_trial(taken, "finished")
@@ -151,7 +151,7 @@ def test_exactly_as_many_results_as_were_asked_for(tmp_path: Path) -> None:
         ("finished", 1.0, [3.0, 1.0, 2.0])
     ] * 2
     with pytest.raises(LeaseLostError):
-        book.end_trial(taken, "finished")
+        book.end_trial(taken, "finished")  # type: ignore[arg-type]
 
 
 def test_a_trial_that_is_at_work_is_waited_for_and_given_back_ones_go_first(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def of_events(folder: Path) -> dict[tuple[int, str], float]:
     return dict(found)
 
 
-def at_home(tmp_path: Path, server: Server | None = None) -> dict[str, str]:
+def at_home(tmp_path: Path, server: Server | None = None) -> dict[str, Any]:
     """Nobody's settings but these."""
     url = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY} if server else {}
     return {"HOME": str(tmp_path), "WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"} | url
@@ -68,7 +68,7 @@ def at_home(tmp_path: Path, server: Server | None = None) -> dict[str, str]:
 def test_after_a_kill_and_a_resume_there_is_one_run_with_every_number(tmp_path: Path) -> None:
     env = at_home(tmp_path)
     words = ("track=[wandb,tensorboard]", "track.wandb.mode=offline", "trainer.log_steps=1")
-    fault = {
+    fault: dict[str, Any] = {
         "ECHELON_TEST_FAULT": "0:15:KILL",
         "ECHELON_TEST_AFTER": str(tmp_path / "runs" / "a" / "snapshots" / "step-000000010"),
     }

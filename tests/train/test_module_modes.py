@@ -26,8 +26,8 @@ def test_a_frozen_part_in_eval_mode_stays_there() -> None:
 
 def test_a_frozen_norm_in_a_part_that_trains() -> None:
     model = backbone_and_head()
-    model[0][1].requires_grad_(False).eval()
-    model[0][0].eval()  # not frozen
+    model[0][1].requires_grad_(False).eval()  # type: ignore[index]
+    model[0][0].eval()  # type: ignore[index]  # not frozen
     enter_train_mode(model)
     assert modes(model) == [True, True, True, False, True, True, True]
 
@@ -35,7 +35,7 @@ def test_a_frozen_norm_in_a_part_that_trains() -> None:
 def test_a_part_of_the_frozen_that_is_to_train_does() -> None:
     model = backbone_and_head()
     model[0].requires_grad_(False).eval()
-    model[0][2].train()
+    model[0][2].train()  # type: ignore[index]
     enter_train_mode(model)
     assert modes(model[0]) == [False, False, False, True]
 
@@ -64,9 +64,9 @@ class Merged(nn.Linear):
 
 def test_an_evaluation_leaves_every_mode_as_it_was() -> None:
     model = nn.Sequential(backbone_and_head(), Merged(), Merged())
-    model[0][0].eval()
-    model[0][0][1].train()
-    model[1].inside.train()
+    model[0][0].eval()  # type: ignore[index]
+    model[0][0][1].train()  # type: ignore[index]
+    model[1].inside.train()  # type: ignore[union-attr]
     model[2].train()
     before = modes(model)
     with use_eval_mode(model):

@@ -58,9 +58,9 @@ def test_fused_momentum_of_a_layer_that_joins_later() -> None:
     plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
     enable_fused_kernels(fused, GPU)
     for e in (plain, fused):
-        first, _, last = e.model
-        nn.init.ones_(last.weight)
-        last(first(torch.ones(1, 4)).detach()).sum().backward()
+        first, _, last = e.model  # type: ignore[misc]
+        nn.init.ones_(last.weight)  # type: ignore[has-type]
+        last(first(torch.ones(1, 4)).detach()).sum().backward()  # type: ignore[has-type]
         e.optimizer.step()
         e.optimizer.zero_grad()
     for a, b in zip(stepped(plain), stepped(fused), strict=True):

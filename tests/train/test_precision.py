@@ -66,7 +66,7 @@ def test_what_a_cpu_cannot_is_all_said_before_a_run_is_made(
     words = [f"run.dir={tmp_path / 'runs'}", "trainer.precision=fp16", "trainer.capture=always"]
     for more in ([], ["--dry-run"]):
         assert (
-            run_guarded(lambda more=more: run_command(["train", *words, *how, *more])) == Exit.USAGE
+            run_guarded(lambda more=more: run_command(["train", *words, *how, *more])) == Exit.USAGE  # type: ignore[misc]
         )
         said = capsys.readouterr().err
         assert said.count("error: ") == 2

@@ -185,7 +185,7 @@ def test_only_rank_0_touches_the_run_folder(tmp_path: Path) -> None:
 
 def _trained(config: Config, world_size: int, rank: int, master: str) -> int:
     """A rank of a world leaves with os._exit; here it must come back to be asked."""
-    worker.exit_process = sys.exit
+    worker.exit_process = sys.exit  # type: ignore[assignment]
     try:
         train_in_process(replace(config, rank=rank, world_size=world_size, master=master))
     except SystemExit as left:

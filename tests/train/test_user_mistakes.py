@@ -427,8 +427,8 @@ def test_an_experiment_that_returns_nonsense(what: str, told: Told, tmp_path: Pa
     *changes, parts = NONSENSE[what]
     text = GOOD
     for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text
-        text = text.replace(old, new)
+        assert old in text  # type: ignore[operator]
+        text = text.replace(old, new)  # type: ignore[arg-type]
     _write(tmp_path, CLASSES.join(text.split("\n\n", 1)))
     code, text = told("train", "experiment=own.py:experiment")
     assert code == Exit.USAGE, text
@@ -625,7 +625,7 @@ def test_nonsense_in_a_worker_is_a_sentence_too(tmp_path: Path) -> None:
 def test_two_processes_refuse_a_loss_without_gradient(kind: str, tmp_path: Path) -> None:
     """Theirs has a part that all ranks need, and its gradient is no training."""
     _, loss, _ = NONSENSE["a loss of the target"]
-    _write(tmp_path, GOOD.replace("torch.nn.functional.mse_loss", loss))
+    _write(tmp_path, GOOD.replace("torch.nn.functional.mse_loss", loss))  # type: ignore[arg-type]
     words = ["experiment=own.py:experiment", f"replica.kind={kind}", *TWO]
     ended = command_runner.run([*ECHELON, "train", *words], tmp_path)
     assert ended.code == Exit.USAGE, ended.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_shares_differ_by_at_most_one_sample(tmp_path: Path, traced: Path) -> No
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_dataset_and_tensors_give_the_same_curve(tmp_path: Path, world_size: int) -> None:
-    curves = []
+    curves: list[Any] = []
     for words in (
         ("dataset=false",),
         ("dataset=true",),

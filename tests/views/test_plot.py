@@ -205,7 +205,7 @@ def test_evaluations_lie_where_their_steps_are_on_every_axis(
     """Their lines have neither samples nor a time."""
     made = sheet_of(several, ["seed-1"], "eval_loss", x=x)
     (line,) = made.panels[0].lines
-    assert (line.xs[0], line.xs[-1]) == (pytest.approx(first), pytest.approx(last))
+    assert [line.xs[0], line.xs[-1]] == pytest.approx([first, last])
     assert made.x == label
 
 

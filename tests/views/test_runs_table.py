@@ -81,7 +81,7 @@ def test_many_settings_are_told_only_where_they_are_unusual(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(6):
-        odd = {"a": number, "b": number == 1, "c": number == 2, "d": number == 3}
+        odd: dict[str, Any] = {"a": number, "b": number == 1, "c": number == 2, "d": number == 3}
         make_run(tmp_path / "runs", f"r{number}", status={"started": -number}, **odd)
     _, out, _ = echelon(capsys, "runs")
     rows = [line.split()[8:] for line in out.splitlines()[1:]]

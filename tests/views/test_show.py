@@ -130,7 +130,7 @@ def test_an_unknown_run_has_a_nearest(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    make_run(tmp_path / "runs", "a", lines(), **{f"setting_{n}": n for n in range(20)})
+    make_run(tmp_path / "runs", "a", lines(), **{f"setting_{n}": n for n in range(20)})  # type: ignore[arg-type]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     _, out, _ = echelon(capsys, "show", "a")
