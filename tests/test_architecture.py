@@ -43,7 +43,6 @@ LEVELS = {
     "train": 7,
     "jobs": 7,
     "views": 7,
-    "recipes": 8,
     "doctor": 8,
     "preflight": 8,
     "sweep": 8,
@@ -52,7 +51,9 @@ LEVELS = {
     "entrypoint": 9,
     "commands": 9,
     "cli": 9,
+    "recipes": 10,
 }
+"""Recipes are on top: the command line loads theirs by name, and nothing else knows them."""
 BESIDE = {
     ("experiment", "parallel"),
     ("monitoring", "train"),

@@ -69,7 +69,10 @@ def run_command(words: list[str]) -> int:
             file=sys.stderr,
         )
         return Exit.USAGE
-    function = getattr(import_module(f"echelon.commands.{verb.module}"), verb.function)
+    # A recipe brings its commands itself, so that nothing in the core imports it.
+    is_recipe = "." in verb.module
+    module = import_module(verb.module if is_recipe else f"echelon.commands.{verb.module}")
+    function = getattr(module, verb.function)
     return int(function(words[1:]))
 
 
@@ -90,6 +93,8 @@ Try:
 `echelon VERB --help` says more about each."""
 
 
+_MOVIELENS = "echelon.recipes.movielens.commands"
+
 SUBCOMMANDS = {
     "train": Subcommand("train an experiment, here or on many machines", "train", "train"),
     "resume": Subcommand("go on with an old run", "train", "resume"),
@@ -103,8 +108,8 @@ SUBCOMMANDS = {
     "runs": Subcommand("what was trained, with what, and what came of it", "runs", "runs"),
     "show": Subcommand("one run and its curves", "runs", "show"),
     "plot": Subcommand("curves of several runs, as a picture or a page", "runs", "plot"),
-    "data": Subcommand("get a data set, such as MovieLens", "data", "data"),
-    "recommend": Subcommand("movies for a user, by a run of MovieLens", "data", "recommend"),
+    "data": Subcommand("get a data set, such as MovieLens", _MOVIELENS, "data"),
+    "recommend": Subcommand("movies for a user, by a run of MovieLens", _MOVIELENS, "recommend"),
     "env": Subcommand("the environment of a source folder: build, show, clean", "submit", "env"),
     "gpus": Subcommand("who uses the GPUs, here and elsewhere", "gpus", "gpus"),
     "doctor": Subcommand("what is wrong with this machine, and what mends it", "gpus", "doctor"),

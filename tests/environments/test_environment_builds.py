@@ -27,8 +27,7 @@ from echelon.environments import (
     plan_environment,
 )
 from echelon.environments.build_lock import lock_if_unused
-from echelon.environments.cache import clean_cache, list_cached
-from echelon.environments.paths import EnvironmentPaths
+from echelon.environments.cache import EnvironmentPaths, clean_cache, list_cached
 from echelon.errors import EchelonError
 
 pytestmark = pytest.mark.slow

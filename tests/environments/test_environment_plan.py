@@ -14,7 +14,7 @@ import pytest
 
 from echelon.cli import run_command, run_guarded
 from echelon.environments import EnvironmentPlan, activation_lines, plan_environment
-from echelon.environments.paths import EnvironmentPaths
+from echelon.environments.cache import EnvironmentPaths
 from echelon.environments.pipfile import compute_pipfile_hash
 from echelon.errors import EchelonError, Exit
 

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
 
 RUN_HELP = "a name, a folder, a job's number, or `latest`"
 
 
 def make_parser(
-    command: str, description: str, epilog: str | None = None
+    command: str, description: str, epilog: str | Callable[[], str] | None = None
 ) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    """Return the argument parser of a command.
+
+    ``epilog`` may be a function: it is called only when help is printed, so that a start of the
+    command does not pay for a text that nobody reads.
+    """
+    parser = LazyEpilogParser(
         prog=f"echelon {command}",
         description=description,
-        epilog=epilog,
         formatter_class=ParagraphHelpFormatter,
     )
+    parser.make_epilog = epilog if callable(epilog) else None
+    parser.epilog = None if callable(epilog) else epilog
+    return parser
+
+
+class LazyEpilogParser(argparse.ArgumentParser):
+    """A parser whose text below the options can be made when it is printed."""
+
+    make_epilog: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        """Return the whole help text."""
+        if self.make_epilog is not None:
+            self.epilog = self.make_epilog()
+        return super().format_help()
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

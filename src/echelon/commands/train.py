@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
-    from echelon.config.settings_help import render_settings
     from echelon.config.untrusted import drop_trial_arguments, read_trial
 
     trial = read_trial(os.environ)
@@ -29,13 +28,7 @@ def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
     parser = make_parser(
         "train",
         "Train an experiment. Every setting can be overridden: KEY=VALUE, as in Hydra.",
-        "settings:\n"
-        "  experiment=toy\n"
-        "      What to train: toy, transformer, movielens, movielens_dot,\n"
-        "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
-        "      their bare names: lr=0.1.\n"
-        + render_settings()
-        + _describe_experiment_settings(words, own),
+        lambda: _render_settings_help(words, own),
     )
     if own is not None:
         parser.prog = f"python {Path(own.entry.rpartition(':')[0]).name}"
@@ -58,10 +51,22 @@ def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
     return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)
 
 
+def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> str:
+    """Return the help on every setting, of Echelon and of the experiment that is chosen."""
+    from echelon.config.settings_help import render_settings
+
+    return (
+        "settings:\n"
+        "  experiment=toy\n"
+        "      What to train: toy, transformer, movielens, movielens_dot,\n"
+        "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
+        "      their bare names: lr=0.1.\n"
+        + render_settings()
+        + _describe_experiment_settings(words, own)
+    )
+
+
 def _describe_experiment_settings(words: Sequence[str], own: UserExperiment | None) -> str:
-    """The settings of the experiment that help is asked for."""
-    if not {"-h", "--help"} & set(words):
-        return ""
     from echelon.config.settings_help import render_bundled_settings, render_user_settings
     from echelon.entrypoint import split_experiment_path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from echelon.environments.build_plan import EnvironmentPlan
-from echelon.environments.paths import EnvironmentPaths
+from echelon.environments.cache import EnvironmentPaths
 
 _LOCK_TIMEOUT_S = 60
 

@@ -7,7 +7,6 @@ Nothing without it is used; the next builder removes it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -15,25 +14,27 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from echelon.environments import pipfile
 from echelon.environments.build_errors import explain_build_failure
-from echelon.environments.build_lock import lock_if_unused, wait_for_lock
+from echelon.environments.build_lock import PrintLine, lock_if_unused, wait_for_lock
 from echelon.environments.build_plan import EnvironmentPlan
+from echelon.environments.cache import (
+    EnvironmentPaths,
+    measure_size,
+    remove_environment,
+    unwritable_error,
+)
 from echelon.environments.package_indexes import hide_passwords
-from echelon.environments.paths import EnvironmentPaths, unwritable_error
 from echelon.environments.requirements import ParsedDependencies
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.utils.files import write_json_atomically
 from echelon.utils.locks import FileLock
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.processes import die_with_parent
-
-PrintLine = Callable[[str], None]
 
 
 def _print_to_stderr(line: str) -> None:
@@ -56,26 +57,6 @@ def build_environment(plan: EnvironmentPlan, print_line: PrintLine = _print_to_s
     except OSError as error:
         raise unwritable_error(Path(error.filename or plan.folder), error) from error
     return plan.folder
-
-
-def measure_size(folder: Path, skip_hardlinks: bool = False) -> int:
-    """On the disk, in bytes; `alone` without what uv's cache shares by links."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                state = os.lstat(os.path.join(where, name))
-                total += 0 if skip_hardlinks and state.st_nlink > 1 else state.st_blocks * 512
-    return total
-
-
-def remove_environment(place: EnvironmentPaths) -> None:
-    """The marker first: killed at any moment, what is left is seen to be no environment."""
-    place.marker.unlink(missing_ok=True)
-    if place.folder.is_symlink():
-        place.folder.unlink()
-    elif place.folder.exists():
-        shutil.rmtree(place.folder)
 
 
 def _is_usable(place: EnvironmentPaths, key: str) -> bool:

@@ -7,27 +7,21 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.environments import conda, pipfile, pyproject, requirements
-from echelon.environments.cache_key import (
-    compute_digest,
-    hash_conda_settings,
-    hash_tree,
-    hash_uv_settings,
-)
+from echelon.environments.cache import EnvironmentPaths, environments_root
+from echelon.environments.cache_key import EnvironmentRequest, compute_key
 from echelon.environments.interpreter import Interpreter, check_python_version, find_interpreter
 from echelon.environments.package_indexes import (
-    PackageIndexes,
     apply_options,
     builder_environ,
     insecure_fault,
     is_insecure,
     read_pip_settings,
 )
-from echelon.environments.paths import EnvironmentPaths, environments_root
 from echelon.environments.requirements import ParsedDependencies, RequirementLine
 from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
 
@@ -126,26 +120,11 @@ def plan_environment(
     faults += [fault] if fault else []
     if faults:
         raise EchelonError(*faults)
-    request = _PlanRequest(
+    request = EnvironmentRequest(
         source, kind, parsed, ignored, chosen_python, indexes, builder, tool, environ
     )
     in_source = (venv_parent or source) / ".venv" if location == "source" else None
     return _make_plan(request, in_source)
-
-
-class _PlanRequest(NamedTuple):
-    """All that is known when nothing is wrong."""
-
-    source: Path
-    kind: str
-    parsed: ParsedDependencies
-    ignored: tuple[Path, ...]
-    interpreter: Interpreter
-    indexes: PackageIndexes
-    builder: str
-    tool: str
-    """The path of uv or conda; of pip there is one in the environment."""
-    environ: Mapping[str, str]
 
 
 def _check_arguments(source: Path, location: str) -> Path:
@@ -217,8 +196,8 @@ def _find_uv(path: str, beside: Path) -> str | None:
     return shutil.which("uv", path=path) or shutil.which("uv", path=str(beside))
 
 
-def _make_plan(request: _PlanRequest, in_source: Path | None = None) -> EnvironmentPlan:
-    key = _compute_key(request)
+def _make_plan(request: EnvironmentRequest, in_source: Path | None = None) -> EnvironmentPlan:
+    key = compute_key(request)
     folder = in_source or environments_root(request.environ) / key
     _require_usable_path(folder)
     recipe = _make_steps(request, folder)
@@ -239,45 +218,6 @@ def _make_plan(request: _PlanRequest, in_source: Path | None = None) -> Environm
     )
 
 
-def _compute_key(request: _PlanRequest) -> str:
-    """Of what the builder is given, so that a comment or a linter's setting changes nothing."""
-    hashes_whole_files = request.builder in ("pipenv", "conda") or request.kind == "uv.lock"
-    contents = [
-        [f.name, f.read_bytes().hex()] for f in request.parsed.files if f.name != "pyproject.toml"
-    ]
-    # Folders of wheels in the source count by what is in them: a copy has them elsewhere.
-    local_uris = {path.as_uri() for path in request.parsed.local_paths}
-    links = tuple(link for link in request.indexes.find_links if link not in local_uris)
-    python = [request.interpreter.platform, request.interpreter.machine, request.interpreter.libc]
-    if request.kind != "conda":
-        python += [
-            request.interpreter.version,
-            request.interpreter.build,
-            request.interpreter.implementation,
-            request.interpreter.base,
-        ]
-    return compute_digest(
-        [
-            *(2, request.kind, request.builder, bool(request.tool), python),
-            replace(request.indexes, find_links=links).cache_key_parts(),
-            [w.text for w in request.parsed.requirements],
-            [w.text for w in request.parsed.constraints],
-            contents if hashes_whole_files else [],
-            request.parsed.extra_key,
-            [hash_tree(path) for path in request.parsed.local_paths],
-            [request.environ.get(name, "") for name in sorted(request.parsed.variables)],
-            [f.read_bytes().hex() for f in map(Path, request.indexes.constraint) if f.is_file()],
-            _hash_tool_settings(request),
-        ]
-    )
-
-
-def _hash_tool_settings(request: _PlanRequest) -> list[str]:
-    if request.kind == "conda":
-        return hash_conda_settings(request.environ)
-    return hash_uv_settings(request.source, request.environ) if request.tool else []
-
-
 def _require_usable_path(folder: Path) -> None:
     """PATH has no way to quote a colon, and no interpreter line holds a line break."""
     if any(sign in str(folder) for sign in ":\n\r"):
@@ -293,7 +233,7 @@ def _require_usable_path(folder: Path) -> None:
 # --- what is run ---
 
 
-def _make_steps(request: _PlanRequest, folder: Path) -> BuildSteps:
+def _make_steps(request: EnvironmentRequest, folder: Path) -> BuildSteps:
     paths = EnvironmentPaths(folder)
     environ = builder_environ(request.environ) | {
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -328,7 +268,7 @@ def _make_steps(request: _PlanRequest, folder: Path) -> BuildSteps:
     )
 
 
-def _venv_command(request: _PlanRequest, folder: Path) -> tuple[str, ...]:
+def _venv_command(request: EnvironmentRequest, folder: Path) -> tuple[str, ...]:
     if request.tool:
         return (
             request.tool,
@@ -342,7 +282,7 @@ def _venv_command(request: _PlanRequest, folder: Path) -> tuple[str, ...]:
 
 
 def _install_command(
-    request: _PlanRequest, paths: EnvironmentPaths, installer: str
+    request: EnvironmentRequest, paths: EnvironmentPaths, installer: str
 ) -> tuple[str, ...]:
     python = str(paths.python())
     start = (request.tool, "pip", "install", "--python", python)
@@ -354,7 +294,7 @@ def _install_command(
     return tuple(words)
 
 
-def _uv_sync_command(request: _PlanRequest) -> tuple[str, ...]:
+def _uv_sync_command(request: EnvironmentRequest) -> tuple[str, ...]:
     """`--locked`, not `--frozen`: a lock that lacks what pyproject.toml has gained is an error now
     and not an ImportError in the job."""
     words = (request.tool, "sync", "--locked", "--no-dev", "--no-install-project", "--no-editable")
@@ -363,7 +303,7 @@ def _uv_sync_command(request: _PlanRequest) -> tuple[str, ...]:
     return (*words, *_refresh_options(request), *no_index, *where)
 
 
-def _refresh_options(request: _PlanRequest) -> tuple[str, ...]:
+def _refresh_options(request: EnvironmentRequest) -> tuple[str, ...]:
     """uv would install a local project as it once built it: it looks for edits in its
     pyproject.toml alone. What comes from an index is then asked for, and not fetched again."""
     return (
@@ -373,7 +313,7 @@ def _refresh_options(request: _PlanRequest) -> tuple[str, ...]:
     )
 
 
-def _plan_pipenv_environment(parent: _PlanRequest) -> EnvironmentPlan:
+def _plan_pipenv_environment(parent: EnvironmentRequest) -> EnvironmentPlan:
     """An environment like any other, with pipenv in it; built when it is needed, kept for later."""
     parsed = ParsedDependencies(
         requirements=[RequirementLine("pipenv", parent.source / "Pipfile", 1)]

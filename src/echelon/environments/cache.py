@@ -1,4 +1,4 @@
-"""What the cache holds, and taking out of it what nobody uses."""
+"""Where environments are kept, which of them there are, and removing those that nobody uses."""
 
 from __future__ import annotations
 
@@ -6,13 +6,102 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.environments.build import measure_size, remove_environment
-from echelon.environments.build_lock import lock_if_unused, try_lock
-from echelon.environments.paths import EnvironmentPaths, environments_root, unwritable_error
+from echelon.environments.build_lock import PrintLine, lock_if_unused, try_lock
+from echelon.errors import EchelonError, Fault
+from echelon.utils.files import read_json_object
+from echelon.utils.os_errors import describe_os_error
+
+MARKER_NAME = ".echelon-env.json"
+"""Written last: an environment without it was never finished."""
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    if override := environ.get("ECHELON_CACHE"):
+        return Path(override).absolute()
+    xdg = environ.get("XDG_CACHE_HOME", "")
+    # The specification has relative ones ignored.
+    home = Path(xdg) if xdg.startswith("/") else Path(environ.get("HOME") or Path.home(), ".cache")
+    return home.absolute() / "echelon"
+
+
+def environments_root(environ: Mapping[str, str]) -> Path:
+    return cache_root(environ) / "envs"
+
+
+@dataclass(frozen=True)
+class EnvironmentPaths:
+    """One environment's paths. What is about it stands beside it, as what builds an environment
+    wants an empty place."""
+
+    folder: Path
+
+    @property
+    def marker(self) -> Path:
+        return self.folder / MARKER_NAME
+
+    def _sibling(self, suffix: str) -> Path:
+        if self.folder.name == ".venv":
+            return self.folder.parent / ".echelon" / f"venv.{suffix}"
+        return self.folder.with_name(f"{self.folder.name}.{suffix}")
+
+    @property
+    def lock(self) -> Path:
+        """Held by who builds or removes it."""
+        return self._sibling("lock")
+
+    @property
+    def use_lock(self) -> Path:
+        """Shared by the jobs that run in it; its time of change is the last use."""
+        return self._sibling("use")
+
+    @property
+    def log(self) -> Path:
+        """What the last build said; kept when it failed."""
+        return self._sibling("log")
+
+    @property
+    def building_marker(self) -> Path:
+        """There while a build is under way, or after one that broke off."""
+        return self._sibling("building")
+
+    @property
+    def inputs(self) -> Path:
+        """A folder for what is given to pip or uv; may hold secrets of the requirements."""
+        return self._sibling("inputs")
+
+    def make_parent(self) -> None:
+        """The folder that all of these are in."""
+        self.lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.lock.parent.name == ".echelon":
+            (self.lock.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+
+    def read_marker(self) -> dict[str, Any]:
+        """What the marker says; nothing where there is no finished environment."""
+        return read_json_object(self.marker) or {}
+
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def is_ready(self, key: str) -> bool:
+        """Finished, for this key, and its interpreter was not taken away since."""
+        return self.read_marker().get("key") == key and os.access(self.python(), os.X_OK)
+
+
+def unwritable_error(path: Path, error: OSError) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"{path} cannot be written: {describe_os_error(error)}",
+            "free some space or ask for the permission, or set ECHELON_CACHE to another folder",
+        )
+    )
+
+
+# --- what the cache holds ---
 
 
 class CachedEnvironment(NamedTuple):
@@ -55,7 +144,7 @@ def clean_cache(
     older_days: float,
     everything: bool,
     dry_run: bool,
-    print_line: Callable[[str], None],
+    print_line: PrintLine,
 ) -> int:
     """Bytes freed. What is being built or run in stays, whatever was asked for."""
     freed = 0
@@ -79,9 +168,7 @@ def _inspect_cached(paths: EnvironmentPaths) -> CachedEnvironment:
     return CachedEnvironment(paths, paths.read_marker(), max(last))
 
 
-def _remove_if_unused(
-    environment: CachedEnvironment, dry_run: bool, print_line: Callable[[str], None]
-) -> int:
+def _remove_if_unused(environment: CachedEnvironment, dry_run: bool, print_line: PrintLine) -> int:
     place = environment.paths
     lock = try_lock(place.lock)
     if lock is None:
@@ -116,3 +203,23 @@ def _remove_side_files(paths: EnvironmentPaths) -> None:
     shutil.rmtree(paths.inputs, ignore_errors=True)
     for path in (paths.log, paths.building_marker, paths.use_lock, paths.lock):
         path.unlink(missing_ok=True)
+
+
+def measure_size(folder: Path, skip_hardlinks: bool = False) -> int:
+    """On the disk, in bytes; `alone` without what uv's cache shares by links."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                state = os.lstat(os.path.join(where, name))
+                total += 0 if skip_hardlinks and state.st_nlink > 1 else state.st_blocks * 512
+    return total
+
+
+def remove_environment(place: EnvironmentPaths) -> None:
+    """The marker first: killed at any moment, what is left is seen to be no environment."""
+    place.marker.unlink(missing_ok=True)
+    if place.folder.is_symlink():
+        place.folder.unlink()
+    elif place.folder.exists():
+        shutil.rmtree(place.folder)

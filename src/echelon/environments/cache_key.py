@@ -8,8 +8,15 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from echelon.environments import toml_files
+from echelon.environments.interpreter import Interpreter
+from echelon.environments.package_indexes import PackageIndexes
+from echelon.environments.requirements import ParsedDependencies
+from echelon.errors import EchelonError
 from echelon.utils.ignore import is_ignored
 
 _BUILD_FOLDERS = {"build", "dist"}
@@ -18,19 +25,73 @@ _MAX_HASHED_BYTES = 4_000_000
 """Bytes; of a larger file in a project, which is data, size and time must do."""
 
 
-def compute_digest(parts: list[object]) -> str:
+class EnvironmentRequest(NamedTuple):
+    """All that is known when nothing is wrong."""
+
+    source: Path
+    kind: str
+    parsed: ParsedDependencies
+    ignored: tuple[Path, ...]
+    interpreter: Interpreter
+    indexes: PackageIndexes
+    builder: str
+    tool: str
+    """The path of uv or conda; of pip there is one in the environment."""
+    environ: Mapping[str, str]
+
+
+def compute_key(request: EnvironmentRequest) -> str:
+    """Of what the builder is given, so that a comment or a linter's setting changes nothing."""
+    hashes_whole_files = request.builder in ("pipenv", "conda") or request.kind == "uv.lock"
+    contents = [
+        [f.name, f.read_bytes().hex()] for f in request.parsed.files if f.name != "pyproject.toml"
+    ]
+    # Folders of wheels in the source count by what is in them: a copy has them elsewhere.
+    local_uris = {path.as_uri() for path in request.parsed.local_paths}
+    links = tuple(link for link in request.indexes.find_links if link not in local_uris)
+    python = [request.interpreter.platform, request.interpreter.machine, request.interpreter.libc]
+    if request.kind != "conda":
+        python += [
+            request.interpreter.version,
+            request.interpreter.build,
+            request.interpreter.implementation,
+            request.interpreter.base,
+        ]
+    return _compute_digest(
+        [
+            *(2, request.kind, request.builder, bool(request.tool), python),
+            replace(request.indexes, find_links=links).cache_key_parts(),
+            [w.text for w in request.parsed.requirements],
+            [w.text for w in request.parsed.constraints],
+            contents if hashes_whole_files else [],
+            request.parsed.extra_key,
+            [_hash_tree(path) for path in request.parsed.local_paths],
+            [request.environ.get(name, "") for name in sorted(request.parsed.variables)],
+            [f.read_bytes().hex() for f in map(Path, request.indexes.constraint) if f.is_file()],
+            _hash_tool_settings(request),
+        ]
+    )
+
+
+def _hash_tool_settings(request: EnvironmentRequest) -> list[str]:
+    if request.kind == "conda":
+        return _hash_conda_settings(request.environ)
+    return _hash_uv_settings(request.source, request.environ) if request.tool else []
+
+
+def _compute_digest(parts: list[object]) -> str:
     """Short enough for a folder's name, long enough that no two environments ever share one."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def hash_tree(path: Path) -> list[tuple[str, str]]:
+def _hash_tree(path: Path) -> list[tuple[str, str]]:
     """Every file of a local project, by its content: it is installed as it is now."""
     if path.is_file():
         return [(path.name, _hash_file(path))]
     return [(os.path.relpath(file, path), _hash_file(file)) for file in sorted(_iter_files(path))]
 
 
-def hash_uv_settings(source: Path, environ: Mapping[str, str]) -> list[str]:
+def _hash_uv_settings(source: Path, environ: Mapping[str, str]) -> list[str]:
     """uv's own settings, which it looks for upwards from the source, and the user's."""
     home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/"), ".config"))
     config_file = environ.get("UV_CONFIG_FILE")
@@ -48,7 +109,7 @@ def hash_uv_settings(source: Path, environ: Mapping[str, str]) -> list[str]:
     return digests
 
 
-def hash_conda_settings(environ: Mapping[str, str]) -> list[str]:
+def _hash_conda_settings(environ: Mapping[str, str]) -> list[str]:
     """Its channels and mirrors, where most have them."""
     home = Path(environ.get("HOME", "/"))
     config_file = environ.get("CONDARC")
@@ -57,9 +118,6 @@ def hash_conda_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def _read_tool_uv(file: Path) -> str | None:
-    from echelon.environments import toml_files
-    from echelon.errors import EchelonError
-
     try:
         table = (
             toml_files.as_table(toml_files.load_toml(file).get("tool")).get("uv")

@@ -6,19 +6,23 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.environments.activate import activation_lines
 from echelon.environments.build import build_environment
+from echelon.environments.build_lock import PrintLine
 from echelon.environments.build_plan import EnvironmentPlan, plan_environment
-from echelon.environments.cache import CachedEnvironment, clean_cache, list_cached
-from echelon.environments.paths import EnvironmentPaths, environments_root
+from echelon.environments.cache import (
+    CachedEnvironment,
+    EnvironmentPaths,
+    clean_cache,
+    environments_root,
+    list_cached,
+)
 from echelon.environments.requirements import format_path
 from echelon.errors import Exit
 from echelon.utils.text import format_age, format_bytes
-
-PrintLine = Callable[[str], None]
 
 
 def show_environment(source: Path, location: str, python: str, as_json: bool) -> int:

@@ -16,7 +16,7 @@ from echelon.config.user_defaults import UserDefaults, has_secret
 from echelon.config.validate import check_run_name, find_faults
 from echelon.environments import EnvironmentPlan, activation_lines
 from echelon.environments import plan_environment as plan_environment
-from echelon.environments.paths import MARKER_NAME
+from echelon.environments.cache import MARKER_NAME
 from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.slurm import batch_script, job_array
