@@ -3,6 +3,11 @@ PY      := .venv/bin/python
 READY   := .venv/.ready
 BENCH   := .venv/.ready-bench
 SLOW    := "slow and not gpu and not campaign"
+# Tests run in a random order. The seed is printed; `make test SEED=123` gives an order again.
+ifndef SEED
+SEED    := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
+endif
+PYTEST  := $(PY) -m pytest --randomly-seed=$(SEED)
 
 .PHONY: demo test slow-here slow-cluster check bench bench-gpu test-gpu campaigns cluster cluster-down clean help
 
@@ -14,23 +19,24 @@ demo: $(READY)  ## train a toy on two processes and look at it
 	@echo "  here      . .venv/bin/activate  puts echelon on the PATH"
 
 test: check     ## everything that runs on a CPU
-	@$(MAKE) --no-print-directory -j2 --output-sync=target slow-here slow-cluster
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) slow-here slow-cluster
 
 # Side by side: all of them wait more than they compute.
 slow-here: $(READY)
-	$(PY) -m pytest tests --ignore=tests/cluster -n 2 --dist worksteal -m $(SLOW)
+	$(PYTEST) tests --ignore=tests/cluster -n 2 --dist worksteal -m $(SLOW) < /dev/null
 
 slow-cluster: $(READY)
-	$(PY) -m pytest tests/cluster -m $(SLOW)
+	$(PYTEST) tests/cluster -m $(SLOW) < /dev/null
 
 check: $(READY) ## lint, types, unit tests: under a minute
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PY) -m pytest tests -n auto --dist worksteal -m "not slow and not gpu"
+	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu" < /dev/null
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests/gpu -m gpu
+	python3 -c 'import xdist' 2>/dev/null && beside='-n 6 --dist loadgroup'; \
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests/gpu -m gpu $$beside
 
 bench: $(BENCH) ## measure beside the peers; results go to benchmarks/
 	$(PY) benchmarks/run.py

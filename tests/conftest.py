@@ -1,17 +1,73 @@
-"""Fixtures of all tests; helper modules are in tests/helpers."""
+"""Every test runs in the same surroundings, whoever starts them: a person at a terminal, `nohup`,
+cron, `env -i`, another locale, a home folder with settings of its own.
+
+What a test is about it sets itself, over what is set here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
-import torch
+
+KEPT = (
+    *("PATH", "TMPDIR", "USER", "LOGNAME", "PYTHONPATH", "http_proxy", "https_proxy", "no_proxy"),
+    *("ECHELON_CLUSTER", "ECHELON_REQUIRE_CLUSTER", "ECHELON_MOVIELENS_ZIP"),  # see CONTRIBUTING.md
+    *("PIP_", "UV_", "SSL_", "REQUESTS_CA_BUNDLE"),  # where packages come from
+    *("CUDA_", "NVIDIA_", "NCCL_", "LD_LIBRARY_PATH", "TORCH", "TRITON_"),  # how GPUs are reached
+    *("PYTEST_", "HYPOTHESIS_"),
+)
+"""Variables that are left as they are, by the beginnings of their names."""
+
+FIXED = {
+    "LC_ALL": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",  # sums in one order; and tests run beside each other
+}
+
+_home = pytest.StashKey[str]()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """As in the ranks, so that what is computed here and there is added up in the same order."""
-    torch.set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
+    """Once for a session: the processes of pytest-xdist inherit it."""
+    if hasattr(config, "workerinput"):
+        return
+    config.stash[_home] = home = tempfile.mkdtemp(prefix="echelon-tests-home-")
+    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+    os.environ.clear()
+    os.environ.update({"PATH": os.defpath} | kept | FIXED | {"HOME": home})
+    _forget_inherited_signals()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _home in config.stash:
+        shutil.rmtree(config.stash[_home], ignore_errors=True)
+
+
+def _forget_inherited_signals() -> None:
+    """An ignored signal stays ignored in every process that a test starts (nohup ignores SIGHUP, a
+    script's `&` ignores SIGINT). A handler that does nothing spares this process alike, and is
+    forgotten by those that it starts."""
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these
+        if signal.getsignal(number) is signal.SIG_IGN:
+            with contextlib.suppress(OSError):
+                signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+@pytest.fixture(autouse=True)
+def _seed_torch(request: pytest.FixtureRequest) -> None:
+    """pytest-randomly seeds `random` before every test, from its own seed and the test's name. Here
+    torch follows, where it is used at all: a failing seed brings back the same numbers."""
+    if torch := sys.modules.get("torch"):
+        is_random = request.config.pluginmanager.hasplugin("randomly")
+        torch.manual_seed(random.getrandbits(63) if is_random else 0)
 
 
 @pytest.fixture
