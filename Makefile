@@ -36,7 +36,7 @@ check: $(READY) ## lint, types, unit tests: under a minute
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
 	python3 -c 'import xdist' 2>/dev/null && beside='-n 6 --dist loadgroup'; \
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests/gpu -m gpu $$beside
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 -m pytest tests/cuda -m gpu $$beside
 
 bench: $(BENCH) ## measure beside the peers; results go to benchmarks/
 	$(PY) benchmarks/run.py
