@@ -41,7 +41,7 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     (desk.folder / "s.yml").write_text(FILE)
     killed = desk.folder / "killed"  # no trial is over before somebody was
     desk.variables = {"ECHELON_TEST_FAULT": "0:20:go", "ECHELON_TEST_AFTER": str(killed)}
-    where = f"experiment={HERE / 'subjects.py'}:regression"
+    where = f"experiment={HERE / 'toy_experiments.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
     following = desk.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
     sweep = SweepFolder(desk.folder / "runs" / "s")
@@ -70,7 +70,7 @@ def test_a_parent_that_is_killed_finds_its_trial_s_job_again(desk: Desk) -> None
     """On wandb's server. The job goes on meanwhile; a second one would be another run there."""
     pytest.importorskip("wandb")
     (desk.folder / "s.yml").write_text(FILE)
-    where = f"experiment={HERE / 'subjects.py'}:regression"
+    where = f"experiment={HERE / 'toy_experiments.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
     run = desk.run(f"{SWEEP}-trial0")
     with wandb_server.serving(address=desk.address) as server:

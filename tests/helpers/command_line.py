@@ -1,6 +1,6 @@
 """Where a person sits and types at the cluster, and what came of it.
 
-Commands are started with `launching.start`: everything they start, on any host and by any daemon,
+Commands are started with `command_runner.start`: everything they start, on any host and by any daemon,
 inherits a mark and is found by it.
 """
 
@@ -22,8 +22,8 @@ from echelon.runs.run_folder import Run
 from echelon.tracking import metrics_file
 
 ECHELON = (sys.executable, "-m", "echelon")
-FAULTY = f"experiment={command_runner.HERE / 'faulty.py'}:experiment"
-REGRESSION = f"experiment={command_runner.HERE / 'subjects.py'}:regression"
+FAULTY = f"experiment={command_runner.HERE / 'faulty_experiment.py'}:experiment"
+REGRESSION = f"experiment={command_runner.HERE / 'toy_experiments.py'}:regression"
 START_S = 120.0
 """From typing to the first steps, on a machine with too few cores."""
 GONE_S = 30.0

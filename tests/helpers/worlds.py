@@ -2,7 +2,7 @@
 
 Ranks are forked from a process that has imported torch already, see `fork_server.py`: a world costs
 a fraction of a second instead of an import per rank. What a rank is to suffer is given as data, see
-`subjects.py`.
+`toy_experiments.py`.
 """
 
 from __future__ import annotations
@@ -257,13 +257,18 @@ def _train_rank(
 
 def verb(folder: Path, *words: str) -> Ended:
     """`echelon WORDS`, without the import of torch that a process of its own would pay."""
-    rank_main = partial(_run_command, words=words)
-    [ended] = spawn_world(1, rank_main, folder / "output-verb")
+    [ended] = run_commands(folder, [words])
     return ended
 
 
-def _run_command(rank: int, master: str, words: Sequence[str]) -> None:
-    raise SystemExit(run_guarded(lambda: run_command(list(words))))
+def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> list[Ended]:
+    """`echelon WORDS` for every command, all at once."""
+    rank_main = partial(_run_command, commands=commands)
+    return spawn_world(len(commands), rank_main, folder / "output-verb")
+
+
+def _run_command(rank: int, master: str, commands: Sequence[Sequence[str]]) -> None:
+    raise SystemExit(run_guarded(lambda: run_command(list(commands[rank]))))
 
 
 # --- what a run left behind ---------------------------------------------------------------------

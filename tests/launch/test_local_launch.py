@@ -239,7 +239,7 @@ def test_explain_a_replica_of_two_stages(
 
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_worker_again_in_the_same_run(tmp_path: Path) -> None:
-    faulty = [str(HERE / "faulty.py"), "trainer.batch_size=8", "trainer.epochs=2"]
+    faulty = [str(HERE / "faulty_experiment.py"), "trainer.batch_size=8", "trainer.epochs=2"]
     settings = ["trainer.log_steps=1", "fault=kill", "on=1", "at=13", f"once={tmp_path}/once"]
     settings += [f"after={tmp_path}/runs/*/snapshots/step-000000010"]
     options = ["--standalone", "--nproc_per_node=2", "--max-restarts=1"]

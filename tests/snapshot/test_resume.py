@@ -351,8 +351,8 @@ def test_a_run_of_another_experiment(tmp_path: Path, stopped: Trained) -> None:
     before = stopped.run.config_file.read_text()
     ended = train_world(tmp_path, 1, *SHORT, experiment=toy_experiments.another)
     assert ended.codes == [2]
-    assert "subjects.py:regression', not of '" in ended.said
-    assert "subjects.py:another'" in ended.said
+    assert "toy_experiments.py:regression', not of '" in ended.said
+    assert "toy_experiments.py:another'" in ended.said
     assert "choose another run.name" in ended.said
     assert stopped.run.config_file.read_text() == before
 

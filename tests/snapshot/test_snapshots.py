@@ -699,12 +699,19 @@ def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
 
 
 def test_other_threads_run_while_a_snapshot_is_written(tmp_path: Path) -> None:
+    """A writer that held the interpreter's lock would stop this thread for most of every save. Other
+    work on the machine stops it now and then, hence the best of several."""
     writer = SnapshotWriter(tmp_path)
-    writer.save(1, {"model": torch.ones(25_000_000)}, {})
+    assert min(_measure_longest_pause(writer, step) for step in range(1, 6)) < 0.5
+
+
+def _measure_longest_pause(writer: SnapshotWriter, step: int) -> float:
+    """The longest time for which this thread stood still, as a part of the time of a save."""
+    writer.save(step, {"model": torch.ones(25_000_000)}, {})
     longest, last = 0.0, time.perf_counter()
     while not (saved := writer.take_results()):
         time.sleep(0.001)
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
     assert only(saved).error is None
-    assert longest < max(0.05, saved[0].duration_s / 2)  # generous: other work shares the cores
+    return longest / saved[0].duration_s

@@ -34,7 +34,7 @@ from echelon.sweep.wandb.trial_history import WandbTrialRecord
 pytest.importorskip("wandb")
 
 KEY = "5ecre7" * 7
-EXPERIMENT = f"experiment={HERE / 'subjects.py'}:regression"
+EXPERIMENT = f"experiment={HERE / 'toy_experiments.py'}:regression"
 LEASE_S = 60.0
 SIZE = ("samples=16", "eval_samples=4", "trainer.batch_size=8", "trainer.epochs=1")
 
@@ -119,10 +119,10 @@ def test_wandb_agent_with_torchrun(tmp_path: Path) -> None:
     """The program of a sweep is a file that calls echelon.main."""
     program = tmp_path / "mine.py"
     program.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nimport echelon, subjects\n"
-        "def experiment(cfg: subjects.Settings) -> echelon.Experiment:\n"
+        f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nimport echelon, toy_experiments\n"
+        "def experiment(cfg: toy_experiments.Settings) -> echelon.Experiment:\n"
         "    os.write(1, f\"rank {os.environ['RANK']} has lr={cfg.lr}\\n\".encode())\n"
-        "    return subjects.regression(cfg)\n"
+        "    return toy_experiments.regression(cfg)\n"
         "if __name__ == '__main__':\n    echelon.main(experiment)\n"
     )
     torchrun = ["torchrun", "--nproc-per-node", "2", "--standalone", "${program}", *SIZE]

@@ -21,7 +21,7 @@ accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_ac
 pytest.importorskip("wandb")
 pytestmark = pytest.mark.slow
 
-EXPERIMENT = f"experiment={HERE / 'subjects.py'}:regression"
+EXPERIMENT = f"experiment={HERE / 'toy_experiments.py'}:regression"
 SIZE = ("samples=80", "eval_samples=16", "trainer.batch_size=8", "trainer.epochs=2")
 """Twenty steps, evaluated and saved after the 10th and the 20th."""
 KEY = "5ecre7" * 7

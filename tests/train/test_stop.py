@@ -185,7 +185,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, traced: Path, launch: 
 
 PRESSED_AT_THE_END = """\
 import atexit, os, signal
-import subjects
+import toy_experiments
 
 def press():
     os.kill(os.getpid(), signal.SIGINT)
@@ -196,7 +196,7 @@ class Late:
 
 late = Late()
 atexit.register(press)
-regression = subjects.regression
+regression = toy_experiments.regression
 """
 
 

@@ -12,6 +12,7 @@ from textwrap import dedent
 import command_runner
 import pytest
 from command_runner import ECHELON, QUICK, TWO, is_a_sentence_and_a_hint
+from worlds import Ended, run_commands
 
 from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
@@ -540,16 +541,18 @@ def _write(folder: Path, text: str) -> None:
 # --- worlds that do not come about ---
 
 
-def _ranks(folder: Path, *words: list[str], timeout_s: float = 60.0) -> list[command_runner.Done]:
-    commands = [[*ECHELON, "train", *QUICK, *w] for w in words]
-    return command_runner.together(commands, folder, timeout_s)
+def _ranks(folder: Path, *words: list[str]) -> list[Ended]:
+    """Forked, and so there at the same moment: each imports nothing while another waits for it."""
+    return run_commands(
+        folder, [["train", f"run.dir={folder / 'runs'}", *QUICK, *w] for w in words]
+    )
 
 
-def _sentence(done: command_runner.Done, code: Exit = Exit.RENDEZVOUS) -> str:
-    assert done.code == code, done.err
-    assert done.left == []
-    assert is_a_sentence_and_a_hint(done.err), done.err
-    return done.err
+def _sentence(ended: Ended | command_runner.Done, code: Exit = Exit.RENDEZVOUS) -> str:
+    text = ended.output if isinstance(ended, Ended) else ended.err
+    assert ended.code == code, text
+    assert is_a_sentence_and_a_hint(text), text
+    return text
 
 
 @pytest.mark.slow
@@ -616,6 +619,7 @@ def test_nonsense_in_a_worker_is_a_sentence_too(tmp_path: Path) -> None:
     words = ["experiment=own.py:experiment", "trainer.batch_size=4"]
     done = command_runner.run([*ECHELON, "train", *TWO, *words], tmp_path)
     text = _sentence(done, Exit.USAGE)
+    assert done.left == []
     assert "[8, 3]" in text
     assert text.count("error: ") == 1
 
@@ -680,5 +684,6 @@ def test_data_that_differs_between_ranks(drawn: str, said: str, tmp_path: Path) 
     own = ["experiment=own.py:experiment", "trainer.batch_size=4"]
     words = [*own, "world_size=2", f"master=127.0.0.1:{command_runner.free_port()}"]
     commands = [[*ECHELON, "train", f"rank={rank}", *words] for rank in (0, 1)]
-    for done in command_runner.together(commands, tmp_path, 60.0):
+    for done in command_runner.together(commands, tmp_path):
+        assert done.left == []
         assert f"train_data is not the same on all ranks: {said}" in _sentence(done, Exit.USAGE)
