@@ -67,6 +67,7 @@ BESIDE = {
     ("launch", "tracking"),
     ("doctor", "preflight"),
     ("preflight", "doctor"),
+    ("submit", "sweep"),
     ("commands", "entrypoint"),
     ("commands", "ssh_setup"),
     ("entrypoint", "cli"),

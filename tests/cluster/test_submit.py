@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb_sweep_server
 from command_line import Desk
 from command_runner import EXAMPLES, until
+from wandb_server import SWEEP, serving
 from wheels import wheel
 
 from echelon.errors import Exit
@@ -182,9 +182,11 @@ def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:
     """Its agent ends with 0 when a trial fails; the job does not."""
     pytest.importorskip("wandb")
     (desk.folder / "trial.py").write_text(TRIAL)
-    (desk.folder / "sweep.txt").write_text("wandb agent --count 1 me/project/sweep\n")
+    (desk.folder / "sweep.txt").write_text(f"wandb agent --count 1 me/project/{SWEEP}\n")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with wandb_sweep_server.serving(desk.address, "trial.py", [{"lr": 0.1}]) as server:
+    with serving(address=desk.address) as server:
+        server.sweep.config = "method: grid\nprogram: trial.py\nparameters: {}\n"
+        server.sweep.trials = [{"lr": 0.1}]
         words = ("--configs", "sweep.txt", "--name", "a", "launch.nodes=2", "--wait")
         variables: dict[str, Any] = {
             "WANDB_BASE_URL": server.url,
@@ -197,5 +199,5 @@ def test_a_sweep_of_wandbs_on_two_nodes(desk: Desk) -> None:
     for rank, host in enumerate(desk.cluster.nodes[:2]):
         line = desk.run().rank_log_file(rank).read_text().splitlines()[0]
         assert line.startswith(f"{rank} 2 {host} --lr=0.1 trial")
-    assert server.heard.count("CreateAgent") == 1
+    assert server.sweep.agents == 1
     assert "a" * 40 not in "".join(p.read_text() for p in desk.run().folder.rglob("*.sh"))

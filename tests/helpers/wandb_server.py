@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
                 project = {"id": "2", "name": given["projectName"], "entity": _ME}
                 made = {"name": SWEEP, "project": project}
                 return {"upsertSweep": {"sweep": made, "configValidationWarnings": []}}
-            case "SweepWithRuns":
+            case "SweepWithRuns" | "SweepConfig":
                 found = {"id": "5", "name": SWEEP, "state": "RUNNING", "config": self.sweep.config}
                 return {"project": {"sweep": found | {"runs": {"edges": []}}}}
             case "CreateAgent":

@@ -85,9 +85,9 @@ def git(*words: str) -> None:
             "wandb agent --count 1 a/b/c",
             [],
             "wandb",
-            "wandb agent --forward-signals --count 1 a/b/c",
+            "wandb agent --count 1 a/b/c",
         ),
-        ("python -m wandb agent c", [], "wandb", "wandb agent --forward-signals c"),
+        ("python -m wandb agent c", [], "wandb", "wandb agent c"),
         ("A='x y' python main.py", [], "plain", "env 'A=x y' python main.py"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_runner import ECHELON, start
+from wandb_server import SWEEP, serving
 
 from echelon.errors import Exit
 from echelon.runs.run_folder import Run
@@ -44,6 +45,49 @@ def test_commands_run_here_as_they_would_in_jobs(tmp_path: Path) -> None:
     refused = start([*ECHELON, "resume", "a-0"], tmp_path).wait()
     assert refused.code == Exit.USAGE
     assert "submit the command again" in refused.err
+
+
+TRIAL = """
+import os, sys
+words = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "WANDB_RUN_ID")]
+print(*words, *sys.argv[1:], os.environ.get("A"), flush=True)
+sys.exit(3 * ("--lr=0.1" in sys.argv and os.environ["RANK"] == "1"))
+"""
+
+
+def test_wandb_agents_run_trials_here_and_their_exit_codes_arrive(tmp_path: Path) -> None:
+    """One trial fails, although an agent of wandb would exit with 0; the next two do not."""
+    (tmp_path / "trial.py").write_text(TRIAL)
+    (tmp_path / "wandb-cli").mkdir()  # the agent is ours: the program need not be installed
+    program = tmp_path / "wandb-cli" / "wandb"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    lines = [
+        f"wandb agent --count 1 me/pro/{SWEEP}",
+        "# echelon: expand",
+        f"A='x y' {program} agent --forward-signals -e me -p $PROJECT --count=2 {SWEEP}",
+    ]
+    (tmp_path / "all.txt").write_text("\n".join(lines))
+    options = ("launch=local", "launch.procs=2", "--env", "none", "--name", "a")
+    with serving() as server:
+        server.sweep.config = "program: trial.py\ncommand: [torchrun, '${program}', '${args}']\n"
+        server.sweep.trials = [{"lr": 0.1}, {"lr": 0.2, "mode": "any"}, {"lr": 0.3}, {"lr": 0.4}]
+        variables = {
+            "PATH": f"{program.parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "a" * 40,
+            "PROJECT": "pro",
+        }
+        command = [*ECHELON, "submit", "--configs", "all.txt", *options]
+        done = start(command, tmp_path, **variables).wait()
+        assert server.sweep.handed == ["trial0", "trial1", "trial2"]
+        assert server.sweep.agents == 2
+    assert done.code == 3, done.err
+    assert done.left == []
+    assert "trial trial0 failed: exit code 3" in done.err
+    logs = [Run(tmp_path / "runs" / f"a-{number}").rank_log_file(1) for number in (0, 1)]
+    assert logs[0].read_text().startswith("1 2 trial0 --lr=0.1 None\n")
+    assert logs[1].read_text().endswith("1 2 trial2 --lr=0.3 x y\n")
 
 
 def _log(folder: Path, number: int) -> str:

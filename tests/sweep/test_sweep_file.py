@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from echelon.config.untrusted import describe_unsafe_value
 from echelon.errors import EchelonError
-from echelon.sweep import located_yaml, overrides
-from echelon.sweep.program import expand_macros, resolve_target
+from echelon.sweep import located_yaml
 from echelon.sweep.search_space import DISTRIBUTIONS
 from echelon.sweep.sweep_file import SweepFile, parse_sweep
+from echelon.sweep.trial_command import (
+    expand_macros,
+    format_overrides,
+    format_value,
+    resolve_target,
+)
 
 HEAD = "method: random\nmetric: {name: eval/loss}\nrun_cap: 3\nparameters:\n"
 
@@ -179,9 +184,7 @@ PLAIN = st.one_of(
 
 @drawn(PLAIN | st.lists(PLAIN, max_size=4))
 def test_a_value_comes_back_as_it_was(value: object) -> None:
-    read_back = (
-        OverridesParser.create().parse_override(f"k={overrides.format_value(value)}").value()
-    )
+    read_back = OverridesParser.create().parse_override(f"k={format_value(value)}").value()
     plain = [_plain(v) for v in read_back] if isinstance(read_back, list) else _plain(read_back)
     assert plain == value
     assert type(plain) is type(value)
@@ -208,7 +211,7 @@ def test_what_a_file_may_not_set_is_what_a_server_may_not(
 ) -> None:
     """The rest of it: test_swept.py."""
     with pytest.raises(EchelonError, match=says) as raised:
-        overrides.format_overrides({key: value})
+        format_overrides({key: value})
     assert len(str(raised.value)) < 400
 
 

@@ -25,11 +25,11 @@ from echelon.runs.run_folder import Run
 from echelon.sweep.lock import SweepLock
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
-from echelon.sweep.wandb import trial_history
-from echelon.sweep.wandb.agent import run_agents
+from echelon.sweep.wandb import trial_records
 from echelon.sweep.wandb.client import ServerUnavailableError
 from echelon.sweep.wandb.client import WandbServer as Client
-from echelon.sweep.wandb.trial_history import WandbTrialRecord
+from echelon.sweep.wandb.engine import run_agents
+from echelon.sweep.wandb.trial_records import WandbTrialRecord
 
 pytest.importorskip("wandb")
 
@@ -258,7 +258,7 @@ def test_what_our_agents_have_run_is_shown(
     for number, state in enumerate(states):
         value, cause = (number / 10, "") if state != "failed" else (None, "it broke")
         given = {"lr": 0.01 * (number + 1)}
-        trial_history.write_record(
+        trial_records.write_record(
             folder, WandbTrialRecord(f"t{number}", f"me/pro/{SWEEP}", given, state, cause, value)
         )
     words = ["sweep", "show", "s", "--dir", str(folder.parent)]

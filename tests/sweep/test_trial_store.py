@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import signal
 import statistics
 import tempfile
@@ -22,7 +21,6 @@ from echelon.sweep.lock import SweepLock
 from echelon.sweep.metric_history import MetricHistory, to_file_key
 from echelon.sweep.optuna_journal import SweepJournal
 from echelon.sweep.report import build_report
-from echelon.sweep.sampling import beta_quantile
 from echelon.sweep.supervisor import assign_devices
 from echelon.sweep.sweep_file import Hyperband
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
@@ -66,7 +64,6 @@ RANGES = [
     ("distribution: inv_log_uniform_values, min: 0.01, max: 100", 1, 0.01, 100),
     ("distribution: normal, mu: 3, sigma: 0.5", 3, 0, 6),
     ("distribution: log_normal, mu: 1, sigma: 0.5", math.e, 0, 50),
-    ("distribution: beta, a: 2, b: 2", 0.5, 0, 1),
 ]
 
 
@@ -94,16 +91,6 @@ def test_steps_and_weights(tmp_path: Path) -> None:
     count = Counter(letters)
     assert count["b"] == 0
     assert 45 < count["a"] < 60
-
-
-def test_beta() -> None:
-    rng = random.Random(0)
-    for a, b in ((0.5, 0.5), (2.0, 5.0), (20.0, 1.0)):
-        sample = [rng.betavariate(a, b) for _ in range(4000)]
-        for part in (0.1, 0.5, 0.9):
-            bound = beta_quantile(part, a, b)
-            below = sum(value <= bound for value in sample) / 4000
-            assert below == pytest.approx(part, abs=0.03)
 
 
 def test_a_random_search_is_the_same_however_many_workers_share_it(tmp_path: Path) -> None:

@@ -110,11 +110,11 @@ def env(words: list[str]) -> int:
 def wandb_job(words: list[str]) -> int:
     parser = make_parser(
         "wandb-job",
-        "Be a wandb agent's job, or what it starts. Batch scripts call this; nobody types it.",
+        "Run a command that calls `wandb agent` as a job. Batch scripts call this; nobody types it.",
     )
     parser.add_argument("run", help="the run's folder")
     parser.add_argument("--master", metavar="HOST:PORT", required=True)
-    parser.add_argument("--instead-of", metavar="NAME", help="what wandb's agent believes to start")
+    parser.add_argument("--agent", action="store_true", help="be the `wandb` of that job")
     parser.add_argument("words", nargs="*", metavar="-- WORDS")
     options, rest = split_at_double_dash(words)
     given = parser.parse_args(options)
@@ -122,6 +122,4 @@ def wandb_job(words: list[str]) -> int:
     from echelon.submit import wandb_agent
 
     job = wandb_agent.WandbAgentJob(Run(Path(given.run)), given.master)
-    if given.instead_of:
-        return wandb_agent.run_trial(job, given.instead_of, rest)
-    return wandb_agent.run_agent(job, rest)
+    return wandb_agent.run_agent(job, rest) if given.agent else wandb_agent.run_command(job, rest)

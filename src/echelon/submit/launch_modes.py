@@ -140,16 +140,17 @@ def _uses_lightning(words: Sequence[ShellWord], source: Path) -> bool:
 
 
 def _parse_wandb_agent(words: tuple[ShellWord, ...]) -> tuple[ShellWord, ...] | None:
-    """With signals passed on: else it leaves its trial behind when it is told to end."""
+    """Return the words of `wandb agent …`, or None for another command.
+
+    The first is `wandb` however it was typed, so that the job finds ours (submit/wandb_agent.py).
+    """
     argv = _word_texts(words)
     if _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:3] == ["-m", "wandb"]:
-        words = words[2:]  # the python that we put before the agent must not be what starts it
+        words = words[2:]
     name, *arguments = _word_texts(words)
     if PurePath(name).name != "wandb" or arguments[:1] != ["agent"]:
         return None
-    if "--forward-signals" in arguments:
-        return words
-    return (*words[:2], ShellWord("--forward-signals", words[1].line), *words[2:])
+    return (ShellWord("wandb", words[0].line), *words[1:])
 
 
 def _parse_srun(command: ShellCommand) -> tuple[ShellWord, ...]:

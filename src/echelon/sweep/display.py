@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.errors import Exit
-from echelon.sweep import overrides
+from echelon.sweep import trial_command
 from echelon.sweep.plot import plot_sweep
 from echelon.sweep.report import SweepReport, build_report
 from echelon.sweep.trial_store import TrialStore, TrialSummary
@@ -108,7 +108,7 @@ def _render_table(report_shown: SweepReport, results: Sequence[TrialSummary]) ->
 def _render_row(result: TrialSummary, names: Sequence[str]) -> list[RenderableType]:
     value = "–" if result.metric_value is None else f"{result.metric_value:.6g}"
     cells: list[Any] = [
-        overrides.format_short_value(result.parameters[n]) if n in result.parameters else ""
+        trial_command.format_short_value(result.parameters[n]) if n in result.parameters else ""
         for n in names
     ]
     state = Text(result.state, style=STATE_STYLES.get(result.state, "yellow"))
@@ -142,7 +142,7 @@ def _format_line(report_shown: SweepReport, result: TrialSummary) -> str:
     if result.state == "waiting":
         return f"trial {result.name} waits for a worker"
     if result.state == "running":
-        return f"trial {result.number}: {overrides.format_parameters(result.parameters)}"
+        return f"trial {result.number}: {trial_command.format_parameters(result.parameters)}"
     value = (
         ""
         if result.metric_value is None

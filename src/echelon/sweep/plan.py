@@ -12,11 +12,11 @@ from echelon.config.schema import Config
 from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, Fault
 from echelon.runs.run_folder import Run
-from echelon.sweep.program import resolve_target
 from echelon.sweep.sampling import count_combinations
 from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.sweep_file import SweepFile, SweepMetric
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
+from echelon.sweep.trial_command import resolve_target
 from echelon.sweep.worker import Compose, compose_trial_config
 
 _SWEEP_WIDE_SETTINGS = {"run.name": "--name", "run.dir": "--dir"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.sweep import overrides
+from echelon.sweep import trial_command
 from echelon.sweep.report import SweepReport
 from echelon.sweep.trial_store import TrialSummary
 
@@ -99,7 +99,7 @@ def build_plot_data(report: SweepReport) -> SweepPlotData:
 
 def _format_label(result: TrialSummary, metric: str) -> str:
     value = f"{metric} {result.metric_value:.5g}" if result.metric_value is not None else ""
-    return f"trial {result.name} {result.state}, {value}: {overrides.format_parameters(result.parameters)}"
+    return f"trial {result.name} {result.state}, {value}: {trial_command.format_parameters(result.parameters)}"
 
 
 def _find_records(known: Sequence[TrialSummary], sign: float) -> list[tuple[int, float]]:
@@ -123,7 +123,7 @@ class _AxisScale:
     def __init__(self, values: Sequence[Any]) -> None:
         self._numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
         if not self._numeric:
-            self._names = sorted({overrides.format_value(value) for value in values})
+            self._names = sorted({trial_command.format_value(value) for value in values})
             return
         self._low, self._high = float(min(values)), float(max(values))
         self._log = self._low > 0 and self._high > _LOG_SCALE_RATIO * self._low
@@ -131,7 +131,9 @@ class _AxisScale:
 
     def find_position(self, value: Any) -> float:
         if not self._numeric:
-            return self._names.index(overrides.format_value(value)) / max(1, len(self._names) - 1)
+            return self._names.index(trial_command.format_value(value)) / max(
+                1, len(self._names) - 1
+            )
         low, high, value = (
             self._transform(self._low),
             self._transform(self._high),

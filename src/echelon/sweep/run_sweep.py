@@ -12,13 +12,13 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.sweep import slurm_workers
 from echelon.sweep.display import open_progress, print_report
 from echelon.sweep.optuna_study import require_optuna
-from echelon.sweep.overrides import format_value
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.report import build_report
 from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.supervisor import supervise_workers
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
 from echelon.sweep.sweep_folder import SweepFolder, find_sweep
+from echelon.sweep.trial_command import format_value
 from echelon.sweep.trial_store import TrialStore
 from echelon.sweep.worker import Compose
 
@@ -63,7 +63,7 @@ def run_sweep(
             Fault("launch=env is typed on every node, and a sweep is typed once", "use launch=ssh")
         )
     if options.engine == "wandb":
-        from echelon.sweep.wandb.agent import run_agents
+        from echelon.sweep.wandb.engine import run_agents
 
         return run_agents(file, plan, options.parallel, options.as_json)
     if plan.sweep.server_file.exists():
@@ -178,6 +178,4 @@ def _describe_range(parameter: SearchParameter) -> str:
         return ", ".join(format_value(value) for value in parameter.values)
     if parameter.distribution.endswith("normal"):
         return f"mu {parameter.mu:g}, sigma {parameter.sigma:g}"
-    if parameter.distribution.endswith("beta"):
-        return f"a {parameter.a:g}, b {parameter.b:g}"
     return f"{parameter.min:g} to {parameter.max:g}"

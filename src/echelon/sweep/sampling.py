@@ -86,8 +86,6 @@ def _suggest_number(trial: optuna.Trial, p: SearchParameter) -> float:
     if kind == "categorical_w_probabilities":
         return part
     part = min(max(part, 1 - _MAX_PART), _MAX_PART)
-    if kind == "beta":
-        return beta_quantile(part, p.a, p.b)
     bell = statistics.NormalDist(p.mu, p.sigma).inv_cdf(part)
     return math.exp(bell) if kind == "log_normal" else bell
 
@@ -97,33 +95,3 @@ def _pick_by_probability(probabilities: Sequence[float], part: float) -> int:
         if part < reached:
             return place
     return max(place for place, weight in enumerate(probabilities) if weight > 0)
-
-
-# --- the beta distribution, which the standard library does not have ---
-
-
-def beta_quantile(part: float, a: float, b: float) -> float:
-    """The value below which this part of the distribution lies, by halving."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beta_cdf(middle, a, b) < part else (low, middle)
-    return (low + high) / 2
-
-
-def _beta_cdf(x: float, a: float, b: float) -> float:
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly, from the other end
-        return 1 - _beta_cdf(1 - x, b, a)
-    logs = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    front = math.exp(logs + a * math.log(x) + b * math.log1p(-x)) / a if x > 0 else 0.0
-    return front / _beta_continued_fraction(x, a, b)
-
-
-def _beta_continued_fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction of the incomplete beta function, from its far end."""
-    value = 1.0
-    for m in range(200, 0, -1):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        value = 1 + even / (1 + odd / value)
-    return 1 - (a + b) * x / (a + 1) / value

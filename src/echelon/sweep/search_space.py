@@ -12,7 +12,7 @@ from echelon.config.untrusted import PLAIN_VALUES_HINT, describe_unsafe_value
 from echelon.errors import Fault, suggest_nearest
 from echelon.sweep.located_yaml import KeyPath, LocatedYaml
 
-_RANGE_KEYS, _NORMAL_KEYS, _BETA_KEYS = ("min", "max"), ("mu", "sigma"), ("a", "b")
+_RANGE_KEYS, _NORMAL_KEYS = ("min", "max"), ("mu", "sigma")
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "constant": ("value",),
     "categorical": ("values",),
@@ -30,11 +30,9 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "q_normal": (*_NORMAL_KEYS, "q"),
     "log_normal": _NORMAL_KEYS,
     "q_log_normal": (*_NORMAL_KEYS, "q"),
-    "beta": _BETA_KEYS,
-    "q_beta": (*_BETA_KEYS, "q"),
 }
 """And the keys each of them has."""
-_DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1.0, "a": 1.0, "b": 1.0}
+_DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1.0}
 _LIST_KEYS = ("value", "values", "probabilities")
 _PARAMETER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KNOWN_KEYS = {key for keys in DISTRIBUTIONS.values() for key in keys} | {
@@ -59,8 +57,6 @@ class SearchParameter:
     max: float = 0.0
     mu: float = 0.0
     sigma: float = 1.0
-    a: float = 1.0
-    b: float = 1.0
     q: float | None = None
     """Values are rounded to multiples of it."""
 
@@ -273,7 +269,7 @@ def _check_numbers(
             )
         if distribution == "int_uniform" and not all(type(spec[k]) is int for k in _RANGE_KEYS):
             yield Fault(f"{at}: {name} is int_uniform between {low:g} and {high:g}", "use integers")
-    for key in ("sigma", "q", "a", "b"):
+    for key in ("sigma", "q"):
         if key in spec and not spec[key] > 0:
             yield Fault(
                 f"{file.locate(*keys, key)}: {name}.{key}={spec[key]:g}", "it must be above 0"

@@ -12,9 +12,9 @@ from echelon.launch.slurm.job_array import read_max_array_size
 from echelon.launch.slurm.launcher import require_sbatch, require_slurm_accepts, submit_job
 from echelon.launch.slurm.queue import query_queue
 from echelon.sweep.display import open_progress
-from echelon.sweep.overrides import format_value
 from echelon.sweep.plan import SweepPlan
 from echelon.sweep.sweep_folder import SweepFolder
+from echelon.sweep.trial_command import format_value
 from echelon.sweep.trial_store import TrialStore
 
 _UPDATE_S = 1.0

@@ -14,11 +14,11 @@ from typing import Any
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
 from echelon.runs.run_folder import Run
-from echelon.sweep import overrides
+from echelon.sweep import trial_command
 from echelon.sweep.metric_history import MetricHistory, to_file_key, to_metric_name
-from echelon.sweep.program import METRICS_VARIABLE, expand_macros
 from echelon.sweep.sweep_file import SweepFile
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
+from echelon.sweep.trial_command import METRICS_VARIABLE, expand_macros
 from echelon.sweep.trial_lease import make_worker_name
 from echelon.sweep.trial_process import (
     ForkedTrialStarter,
@@ -85,7 +85,7 @@ class SweepWorker:
         return Exit.PREEMPTED
 
     def _run_trial(self, leased: LeasedTrial) -> None:
-        print_status(f"trial {leased.number}: {overrides.format_parameters(leased.parameters)}")
+        print_status(f"trial {leased.number}: {trial_command.format_parameters(leased.parameters)}")
         run = self._sweep.trial_run(leased.number)
         try:
             config = compose_trial_config(
@@ -178,12 +178,12 @@ def compose_trial_config(
 ) -> Config:
     """Of one trial: what was typed, what the file holds, what was searched."""
     chosen = {**file.constant_values, **values}
-    ours = [f"run.name={run.name}", f"run.dir={overrides.format_value(str(run.folder.parent))}"]
+    ours = [f"run.name={run.name}", f"run.dir={trial_command.format_value(str(run.folder.parent))}"]
     if settings.program:
         return compose([*settings.words, *ours], program=expand_macros(settings.program, chosen))
     quiet = any(word.startswith("track.progress=") for word in settings.words)
     ours += [] if quiet else ["track.progress=none"]
-    return compose([*settings.words, *overrides.format_overrides(chosen), *ours])
+    return compose([*settings.words, *trial_command.format_overrides(chosen), *ours])
 
 
 def _was_interrupted(run: Run, code: int, stop_reason: str) -> bool:

@@ -14,6 +14,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from echelon.errors import EchelonError, Exit, Fault
 
 _TIMEOUT_S = 10.0
@@ -27,6 +29,8 @@ agentHeartbeat(input: {id: $id, metrics: $metrics, runState: $runState}) {
 agent { id } commands } }"""
 
 
+_SWEEP_QUERY = """query SweepConfig($entity: String, $project: String, $sweep: String!) {
+project(name: $project, entityName: $entity) { sweep(sweepName: $sweep) { id config } } }"""
 _VIEWER_QUERY = "query Viewer { viewer { id entity } }"
 
 
@@ -48,6 +52,22 @@ class WandbServer:
         entity, project, name = sweep.split("/")
         given = {"host": host, "entityName": entity, "projectName": project, "sweep": name}
         return str(self._query(_CREATE_AGENT_MUTATION, given)["createAgent"]["agent"]["id"])
+
+    def query_sweep_config(self, sweep: str) -> dict[str, Any]:
+        """Return the configuration of a sweep ENTITY/PROJECT/SWEEP as its owner wrote it."""
+        entity, project, name = sweep.split("/")
+        answer = self._query(_SWEEP_QUERY, {"entity": entity, "project": project, "sweep": name})
+        found = (answer.get("project") or {}).get("sweep")
+        if not found:
+            raise EchelonError(
+                Fault(f"there is no sweep {sweep} on wandb's server", "check its name"),
+                exit=Exit.NOT_FOUND,
+            )
+        try:
+            config = yaml.safe_load(found["config"])
+        except (yaml.YAMLError, KeyError, AttributeError) as error:
+            raise ServerUnavailableError(f"its answer makes no sense: {error}") from None
+        return config if isinstance(config, dict) else {}
 
     def send_heartbeat(self, agent_id: str, running_ids: list[str]) -> list[dict[str, Any]]:
         """Say what an agent is doing; the answer is what it is to do."""

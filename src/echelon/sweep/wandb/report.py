@@ -17,8 +17,8 @@ from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.sweep_file import SweepFile, SweepMetric, parse_sweep
 from echelon.sweep.sweep_folder import SweepFolder
 from echelon.sweep.trial_store import TrialSummary
-from echelon.sweep.wandb import server_sweep, trial_history
-from echelon.sweep.wandb.trial_history import WandbTrialRecord
+from echelon.sweep.wandb import server_sweep, trial_records
+from echelon.sweep.wandb.trial_records import WandbTrialRecord
 
 if TYPE_CHECKING:
     import optuna
@@ -28,8 +28,8 @@ def build_server_report(sweep: SweepFolder, importance: bool = True) -> SweepRep
     known = server_sweep.read_server_file(sweep.folder)
     metric = SweepMetric(**known["metric"])
     key = to_file_key(metric.name, known["program"])
-    trial_records = enumerate(trial_history.read_records(sweep.folder))
-    results = [_summarize_record(number, one, sweep.folder, key) for number, one in trial_records]
+    records = trial_records.read_records(sweep.folder)
+    results = [_summarize_record(i, record, sweep.folder, key) for i, record in enumerate(records)]
     file = parse_sweep(LocatedYaml(sweep.folder, known["file"], {}))
     parts = (
         compute_importance(_build_study(file, metric, results))
@@ -40,17 +40,15 @@ def build_server_report(sweep: SweepFolder, importance: bool = True) -> SweepRep
 
 
 def _summarize_record(
-    number: int, trial_record: WandbTrialRecord, folder: Path, key: str
+    number: int, record: WandbTrialRecord, folder: Path, key: str
 ) -> TrialSummary:
-    trial = trial_record.to_trial()
+    trial = record.to_trial()
     history = MetricHistory(Run(folder.with_name(trial.run_name)).metrics_file, key).read()
-    state = {"stopped": "pruned", "preempted": "waiting"}.get(
-        trial_record.state, trial_record.state
-    )
-    value = history[-1] if history else trial_record.value  # the last one is what wandb goes by
-    given = dict(trial.values)
+    state = {"stopped": "pruned", "preempted": "waiting"}.get(record.state, record.state)
+    value = history[-1] if history else record.value  # the last one is what wandb goes by
+    parameters = dict(trial.values)
     return TrialSummary(
-        number, trial_record.id, trial.run_name, state, value, given, history, trial_record.cause
+        number, record.id, trial.run_name, state, value, parameters, history, record.cause
     )
 
 
