@@ -22,9 +22,9 @@ from echelon.cli import run_command
 from echelon.entrypoint import compose_config
 from echelon.errors import EchelonError
 from echelon.runs.run_folder import Run
-from echelon.sweep.lock import SweepLock
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
+from echelon.sweep.sweep_folder import SweepLock
 from echelon.sweep.wandb import trial_records
 from echelon.sweep.wandb.client import ServerUnavailableError
 from echelon.sweep.wandb.client import WandbServer as Client
@@ -151,7 +151,11 @@ def test_wandb_agent_with_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(401, "does not accept the key"), (404, "has no such sweep"), (403, "does not let this key")],
+    [
+        (401, "does not accept the key"),
+        (404, "has no such sweep"),
+        (403, "does not give this key access"),
+    ],
 )
 def test_a_server_that_refuses(answer: int, said: str) -> None:
     with serving() as server:
@@ -193,7 +197,7 @@ def made(ready: SweepPlan, file: Mapping[str, Any]) -> Path:
     """The folder of a sweep that is on the server already."""
     folder = ready.sweep.folder
     folder.mkdir(parents=True)
-    known = {"metric": ready.settings.metric, "cap": ready.settings.cap, "program": False}
+    known = {"metric": ready.settings.metric, "run_cap": ready.settings.run_cap, "program": False}
     (folder / "server.json").write_text(
         json.dumps({"sweep": f"me/pro/{SWEEP}", "file": dict(file), **known})
     )

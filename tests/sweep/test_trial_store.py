@@ -17,13 +17,12 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.sweep import trial_lease as leases
 from echelon.sweep.hyperband import find_band, should_stop
-from echelon.sweep.lock import SweepLock
 from echelon.sweep.metric_history import MetricHistory, to_file_key
 from echelon.sweep.optuna_journal import SweepJournal
 from echelon.sweep.report import build_report
 from echelon.sweep.supervisor import assign_devices
 from echelon.sweep.sweep_file import Hyperband
-from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
+from echelon.sweep.sweep_folder import SweepFolder, SweepLock, SweepSettings
 from echelon.sweep.trial_lease import LeaseWatch
 from echelon.sweep.trial_store import LeasedTrial, LeaseLostError, TrialStore
 
@@ -148,7 +147,7 @@ def test_a_trial_that_is_at_work_is_waited_for_and_given_back_ones_go_first(tmp_
     assert isinstance(taken, LeasedTrial)
     assert b.take_trial() is True
     assert [result.state for result in b.summarize_trials()] == ["running"]
-    a.release_trial(taken, on_purpose=True)
+    a.release_trial(taken, is_voluntary=True)
     assert [result.state for result in b.summarize_trials()] == ["waiting"]
     again = b.take_trial()
     assert isinstance(again, LeasedTrial)
@@ -224,9 +223,9 @@ def test_the_silence_of_another_host_is_timed_by_who_looks() -> None:
     patient, hasty = LeaseWatch(3600.0), LeaseWatch(-1.0)
     for watch in (patient, hasty):
         assert not watch.is_free_to_take(theirs, "a")  # the first look tells nothing
-        assert not watch.is_free_to_take(theirs.with_next_beat(), "a")
-    assert not patient.is_free_to_take(theirs.with_next_beat(), "a")
-    assert hasty.is_free_to_take(theirs.with_next_beat(), "a")
+        assert not watch.is_free_to_take(theirs.with_next_heartbeat(), "a")
+    assert not patient.is_free_to_take(theirs.with_next_heartbeat(), "a")
+    assert hasty.is_free_to_take(theirs.with_next_heartbeat(), "a")
     assert patient.is_free_to_take(theirs, "b")  # its own, before it was queued again
 
 

@@ -1,4 +1,4 @@
-"""YAML as plain data, with the line of everything, so that a fault can say where it is."""
+"""YAML as plain data with the line of every value, so that a fault can say where it is."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.utils.os_errors import describe_os_error
 
 KeyPath: TypeAlias = "tuple[str | int, ...]"
-"""The way to a value: parameters, lr, values, 0."""
+"""The keys that lead to a value, such as ("parameters", "lr", "values", 0)."""
 
 _EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-"""What YAML 1.1, and so PyYAML, takes for text: it wants 1.0e-4."""
+"""Numbers such as 1e-4, which are text to YAML 1.1 and so to PyYAML: it wants 1.0e-4."""
 _MAX_CHARACTERS = 1 << 20
 _YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
 class LocatedYaml:
-    """A file as it was read."""
+    """A YAML file as plain data, and the line of each value."""
 
     path: Path
     data: Any
     lines: dict[KeyPath, int]
     notes: list[str] = field(default_factory=list)
+    """Values that were read as something else than YAML says, for the user to see."""
 
     def locate(self, *keys: str | int) -> str:
-        """FILE:LINE of a value, or of what it would be in."""
+        """Return FILE:LINE of a value, or of the innermost value that exists on the way to it."""
         while keys and keys not in self.lines:
             keys = keys[:-1]
         return f"{self.path}:{self.lines.get(keys, 1)}"
 
 
 def load_yaml(path: Path) -> LocatedYaml:
+    """Read a file; EchelonError if it cannot be read or is not plain YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -51,31 +53,33 @@ def load_yaml(path: Path) -> LocatedYaml:
 
 
 def parse_yaml(text: str, path: Path) -> LocatedYaml:
+    """Parse the text of a file; EchelonError if it is not plain YAML."""
     if len(text) > _MAX_CHARACTERS:
         raise EchelonError(
             Fault(f"{path} has {len(text)} characters", "a sweep's file has fewer than a million")
         )
-    marked = LocatedYaml(path, None, {})
+    located = LocatedYaml(path, None, {})
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        data = _convert_node(node, (), marked) if node is not None else None
+        data = _convert_node(node, (), located) if node is not None else None
     except yaml.YAMLError as error:
         raise EchelonError(_syntax_fault(path, error)) from None
     except RecursionError:
         raise EchelonError(
             Fault(f"{path} is nested without end", "leave the anchors out")
         ) from None
-    return LocatedYaml(path, data, marked.lines, marked.notes)
+    return LocatedYaml(path, data, located.lines, located.notes)
 
 
 def _syntax_fault(path: Path, error: yaml.YAMLError) -> Fault:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return Fault(f"{where}: no YAML: {problem}", "mend that line")
+    return Fault(f"{where}: not YAML: {problem}", "fix that line")
 
 
 def _convert_node(node: yaml.Node, keys: KeyPath, into: LocatedYaml) -> Any:
+    """Return a node as plain data, and note its lines and those of all within it."""
     into.lines[keys] = node.start_mark.line + 1
     _require_plain_tag(node)
     if isinstance(node, yaml.MappingNode):
@@ -95,6 +99,7 @@ def _convert_node(node: yaml.Node, keys: KeyPath, into: LocatedYaml) -> Any:
 
 
 def _require_plain_tag(node: yaml.Node) -> None:
+    """Refuse tags such as !!python/object: a file of somebody else must not run code."""
     kind = node.tag.removeprefix(_YAML_TAG_PREFIX)
     if kind == node.tag or kind.startswith("python/"):
         raise yaml.MarkedYAMLError(
@@ -111,10 +116,11 @@ def _convert_pairs(
         key = str(key_node.value)
         if key in known_keys:
             raise yaml.MarkedYAMLError(
-                problem=f"{key!r} stands here twice", problem_mark=key_node.start_mark
+                problem=f"{key!r} is here twice", problem_mark=key_node.start_mark
             )
         known_keys.add(key)
-        here = (*keys, key)
-        value = _convert_node(child, here, into)
-        into.lines[here] = key_node.start_mark.line + 1
+        child_keys = (*keys, key)
+        value = _convert_node(child, child_keys, into)
+        # The line of the key, where a person looks, not that of a value that begins below it.
+        into.lines[child_keys] = key_node.start_mark.line + 1
         yield key, value

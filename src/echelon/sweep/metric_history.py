@@ -1,4 +1,4 @@
-"""The history of one metric, read from a run's metrics.jsonl while it grows."""
+"""The history of one metric, read from the metrics.jsonl of a run while it grows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _AXIS_KEYS = ("step", "epoch", "samples", "time")
+"""Numbers of a line that are not metrics."""
 
 
-def to_file_key(name: str, program: bool) -> str:
-    """What a metric is called in metrics.jsonl. A program's is called as the program calls it; an
-    experiment's is given as trackers have it (`eval/rmse`), or `trainer.best` (`rmse`)."""
+def to_file_key(name: str, is_program: bool) -> str:
+    """Return the key of a metric in metrics.jsonl.
+
+    A program writes its own names there. The metric of an experiment is named as trackers name it
+    (`eval/rmse`) or as `trainer.best` does (`rmse`): both are `eval_rmse` in the file.
+    """
     folder, slash, rest = name.partition("/")
-    if program or name.startswith("eval_"):
+    if is_program or name.startswith("eval_"):
         return name
     if slash and folder == "train":
         return rest
@@ -24,31 +28,34 @@ def to_file_key(name: str, program: bool) -> str:
 
 
 def to_metric_name(key: str) -> str:
-    """The other way round."""
+    """Return the name by which trackers know a key of metrics.jsonl."""
     return f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}"
 
 
 class MetricHistory:
-    """Of one metric. A run that goes on from a snapshot writes its file anew, shorter; so does this
-    read it then."""
+    """The finite values of one metric so far.
+
+    A run that resumes from a snapshot writes a new, shorter file: then this reads from the start.
+    """
 
     def __init__(self, path: Path, key: str) -> None:
         self._path, self._key = path, key
         self._inode, self._offset = -1, 0
         self.values: list[float] = []
         self.reported_keys: set[str] = set()
-        """All that was reported."""
+        """All metrics that were reported."""
 
     def read(self) -> list[float]:
+        """Read what was added since the last call, and return all values."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._inode, self._offset, self.values = status.st_ino, 0, []
             file.seek(self._offset)
             text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            self._parse_lines(whole.splitlines())
+            whole_lines = text[: text.rfind(b"\n") + 1]  # the last one may be half written
+            self._offset += len(whole_lines)
+            self._parse_lines(whole_lines.splitlines())
         return self.values
 
     def _parse_lines(self, lines: Iterable[bytes]) -> None:

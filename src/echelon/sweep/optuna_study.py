@@ -1,4 +1,4 @@
-"""Where the results are: Optuna's study, in the sweep's folder or in a database."""
+"""Optuna's study of a sweep: in a journal in the sweep's folder, or in a database."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.sweep.lock import SweepLock
-from echelon.sweep.sweep_folder import SweepFolder
+from echelon.sweep.sweep_folder import SweepFolder, SweepLock
 
 if TYPE_CHECKING:
     import optuna
 
 
 def require_optuna(storage: str | None = None) -> None:
-    """That Optuna is there, and the database, if it is one."""
+    """Raise EchelonError unless Optuna is installed and the database, if any, can be opened."""
     try:
         import optuna
     except ImportError:
@@ -32,7 +31,7 @@ def require_optuna(storage: str | None = None) -> None:
 
 
 def open_study(sweep: SweepFolder, lock: SweepLock) -> tuple[optuna.Study, Callable[[], None]]:
-    """The study, and what brings it to the disk."""
+    """Open or create the study. Also return a function that writes changes through to the disk."""
     require_optuna()
     import optuna
 
@@ -40,7 +39,7 @@ def open_study(sweep: SweepFolder, lock: SweepLock) -> tuple[optuna.Study, Calla
     with lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         storage, flush = _open_storage(sweep, settings.storage, lock)
-        # A database may have other sweeps of this name, of other people.
+        # A database may hold sweeps of this name of other people.
         name = str(sweep.folder) if settings.storage else sweep.name
         with contextlib.suppress(KeyError):
             return optuna.load_study(study_name=name, storage=storage), flush
@@ -70,7 +69,7 @@ def _open_database(url: str) -> Any:
 
     try:
         return optuna.storages.RDBStorage(url)
-    except Exception as error:  # whatever a driver that is not ours may raise
+    except Exception as error:  # drivers of databases raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EchelonError(
             Fault(
@@ -82,6 +81,7 @@ def _open_database(url: str) -> Any:
 
 
 def _hide_password(url: str) -> str:
+    """Return the URL fit to be shown."""
     before, at, host = url.rpartition("@")
     scheme, slashes, user = before.partition("://")
     return f"{scheme}{slashes}{user.partition(':')[0]}:…@{host}" if at else url

@@ -1,10 +1,10 @@
-"""From a file and a command line to a sweep that workers can take trials from."""
+"""The plan of a sweep: what its file and its command line come to, checked before anything runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,16 @@ from echelon.sweep.trial_command import resolve_target
 from echelon.sweep.worker import Compose, compose_trial_config
 
 _SWEEP_WIDE_SETTINGS = {"run.name": "--name", "run.dir": "--dir"}
+"""Settings that all trials share, and the options of the sweep that set them."""
 
 
 class SweepPlan(NamedTuple):
+    """A sweep that can be started."""
+
     sweep: SweepFolder
     settings: SweepSettings
     first_config: Config
-    """Of a trial as it will be."""
+    """The configuration of a trial, with example values."""
 
 
 def plan_sweep(
@@ -38,7 +41,10 @@ def plan_sweep(
     lease_s: float,
     compose: Compose,
 ) -> SweepPlan:
-    """Checked whole; nothing is written yet."""
+    """Check a sweep and all its parameters, and return the plan. Nothing is written.
+
+    `root` is the folder of all runs; `compose` makes the configuration of a trial.
+    """
     faults = [
         Fault(f"{word} is the same for all trials", f"use {_SWEEP_WIDE_SETTINGS[key]} instead")
         for word in overrides
@@ -55,23 +61,31 @@ def plan_sweep(
     if faults:
         raise EchelonError(*faults)
     sweep = SweepFolder(root.absolute() / chosen)
-    what = resolve_target(file, overrides)
-    cap = _count_trials(file)
-    settings = SweepSettings(what.overrides, what.program, {}, cap)
-    first = _check_parameters_compose(settings, file, sweep.trial_run(0), compose)
-    metric = file.metric or _default_metric(file, first)
-    where = (storage, lease_s, first.launch.kind)
-    settings = SweepSettings(what.overrides, what.program, asdict(metric), cap, 0, *where)
+    target = resolve_target(file, overrides)
+    settings = SweepSettings(
+        target.overrides,
+        target.program,
+        metric={},
+        run_cap=_count_trials(file),
+        storage=storage,
+        lease_s=lease_s,
+    )
+    # The metric and the launcher are known only once a trial is composed.
+    first_config = _check_parameters_compose(settings, file, sweep.trial_run(0), compose)
+    metric = file.metric or _default_metric(file, first_config)
+    launcher = first_config.launch.kind
+    settings = replace(settings, metric=asdict(metric), launcher=launcher)
     _require_same_sweep(sweep, file, settings)
-    return SweepPlan(sweep, settings, first)
+    return SweepPlan(sweep, settings, first_config)
 
 
 def _to_folder_name(name: str) -> str:
-    """wandb's names of sweeps may have blanks, ours are folders."""
+    """Return a name for a folder; wandb's names of sweeps may have blanks."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
 
 
 def _count_trials(file: SweepFile) -> int:
+    """Return the number of trials: the size of a grid, at most run_cap."""
     size = count_combinations(file.searched_parameters) if file.method == "grid" else math.inf
     cap = min(size, file.run_cap or math.inf)
     if cap is math.inf:
@@ -85,7 +99,7 @@ def _count_trials(file: SweepFile) -> int:
 
 
 def _default_metric(file: SweepFile, config: Config) -> SweepMetric:
-    """Without one, what the trainer goes by."""
+    """Return the metric by which the trainer chooses its best snapshot."""
     if config.program:
         raise EchelonError(
             Fault(
@@ -100,7 +114,10 @@ def _default_metric(file: SweepFile, config: Config) -> SweepMetric:
 def _check_parameters_compose(
     settings: SweepSettings, file: SweepFile, run: Run, compose: Compose
 ) -> Config:
-    """Composed with a value of every parameter, then with the others, before anything runs."""
+    """Compose trials with example values of every parameter, so that none fails for them later.
+
+    Return the first configuration. A program's arguments cannot be checked: one is enough.
+    """
     first = {p.name: next(_example_values(p)) for p in file.searched_parameters}
     config = _compose_trial(settings, file, run, first, compose)
     if not config.program:
@@ -120,6 +137,7 @@ def _compose_trial(
 
 
 def _add_location(fault: Fault, file: SweepFile) -> Fault:
+    """Return the fault with the line of the parameter that it names."""
     for parameter in file.parameters.values():
         name = parameter.name
         sets = (f"the sweep sets {name}", f"the sweep sets {name!r}")
@@ -129,6 +147,7 @@ def _add_location(fault: Fault, file: SweepFile) -> Fault:
 
 
 def _example_values(parameter: SearchParameter) -> Iterator[Any]:
+    """Yield values that a trial may get: all choices, both ends, or one of a kind."""
     if parameter.values:
         yield from parameter.values[:20]
     elif steps := parameter.steps:
@@ -149,7 +168,7 @@ def _example_number(p: SearchParameter) -> float:
 
 
 def _require_same_sweep(sweep: SweepFolder, file: SweepFile, settings: SweepSettings) -> None:
-    """A sweep goes on only as the search it was; how many trials it has may change."""
+    """Refuse to continue a sweep as another search; only the number of trials may change."""
     if Run(sweep.folder).config_file.exists():
         raise EchelonError(
             Fault(f"{sweep.folder} is a run, not a sweep", "choose another name with --name")
@@ -157,20 +176,19 @@ def _require_same_sweep(sweep: SweepFolder, file: SweepFile, settings: SweepSett
     if not sweep.settings_file.exists():
         _require_no_trials(sweep)
         return
-    old_file, now = sweep.read_file(), file
-    old_settings = sweep.read_settings()
+    old_file, old_settings = sweep.read_file(), sweep.read_settings()
     differs = [
         key
         for key in ("method", "metric", "parameters", "early_terminate")
-        if old_file.data.get(key) != now.data.get(key)
+        if old_file.data.get(key) != file.data.get(key)
     ]
     differs += [
         key
         for key in ("program", "storage")
         if getattr(old_settings, key) != getattr(settings, key)
     ]
-    theirs, ours = _search_overrides(old_settings.words), _search_overrides(settings.words)
-    differs += sorted(set(theirs) ^ set(ours))
+    old_overrides = _search_overrides(old_settings.overrides)
+    differs += sorted(set(old_overrides) ^ set(_search_overrides(settings.overrides)))
     if differs:
         raise EchelonError(
             Fault(
@@ -181,16 +199,16 @@ def _require_same_sweep(sweep: SweepFolder, file: SweepFile, settings: SweepSett
 
 
 def _require_no_trials(sweep: SweepFolder) -> None:
-    """A finished run of the same name would be taken for the result of a trial."""
+    """Refuse a new sweep beside runs of these names: a finished one would pass for a trial."""
     for run in sweep.find_trial_runs():
         raise EchelonError(
             Fault(
-                f"{run.folder} is there already, and is no trial of a new sweep {sweep.name}",
+                f"{run.folder} is there already, and is not a trial of a new sweep {sweep.name}",
                 "choose another name with --name, or remove such runs",
             )
         )
 
 
 def _search_overrides(overrides: Sequence[str]) -> list[str]:
-    """Where trials run may change; what they are may not."""
+    """Return the overrides that decide what trials are; where they run may change."""
     return [word for word in overrides if not word.startswith(("launch", "track"))]

@@ -1,4 +1,4 @@
-"""A sweep in numbers: its trials, the best of them, which parameters matter."""
+"""The report of a sweep: its trials, the best of them, and which parameters matter."""
 
 from __future__ import annotations
 
@@ -15,49 +15,54 @@ if TYPE_CHECKING:
     import optuna
 
 _MIN_TRIALS_FOR_IMPORTANCE = 8
-"""Results below which nothing is said about importance: it would be noise."""
+"""With fewer results the importance of parameters would be noise."""
 
 
 class SweepReport(NamedTuple):
+    """A sweep at one moment, whoever searches."""
+
     sweep: SweepFolder
     metric: SweepMetric
     run_cap: int
     trials: list[TrialSummary]
     importance: dict[str, float]
-    """Parts of 1, the largest first; empty when it cannot be told."""
+    """Of the parameters, as parts of 1, the largest first; empty if it cannot be computed."""
     stop_reason: str
+    """Why it ended before it had run_cap trials, else ""."""
 
     def rank_trials(self) -> list[TrialSummary]:
-        """With a value, the best first; what was pruned does not win over what was finished."""
-        known = [r for r in self.trials if r.metric_value is not None and r.state != "failed"]
-        order = {"finished": 0}
-        return sorted(
-            known,
-            key=lambda r: (
-                order.get(r.state, 1),
-                self.metric.sign * (r.metric_value or 0.0),
-                r.number,
-            ),
-        )
+        """Return the trials that have a value, the best first, and finished ones before others."""
+
+        def make_key(trial: TrialSummary) -> tuple[bool, float, int]:
+            value = self.metric.sign * (trial.metric_value or 0.0)
+            return trial.state != "finished", value, trial.number
+
+        known = [t for t in self.trials if t.metric_value is not None and t.state != "failed"]
+        return sorted(known, key=make_key)
 
     @property
     def best(self) -> TrialSummary | None:
+        """The best finished trial."""
         ranked = self.rank_trials()
         return ranked[0] if ranked and ranked[0].state == "finished" else None
 
     def count_states(self) -> dict[str, int]:
-        states = [result.state for result in self.trials]
+        """Return how many trials are in each state."""
+        states = [trial.state for trial in self.trials]
         return {s: states.count(s) for s in (*ENDED_STATES, "running", "waiting")}
 
     @property
     def open_trials(self) -> list[TrialSummary]:
-        return [result for result in self.trials if result.state not in ENDED_STATES]
+        """The trials without a final trial."""
+        return [trial for trial in self.trials if trial.state not in ENDED_STATES]
 
     @property
     def ended_count(self) -> int:
+        """The number of final results."""
         return len(self.trials) - len(self.open_trials)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return what `echelon sweep show --json` prints."""
         return {
             "version": 1,
             "sweep": self.sweep.name,
@@ -69,18 +74,18 @@ class SweepReport(NamedTuple):
             "ending": self.stop_reason or None,
             "best": self._trial_to_dict(self.best) if self.best else None,
             "importance": self.importance,
-            "trials": [self._trial_to_dict(result) for result in self.trials],
+            "trials": [self._trial_to_dict(trial) for trial in self.trials],
         }
 
-    def _trial_to_dict(self, result: TrialSummary) -> dict[str, Any]:
+    def _trial_to_dict(self, trial: TrialSummary) -> dict[str, Any]:
         return {
-            "trial": result.number,
-            "run": result.run,
-            "state": result.state,
-            "value": _finite_or_none(result.metric_value),
-            "parameters": result.parameters,
-            "evaluations": len(result.history),
-            "cause": result.cause or None,
+            "trial": trial.number,
+            "run": trial.run,
+            "state": trial.state,
+            "value": _finite_or_none(trial.metric_value),
+            "parameters": trial.parameters,
+            "evaluations": len(trial.history),
+            "cause": trial.cause or None,
         }
 
 
@@ -88,23 +93,24 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def build_report(store: TrialStore, importance: bool = True) -> SweepReport:
+def build_report(store: TrialStore, with_importance: bool = True) -> SweepReport:
+    """Return the report of a sweep that is searched here."""
     sweep = store.sweep
-    results = store.summarize_trials()
-    weights_found = compute_importance(store.study) if importance else {}
     return SweepReport(
         sweep,
         sweep.read_metric(),
-        sweep.read_settings().cap,
-        results,
-        weights_found,
+        sweep.read_settings().run_cap,
+        store.summarize_trials(),
+        compute_importance(store.study) if with_importance else {},
         store.find_stop_reason(),
     )
 
 
 def compute_importance(study: optuna.Study) -> dict[str, float]:
-    """Of the parameters, by PED-ANOVA, which needs no other library. It compares the better trials
-    with all."""
+    """Return the importance of the parameters by PED-ANOVA, as parts of 1.
+
+    It compares the better trials with all, and unlike Optuna's default needs no other library.
+    """
     import optuna
 
     finished = study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
@@ -113,6 +119,6 @@ def compute_importance(study: optuna.Study) -> dict[str, float]:
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
         warnings.simplefilter("ignore")
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-        return {str(name): float(part) for name, part in found.items() if math.isfinite(part)}
+        parts = optuna.importance.get_param_importances(study, evaluator=evaluator)
+        return {str(name): float(part) for name, part in parts.items() if math.isfinite(part)}
     return {}

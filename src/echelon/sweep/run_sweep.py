@@ -1,4 +1,4 @@
-"""`echelon sweep FILE`: read it, check it, and run its trials where the launcher says."""
+"""`echelon sweep`: run or continue a sweep, here, on Slurm or with wandb's server, or show it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,37 @@ from echelon.sweep.sweep_folder import SweepFolder, find_sweep
 from echelon.sweep.trial_command import format_value
 from echelon.sweep.trial_store import TrialStore
 from echelon.sweep.worker import Compose
+from echelon.utils.text import format_count
 
 StartRun = Callable[..., int]
 _SHOWN_BANDS = 4
-"""Shown of those at which trials are compared; with min_iter there is no last one."""
+"""So many bands of hyperband are shown; with min_iter there is no last one."""
 
 
 class SweepOptions(NamedTuple):
+    """The options of the command."""
+
     parallel: int
+    """Trials at once."""
     name: str | None
     root: Path
+    """The folder of all runs."""
     storage: str | None
     lease_s: float
     dry_run: bool
     as_json: bool
     wait: bool
     engine: str
+    """embedded (Optuna) or wandb."""
 
 
 def run_sweep(
     path: Path, overrides: Sequence[str], options: SweepOptions, compose: Compose, start: StartRun
 ) -> int:
+    """Run a sweep to its end, or continue it, and return the exit code.
+
+    `compose` makes the configuration of a trial, `start` starts one run (for --dry-run).
+    """
     file = read_sweep_file(path)
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -52,15 +62,22 @@ def run_sweep(
                 "leave one of them out",
             )
         )
-    where = (options.name, options.root, options.storage, options.lease_s)
-    plan = plan_sweep(file, overrides, *where, compose)
-    on_slurm = plan.first_config.launch.kind == "slurm" and options.engine == "embedded"
-    options = options._replace(parallel=min(options.parallel, plan.settings.cap))
+    plan = plan_sweep(
+        file,
+        overrides,
+        options.name,
+        options.root,
+        options.storage,
+        options.lease_s,
+        compose,
+    )
+    is_on_slurm = plan.first_config.launch.kind == "slurm" and options.engine == "embedded"
+    options = options._replace(parallel=min(options.parallel, plan.settings.run_cap))
     if options.dry_run:
-        return _print_plan(file, plan, options, start, on_slurm)
+        return _print_plan(file, plan, options, start, is_on_slurm)
     if plan.first_config.launch.kind == "env":
         raise EchelonError(
-            Fault("launch=env is typed on every node, and a sweep is typed once", "use launch=ssh")
+            Fault("launch=env is run on every node, and a sweep is run once", "use launch=ssh")
         )
     if options.engine == "wandb":
         from echelon.sweep.wandb.engine import run_agents
@@ -70,61 +87,61 @@ def run_sweep(
         raise EchelonError(
             Fault(
                 f"the sweep {plan.sweep.name} in {plan.sweep.folder} is on wandb's server",
-                "go on with it with --engine wandb, or choose another name with --name",
+                "continue it with --engine wandb, or choose another name with --name",
             )
         )
     require_optuna(options.storage)
-    if on_slurm:
+    if is_on_slurm:
         slurm_workers.check_submittable(plan, options.parallel)
     plan.sweep.write_files(plan.settings, path.read_text(encoding="utf-8"))
-    if on_slurm:
+    if is_on_slurm:
         return _submit_workers(plan, options)
     return _run_here(plan, options)
 
 
 def show_sweep(name: str, root: str, as_json: bool, show_all: bool, plot_file: str | None) -> int:
-    """`echelon sweep show`, whoever searches."""
+    """Print a sweep, and plot it into a file if one is given; return the exit code."""
     sweep = find_sweep(name, root)
     if sweep.server_file.exists():
         from echelon.sweep.wandb.report import build_server_report
 
-        report_shown = build_server_report(sweep)
+        report = build_server_report(sweep)
     else:
-        report_shown = build_report(TrialStore(sweep))
-    return print_report(report_shown, as_json, show_all, Path(plot_file) if plot_file else None)
+        report = build_report(TrialStore(sweep))
+    return print_report(report, as_json, show_all, Path(plot_file) if plot_file else None)
 
 
 def _run_here(plan: SweepPlan, options: SweepOptions) -> int:
-    with open_progress() as screen:
-        code = supervise_workers(plan.sweep, options.parallel, screen.update)
+    """Run workers on this machine to the end of the sweep."""
+    with open_progress() as progress:
+        code = supervise_workers(plan.sweep, options.parallel, progress.update)
     if code == Exit.OK:
         return _report_outcome(plan.sweep, options.as_json)
     print_report(build_report(TrialStore(plan.sweep)), options.as_json)
-    print("the same command goes on with this sweep", file=sys.stderr)
+    print("the same command continues this sweep", file=sys.stderr)
     return code
 
 
 def _report_outcome(sweep: SweepFolder, as_json: bool) -> int:
-    """Of a sweep whose workers are gone by themselves."""
-    outcome = build_report(TrialStore(sweep))
-    print_report(outcome, as_json)
-    if outcome.stop_reason and outcome.best is None:
-        what, do = f"ended: {outcome.stop_reason}", "mend it and choose another --name"
-    elif not outcome.stop_reason and outcome.ended_count < outcome.run_cap:
-        what = (
-            f"is not over, but its workers are: {outcome.ended_count} of {outcome.run_cap} results"
-        )
-        do = f"see {sweep.logs}; the same command goes on with it"
+    """Print a sweep whose workers have ended by themselves, and return the exit code."""
+    report = build_report(TrialStore(sweep))
+    print_report(report, as_json)
+    if report.stop_reason and report.best is None:
+        what, do = f"ended: {report.stop_reason}", "fix it and choose another --name"
+    elif not report.stop_reason and report.ended_count < report.run_cap:
+        what = f"is not over, but its workers are: {report.ended_count} of {report.run_cap} results"
+        do = f"see {sweep.logs}; the same command continues it"
     else:
         return Exit.OK
     raise EchelonError(Fault(f"the sweep {sweep.name} {what}", do), exit=Exit.FAILED)
 
 
 def _submit_workers(plan: SweepPlan, options: SweepOptions) -> int:
+    """Submit an array of workers, and follow it if asked to."""
     sweep = plan.sweep
-    TrialStore(sweep)  # made here, so that no worker has to wait for another
+    TrialStore(sweep)  # creates the study, so that no worker waits for another to do it
     job = slurm_workers.submit_workers(plan, options.parallel)
-    workers = f"{options.parallel} worker{'s' * (options.parallel > 1)}"
+    workers = format_count(options.parallel, "worker")
     print(f"job {job}: {workers} of sweep {sweep.name} in {sweep.folder}")
     if not options.wait:
         print(f"  look at it  echelon sweep show {sweep.name}")
@@ -134,9 +151,9 @@ def _submit_workers(plan: SweepPlan, options: SweepOptions) -> int:
 
 
 def _print_plan(
-    file: SweepFile, plan: SweepPlan, options: SweepOptions, start: StartRun, on_slurm: bool
+    file: SweepFile, plan: SweepPlan, options: SweepOptions, start: StartRun, is_on_slurm: bool
 ) -> int:
-    """What would happen, of the first trial in full."""
+    """Print what would happen: the search, and the script of the workers or the first trial."""
     settings, sweep = plan.settings, plan.sweep
     if options.as_json:
         data = {
@@ -144,29 +161,28 @@ def _print_plan(
             "folder": str(sweep.folder),
             "method": file.method,
             "metric": settings.metric,
-            "run_cap": settings.cap,
+            "run_cap": settings.run_cap,
             "bands": list(file.early_terminate.bands) if file.early_terminate else None,
             "parameters": {p.name: p.distribution for p in file.parameters.values()},
-            "words": settings.words,
+            "words": settings.overrides,
             "program": settings.program,
-            "script": slurm_workers.render_script(plan, options.parallel) if on_slurm else None,
+            "script": slurm_workers.render_script(plan, options.parallel) if is_on_slurm else None,
         }
         print(json.dumps(data, indent=2))
         return Exit.OK
-    print(
-        f"sweep {sweep.name}: {settings.cap:,} trials, {options.parallel} at once, in {sweep.folder}"
-    )
+    size = f"{settings.run_cap:,} trials, {options.parallel} at once"
+    print(f"sweep {sweep.name}: {size}, in {sweep.folder}")
     goal = "largest" if settings.metric["goal"] == "maximize" else "smallest"
-    who = " on wandb's server" if options.engine == "wandb" else ""
-    print(f"{file.method} for the {goal} {settings.metric['name']}{who}")
-    if file.early_terminate:
-        more = ", …" if len(file.early_terminate.bands) > _SHOWN_BANDS else ""
-        bands = ", ".join(map(str, file.early_terminate.bands[:_SHOWN_BANDS])) + more
-        print(f"after {bands} evaluations the best 1/{file.early_terminate.eta:g} go on")
+    engine = " on wandb's server" if options.engine == "wandb" else ""
+    print(f"{file.method} for the {goal} {settings.metric['name']}{engine}")
+    if hyperband := file.early_terminate:
+        more = ", …" if len(hyperband.bands) > _SHOWN_BANDS else ""
+        bands = ", ".join(map(str, hyperband.bands[:_SHOWN_BANDS])) + more
+        print(f"after {bands} evaluations the best 1/{hyperband.eta:g} continue")
     width = max(len(name) for name in file.parameters)
     for p in file.parameters.values():
         print(f"  {p.name:<{width}}  {p.distribution} {_describe_range(p)}")
-    if on_slurm:
+    if is_on_slurm:
         print(f"\n{slurm_workers.render_script(plan, options.parallel)}")
         return Exit.OK
     print("\nA trial:")

@@ -1,4 +1,4 @@
-"""What is searched: a parameter's distribution, as wandb's format has it."""
+"""The search space: the parameters of a sweep and their distributions, in wandb's format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "log_normal": _NORMAL_KEYS,
     "q_log_normal": (*_NORMAL_KEYS, "q"),
 }
-"""And the keys each of them has."""
+"""The distributions, and the keys that each of them has."""
+INTEGER_HINT = "give a whole number from 1 on"
 _DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1.0}
 _LIST_KEYS = ("value", "values", "probabilities")
 _PARAMETER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -43,15 +44,15 @@ _KNOWN_KEYS = {key for keys in DISTRIBUTIONS.values() for key in keys} | {
 
 @dataclass(frozen=True)
 class SearchParameter:
-    """One thing that is searched, or held."""
+    """One parameter, searched or constant. What does not belong to its distribution is unused."""
 
     name: str
-    """Dotted where it was nested."""
+    """With dots where it was nested."""
     distribution: str
     location: str = ""
-    """FILE:LINE."""
+    """FILE:LINE, for faults."""
     values: tuple[Any, ...] = ()
-    """Of a constant, the one."""
+    """A constant has one."""
     probabilities: tuple[float, ...] = ()
     min: float = 0.0
     max: float = 0.0
@@ -62,11 +63,12 @@ class SearchParameter:
 
     @property
     def is_searched(self) -> bool:
+        """Whether trials differ in it."""
         return self.distribution != "constant"
 
     @property
     def steps(self) -> range | None:
-        """The multiples of q it may be, of 1 where it is an integer; None: not a row of steps."""
+        """The values as multiples of q, or of 1 for an integer; None if it is continuous."""
         if self.distribution == "int_uniform":
             return range(int(self.min), int(self.max) + 1)
         if self.distribution != "q_uniform" or self.q is None:
@@ -75,24 +77,25 @@ class SearchParameter:
 
     @property
     def value_count(self) -> int | None:
-        """How many values; None: no end of them, or weights that a grid would ignore."""
+        """The number of values; None if continuous, or with probabilities, which a grid ignores."""
         if self.values:
             return None if self.probabilities else len(self.values)
         steps = self.steps
         return None if steps is None else steps.stop - steps.start
 
     def list_grid_values(self) -> list[Any] | None:
-        """All its values, where it has a size."""
+        """Return all values, or None where value_count is."""
         if self.value_count is None:
             return None
         return list(self.values) or [self.value_at_step(step) for step in self.steps or ()]
 
     def value_at_step(self, step: int) -> float:
+        """Return the value for one of `steps`."""
         return round_to_multiple(step, 1 if self.q is None else self.q)
 
 
 def round_to_multiple(number: int, q: float) -> float:
-    """Of q, an integer when q is one, as wandb has it, and without the dust of 3 × 0.1."""
+    """Return number·q: an integer if q is one, as wandb does, and 0.3 instead of 3·0.1."""
     if float(q).is_integer():
         return number * int(q)
     digits = max(0, 12 - math.floor(math.log10(abs(q))))
@@ -102,18 +105,18 @@ def round_to_multiple(number: int, q: float) -> float:
 def parse_parameters(
     file: LocatedYaml, tree: Any, faults: list[Fault]
 ) -> dict[str, SearchParameter]:
-    """All of them, nested ones by dotted names."""
-    found: dict[str, SearchParameter] = {}
+    """Return the parameters by their names, nested ones with dots; faults are added to `faults`."""
+    parameters: dict[str, SearchParameter] = {}
     for parameter in _walk_parameters(file, tree, ("parameters",), "", faults):
-        if parameter.name in found:
+        if parameter.name in parameters:
             faults.append(
                 Fault(
                     f"{parameter.location}: {parameter.name} is there twice, nested and dotted",
                     "keep one of them",
                 )
             )
-        found[parameter.name] = parameter
-    return found
+        parameters[parameter.name] = parameter
+    return parameters
 
 
 def _walk_parameters(
@@ -132,7 +135,7 @@ def _walk_parameters(
         if not _PARAMETER_NAME.fullmatch(name):
             faults.append(
                 Fault(
-                    f"{file.locate(*here)}: {name!r} is no name of a parameter",
+                    f"{file.locate(*here)}: {name!r} is not a name of a parameter",
                     "use letters, digits, '_', '.' and '-'",
                 )
             )
@@ -147,10 +150,14 @@ def _walk_parameters(
 def _parse_parameter(
     file: LocatedYaml, name: str, spec: Any, keys: KeyPath, faults: list[Fault]
 ) -> SearchParameter | None:
-    at = file.locate(*keys)
+    """Return a parameter, or None after its faults were added to `faults`."""
+    location = file.locate(*keys)
     if not isinstance(spec, dict):
         faults.append(
-            Fault(f"{at}: {name} is {_shorten(spec)}, not a mapping", f"write {name}: {{value: …}}")
+            Fault(
+                f"{location}: {name} is {_shorten(spec)}, not a mapping",
+                f"write {name}: {{value: …}}",
+            )
         )
         return None
     before = len(faults)
@@ -167,39 +174,44 @@ def _parse_parameter(
     if len(faults) > before:
         return None
     faults.extend(_check_parameter(file, name, str(distribution), spec, keys))
-    return None if len(faults) > before else _build_parameter(name, str(distribution), at, spec)
+    if len(faults) > before:
+        return None
+    return _build_parameter(name, str(distribution), location, spec)
 
 
 def _infer_distribution(spec: Mapping[str, Any]) -> str | None:
-    """As wandb does: two integers are a range of integers, anything else of real numbers."""
+    """Infer it as wandb does: two integers are a range of integers, others of real numbers."""
     if "value" in spec:
         return "constant"
     if "values" in spec:
         return "categorical_w_probabilities" if "probabilities" in spec else "categorical"
     if "min" in spec and "max" in spec:
-        whole = all(type(spec[key]) is int for key in _RANGE_KEYS)
-        return "int_uniform" if whole else "uniform"
+        are_integers = all(type(spec[key]) is int for key in _RANGE_KEYS)
+        return "int_uniform" if are_integers else "uniform"
     return None
 
 
 def _distribution_fault(
     file: LocatedYaml, name: str, spec: Mapping[str, Any], keys: KeyPath
 ) -> Fault:
-    given = spec.get("distribution")
-    if given is None:
+    distribution = spec.get("distribution")
+    if distribution is None:
         return Fault(
-            f"{file.locate(*keys)}: {name} has neither value, values, min and max, nor a distribution",
+            f"{file.locate(*keys)}: {name} has neither value, values, min and max, nor a "
+            "distribution",
             f"write for example  {name}: {{min: 0.001, max: 0.1}}",
         )
     return Fault(
-        f"{file.locate(*keys, 'distribution')}: {name} has the unknown distribution {given!r}",
-        suggest_nearest(str(given), DISTRIBUTIONS),
+        f"{file.locate(*keys, 'distribution')}: {name} has the unknown distribution "
+        f"{distribution!r}",
+        suggest_nearest(str(distribution), DISTRIBUTIONS),
     )
 
 
 def _check_parameter(
     file: LocatedYaml, name: str, distribution: str, spec: Mapping[str, Any], keys: KeyPath
 ) -> Iterator[Fault]:
+    """Yield what is wrong with the keys and values that belong to a distribution."""
     wanted = DISTRIBUTIONS[distribution]
     for key in sorted(spec.keys() - {"distribution", *wanted}):
         yield Fault(
@@ -233,9 +245,11 @@ def _check_values(
             "list some values",
         )
         return
-    for place, value in enumerate(values):
-        if why := describe_unsafe_value(value):
-            yield Fault(f"{file.locate(*keys, 'values', place)}: {name}: {why}", PLAIN_VALUES_HINT)
+    for index, value in enumerate(values):
+        if problem := describe_unsafe_value(value):
+            yield Fault(
+                f"{file.locate(*keys, 'values', index)}: {name}: {problem}", PLAIN_VALUES_HINT
+            )
     weights = spec.get("probabilities")
     if weights is None:
         return
@@ -245,7 +259,9 @@ def _check_values(
     elif not all(is_finite_number(w) and w >= 0 for w in weights) or not math.isclose(
         sum(weights), 1.0, abs_tol=1e-3
     ):
-        yield Fault(f"{at}: the probabilities of {name} are not 1 together", "let them add up to 1")
+        yield Fault(
+            f"{at}: the probabilities of {name} do not add up to 1", "change them so that they do"
+        )
 
 
 def _check_numbers(
@@ -264,7 +280,7 @@ def _check_numbers(
         if exponents and max(abs(low), abs(high)) > 300:
             yield Fault(
                 f"{at}: {name} is {distribution}, whose min and max are exponents of e: "
-                f"exp({high:g}) is no number",
+                f"exp({high:g}) is not a number",
                 f"give the values themselves with distribution: {distribution}_values",
             )
         if distribution == "int_uniform" and not all(type(spec[k]) is int for k in _RANGE_KEYS):
@@ -277,7 +293,7 @@ def _check_numbers(
 
 
 def _build_parameter(
-    name: str, distribution: str, at: str, spec: Mapping[str, Any]
+    name: str, distribution: str, location: str, spec: Mapping[str, Any]
 ) -> SearchParameter:
     numbers = {
         key: spec.get(key, _DEFAULTS.get(key))
@@ -286,10 +302,11 @@ def _build_parameter(
     }
     values = [spec["value"]] if distribution == "constant" else spec.get("values", [])
     weights = spec.get("probabilities", [])
-    return SearchParameter(name, distribution, at, tuple(values), tuple(weights), **numbers)
+    return SearchParameter(name, distribution, location, tuple(values), tuple(weights), **numbers)
 
 
 def is_finite_number(value: Any) -> bool:
+    """Whether it is an int or a float, and neither a bool, nor nan, nor infinite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""A sweep on Slurm: an array of workers, each with its own job of the size that a trial needs."""
+"""A sweep on Slurm: a job array of workers, each with the nodes that a trial needs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _QUEUE_POLL_S = 5.0
 
 
 def render_script(plan: SweepPlan, parallel: int) -> str:
-    sweep, words = plan.sweep, plan.settings.words
+    """Return the batch script of the workers."""
+    sweep, overrides = plan.sweep, plan.settings.overrides
     echelon = (sys.executable, "-m", "echelon")
     work = (*echelon, "sweep", "--work", str(sweep.folder))
-    look = (*echelon, "preflight", *words, f"run.dir={format_value(str(sweep.folder.parent))}")
-    return render_sweep_script(plan.first_config, sweep.logs, work, look, parallel)
+    run_dir = f"run.dir={format_value(str(sweep.folder.parent))}"
+    preflight = (*echelon, "preflight", *overrides, run_dir)
+    return render_sweep_script(plan.first_config, sweep.logs, work, preflight, parallel)
 
 
 def check_submittable(plan: SweepPlan, parallel: int) -> None:
-    """Before anything is written."""
+    """Raise EchelonError unless Slurm would take the array, before anything is written."""
     sweep = plan.sweep
     require_sbatch()
-    most = read_max_array_size(os.environ) - 1
-    if most < 1:
+    max_tasks = read_max_array_size(os.environ) - 1
+    if max_tasks < 1:
         raise EchelonError(
             Fault(
                 "this cluster takes no job arrays (MaxArraySize), and a sweep's workers are one",
@@ -42,11 +44,12 @@ def check_submittable(plan: SweepPlan, parallel: int) -> None:
                 "sweep within one job: launch=local",
             )
         )
-    if parallel > most:
+    if parallel > max_tasks:
         raise EchelonError(
             Fault(
-                f"--parallel {parallel}, but an array has at most {most} tasks here (MaxArraySize)",
-                f"give --parallel {most} or less",
+                f"--parallel {parallel}, but an array has at most {max_tasks} tasks here "
+                "(MaxArraySize)",
+                f"give --parallel {max_tasks} or less",
             )
         )
     require_slurm_accepts(render_script(plan, parallel))
@@ -54,8 +57,9 @@ def check_submittable(plan: SweepPlan, parallel: int) -> None:
     if jobs is None:
         raise EchelonError(
             Fault(
-                f"Slurm does not say whether job {_read_job_id(sweep)} of the sweep {sweep.name} is over",
-                "type it again when Slurm answers",
+                f"Slurm does not say whether job {_read_job_id(sweep)} of the sweep {sweep.name} "
+                "is over",
+                "run it again when Slurm answers",
             ),
             exit=Exit.FAILED,
         )
@@ -70,12 +74,12 @@ def check_submittable(plan: SweepPlan, parallel: int) -> None:
 
 
 def find_active_jobs(sweep: SweepFolder) -> list[str] | None:
-    """Its workers that wait or run; None when Slurm does not say."""
+    """Return the jobs of its workers that wait or run; None when Slurm does not answer."""
     job = _read_job_id(sweep)
     answer = query_queue([job] if job else [])
     if answer.error:
         return None
-    return [name for name, word in answer.states.items() if word.is_active]
+    return [job_id for job_id, state in answer.states.items() if state.is_active]
 
 
 def _read_job_id(sweep: SweepFolder) -> str:
@@ -83,6 +87,7 @@ def _read_job_id(sweep: SweepFolder) -> str:
 
 
 def submit_workers(plan: SweepPlan, parallel: int) -> str:
+    """Submit the array, and return the id of its job."""
     sweep = plan.sweep
     sweep.script_file.write_text(
         render_script(plan, parallel), encoding="utf-8", errors="surrogateescape"
@@ -93,12 +98,12 @@ def submit_workers(plan: SweepPlan, parallel: int) -> str:
 
 
 def follow_workers(sweep: SweepFolder) -> None:
-    """To the end of its workers."""
-    store, asked, over = TrialStore(sweep), time.monotonic(), False
-    with open_progress() as screen:
-        while not over:
-            screen.update(store)
+    """Show the progress until no worker waits or runs."""
+    store, polled_at, is_over = TrialStore(sweep), time.monotonic(), False
+    with open_progress() as progress:
+        while not is_over:
+            progress.update(store)
             time.sleep(_UPDATE_S)
-            if time.monotonic() - asked > _QUEUE_POLL_S:
-                asked, over = time.monotonic(), find_active_jobs(sweep) == []
-        screen.update(store)
+            if time.monotonic() - polled_at > _QUEUE_POLL_S:
+                polled_at, is_over = time.monotonic(), find_active_jobs(sweep) == []
+        progress.update(store)

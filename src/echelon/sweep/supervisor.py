@@ -1,4 +1,4 @@
-"""The workers of this machine, side by side, until the sweep is over or somebody stops it."""
+"""The supervisor of the workers on this machine: it starts, replaces and stops them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from echelon.utils.processes import die_with_parent
 
 _POLL_S = 0.2
 _MAX_FAILURES_IN_A_ROW = 5
-"""So many workers that ended by themselves in a row, without a result between them."""
+"""The sweep ends after so many workers failed without a result in between."""
 
 
 def supervise_workers(
     sweep: SweepFolder, parallel: int, on_update: Callable[[TrialStore], None]
 ) -> int:
+    """Run workers until the sweep is over or stopped by a signal, and return the exit code.
+
+    `on_update` is called with the trials several times a second.
+    """
     store = TrialStore(sweep)
     pool = _WorkerPool(sweep, parallel)
     before = {n: signal.signal(n, pool.handle_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        done = -1
+        ended_before = -1
         while pool.has_workers():
             on_update(store)
             ended = sum(result.state in ENDED_STATES for result in store.summarize_trials())
-            pool.replace_dead_workers(has_progressed=ended != done)
-            done = ended
+            pool.replace_dead_workers(has_progressed=ended != ended_before)
+            ended_before = ended
             time.sleep(_POLL_S)
         on_update(store)
     finally:
@@ -48,6 +52,8 @@ def supervise_workers(
 
 
 class _WorkerPool:
+    """The processes of the workers, one per slot."""
+
     def __init__(self, sweep: SweepFolder, parallel: int) -> None:
         self._sweep, self._parallel = sweep, parallel
         self._failures, self.interrupts = 0, 0
@@ -71,7 +77,7 @@ class _WorkerPool:
         return bool(self._workers)
 
     def replace_dead_workers(self, has_progressed: bool) -> None:
-        """Replace who died; who is done is let go."""
+        """Start a new worker for each that failed or was killed, none for those that are done."""
         self._failures = 0 if has_progressed else self._failures
         for slot, worker in list(self._workers.items()):
             code = worker.poll()
@@ -80,33 +86,35 @@ class _WorkerPool:
             del self._workers[slot]
             if code == Exit.OK or self.interrupts:
                 continue
-            self._failures += code > 0  # who is killed, by a person or for memory, may be again
+            self._failures += code > 0  # kills, by a person or for memory, do not count
             if self._failures >= _MAX_FAILURES_IN_A_ROW:
                 raise _workers_failed_error(self._sweep, slot, code)
             self._workers[slot] = self._start_worker(slot)
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Ask the workers to save and end; the second time, kill them."""
         self.interrupts += 1
         if self.interrupts > 1:
             self.kill_workers()
             return
-        print("\nthe trials at work save and end; Ctrl-C again stops at once", file=sys.stderr)
+        print("\nthe running trials save and end; Ctrl-C again stops at once", file=sys.stderr)
         for worker in self._workers.values():
             worker.terminate()
 
     def kill_workers(self) -> None:
+        """Kill all workers; the kernel ends their trials with them."""
         for worker in self._workers.values():
-            worker.kill()  # what they started ends with them
+            worker.kill()
             worker.wait()
         self._workers = {}
 
 
 def assign_devices(slot: int, parallel: int, env: Mapping[str, str]) -> dict[str, str]:
-    """The part of this machine that a worker has: devices, else threads of the CPU."""
+    """Return the variables by which a worker has its share of this machine: GPUs, else threads."""
     if devices := _list_devices(env):
-        each = max(1, len(devices) // parallel)
-        first = slot * each % len(devices)
-        return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + each])}
+        count = max(1, len(devices) // parallel)
+        first = slot * count % len(devices)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + count])}
     if parallel == 1 or "OMP_NUM_THREADS" in env:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // parallel))}
@@ -124,7 +132,8 @@ def _workers_failed_error(sweep: SweepFolder, slot: int, code: int) -> EchelonEr
     lines = [line for line in text.splitlines() if line.strip()]
     return EchelonError(
         Fault(
-            f"{_MAX_FAILURES_IN_A_ROW} workers ended in a row, the last with {code}: {(lines or ['?'])[-1]}",
+            f"{_MAX_FAILURES_IN_A_ROW} workers ended in a row, the last with {code}: "
+            f"{(lines or ['?'])[-1]}",
             f"see {log}",
         ),
         exit=Exit.FAILED,

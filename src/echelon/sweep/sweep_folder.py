@@ -1,4 +1,8 @@
-"""A sweep's folder, beside those of its trials: every path of it, and what it was started with."""
+"""The folder of a sweep: its paths, its settings and its lock.
+
+It lies beside the folders of its trials, which are runs named SWEEP-NUMBER. Workers on many hosts
+share it, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +14,41 @@ from typing import Any
 
 from echelon.errors import EchelonError, Exit, Fault, suggest_nearest, suggest_other_folder
 from echelon.runs.run_folder import Run
-from echelon.sweep import located_yaml
-from echelon.sweep.sweep_file import SweepFile, SweepMetric, parse_sweep
+from echelon.sweep.sweep_file import SweepFile, SweepMetric, read_sweep_file
 from echelon.utils.files import write_json_atomically, write_text_atomically
+from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import describe_os_error
 
 _VERSION = 1
 _MARKER_FILES = ("sweep.json", "server.json")
-"""Of a sweep searched here, of one on wandb's server."""
+"""Of a sweep that is searched here, and of one on wandb's server."""
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What all workers of a sweep must agree on, beside its file."""
+    """What all workers of a sweep must agree on, beside its file. Serialised by these names."""
 
-    words: list[str]
+    overrides: list[str]
     """Overrides of every trial."""
     program: list[str]
-    """Somebody else's program, with wandb's macros in it; else an experiment is trained."""
+    """The command of another program, with wandb's macros; empty: an experiment is trained."""
     metric: dict[str, Any]
-    cap: int
-    """So many results there will be."""
+    run_cap: int
+    """The number of trials."""
     seed: int = 0
     storage: str | None = None
-    """A database that Optuna knows; default: the journal in the folder."""
+    """The URL of a database for Optuna; None: the journal in the folder."""
     lease_s: float = 30.0
-    """A worker of another host that is silent for so long has lost its trial."""
+    """A worker of another host that sends no heartbeat for so long loses its trial."""
     launcher: str = "inline"
-    """Of the trials; with slurm a worker is the batch job in which they are steps."""
+    """Of the trials. With slurm a worker is a batch job, and its trials are steps of it."""
     version: int = field(default=_VERSION, kw_only=True)
 
 
 @dataclass(frozen=True)
 class SweepFolder:
+    """Every path of a sweep, and access to what its files hold."""
+
     folder: Path
 
     @property
@@ -59,7 +65,7 @@ class SweepFolder:
 
     @property
     def file_copy(self) -> Path:
-        """Of the file that describes the sweep."""
+        """The copy of the file that describes the sweep."""
         return self.folder / "sweep.yml"
 
     @property
@@ -71,7 +77,7 @@ class SweepFolder:
         return self.folder / ".lock"
 
     def lease_file(self, number: int) -> Path:
-        """Who has a trial."""
+        """The worker that has a trial: see trial_lease.py."""
         return self.folder / "leases" / f"{number}.json"
 
     @property
@@ -87,25 +93,27 @@ class SweepFolder:
 
     @property
     def job_file(self) -> Path:
+        """The id of the Slurm job of the workers."""
         return self.folder / "job"
 
     def find_trial_runs(self) -> list[Run]:
-        """All that are called like trials."""
-        known = re.compile(re.escape(self.name) + r"-\d+")
-        found = self.folder.parent.glob(f"{self.name}-*/config.json")
-        return [Run(path.parent) for path in found if known.fullmatch(path.parent.name)]
+        """Return all runs that have the name of a trial."""
+        pattern = re.compile(re.escape(self.name) + r"-\d+")
+        paths = self.folder.parent.glob(f"{self.name}-*/config.json")
+        return [Run(path.parent) for path in paths if pattern.fullmatch(path.parent.name)]
 
     def trial_run(self, number: int) -> Run:
-        """A trial's: beside the sweep's folder, where all verbs find it."""
+        """The run of a trial: beside the sweep's folder, where all commands find it."""
         return Run(self.folder.with_name(f"{self.name}-{number}"))
 
     def read_file(self) -> SweepFile:
-        return parse_sweep(located_yaml.load_yaml(self.file_copy))
+        """Read the copy of the sweep's file."""
+        return read_sweep_file(self.file_copy)
 
     def read_settings(self) -> SweepSettings:
+        """Read the settings; EchelonError if they are missing or of another version."""
         try:
-            known = json.loads(self.settings_file.read_text(encoding="utf-8"))
-            return SweepSettings(**known)
+            return SweepSettings(**json.loads(self.settings_file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise EchelonError(
                 Fault(f"{self.settings_file} cannot be read: {error}", "start another sweep"),
@@ -113,23 +121,52 @@ class SweepFolder:
             ) from None
 
     def read_metric(self) -> SweepMetric:
+        """Read the metric from the settings: the file may leave it to the trainer."""
         return SweepMetric(**self.read_settings().metric)
 
     def write_files(self, settings: SweepSettings, text: str) -> None:
+        """Make the folder with the settings and a copy of the file, whose text is `text`."""
         try:
             for folder in (self.logs, self.folder / "leases"):
                 folder.mkdir(parents=True, exist_ok=True)
             if settings.storage:
                 self.folder.chmod(0o700)  # its address may have a password in it
-            write_text_atomically(
-                self.file_copy, text
-            )  # workers of somebody else may be reading it
+            write_text_atomically(self.file_copy, text)  # workers of others may be reading it
             write_json_atomically(self.settings_file, asdict(settings))
         except OSError as error:
             raise unwritable_folder_error(self.folder, error) from None
 
 
+class SweepLock:
+    """A FileLock whose failures are faults. Its holder may take it again."""
+
+    def __init__(self, path: Path, busy_message: str = "") -> None:
+        """With ``busy_message``, who comes second is refused with it instead of waiting."""
+        self._lock = FileLock(path)
+        self._busy_message = busy_message
+
+    def __enter__(self) -> None:
+        try:
+            if not self._busy_message:
+                self._lock.acquire()
+            elif not self._lock.try_acquire():
+                raise EchelonError(Fault(self._busy_message, "wait for its end, or stop it"))
+        except LocksUnsupportedError as error:
+            folder, reason = self._lock.path.parent, describe_os_error(error)
+            raise EchelonError(
+                Fault(
+                    f"{folder} is on a file system without locks: {reason}",
+                    "give another place with --dir PATH (Lustre has locks when mounted with "
+                    "-o flock)",
+                )
+            ) from None
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+
+
 def unwritable_folder_error(folder: Path, error: OSError) -> EchelonError:
+    """Return the fault of a sweep's folder that cannot be written."""
     return EchelonError(
         Fault(
             f"the sweep's folder {folder} cannot be written: {describe_os_error(error)}",
@@ -139,7 +176,7 @@ def unwritable_folder_error(folder: Path, error: OSError) -> EchelonError:
 
 
 def find_sweep(where: str, root: str) -> SweepFolder:
-    """By name or path."""
+    """Find a sweep by its name in the folder of all runs, or by its path."""
     for folder in (Path(where), Path(root) / where):
         if any((folder / file).exists() for file in _MARKER_FILES):
             return SweepFolder(folder.resolve())

@@ -1,7 +1,8 @@
-"""Who has a trial, and whether they are still there.
+"""Leases: which worker has a trial, and whether that worker is still alive.
 
-On one host the kernel knows. Of another host's worker only the beats are seen, timed by the clock
-of who looks: nobody compares the clocks of two machines.
+On the same host the kernel knows. Of a worker on another host only the heartbeats in its lease are
+seen. They are counted, and timed by the clock of the observer: clocks of two machines are never
+compared.
 """
 
 from __future__ import annotations
@@ -23,38 +24,41 @@ from echelon.utils.files import write_json_atomically
 
 @dataclass(frozen=True)
 class TrialLease:
-    worker: str
-    """Stays the same over requeues: what a worker had before, it takes up again at once."""
-    token: str
-    process: dict[str, Any]
-    space: int
-    """Of process numbers; those of another container mean nothing here."""
-    takes: int = 1
-    """How often the trial was taken since it came to another step."""
-    step: int = 0
-    """Of its newest snapshot then."""
-    beat: int = 0
-    free: bool = False
-    """Given back on purpose."""
+    """The lease of one trial. Serialised by these names; changed only under the sweep's lock."""
 
-    def with_next_beat(self) -> TrialLease:
-        return replace(self, beat=self.beat + 1)
+    worker: str
+    """The same after a requeue, so that a worker takes its own trial again at once."""
+    token: str
+    """Of this one lease; who finds another one has lost the trial."""
+    process: dict[str, Any]
+    pid_namespace: int
+    """Process ids of another container mean nothing here."""
+    takes: int = 1
+    """How often the trial was taken without reaching another snapshot."""
+    step: int = 0
+    """The step of its newest snapshot when it was taken."""
+    heartbeat: int = 0
+    """Counts up while the worker lives."""
+    is_released: bool = False
+    """The worker gave the trial back."""
+
+    def with_next_heartbeat(self) -> TrialLease:
+        """Return the lease of a worker that is still alive."""
+        return replace(self, heartbeat=self.heartbeat + 1)
 
 
 def make_worker_name(slot: str, env: Mapping[str, str]) -> str:
+    """Return the id of the Slurm job, which outlives a requeue, or a name of this process."""
     process = identify_this_process()
     return read_job_id(env) or f"{process['host']}:{process['pid']}:{slot}"
 
 
 def create_lease(worker: str, previous_lease: TrialLease | None, step: int) -> TrialLease:
-    takes = (
-        previous_lease.takes + 1
-        if previous_lease is not None and previous_lease.step == step
-        else 1
-    )
-    return TrialLease(
-        worker, secrets.token_hex(8), identify_this_process(), _read_pid_namespace(), takes, step
-    )
+    """Return a new lease for this process, given the last one and the step of the snapshot."""
+    has_progressed = previous_lease is None or previous_lease.step != step
+    takes = 1 if previous_lease is None or has_progressed else previous_lease.takes + 1
+    token = secrets.token_hex(8)
+    return TrialLease(worker, token, identify_this_process(), _read_pid_namespace(), takes, step)
 
 
 def _read_pid_namespace() -> int:
@@ -64,7 +68,7 @@ def _read_pid_namespace() -> int:
 
 
 def read_lease(path: Path) -> TrialLease | None:
-    """Under the lock; what cannot be read was never whole, and nobody has the trial."""
+    """Read a lease, under the lock. One that cannot be read was never whole: None, as without."""
     try:
         return TrialLease(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -72,29 +76,35 @@ def read_lease(path: Path) -> TrialLease | None:
 
 
 def write_lease(path: Path, lease: TrialLease) -> None:
+    """Write a lease, under the lock."""
     write_json_atomically(path, asdict(lease))
 
 
 def is_abandoned(lease: TrialLease | None) -> bool:
-    """Whether nobody has the trial, as far as can be told at once."""
-    if lease is None or lease.free:
+    """Whether nobody has the trial, as far as this host knows without waiting for heartbeats."""
+    if lease is None or lease.is_released:
         return True
-    return lease.space == _read_pid_namespace() and is_alive(lease.process) is False
+    return lease.pid_namespace == _read_pid_namespace() and is_alive(lease.process) is False
 
 
 @dataclass
 class LeaseWatch:
-    """What one worker has seen of the others' beats."""
+    """What one worker has seen of the heartbeats of others."""
 
     lease_s: float
-    _last_beats: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _last_heartbeats: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By token: the last count, and when it was first seen."""
 
     def is_free_to_take(self, lease: TrialLease | None, worker: str) -> bool:
+        """Whether `worker` may take the trial of this lease.
+
+        To be asked again and again: the silence of a worker is measured from the first call.
+        """
         if lease is None or lease.worker == worker or is_abandoned(lease):
             return True
         now = time.monotonic()
-        beat, since = self._last_beats.get(lease.token, (-1, now))
-        if beat != lease.beat:
-            self._last_beats[lease.token] = (lease.beat, now)
+        heartbeat, since = self._last_heartbeats.get(lease.token, (-1, now))
+        if heartbeat != lease.heartbeat:
+            self._last_heartbeats[lease.token] = (lease.heartbeat, now)
             return False
         return now - since > self.lease_s

@@ -1,4 +1,4 @@
-"""The world of one trial, started and stopped by its worker."""
+"""The process of a trial, which starts all its ranks: forked on this machine, or a Slurm step."""
 
 from __future__ import annotations
 
@@ -26,63 +26,72 @@ from echelon.utils.processes import die_with_parent
 
 _ENTRY_POINT = "echelon.entrypoint:start_from_json"
 _PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
+"""Imported once, before the first fork: importing torch takes longer than many a trial."""
 
 
 class TrialProcess(Protocol):
+    """A trial that runs."""
+
     def poll(self, wait_s: float) -> int | None:
-        """Its exit code, once it is over."""
+        """Wait a little, and return the exit code, or None while it runs."""
 
     def stop(self) -> None:
         """Ask it to save and end."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End it at once."""
 
 
 class TrialStarter(Protocol):
-    def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess: ...
+    """Starts trials."""
+
+    def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess:
+        """Start one, with additional environment variables."""
 
 
 class ForkedTrialStarter:
-    """Worlds of this machine, or started from it: each in a process that is forked from one that
-    has imported torch, and ends with this one."""
+    """Starts trials by a fork server that has imported torch; they end with this process.
+
+    The forked process launches the run as `echelon train` would: inline, local or over ssh.
+    """
 
     def __init__(self) -> None:
-        self._zygote = ForkServer(_PRELOADED_MODULES)
+        self._fork_server = ForkServer(_PRELOADED_MODULES)
 
     def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess:
         run.logs_folder.mkdir(parents=True, exist_ok=True)
         log = str(run.logs_folder / "trial.log")
-        order = WorkerSpawnRequest(
+        request = WorkerSpawnRequest(
             0, dict(variables), _ENTRY_POINT, [json.dumps(config.to_dict())], log
         )
-        if self._zygote.is_gone:
-            self._zygote = self._zygote.start_replacement()
-        return _ForkedTrial(self._zygote, order)
+        if self._fork_server.is_gone:
+            self._fork_server = self._fork_server.start_replacement()
+        return _ForkedTrial(self._fork_server, request)
 
 
 class _ForkedTrial:
-    def __init__(self, zygote: ForkServer, order: WorkerSpawnRequest) -> None:
-        self._zygote, self._pid = zygote, 0
+    def __init__(self, fork_server: ForkServer, request: WorkerSpawnRequest) -> None:
+        self._fork_server, self._pid = fork_server, 0
         self._code: int | None = None
         try:
-            zygote.start_worker(order)
+            fork_server.start_worker(request)
         except ForkServerGone:
-            self._code = -signal.SIGKILL
+            self._code = -signal.SIGKILL  # as if it had been killed: it is tried again
         while not self._pid and self._code is None:
-            zygote.wait_for_event(1.0)
+            fork_server.wait_for_event(1.0)
             self._read_events()
 
     def _read_events(self) -> None:
-        for news in self._zygote.read_events():
-            self._pid = news.get("started", self._pid)
-            if "gone" in news:
+        for event in self._fork_server.read_events():
+            self._pid = event.get("started", self._pid)
+            if "gone" in event:
                 self._code = -signal.SIGKILL
-            elif news.get("exited") == self._pid:
-                self._code = int(news["code"])
+            elif event.get("exited") == self._pid:
+                self._code = int(event["code"])
 
     def poll(self, wait_s: float) -> int | None:
         if self._code is None:
-            self._zygote.wait_for_event(wait_s)
+            self._fork_server.wait_for_event(wait_s)
             self._read_events()
         return self._code
 
@@ -94,30 +103,31 @@ class _ForkedTrial:
 
     def _signal(self, number: int) -> None:
         if self._code is None and self._pid:
-            os.kill(self._pid, number)  # not yet waited for, so it is nobody else's number
+            # No exit was reported, so its id cannot belong to another process yet.
+            os.kill(self._pid, number)
 
 
 class SlurmStepStarter:
-    """Worlds that fill the Slurm job in which this process is the batch script's."""
+    """Starts trials as steps that fill the Slurm job whose batch script runs this worker."""
 
     def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess:
-        made = run_folder.create_run(config)
-        made.agent_exit_file.unlink(missing_ok=True)
-        world = config.launch.nodes * count_processes_per_node(config)
-        begun = make_starting_status("slurm", config.launch.nodes, world)
+        """Create the run folder, and start the step."""
+        created = run_folder.create_run(config)
+        created.agent_exit_file.unlink(missing_ok=True)
+        world_size = config.launch.nodes * count_processes_per_node(config)
+        status = make_starting_status("slurm", config.launch.nodes, world_size)
         job = {"process": None, "job": read_job_id(os.environ), "in_sweep": True}
-        made.update_status(**begun | job)
-        return _SlurmStepTrial(
-            srun_step_command(config, run, _find_master_address(os.environ)), run, variables
-        )
+        created.update_status(**status | job)
+        command = srun_step_command(config, run, _find_master_address(os.environ))
+        return _SlurmStepTrial(command, run, variables)
 
 
 class _SlurmStepTrial:
-    def __init__(self, words: Sequence[str], run: Run, variables: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], run: Run, variables: Mapping[str, str]) -> None:
         parent = os.getpid()
         with run.job_log_file.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -131,21 +141,22 @@ class _SlurmStepTrial:
             code = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             return None
-        # srun gives the code of the worst node, perhaps of a dead one; node 0 knows better
+        # srun returns the code of the worst node, perhaps of a lost one; node 0 knows better.
         with contextlib.suppress(OSError, ValueError):
             code = int(self._run.agent_exit_file.read_text(encoding="utf-8"))
-        with contextlib.suppress(OSError):  # the job goes on, with another trial
+        with contextlib.suppress(OSError):  # the batch script does not write it: the job continues
             self._run.exit_code_file.write_text(f"{code}\n", encoding="utf-8")
         return code
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGUSR2)  # on TERM srun would kill its tasks
+        self._process.send_signal(signal.SIGUSR2)  # on SIGTERM srun would kill its tasks
 
     def kill(self) -> None:
         self._process.kill()
 
 
 def _find_master_address(env: Mapping[str, str]) -> str:
+    """Return HOST:PORT for the rendezvous: the first node, and a port by the number of the job."""
     job = int(env["SLURM_JOB_ID"])
     done = subprocess.run(
         ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]],

@@ -1,7 +1,7 @@
-"""The trials of a sweep and what came of them, shared by all its workers.
+"""The trials of a sweep and their results, shared by all its workers.
 
 Every change is made under one lock, in a folder that all workers share anyway for the runs. So a
-trial has one owner, and there are exactly as many results as were asked for.
+trial has one worker at a time, and there are exactly as many results as were asked for.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from echelon.sweep import trial_lease as leases
 from echelon.sweep.hyperband import find_band, should_stop
-from echelon.sweep.lock import SweepLock
 from echelon.sweep.optuna_study import open_study
 from echelon.sweep.sampling import create_sampler, pick_combination, suggest_value
-from echelon.sweep.sweep_folder import SweepFolder
+from echelon.sweep.sweep_folder import SweepFolder, SweepLock
 from echelon.sweep.trial_lease import LeaseWatch, TrialLease
 
 if TYPE_CHECKING:
     import optuna
 
 _MAX_INITIAL_FAILURES = 3
-"""So many failures, and nothing else, from the start: the sweep is not worth going on with."""
+"""A sweep whose first trials all fail ends after so many."""
 _MAX_TAKES = 10
-"""A trial that kills its workers as often before it saves is not given to another one."""
+"""A trial that is killed so often without saving in between is given up."""
 _FATAL_ATTRIBUTE = "fatal"
+"""Set on a trial whose failure ends the whole sweep."""
 _CAUSE_ATTRIBUTE = "cause"
 _PARAMETERS_ATTRIBUTE = "values"
-
+"""The parameters as they were given: Optuna's own are encoded."""
 
 ENDED_STATES = ("finished", "pruned", "failed")
 
 
 class LeaseLostError(Exception):
-    """Somebody else has the trial by now."""
+    """Another worker has the trial now."""
 
 
 @dataclass(frozen=True)
 class LeasedTrial:
-    """A trial in the hands of a worker."""
+    """A trial and the lease by which a worker has it."""
 
     number: int
     parameters: dict[str, Any]
@@ -49,24 +49,28 @@ class LeasedTrial:
 
 
 class TrialSummary(NamedTuple):
-    """A trial as it stands."""
+    """A trial and its result so far."""
 
     number: int
-    """In the order in which they were begun."""
+    """In the order in which trials were created."""
     name: str
-    """The number; on wandb's server, its id there."""
+    """The number, or the id on wandb's server."""
     run: str
     """The name of its run."""
     state: str
-    """running, waiting (begun, and nobody has it), or one of ENDED."""
+    """running, waiting (no worker has it), or one of ENDED_STATES."""
     metric_value: float | None
+    """The best one so far."""
     parameters: dict[str, Any]
     history: list[float]
-    """Of the metric, evaluation by evaluation."""
+    """The metric at each evaluation."""
     cause: str
+    """Why it failed, else ""."""
 
 
 class TrialStore:
+    """Access of one worker, or of one reader, to the trials of a sweep."""
+
     def __init__(self, sweep: SweepFolder, worker: str = "") -> None:
         self.sweep, self.worker = sweep, worker
         self._file, self._settings = sweep.read_file(), sweep.read_settings()
@@ -83,9 +87,10 @@ class TrialStore:
             TrialState.FAIL: "failed",
         }
 
-    # --- looking ---
+    # --- reading ---
 
     def summarize_trials(self) -> list[TrialSummary]:
+        """Return all trials with their results so far."""
         return [self._summarize(trial) for trial in self._load_trials()]
 
     def _load_trials(self) -> list[optuna.trial.FrozenTrial]:
@@ -101,8 +106,8 @@ class TrialStore:
         return TrialSummary(number, str(number), run, state, value, values, history, cause)
 
     def _open_state(self, number: int) -> str:
-        left = leases.is_abandoned(leases.read_lease(self.sweep.lease_file(number)))
-        return "waiting" if left else "running"
+        lease = leases.read_lease(self.sweep.lease_file(number))
+        return "waiting" if leases.is_abandoned(lease) else "running"
 
     def _best_value(self, history: Sequence[float]) -> float | None:
         if not history:
@@ -110,7 +115,7 @@ class TrialStore:
         return max(history) if self._metric.goal == "maximize" else min(history)
 
     def find_stop_reason(self) -> str:
-        """Why no trial is begun any more, before there are as many as were asked for; "": go on."""
+        """Return why no more trials start, before there are as many as asked for; "" if they do."""
         return self._stop_reason(self._load_trials())
 
     def _stop_reason(self, trials: Sequence[optuna.trial.FrozenTrial]) -> str:
@@ -137,25 +142,29 @@ class TrialStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
+        """Hold the lock, and write through to the disk at the end."""
         with self._lock:
             yield
             self._flush()
 
     def take_trial(self) -> LeasedTrial | bool:
-        """A trial to work on; else whether there may be one later."""
+        """Take a trial to run; else return whether there may be one later.
+
+        Trials whose workers are gone come first. A new one is created unless there are enough.
+        """
         with self._transaction():
             trials = self._load_trials()
-            open_ones = [trial for trial in trials if trial.state not in self._states]
-            for trial in open_ones:
+            open_trials = [trial for trial in trials if trial.state not in self._states]
+            for trial in open_trials:
                 lease = leases.read_lease(self.sweep.lease_file(trial.number))
                 if self._watch.is_free_to_take(lease, self.worker):
                     leased = self._lease_trial(self._reopen_trial(trial), lease)
                     if leased.lease.takes <= _MAX_TAKES:
                         return leased
                     often = f"{_MAX_TAKES} times in a row, from step {leased.lease.step}"
-                    self._record_end(trial.number, "failed", f"what ran it was killed {often}")
-            if len(trials) >= self._settings.cap or self._stop_reason(trials):
-                return bool(open_ones)
+                    self._record_end(trial.number, "failed", f"its process was killed {often}")
+            if len(trials) >= self._settings.run_cap or self._stop_reason(trials):
+                return bool(open_trials)
             return self._lease_trial(self._create_trial(len(trials)), None)
 
     def _create_trial(self, number: int) -> optuna.Trial:
@@ -169,7 +178,7 @@ class TrialStore:
         self.study.sampler = create_sampler(method, seed, number, self.study.sampler)
 
     def _reopen_trial(self, trial: optuna.trial.FrozenTrial) -> optuna.Trial:
-        """One whose worker is gone, perhaps before it had any value."""
+        """Return a trial whose worker is gone, perhaps before it had any parameters."""
         if trial.state.name == "WAITING":
             return self.study.ask()
         from optuna.trial import Trial
@@ -178,75 +187,80 @@ class TrialStore:
         return Trial(self.study, trial._trial_id)
 
     def _lease_trial(self, trial: optuna.Trial, previous_lease: TrialLease | None) -> LeasedTrial:
-        grid = self._file.method == "grid"
+        is_grid = self._file.method == "grid"
+        searched = self._file.searched_parameters
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            values = {p.name: suggest_value(trial, p, grid) for p in self._file.searched_parameters}
+            parameters = {p.name: suggest_value(trial, p, is_grid) for p in searched}
         if _PARAMETERS_ATTRIBUTE not in trial.user_attrs:
-            trial.set_user_attr(_PARAMETERS_ATTRIBUTE, values)
+            trial.set_user_attr(_PARAMETERS_ATTRIBUTE, parameters)
         step = self.sweep.trial_run(trial.number).find_newest_step()
         lease = leases.create_lease(self.worker, previous_lease, step)
         leases.write_lease(self.sweep.lease_file(trial.number), lease)
-        return LeasedTrial(trial.number, values, lease)
+        return LeasedTrial(trial.number, parameters, lease)
 
     def renew_lease(self, leased: LeasedTrial) -> LeasedTrial:
-        """Say that this worker is there."""
+        """Send a heartbeat, and return the trial with the renewed lease."""
         with self._lock:
             self._require_lease(leased)
-            renewed = LeasedTrial(leased.number, leased.parameters, leased.lease.with_next_beat())
-            leases.write_lease(self.sweep.lease_file(leased.number), renewed.lease)
-            return renewed
+            lease = leased.lease.with_next_heartbeat()
+            leases.write_lease(self.sweep.lease_file(leased.number), lease)
+            return replace(leased, lease=lease)
 
     def report_history(self, leased: LeasedTrial, history: Sequence[float]) -> bool:
-        """Note what a trial has come to; whether it is to stop here. Not worth a wait for the disk:
-        a machine that goes down leaves it in the run's own file."""
+        """Record the metric of a trial so far, and return whether hyperband stops it.
+
+        Not written through to the disk: after a crash of the machine the run's own file has it.
+        """
         with self._lock:
             self._require_lease(leased)
             trials = self._load_trials()
-            mine = next(trial for trial in trials if trial.number == leased.number)
-            for step in range(len(mine.intermediate_values) + 1, len(history) + 1):
+            own = next(trial for trial in trials if trial.number == leased.number)
+            for step in range(len(own.intermediate_values) + 1, len(history) + 1):
                 self.study._storage.set_trial_intermediate_value(
-                    mine._trial_id, step, history[step - 1]
+                    own._trial_id, step, history[step - 1]
                 )
-        early, sign = self._file.early_terminate, self._metric.sign
-        if early is None or not (reached := find_band(early, len(history))):
+        hyperband, sign = self._file.early_terminate, self._metric.sign
+        if hyperband is None or not (band := find_band(hyperband, len(history))):
             return False
         others = [
-            sign * trial.intermediate_values[reached]
+            sign * trial.intermediate_values[band]
             for trial in trials
-            if trial.number != leased.number and reached in trial.intermediate_values
+            if trial.number != leased.number and band in trial.intermediate_values
         ]
-        return should_stop(early, sign * history[reached - 1], others)
+        return should_stop(hyperband, sign * history[band - 1], others)
 
     def end_trial(
-        self, leased: LeasedTrial, state: str, cause: str = "", fatal: bool = False
+        self, leased: LeasedTrial, state: str, cause: str = "", is_fatal: bool = False
     ) -> None:
-        """The result, once and for all."""
+        """Record the final result of a trial; `is_fatal` ends the whole sweep with it."""
         with self._transaction():
             self._require_lease(leased)
-            self._record_end(leased.number, state, cause, fatal)
+            self._record_end(leased.number, state, cause, is_fatal)
 
-    def _record_end(self, number: int, state: str, cause: str, fatal: bool = False) -> None:
+    def _record_end(self, number: int, state: str, cause: str, is_fatal: bool = False) -> None:
         trial = next(trial for trial in self._load_trials() if trial.number == number)
         storage, trial_id = self.study._storage, trial._trial_id
         value = self._summarize(trial).metric_value
         if cause:
             storage.set_trial_user_attr(trial_id, _CAUSE_ATTRIBUTE, cause)
-        if fatal:
+        if is_fatal:
             storage.set_trial_user_attr(trial_id, _FATAL_ATTRIBUTE, cause)
         [final_state] = [known for known, name in self._states.items() if name == state]
-        storage.set_trial_state_values(
-            trial_id, final_state, None if state == "failed" or value is None else [value]
-        )
+        values = None if state == "failed" or value is None else [value]
+        storage.set_trial_state_values(trial_id, final_state, values)
         self.sweep.lease_file(number).unlink(missing_ok=True)
 
-    def release_trial(self, leased: LeasedTrial, on_purpose: bool) -> None:
-        """For another worker, or for the same command typed again."""
+    def release_trial(self, leased: LeasedTrial, is_voluntary: bool) -> None:
+        """Leave a trial to another worker, or to the same command run again.
+
+        `is_voluntary`: it was not killed, so this does not count among its takes.
+        """
         with self._lock:
             path = self.sweep.lease_file(leased.number)
             if (lease := leases.read_lease(path)) is not None and lease.token == leased.lease.token:
-                takes = 0 if on_purpose else lease.takes
-                leases.write_lease(path, replace(lease, free=True, takes=takes))
+                takes = 0 if is_voluntary else lease.takes
+                leases.write_lease(path, replace(lease, is_released=True, takes=takes))
 
     def _require_lease(self, leased: LeasedTrial) -> None:
         lease = leases.read_lease(self.sweep.lease_file(leased.number))

@@ -1,4 +1,4 @@
-"""A worker of a sweep: it takes a trial, runs its whole world, and takes the next."""
+"""A worker of a sweep: it takes a trial, runs it with all its ranks, records it, takes the next."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from typing import Any
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
 from echelon.runs.run_folder import Run
-from echelon.sweep import trial_command
 from echelon.sweep.metric_history import MetricHistory, to_file_key, to_metric_name
 from echelon.sweep.sweep_file import SweepFile
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
-from echelon.sweep.trial_command import METRICS_VARIABLE, expand_macros
+from echelon.sweep.trial_command import (
+    METRICS_VARIABLE,
+    expand_macros,
+    format_overrides,
+    format_parameters,
+    format_value,
+)
 from echelon.sweep.trial_lease import make_worker_name
 from echelon.sweep.trial_process import (
     ForkedTrialStarter,
@@ -32,23 +37,26 @@ _POLL_S = 0.1
 _HEARTBEAT_S = 2.0
 _IDLE_S = 0.2
 _SAVE_TIMEOUT_S = 60.0
-"""So long a world that was asked to save and end may take."""
+"""A trial that was asked to save and end is killed after so long."""
 STOPPED, PRUNED, CANCELLED = "asked to end", "pruned", "cancelled"
+"""Why a worker ends its trial: it has to end itself, hyperband says so, a user says so."""
 
 Compose = Callable[..., Config]
+"""Makes a configuration from overrides, and `program=` for another program."""
 
 
 def run_worker(folder: str, slot: str, compose: Compose) -> int:
-    """Until there is no trial left, or somebody wants it to end."""
+    """Run trials until there are no more or a signal asks to end, and return the exit code."""
     sweep = SweepFolder(Path(folder))
     is_in_slurm_job = sweep.read_settings().launcher == "slurm"
-    starter: TrialStarter = (
-        SlurmStepStarter() if is_in_slurm_job else ForkedTrialStarter()
-    )  # which forks: before anything else
+    # First of all, as the starter forks its server: nothing may have started threads before.
+    starter: TrialStarter = SlurmStepStarter() if is_in_slurm_job else ForkedTrialStarter()
     return SweepWorker(sweep, slot, compose, starter, is_in_slurm_job).run()
 
 
 class SweepWorker:
+    """One worker. `is_in_slurm_job`: it is a batch job, and its trials are steps of that job."""
+
     def __init__(
         self,
         sweep: SweepFolder,
@@ -58,23 +66,21 @@ class SweepWorker:
         is_in_slurm_job: bool,
     ) -> None:
         self._sweep, self._compose, self._starter = sweep, compose, starter
-        self._settings, self._file, self._is_in_slurm_job = (
-            sweep.read_settings(),
-            sweep.read_file(),
-            is_in_slurm_job,
-        )
+        self._settings, self._file = sweep.read_settings(), sweep.read_file()
+        self._is_in_slurm_job = is_in_slurm_job
         self._store = TrialStore(sweep, make_worker_name(slot, os.environ))
         self._metric = sweep.read_metric().name
         self._key = to_file_key(self._metric, bool(self._settings.program))
-        self._stop_requested = False
+        self._is_stop_requested = False
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._handle_signal)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop_requested = True
+        self._is_stop_requested = True
 
     def run(self) -> int:
-        while not self._stop_requested:
+        """Run trials, and return 0 when there are no more, 75 after a signal."""
+        while not self._is_stop_requested:
             leased = self._store.take_trial()
             if isinstance(leased, LeasedTrial):
                 self._run_trial(leased)
@@ -85,20 +91,22 @@ class SweepWorker:
         return Exit.PREEMPTED
 
     def _run_trial(self, leased: LeasedTrial) -> None:
-        print_status(f"trial {leased.number}: {trial_command.format_parameters(leased.parameters)}")
+        """Run a trial to its end and record the result, unless another worker has it by then."""
+        print_status(f"trial {leased.number}: {format_parameters(leased.parameters)}")
         run = self._sweep.trial_run(leased.number)
         try:
             config = compose_trial_config(
                 self._settings, self._file, run, leased.parameters, self._compose
             )
-            if run.read_status().get("state") == "finished":  # its worker died before it told
+            if run.read_status().get("state") == "finished":
+                # Its worker was killed between the end of the run and the record of it.
                 self._record_result(leased, run, Exit.OK, "")
                 return
             run.cancel_file.unlink(missing_ok=True)
             process = self._starter.start(config, run, self._trial_environment(run))
             try:
-                code, why = self._follow_trial(leased, run, process)
-                self._record_result(leased, run, code, why)
+                code, stop_reason = self._follow_trial(leased, run, process)
+                self._record_result(leased, run, code, stop_reason)
             except LeaseLostError:
                 process.kill()
                 print_status(
@@ -113,9 +121,10 @@ class SweepWorker:
     def _follow_trial(
         self, leased: LeasedTrial, run: Run, process: TrialProcess
     ) -> tuple[int, str]:
-        """To the end of its world: the exit code, and why it was ended, if it was by us."""
+        """Follow a trial to its end; return the exit code, and why this worker ended it, if so."""
         history = MetricHistory(run.metrics_file, self._key)
-        reported_count, stop_reason, renewed_at, stop_requested_at = 0, "", time.monotonic(), 0.0
+        reported_count, stop_reason = 0, ""
+        renewed_at, stop_requested_at = time.monotonic(), 0.0
         while (code := process.poll(_POLL_S)) is None:
             now = time.monotonic()
             if now - renewed_at > _HEARTBEAT_S:
@@ -124,10 +133,11 @@ class SweepWorker:
             if len(values) > reported_count and not stop_reason:
                 reported_count = len(values)
                 stop_reason = PRUNED if self._store.report_history(leased, values) else ""
-            if self._stop_requested and not stop_reason:
+            if self._is_stop_requested and not stop_reason:
                 stop_reason = STOPPED
             if self._is_in_slurm_job and not stop_reason and run.cancel_file.exists():
-                stop_reason = CANCELLED  # elsewhere who cancels a run tells its process
+                # Without Slurm, `echelon cancel` signals the process itself.
+                stop_reason = CANCELLED
             if stop_reason and not stop_requested_at:
                 process.stop()
                 stop_requested_at = now
@@ -136,64 +146,63 @@ class SweepWorker:
         return code, stop_reason
 
     def _record_result(self, leased: LeasedTrial, run: Run, code: int, stop_reason: str) -> None:
+        """Record how a trial ended, or release it if it has to continue elsewhere."""
         history = MetricHistory(run.metrics_file, self._key)
         if history.read():
             self._store.report_history(leased, history.values)
         if stop_reason == STOPPED or _was_interrupted(run, code, stop_reason):
-            self._store.release_trial(leased, on_purpose=stop_reason == STOPPED)
-            self._stop_requested |= (
-                self._is_in_slurm_job
-            )  # the job goes on in another one, with this trial first
+            self._store.release_trial(leased, is_voluntary=stop_reason == STOPPED)
+            # A Slurm job that lost its step is requeued, and continues with this trial.
+            self._is_stop_requested |= self._is_in_slurm_job
         elif stop_reason == PRUNED and not self._ran_to_completion(code):
             self._store.end_trial(leased, "pruned")
         elif code != Exit.OK:
             self._store.end_trial(leased, "failed", _find_failure_cause(run, code))
         elif not history.values:
-            self._store.end_trial(
-                leased, "failed", self._describe_missing_metric(leased.number, history), fatal=True
-            )
+            cause = self._describe_missing_metric(leased.number, history)
+            self._store.end_trial(leased, "failed", cause, is_fatal=True)
         else:
             self._store.end_trial(leased, "finished")
-        print_status(
-            f"trial {leased.number} ended with {code}{f', {stop_reason}' if stop_reason else ''}"
-        )
+        reason = f", {stop_reason}" if stop_reason else ""
+        print_status(f"trial {leased.number} ended with {code}{reason}")
 
     def _ran_to_completion(self, code: int) -> bool:
-        """It was at its last step when it was asked to end. A program's 0 says less."""
+        """Whether it was at its last step when it was asked to end.
+
+        A program may exit with 0 when it is interrupted, so its 0 does not show that.
+        """
         return code == Exit.OK and not self._settings.program
 
     def _describe_missing_metric(self, number: int, history: MetricHistory) -> str:
-        name = self._metric
-        program = bool(self._settings.program)
-        known = ", ".join(
-            sorted(name if program else to_metric_name(name) for name in history.reported_keys)
-        )
-        return (
-            f"trial {number} never reported the metric {name!r}; it reported {known or 'nothing'}"
-        )
+        is_program = bool(self._settings.program)
+        names = sorted(k if is_program else to_metric_name(k) for k in history.reported_keys)
+        reported = ", ".join(names) or "nothing"
+        return f"trial {number} never reported the metric {self._metric!r}; it reported {reported}"
 
 
 def compose_trial_config(
     settings: SweepSettings, file: SweepFile, run: Run, values: Mapping[str, Any], compose: Compose
 ) -> Config:
-    """Of one trial: what was typed, what the file holds, what was searched."""
-    chosen = {**file.constant_values, **values}
-    ours = [f"run.name={run.name}", f"run.dir={trial_command.format_value(str(run.folder.parent))}"]
+    """Compose one trial: overrides of the command line, constants of the file, searched values."""
+    parameters = {**file.constant_values, **values}
+    own = [f"run.name={run.name}", f"run.dir={format_value(str(run.folder.parent))}"]
     if settings.program:
-        return compose([*settings.words, *ours], program=expand_macros(settings.program, chosen))
-    quiet = any(word.startswith("track.progress=") for word in settings.words)
-    ours += [] if quiet else ["track.progress=none"]
-    return compose([*settings.words, *trial_command.format_overrides(chosen), *ours])
+        program = expand_macros(settings.program, parameters)
+        return compose([*settings.overrides, *own], program=program)
+    if not any(word.startswith("track.progress=") for word in settings.overrides):
+        own.append("track.progress=none")
+    return compose([*settings.overrides, *format_overrides(parameters), *own])
 
 
 def _was_interrupted(run: Run, code: int, stop_reason: str) -> bool:
-    """Ended from outside, and not because somebody wants this one trial to end."""
+    """Whether it was killed, preempted or lost its node, and nobody wanted this trial to end."""
     if code in (Exit.NODE_LOST, -signal.SIGKILL):
         return True
     return code == Exit.PREEMPTED and not stop_reason and not run.cancel_file.exists()
 
 
 def _find_failure_cause(run: Run, code: int) -> str:
+    """Return one line: what the run recorded, else the last error or line of its logs."""
     if run.cancel_file.exists():
         return "cancelled"
     failure = run.read_status().get("failure")
@@ -215,4 +224,5 @@ def _read_tail(path: Path) -> str:
 
 
 def print_status(text: str) -> None:
+    """Print a line into the log of the worker, at once."""
     print(text, file=sys.stderr, flush=True)

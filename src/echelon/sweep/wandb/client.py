@@ -1,7 +1,7 @@
-"""What an agent and wandb's server say to each other: a few requests, one try each.
+"""The requests of an agent to wandb's server, each sent once.
 
-wandb's own client tries again behind one's back for minutes. An agent that has given up waiting
-would then still be handed a trial, in an answer that nobody reads, and the trial would be lost.
+wandb's own client retries silently for minutes. The server may hand out a trial in an answer to an
+agent that has given up waiting: nobody would read that answer, and the trial would be lost.
 """
 
 from __future__ import annotations
@@ -21,37 +21,40 @@ from echelon.errors import EchelonError, Exit, Fault
 _TIMEOUT_S = 10.0
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
-_CREATE_AGENT_MUTATION = """mutation CreateAgent($host: String!, $projectName: String, $entityName: String,
-$sweep: String!) { createAgent(input: {host: $host, projectName: $projectName,
+_CREATE_AGENT_MUTATION = """mutation CreateAgent($host: String!, $projectName: String,
+$entityName: String, $sweep: String!) { createAgent(input: {host: $host, projectName: $projectName,
 entityName: $entityName, sweep: $sweep}) { agent { id } } }"""
 _HEARTBEAT_MUTATION = """mutation Heartbeat($id: ID!, $metrics: JSONString, $runState: JSONString) {
 agentHeartbeat(input: {id: $id, metrics: $metrics, runState: $runState}) {
 agent { id } commands } }"""
-
-
 _SWEEP_QUERY = """query SweepConfig($entity: String, $project: String, $sweep: String!) {
 project(name: $project, entityName: $entity) { sweep(sweepName: $sweep) { id config } } }"""
 _VIEWER_QUERY = "query Viewer { viewer { id entity } }"
 
 
 class ServerUnavailableError(Exception):
-    """The server did not answer, or not now."""
+    """The server did not answer, or answered that it cannot now."""
 
 
 @dataclass(frozen=True)
 class WandbServer:
+    """A server of wandb and the key of a user. Every method is one request.
+
+    They raise ServerUnavailableError if it may be sent again, else EchelonError.
+    """
+
     url: str
     key: str = field(repr=False)
 
     def query_user(self) -> str:
-        """Whom the key belongs to."""
+        """Return the default entity of the user that the key belongs to."""
         return str((self._query(_VIEWER_QUERY, {}).get("viewer") or {}).get("entity") or "")
 
     def register_agent(self, host: str, sweep: str) -> str:
-        """Register one; the answer is its id."""
+        """Register an agent for a sweep ENTITY/PROJECT/SWEEP, and return its id."""
         entity, project, name = sweep.split("/")
-        given = {"host": host, "entityName": entity, "projectName": project, "sweep": name}
-        return str(self._query(_CREATE_AGENT_MUTATION, given)["createAgent"]["agent"]["id"])
+        variables = {"host": host, "entityName": entity, "projectName": project, "sweep": name}
+        return str(self._query(_CREATE_AGENT_MUTATION, variables)["createAgent"]["agent"]["id"])
 
     def query_sweep_config(self, sweep: str) -> dict[str, Any]:
         """Return the configuration of a sweep ENTITY/PROJECT/SWEEP as its owner wrote it."""
@@ -70,7 +73,7 @@ class WandbServer:
         return config if isinstance(config, dict) else {}
 
     def send_heartbeat(self, agent_id: str, running_ids: list[str]) -> list[dict[str, Any]]:
-        """Say what an agent is doing; the answer is what it is to do."""
+        """Report what an agent runs, and return the commands of the server for it."""
         state = json.dumps(dict.fromkeys(running_ids, True))
         answer = self._query(
             _HEARTBEAT_MUTATION, {"id": agent_id, "metrics": "{}", "runState": state}
@@ -110,8 +113,8 @@ class WandbServer:
         if len(text) > _MAX_ANSWER_BYTES:
             raise EchelonError(
                 Fault(
-                    f"wandb's server answers with more than {_MAX_ANSWER_BYTES >> 20} MiB, and a trial is "
-                    "a few numbers",
+                    f"wandb's server answers with more than {_MAX_ANSWER_BYTES >> 20} MiB, and a "
+                    "trial is a few numbers",
                     "look at what the sweep there sets",
                 ),
                 exit=Exit.FAILED,
@@ -120,10 +123,11 @@ class WandbServer:
 
 
 def _to_error(code: int) -> Exception:
+    """Return the error for an HTTP status: final for the sweep, or worth another try."""
     reasons = {
         401: ("does not accept the key", "`wandb login` stores another"),
-        403: ("does not let this key at the sweep", "ask its owner, or log in as another"),
-        404: ("has no such sweep any more", "start another: leave this one's folder out of it"),
+        403: ("does not give this key access to the sweep", "ask its owner, or log in as another"),
+        404: ("has no such sweep any more", "start another one under another --name"),
     }
     if code not in reasons:
         return ServerUnavailableError(f"it answers {code}")

@@ -26,11 +26,10 @@ from echelon.jobs.status import read_run_status
 from echelon.launch.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.sweep.display import print_report
-from echelon.sweep.lock import SweepLock
 from echelon.sweep.metric_history import MetricHistory, to_file_key
 from echelon.sweep.plan import SweepPlan
 from echelon.sweep.sweep_file import SweepFile
-from echelon.sweep.sweep_folder import SweepSettings, unwritable_folder_error
+from echelon.sweep.sweep_folder import SweepLock, SweepSettings, unwritable_folder_error
 from echelon.sweep.trial_command import expand_macros, format_value
 from echelon.sweep.wandb import server_sweep, trial_records
 from echelon.sweep.wandb.agent import AgentPool, AgentSlot, print_status
@@ -193,7 +192,7 @@ def _build_trial_command(settings: SweepSettings, trial: WandbTrial, run_dir: Pa
     An experiment reads its parameters from the file that the environment names, on rank 0; a
     program gets them as arguments.
     """
-    overrides = [*settings.words, f"run.dir={format_value(str(run_dir))}"]
+    overrides = [*settings.overrides, f"run.dir={format_value(str(run_dir))}"]
     if not settings.program:
         return [*_ECHELON_COMMAND, "train", *overrides]
     name = f"run.name={trial.run_name}"

@@ -1,4 +1,4 @@
-"""A sweep on wandb's server as it looks from here: what our agents have run of it."""
+"""The report of a sweep on wandb's server, from the records of our own agents."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ if TYPE_CHECKING:
     import optuna
 
 
-def build_server_report(sweep: SweepFolder, importance: bool = True) -> SweepReport:
+def build_server_report(sweep: SweepFolder) -> SweepReport:
+    """Return the report without asking the server, so without trials of other agents."""
     known = server_sweep.read_server_file(sweep.folder)
     metric = SweepMetric(**known["metric"])
     key = to_file_key(metric.name, known["program"])
     records = trial_records.read_records(sweep.folder)
-    results = [_summarize_record(i, record, sweep.folder, key) for i, record in enumerate(records)]
+    trials = [_summarize_record(i, record, sweep.folder, key) for i, record in enumerate(records)]
     file = parse_sweep(LocatedYaml(sweep.folder, known["file"], {}))
-    parts = (
-        compute_importance(_build_study(file, metric, results))
-        if importance and _has_optuna()
-        else {}
-    )
-    return SweepReport(sweep, metric, known["cap"], results, parts, "")
+    importance = compute_importance(_build_study(file, metric, trials)) if _has_optuna() else {}
+    return SweepReport(sweep, metric, known["run_cap"], trials, importance, "")
 
 
 def _summarize_record(
@@ -45,7 +42,7 @@ def _summarize_record(
     trial = record.to_trial()
     history = MetricHistory(Run(folder.with_name(trial.run_name)).metrics_file, key).read()
     state = {"stopped": "pruned", "preempted": "waiting"}.get(record.state, record.state)
-    value = history[-1] if history else record.value  # the last one is what wandb goes by
+    value = history[-1] if history else record.value  # wandb takes the last one
     parameters = dict(trial.values)
     return TrialSummary(
         number, record.id, trial.run_name, state, value, parameters, history, record.cause
@@ -57,25 +54,25 @@ def _has_optuna() -> bool:
 
 
 def _build_study(
-    file: SweepFile, metric: SweepMetric, results: Sequence[TrialSummary]
+    file: SweepFile, metric: SweepMetric, trials: Sequence[TrialSummary]
 ) -> optuna.Study:
-    """The same trials as if Optuna had searched, which then can say what mattered."""
+    """Return a study in memory with these trials, from which Optuna computes the importance."""
     import optuna
 
     require_optuna()
     study = optuna.create_study(direction="maximize" if metric.goal == "maximize" else "minimize")
-    finished = [r for r in results if r.state == "finished" and r.metric_value is not None]
-    ranges = {
-        p.name: made
+    finished = [r for r in trials if r.state == "finished" and r.metric_value is not None]
+    distributions = {
+        p.name: distribution
         for p in file.searched_parameters
         if all(p.name in r.parameters for r in finished)
-        and (made := _build_distribution(p, [r.parameters[p.name] for r in finished]))
+        and (distribution := _build_distribution(p, [r.parameters[p.name] for r in finished]))
     }
     for result in finished:
-        values = {name: encode_choice(result.parameters[name]) for name in ranges}
+        values = {name: encode_choice(result.parameters[name]) for name in distributions}
         study.add_trial(
             optuna.trial.create_trial(
-                params=values, distributions=ranges, value=result.metric_value
+                params=values, distributions=distributions, value=result.metric_value
             )
         )
     return study

@@ -1,4 +1,4 @@
-"""The sweep on wandb's server, made once: the same command typed again goes on with it."""
+"""The sweep on wandb's server: created once, and found again by the same command."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from echelon.tracking.background import summarize_error
 from echelon.utils.files import write_json_atomically
 
 _SERVER_FILE = "server.json"
+"""In the sweep's folder: what is known here of the sweep there."""
 _IDENTITY_KEYS = ("method", "metric", "parameters", "early_terminate")
+"""Keys of the file that make it another sweep."""
+_SERVER_FILE_KEYS = {"sweep", "file", "metric", "run_cap", "program"}
 _DEFAULT_PROJECT = "echelon"
 
 
 def require_wandb(env: Mapping[str, str]) -> None:
-    """Before anything is made."""
+    """Raise EchelonError unless wandb is installed and a key is known."""
     if importlib.util.find_spec("wandb") is None:
         raise EchelonError(
             Fault(
@@ -41,14 +44,18 @@ def require_wandb(env: Mapping[str, str]) -> None:
 def open_server_sweep(
     file: SweepFile, settings: SweepSettings, folder: Path
 ) -> tuple[WandbServer, str]:
-    """The server, and ENTITY/PROJECT/SWEEP there. A sweep that is known needs no answer yet."""
-    found = wandb_key.read_credentials(os.environ)
-    if found is None:
+    """Return the server, and ENTITY/PROJECT/SWEEP of the sweep there.
+
+    A sweep that this folder knows already needs no answer of the server yet.
+    """
+    credentials = wandb_key.read_credentials(os.environ)
+    if credentials is None:
         raise EchelonError(Fault("--engine wandb needs an API key, and there is none", _LOGIN_HINT))
-    server = WandbServer(*found)
-    return server, _find_known_sweep(file, folder) or _create_sweep(
-        file, settings, folder, _find_entity(file, server)
-    )
+    server = WandbServer(*credentials)
+    sweep = _find_known_sweep(file, folder)
+    if sweep is None:
+        sweep = _create_sweep(file, settings, folder, _find_entity(file, server))
+    return server, sweep
 
 
 _LOGIN_HINT = (
@@ -57,7 +64,8 @@ _LOGIN_HINT = (
 
 
 def _find_entity(file: SweepFile, server: WandbServer) -> str:
-    """Also whether it answers: wandb would try for minutes."""
+    """Return the entity of a new sweep. Also finds a server that is down: wandb would retry for
+    minutes."""
     try:
         user = server.query_user()
     except ServerUnavailableError as error:
@@ -72,7 +80,7 @@ def _find_entity(file: SweepFile, server: WandbServer) -> str:
 
 
 def _find_known_sweep(file: SweepFile, folder: Path) -> str | None:
-    """The one that this folder is of, if it is this sweep."""
+    """Return the sweep that this folder belongs to; EchelonError if it is another one."""
     if (folder / "sweep.json").exists():
         raise EchelonError(
             Fault(
@@ -95,21 +103,22 @@ def _find_known_sweep(file: SweepFile, folder: Path) -> str | None:
 
 
 def read_server_file(folder: Path) -> dict[str, Any]:
-    """What is known here of a sweep there: sweep, file, metric, cap, program."""
+    """Return what is known here of a sweep there: sweep, file, metric, run_cap, program."""
     try:
         known = json.loads((folder / _SERVER_FILE).read_text(encoding="utf-8"))
-        if isinstance(known, dict) and {"sweep", "file", "metric", "cap", "program"} <= {*known}:
+        if isinstance(known, dict) and {*known} >= _SERVER_FILE_KEYS:
             return known
-        why = "it holds something else"
+        reason = "it holds something else"
     except (OSError, ValueError) as error:
-        why = str(error)
+        reason = str(error)
     raise EchelonError(
-        Fault(f"{folder / _SERVER_FILE} cannot be read: {why}", "start another sweep"),
+        Fault(f"{folder / _SERVER_FILE} cannot be read: {reason}", "start another sweep"),
         exit=Exit.NOT_FOUND,
     )
 
 
 def _create_sweep(file: SweepFile, settings: SweepSettings, folder: Path, entity: str) -> str:
+    """Create the sweep by wandb's own client, and write down what it is."""
     import wandb
 
     was_silent = os.environ.get("WANDB_SILENT")
@@ -118,21 +127,29 @@ def _create_sweep(file: SweepFile, settings: SweepSettings, folder: Path, entity
     project = file.project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT
     output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(output):  # where ours are data
+        with contextlib.redirect_stdout(output):  # our stdout is for data
             name = wandb.sweep(build_sweep_config(file, settings), entity=entity, project=project)
     except Exception as error:
         raise EchelonError(
-            Fault(f"wandb's server did not make the sweep: {summarize_error(error)}", _LOGIN_HINT),
+            Fault(
+                f"wandb's server did not create the sweep: {summarize_error(error)}", _LOGIN_HINT
+            ),
             exit=Exit.FAILED,
         ) from None
     finally:
-        wandb.teardown()  # its process; trials have their own
+        wandb.teardown()  # ends its service process; trials have their own
         del os.environ["WANDB_SILENT"]
         if was_silent is not None:
             os.environ["WANDB_SILENT"] = was_silent
     sweep = f"{entity}/{project}/{name}"
-    known = {"metric": settings.metric, "cap": settings.cap, "program": bool(settings.program)}
-    write_json_atomically(folder / _SERVER_FILE, {"sweep": sweep, "file": file.data, **known})
+    known = {
+        "sweep": sweep,
+        "file": file.data,
+        "metric": settings.metric,
+        "run_cap": settings.run_cap,
+        "program": bool(settings.program),
+    }
+    write_json_atomically(folder / _SERVER_FILE, known)
     for line in output.getvalue().splitlines():
         if line.startswith("Sweep URL: "):
             print(f"sweep {sweep}: {line.removeprefix('Sweep URL: ')}", file=sys.stderr)
@@ -140,9 +157,9 @@ def _create_sweep(file: SweepFile, settings: SweepSettings, folder: Path, entity
 
 
 def build_sweep_config(file: SweepFile, settings: SweepSettings) -> dict[str, Any]:
-    """What the server is told, with a command that agents of others can run as well."""
-    config = {"run_cap": settings.cap, "metric": settings.metric, **file.data}
+    """Return what the server is sent, with a command that other people's agents can run as well."""
+    config = {"run_cap": settings.run_cap, "metric": settings.metric, **file.data}
     if file.program is None and file.command is None:
         train = ("${env}", "${interpreter}", "-m", "echelon", "train")
-        config["command"] = [*train, *settings.words, "${args_no_hyphens}"]
+        config["command"] = [*train, *settings.overrides, "${args_no_hyphens}"]
     return config

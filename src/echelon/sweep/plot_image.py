@@ -1,4 +1,4 @@
-"""A sweep as a picture, by matplotlib. Importing this file imports it."""
+"""The picture of a sweep as an image, by matplotlib, which importing this module imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from echelon.sweep.plot_data import SweepPlotData
+from echelon.sweep.plot import SweepPlotData
 from echelon.views.palette import COLOURS
 from echelon.views.plot_image import STYLE
 
@@ -17,21 +17,24 @@ _BEST_COLOUR, _PRUNED_COLOUR = COLOURS[1], "#b9bec6"
 
 
 def save_image(data: SweepPlotData, path: Path) -> None:
+    """Draw the picture into a file, whose suffix says the format."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(12.0, 7.2), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(2, 3)
-        parts = bool(data.importance)
-        _draw_history(figure.add_subplot(grid[0, : 2 if parts else 3]), data)
-        if parts:
+        has_importance = bool(data.importance)
+        _draw_history(figure.add_subplot(grid[0, : 2 if has_importance else 3]), data)
+        if has_importance:
             _draw_importance(figure.add_subplot(grid[0, 2]), data)
         _draw_parallel_coordinates(figure.add_subplot(grid[1, :]), data)
         figure.suptitle(data.title, fontsize=12, fontweight="bold")
-        date = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, dpi=150, metadata=date)
+        # Without a date, equal results give equal files.
+        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _draw_history(axes: Axes, data: SweepPlotData) -> None:
+    """Draw the metric of every trial, and the best so far as steps."""
     for state, colour, marker in (("finished", COLOURS[0], "o"), ("pruned", _PRUNED_COLOUR, "x")):
         points = [point for point in data.points if point.state == state]
         xs, ys = [p.number for p in points], [p.value for p in points]
@@ -56,8 +59,9 @@ def _draw_importance(axes: Axes, data: SweepPlotData) -> None:
 
 
 def _draw_parallel_coordinates(axes: Axes, data: SweepPlotData) -> None:
+    """Draw each trial as a line through its values on the axes of the parameters."""
     colours = matplotlib.colormaps["viridis"]
-    for line in reversed(data.lines):  # the best on top
+    for line in reversed(data.lines):  # the best last, so that it lies on top
         xs = [x for x, place in enumerate(line.places) if place is not None]
         ys = [place for place in line.places if place is not None]
         best = line.goodness == 1
