@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import HERE, Figure, Result, alone, environment, figure, ratios
-from echelon.sweep.lock import Lock
-from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
+from echelon.sweep.sweep_folder import SweepFolder, SweepLock, SweepSettings
 from echelon.sweep.trial_store import LeasedTrial, TrialStore
 
 ROUNDS = 3
@@ -134,7 +133,7 @@ def _locks() -> dict[str, Callable[[str], Any]]:
     from optuna.storages.journal import JournalFileOpenLock, JournalFileSymlinkLock
 
     return {
-        "ours": lambda path: Lock(Path(path)),
+        "ours": lambda path: SweepLock(Path(path)),
         "Optuna's symlink": JournalFileSymlinkLock,
         "Optuna's open": JournalFileOpenLock,
     }
@@ -165,7 +164,7 @@ def _freed_s(make: Callable[[str], Any], path: Path) -> float:
 
 
 def _acquire(lock: Any) -> None:
-    lock.__enter__() if isinstance(lock, Lock) else lock.acquire()
+    lock.__enter__() if isinstance(lock, SweepLock) else lock.acquire()
 
 
 def _fork(work: Callable[[], None]) -> int:

@@ -16,12 +16,11 @@ import pytest
 
 from echelon.errors import EchelonError
 from echelon.sweep import trial_lease as leases
-from echelon.sweep.hyperband import find_band, should_stop
+from echelon.sweep.hyperband import Hyperband, find_band, should_stop
 from echelon.sweep.metric_history import MetricHistory, to_file_key
 from echelon.sweep.optuna_journal import SweepJournal
 from echelon.sweep.report import build_report
 from echelon.sweep.supervisor import assign_devices
-from echelon.sweep.sweep_file import Hyperband
 from echelon.sweep.sweep_folder import SweepFolder, SweepLock, SweepSettings
 from echelon.sweep.trial_lease import LeaseWatch
 from echelon.sweep.trial_store import LeasedTrial, LeaseLostError, TrialStore
