@@ -14,8 +14,16 @@ import tempfile
 import time
 from functools import partial
 
-from common import Result, alone, environment, figure, in_turns, ratios, tool
-from startup import shortened
+from common import (
+    Result,
+    compute_ratios,
+    environment,
+    find_tool,
+    make_figure,
+    measure_in_turns,
+    run_benchmark,
+)
+from startup import shorten_command
 
 ROUNDS = 9
 TORCH = "python -c 'import torch'"
@@ -23,37 +31,41 @@ PLAN = ["train", "launch=local", "launch.procs=2", "--dry-run"]
 COMMANDS = {
     TORCH: [sys.executable, "-c", "import torch"],
     "python -c pass": [sys.executable, "-c", "pass"],
-    "echelon --help": [tool("echelon"), "--help"],
-    "echelon explain": [tool("echelon"), "explain"],
-    "echelon train --dry-run": [tool("echelon"), *PLAN],
-    "torchrun --help": [tool("torchrun"), "--help"],
-    "accelerate --help": [tool("accelerate"), "--help"],
+    "echelon --help": [find_tool("echelon"), "--help"],
+    "echelon explain": [find_tool("echelon"), "explain"],
+    "echelon train --dry-run": [find_tool("echelon"), *PLAN],
+    "torchrun --help": [find_tool("torchrun"), "--help"],
+    "accelerate --help": [find_tool("accelerate"), "--help"],
 }
 TARGETS = {"echelon --help": 0.15, "echelon explain": 0.15, "echelon train --dry-run": 0.5}
 
 
 def measure(rounds: int = ROUNDS) -> Result:
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
-        seconds = in_turns({n: partial(taken_s, c, folder) for n, c in COMMANDS.items()}, rounds)
+        seconds = measure_in_turns(
+            {n: partial(time_command, c, folder) for n, c in COMMANDS.items()}, rounds
+        )
     return {
         "config": {
-            "commands": {n: " ".join(map(shortened, c)) for n, c in COMMANDS.items()},
+            "commands": {n: " ".join(map(shorten_command, c)) for n, c in COMMANDS.items()},
             "rounds": rounds,
         },
         "figures": [
-            figure(f"{name}, × import torch", ratios(v, seconds[TORCH]), TARGETS.get(name))
+            make_figure(
+                f"{name}, × import torch", compute_ratios(v, seconds[TORCH]), TARGETS.get(name)
+            )
             for name, v in seconds.items()
             if name != TORCH
         ],
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
     }
 
 
-def taken_s(command: list[str], folder: str) -> float:
+def time_command(command: list[str], folder: str) -> float:
     began = time.perf_counter()
     subprocess.run(command, env=environment(), cwd=folder, check=True, capture_output=True)
     return time.perf_counter() - began
 
 
 if __name__ == "__main__":
-    alone("time commands that need no torch", measure, ROUNDS)
+    run_benchmark("time commands that need no torch", measure, ROUNDS)

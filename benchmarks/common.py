@@ -27,7 +27,7 @@ Figure = dict[str, Any]
 Result = dict[str, Any]
 
 
-def figure(
+def make_figure(
     what: str, values: Sequence[float], at_most: float | None = None, unit: str = "×"
 ) -> Figure:
     """A row of a table: every value, the median and the spread, and what it should reach."""
@@ -42,16 +42,16 @@ def figure(
     }
 
 
-def reached(row: Figure) -> bool | None:
+def reached_target(row: Figure) -> bool | None:
     return None if row["at_most"] is None else row["median"] <= row["at_most"]
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+def compute_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Round by round, so that a slow moment of the machine falls on both."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def in_turns(
+def measure_in_turns(
     contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
     """What each gave in each round; another one begins each time, as the first may be favoured."""
@@ -66,7 +66,7 @@ def in_turns(
     return taken
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     model = _field(Path("/proc/cpuinfo"), "model name") or platform.machine()
     memory = _field(Path("/proc/meminfo"), "MemTotal") or "0 kB"
     return {
@@ -77,7 +77,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("echelon", *PACKAGES):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -97,7 +97,7 @@ def _field(path: Path, name: str) -> str | None:
 # --- programs as a person types them ------------------------------------------------------------
 
 
-def tool(name: str) -> str:
+def find_tool(name: str) -> str:
     """A command that is installed beside this Python."""
     return str(Path(sys.executable).parent / name)
 
@@ -110,7 +110,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], env: Mapping[str, str], folder: Path) -> Iterator[int]:
+def start_program(command: Sequence[str], env: Mapping[str, str], folder: Path) -> Iterator[int]:
     """A program in a folder of its own; what it started ends with it. Gives its process id."""
     with (folder / "output.txt").open("wb") as output:
         program = subprocess.Popen(
@@ -158,7 +158,7 @@ def proportional_megabytes(root: int) -> float:
     return total / 1e3
 
 
-def alone(description: str, measure: Callable[[int], Result], rounds: int) -> None:
+def run_benchmark(description: str, measure: Callable[[int], Result], rounds: int) -> None:
     """One benchmark by itself, for who works on what it measures; nothing is kept."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)

@@ -20,7 +20,16 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common import HERE, Result, alone, environment, figure, in_turns, ratios, tool
+from common import (
+    HERE,
+    Result,
+    compute_ratios,
+    environment,
+    find_tool,
+    make_figure,
+    measure_in_turns,
+    run_benchmark,
+)
 
 ROUNDS = 5
 NAMES = (
@@ -34,12 +43,12 @@ TARGETS = {WITH_UV: 0.2}
 
 def measure(rounds: int = ROUNDS) -> Result:
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
-        scene = prepared(Path(folder))
-        seconds = in_turns(
+        scene = make_environment_source(Path(folder))
+        seconds = measure_in_turns(
             {
-                BY_HAND: partial(by_hand_s, scene),
-                WITH_UV: partial(built_s, scene),
-                READY: partial(ready_s, scene),
+                BY_HAND: partial(time_manual_build, scene),
+                WITH_UV: partial(time_build, scene),
+                READY: partial(time_cached_build, scene),
             },
             rounds,
         )
@@ -47,17 +56,19 @@ def measure(rounds: int = ROUNDS) -> Result:
     return {
         "config": {"requirements": requirements, "rounds": rounds, "caches": "empty each time"},
         "figures": [
-            figure(
-                f"{name}, × venv and pip by hand", ratios(v, seconds[BY_HAND]), TARGETS.get(name)
+            make_figure(
+                f"{name}, × venv and pip by hand",
+                compute_ratios(v, seconds[BY_HAND]),
+                TARGETS.get(name),
             )
             for name, v in seconds.items()
             if name != BY_HAND
         ],
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
     }
 
 
-def prepared(scene: Path) -> Path:
+def make_environment_source(scene: Path) -> Path:
     """A source with its requirements, and a folder with all their wheels."""
     pins = (HERE.parent / "constraints.txt").read_text().splitlines()
     wanted = [line for line in pins if line.partition("==")[0] in NAMES]
@@ -67,13 +78,16 @@ def prepared(scene: Path) -> Path:
     wheels = [sys.executable, "-m", "pip", "wheel", "-q", "-r", str(file), "-w", scene / "wheels"]
     subprocess.run(wheels, env=environment(), check=True, capture_output=True)
     subprocess.run(
-        [*building(scene), "--json"], env=variables(scene), check=True, stdout=subprocess.DEVNULL
+        [*build_command(scene), "--json"],
+        env=variables(scene),
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     return scene
 
 
-def building(scene: Path) -> list[str]:
-    return [tool("echelon"), "env", "build", "--source", str(scene / "source")]
+def build_command(scene: Path) -> list[str]:
+    return [find_tool("echelon"), "env", "build", "--source", str(scene / "source")]
 
 
 def variables(scene: Path) -> dict[str, str]:
@@ -91,29 +105,29 @@ def variables(scene: Path) -> dict[str, str]:
     return environment(**offline)
 
 
-def built_s(scene: Path) -> float:
+def time_build(scene: Path) -> float:
     places = {"ECHELON_CACHE": scene / "cold", "UV_CACHE_DIR": scene / "uv-cold"}
     env = variables(scene) | {name: str(path) for name, path in places.items()}
-    taken = taken_s([building(scene)], env)
+    taken = time_command([build_command(scene)], env)
     for path in places.values():
         shutil.rmtree(path, ignore_errors=True)
     return taken
 
 
-def by_hand_s(scene: Path) -> float:
+def time_manual_build(scene: Path) -> float:
     made = scene / "by-hand"
     file = str(scene / "source" / "requirements.txt")
     install = [str(made / "bin" / "python"), "-m", "pip", "install", "-r", file]
-    taken = taken_s([[sys.executable, "-m", "venv", str(made)], install], variables(scene))
+    taken = time_command([[sys.executable, "-m", "venv", str(made)], install], variables(scene))
     shutil.rmtree(made)
     return taken
 
 
-def ready_s(scene: Path) -> float:
-    return taken_s([building(scene)], variables(scene))
+def time_cached_build(scene: Path) -> float:
+    return time_command([build_command(scene)], variables(scene))
 
 
-def taken_s(commands: list[list[str]], env: dict[str, str]) -> float:
+def time_command(commands: list[list[str]], env: dict[str, str]) -> float:
     began = time.perf_counter()
     for command in commands:
         subprocess.run(command, env=env, check=True, capture_output=True)
@@ -121,4 +135,4 @@ def taken_s(commands: list[list[str]], env: dict[str, str]) -> float:
 
 
 if __name__ == "__main__":
-    alone("time the building of an environment", measure, ROUNDS)
+    run_benchmark("time the building of an environment", measure, ROUNDS)

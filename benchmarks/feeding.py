@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import Figure, Result, environment, figure, in_turns, ratios
+from common import Figure, Result, compute_ratios, environment, make_figure, measure_in_turns
 from echelon.data.batches import make_source
 from echelon.data.sample_order import EpochOrder
 from ratings import SIZES, loader, parts, ratings
@@ -47,13 +47,13 @@ Columns = tuple[Tensor, ...]
 _epochs = count()
 
 
-def fed(columns: Columns, epoch: int) -> Iterator[Any]:
+def feed_echelon(columns: Columns, epoch: int) -> Iterator[Any]:
     source = make_source(columns, "train_data", 0, CPU)
     order = EpochOrder(len(source), BATCH, 0, 1, seed=0, epoch=epoch)
     return (batch.data for batch in source.batches(order, 0, CPU))
 
 
-def permuted(columns: Columns) -> Iterator[Any]:
+def feed_permuted_tensors(columns: Columns) -> Iterator[Any]:
     for rows in torch.randperm(len(columns[0])).split(BATCH):
         yield tuple(column[rows] for column in columns)
 
@@ -81,17 +81,17 @@ def measure(rounds: int = ROUNDS) -> Result:
     per_second: dict[str, dict[str, float]] = {}
     for name, size in SIZES.items():
         columns = ratings(size)
-        seconds = in_turns(contestants(columns, FAST_BATCHES[name]), rounds)
+        seconds = measure_in_turns(contestants(columns, FAST_BATCHES[name]), rounds)
         rows += [
-            figure(
+            make_figure(
                 f"{name} ratings: {who}, a batch, × the tutorial's",
-                ratios(taken, seconds["tutorial"]),
+                compute_ratios(taken, seconds["tutorial"]),
                 1.0 / AT_LEAST if who == "Echelon" else None,
             )
             for who, taken in seconds.items()
             if who != "tutorial"
         ]
-        rates = {n: figure(n, [BATCH / s for s in v], unit="/s") for n, v in seconds.items()}
+        rates = {n: make_figure(n, [BATCH / s for s in v], unit="/s") for n, v in seconds.items()}
         per_second[name] = {who: row["median"] for who, row in rates.items()}
     rows += [*first_batches(columns, rounds), *memory()]
     config = {"rounds": rounds, "batch": BATCH}
@@ -101,28 +101,28 @@ def measure(rounds: int = ROUNDS) -> Result:
 def contestants(columns: Columns, many: int) -> dict[str, Callable[[], float]]:
     """The order of torch's own is drawn before the clock: it takes seconds for 20 million."""
     loaded = endless(partial(loader, columns, BATCH))
-    cut = endless(partial(permuted, columns))
+    cut = endless(partial(feed_permuted_tensors, columns))
     next(loaded)
     next(cut)
     return {
         "tutorial": partial(seconds_per_batch, lambda: loaded, TUTORIAL_BATCHES),
-        "Echelon": partial(seconds_per_batch, lambda: fed(columns, next(_epochs)), many),
+        "Echelon": partial(seconds_per_batch, lambda: feed_echelon(columns, next(_epochs)), many),
         "permuted": partial(seconds_per_batch, lambda: cut, many),
     }
 
 
 def first_batches(columns: Columns, rounds: int) -> list[Figure]:
-    seconds = in_turns(
+    seconds = measure_in_turns(
         {
-            "Echelon": partial(seconds_to_first, lambda: fed(columns, next(_epochs))),
-            "permuted": partial(seconds_to_first, partial(permuted, columns)),
+            "Echelon": partial(seconds_to_first, lambda: feed_echelon(columns, next(_epochs))),
+            "permuted": partial(seconds_to_first, partial(feed_permuted_tensors, columns)),
             "tutorial": partial(seconds_to_first, lambda: iter(loader(columns, BATCH))),
         },
         min(rounds, 5),
     )
     goals = {"Echelon": FIRST_BATCH_S}
     return [
-        figure(f"the first batch of 20M ratings: {who}", taken, goals.get(who), "s")
+        make_figure(f"the first batch of 20M ratings: {who}", taken, goals.get(who), "s")
         for who, taken in seconds.items()
     ]
 
@@ -145,7 +145,7 @@ def memory() -> list[Figure]:
         goal = MEMORY_MB if who == "Echelon" else None
         verb = {"feed": "feeding", "train": "training the tower on"}[what]
         said = f"memory beyond the data, {verb} 20M ratings: {who}"
-        rows.append(figure(said, [float(told.stdout)], goal, "MB"))
+        rows.append(make_figure(said, [float(told.stdout)], goal, "MB"))
     return rows
 
 
@@ -153,8 +153,8 @@ def peak_growth(what: str, who: str) -> float:
     torch.set_num_threads(1)
     columns = ratings(SIZES["20M"])
     feeds: dict[str, Callable[[Columns], Iterator[Any]]] = {
-        "Echelon": partial(fed, epoch=0),
-        "permuted": permuted,
+        "Echelon": partial(feed_echelon, epoch=0),
+        "permuted": feed_permuted_tensors,
         "tutorial": lambda c: iter(loader(c, BATCH)),
     }
     step = _nothing

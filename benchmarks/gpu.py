@@ -26,7 +26,7 @@ import torch
 
 import snapshots
 import steps
-from common import Figure, Result, figure, in_turns, ratios
+from common import Figure, Result, compute_ratios, make_figure, measure_in_turns
 from echelon.data.sample_order import EpochOrder
 
 ROUNDS, SAVE_ROUNDS = 7, 3
@@ -63,30 +63,35 @@ def measure(device: str = "cuda", quick: bool = False) -> Result:
 def measure_steps(device: str, rounds: int, quick: bool) -> tuple[list[Figure], dict[str, Figure]]:
     seconds = steps.alternate(1, rounds, device=device, quick=True)
     rows = [
-        figure(f"{name}, a step, × the bare loop, data on the device", ratios(v, seconds["bare"]))
+        make_figure(
+            f"{name}, a step, × the bare loop, data on the device",
+            compute_ratios(v, seconds["bare"]),
+        )
         for name, v in seconds.items()
         if name != "bare"
     ]
     ours = [name for name in (steps.OURS, steps.OURS_BAR) if name in seconds]
     rows += [
-        figure(f"{name}, a step, × {peer}", ratios(seconds[name], seconds[peer]), at_most)
+        make_figure(
+            f"{name}, a step, × {peer}", compute_ratios(seconds[name], seconds[peer]), at_most
+        )
         for name in ours
         for peer, at_most in STEP_TARGETS.items()
         if peer in seconds
     ]
     rows += [
-        figure(f"{name}, µs per step", [1e6 * s for s in seconds[name]], STEP_US, unit="µs")
+        make_figure(f"{name}, µs per step", [1e6 * s for s in seconds[name]], STEP_US, unit="µs")
         for name in ours
     ]
-    per_step = {n: figure(n, [1e6 * s for s in v], unit="µs") for n, v in seconds.items()}
+    per_step = {n: make_figure(n, [1e6 * s for s in v], unit="µs") for n, v in seconds.items()}
     return rows, per_step
 
 
 def measure_saves(device: str, rounds: int, megabytes: int) -> dict[str, Any]:
     root = Path(tempfile.mkdtemp(prefix="echelon-bench-"))
     try:
-        saved: dict[str, Any] = snapshots.in_child(
-            lambda: snapshots.writing(root, rounds, megabytes, device)
+        saved: dict[str, Any] = snapshots.run_in_child(
+            lambda: snapshots.measure_writing(root, rounds, megabytes, device)
         )
         return saved
     finally:
@@ -95,7 +100,9 @@ def measure_saves(device: str, rounds: int, megabytes: int) -> dict[str, Any]:
 
 def save_rows(saved: dict[str, Any]) -> list[Figure]:
     blocked = saved["save_blocks / torch.save"]["values"]
-    return [figure("loop blocked by a save from the device, × torch.save", blocked, SAVE_TARGET)]
+    return [
+        make_figure("loop blocked by a save from the device, × torch.save", blocked, SAVE_TARGET)
+    ]
 
 
 def measure_draws(device: str, rounds: int, size: int) -> tuple[list[Figure], dict[str, Figure]]:
@@ -103,15 +110,17 @@ def measure_draws(device: str, rounds: int, size: int) -> tuple[list[Figure], di
         "echelon": partial(draw_s, lambda: draw_ours(size, device), device),
         "torch.randperm": partial(draw_s, lambda: draw_randperm(size, device), device),
     }
-    seconds = in_turns(draws, rounds)
+    seconds = measure_in_turns(draws, rounds)
     share = size / DRAW_WORLD
     rows = [
-        figure(
+        make_figure(
             "drawing a rank's share of an epoch, × torch.randperm, which keeps it all in memory",
-            ratios(seconds["echelon"], seconds["torch.randperm"]),
+            compute_ratios(seconds["echelon"], seconds["torch.randperm"]),
         )
     ]
-    return rows, {n: figure(n, [s / share * 1e9 for s in v], unit="ns") for n, v in seconds.items()}
+    return rows, {
+        n: make_figure(n, [s / share * 1e9 for s in v], unit="ns") for n, v in seconds.items()
+    }
 
 
 def draw_ours(size: int, device: str) -> int:

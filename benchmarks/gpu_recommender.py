@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Result, environment, figure, in_turns, ratios
+from common import Figure, Result, compute_ratios, environment, make_figure, measure_in_turns
 
 HERE = Path(__file__).resolve()
 BATCHES = (1024, 16384)
@@ -58,10 +58,10 @@ def measure(device: str = "cuda", quick: bool = False) -> Result:
             ON_GPU: partial(child_s, "on_gpu", batch, size, steps // 10, device),
             LOADER: partial(child_s, "loaded", batch, size, LOADER_STEPS, device),
         }
-        seconds = in_turns(contestants, rounds, warm_up=0)
+        seconds = measure_in_turns(contestants, rounds, warm_up=0)
         floor, name = floor_of(batch, size, device)
         micro[f"batch {batch:,}"] = {
-            n: figure(n, [1e6 * s for s in v], unit="µs") for n, v in seconds.items()
+            n: make_figure(n, [1e6 * s for s in v], unit="µs") for n, v in seconds.items()
         } | {"floor": 1e6 * floor}
         rows += figures(batch, seconds, floor)
     config = {
@@ -81,10 +81,12 @@ def figures(batch: int, seconds: dict[str, list[float]], floor: float) -> list[F
         dense = name == OURS_DENSE
         goals = (None, None, None) if dense else (AT_MOST_US[batch], LOADER_AT_MOST[batch], 2.0)
         rows += [
-            figure(f"{at}, µs per step", [1e6 * s for s in ours], goals[0], unit="µs"),
-            figure(f"{at}, × {LOADER}", ratios(ours, seconds[LOADER]), goals[1]),
-            figure(f"{at}, × {ON_GPU}", ratios(ours, seconds[ON_GPU])),
-            figure(f"{at}, × the floor of memory traffic", [s / floor for s in ours], goals[2]),
+            make_figure(f"{at}, µs per step", [1e6 * s for s in ours], goals[0], unit="µs"),
+            make_figure(f"{at}, × {LOADER}", compute_ratios(ours, seconds[LOADER]), goals[1]),
+            make_figure(f"{at}, × {ON_GPU}", compute_ratios(ours, seconds[ON_GPU])),
+            make_figure(
+                f"{at}, × the floor of memory traffic", [s / floor for s in ours], goals[2]
+            ),
         ]
     return rows
 
@@ -150,7 +152,7 @@ def child_s(way: str, batch: int, size: str, steps: int, device: str) -> float:
     return float(out.stdout.split()[-1])
 
 
-def loaded(batch: int, size: str, steps: int, device: str) -> float:
+def train_from_loader(batch: int, size: str, steps: int, device: str) -> float:
     import torch
 
     import ratings
@@ -168,7 +170,7 @@ def loaded(batch: int, size: str, steps: int, device: str) -> float:
     return _bare(lambda: next(batches), size, steps, device)
 
 
-def on_gpu(batch: int, size: str, steps: int, device: str) -> float:
+def train_from_gpu_tensors(batch: int, size: str, steps: int, device: str) -> float:
     import torch
 
     import ratings

@@ -23,8 +23,18 @@ from fcntl import ioctl
 from functools import partial
 from pathlib import Path
 
-from common import HERE, Figure, Result, alone, environment, figure, in_turns, ratios, tool
-from startup import shortened
+from common import (
+    HERE,
+    Figure,
+    Result,
+    compute_ratios,
+    environment,
+    find_tool,
+    make_figure,
+    measure_in_turns,
+    run_benchmark,
+)
+from startup import shorten_command
 
 sys.path.insert(0, str(HERE.parent / "tests" / "gpus"))
 import fake_nvml
@@ -39,27 +49,36 @@ COLUMNS = ["--show-cmd", "--show-user", "--show-pid", "--show-power"]
 
 def measure(rounds: int = ROUNDS) -> Result:
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder, _machine(folder) as env:
-        commands = {OURS: [tool("echelon"), "gpus"], JSON: [tool("echelon"), "gpus", "--json"]}
-        if gpustat := shutil.which("gpustat", path=f"{Path(tool('gpustat')).parent}:{env['PATH']}"):
+        commands = {
+            OURS: [find_tool("echelon"), "gpus"],
+            JSON: [find_tool("echelon"), "gpus", "--json"],
+        }
+        if gpustat := shutil.which(
+            "gpustat", path=f"{Path(find_tool('gpustat')).parent}:{env['PATH']}"
+        ):
             commands[GPUSTAT] = [gpustat, *COLUMNS]
-        seconds = in_turns({n: partial(_taken_s, c, env) for n, c in commands.items()}, rounds)
+        seconds = measure_in_turns(
+            {n: partial(_time_command, c, env) for n, c in commands.items()}, rounds
+        )
         share = [100 * _share(env) for _ in range(3)]
     found = [
-        figure(f"one look, {name}, × {GPUSTAT}", ratios(seconds[name], seconds[GPUSTAT]), 0.5)
+        make_figure(
+            f"one look, {name}, × {GPUSTAT}", compute_ratios(seconds[name], seconds[GPUSTAT]), 0.5
+        )
         for name in (OURS, JSON)
         if GPUSTAT in seconds
     ]
     found += _beside_smi(rounds)
-    found.append(figure("echelon gpus --watch 0.5, of a core", share, 2, "%"))
+    found.append(make_figure("echelon gpus --watch 0.5, of a core", share, 2, "%"))
     return {
         "config": {
             "gpus": GPUS,
             "processes": PROCESSES,
-            "commands": {n: " ".join(map(shortened, c)) for n, c in commands.items()},
+            "commands": {n: " ".join(map(shorten_command, c)) for n, c in commands.items()},
             "rounds": rounds,
         },
         "figures": found,
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
     }
 
 
@@ -82,11 +101,15 @@ def _beside_smi(rounds: int) -> list[Figure]:
         return []
     commands = {OURS: [sys.executable, "-m", "echelon", "gpus"], SMI: [smi]}
     env = environment()
-    seconds = in_turns({n: partial(_taken_s, c, env) for n, c in commands.items()}, rounds)
-    return [figure(f"one look, {OURS}, × {SMI}", ratios(seconds[OURS], seconds[SMI]), 0.5)]
+    seconds = measure_in_turns(
+        {n: partial(_time_command, c, env) for n, c in commands.items()}, rounds
+    )
+    return [
+        make_figure(f"one look, {OURS}, × {SMI}", compute_ratios(seconds[OURS], seconds[SMI]), 0.5)
+    ]
 
 
-def _taken_s(command: list[str], env: dict[str, str]) -> float:
+def _time_command(command: list[str], env: dict[str, str]) -> float:
     began = time.perf_counter()
     subprocess.run(command, env=env, check=True, capture_output=True)
     return time.perf_counter() - began
@@ -96,10 +119,10 @@ def _share(env: dict[str, str]) -> float:
     """Of a core, once it has started, at a terminal that shows all of it."""
     ours, theirs = pty.openpty()
     ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 120, 140, 0, 0))
-    words = [tool("echelon"), "gpus", "--watch", "0.5"]
+    words = [find_tool("echelon"), "gpus", "--watch", "0.5"]
     program = subprocess.Popen(words, env=env | {"TERM": "xterm"}, stdout=theirs, close_fds=True)
     os.close(theirs)
-    threading.Thread(target=_drained, args=(ours,), daemon=True).start()
+    threading.Thread(target=_drain_output, args=(ours,), daemon=True).start()
     try:
         time.sleep(3)
         before, began = _cpu_s(program.pid), time.perf_counter()
@@ -110,7 +133,7 @@ def _share(env: dict[str, str]) -> float:
         program.wait()
 
 
-def _drained(terminal: int) -> None:
+def _drain_output(terminal: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(terminal, 1 << 16):
             pass
@@ -122,4 +145,4 @@ def _cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    alone("time one look at the GPUs", measure, ROUNDS)
+    run_benchmark("time one look at the GPUs", measure, ROUNDS)

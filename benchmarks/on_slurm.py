@@ -26,12 +26,12 @@ from common import (
     HERE,
     SCRIPTS,
     Result,
-    alone,
+    compute_ratios,
     environment,
-    figure,
-    in_turns,
-    ratios,
-    tool,
+    find_tool,
+    make_figure,
+    measure_in_turns,
+    run_benchmark,
     wait_for,
 )
 
@@ -44,17 +44,22 @@ SCRIPT = f"""#!/bin/bash
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=output.txt
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun {tool("torchrun")} --nnodes 2 --nproc_per_node 1 --rdzv_id $SLURM_JOB_ID \\
+srun {find_tool("torchrun")} --nnodes 2 --nproc_per_node 1 --rdzv_id $SLURM_JOB_ID \\
   --rdzv_backend c10d --rdzv_endpoint $head:$((20000 + SLURM_JOB_ID % 10000)) \\
-  {SCRIPTS / "bare.py"} --steps 1
+  {SCRIPTS / "bare_loop.py"} --steps 1
 """
 
 
 def measure(rounds: int = ROUNDS) -> Result:
     env = cluster_environment()
     launch = ["launch=slurm", "launch.nodes=2", "trainer.steps=1"]
-    ours = [tool("echelon"), "train", f"experiment={SCRIPTS / 'ours.py'}:experiment", *launch]
-    seconds = in_turns(
+    ours = [
+        find_tool("echelon"),
+        "train",
+        f"experiment={SCRIPTS / 'echelon_experiment.py'}:experiment",
+        *launch,
+    ]
+    seconds = measure_in_turns(
         {
             SEED: partial(first_step_s, ["sbatch", "job.sh"], env),
             OURS: partial(first_step_s, ours, env),
@@ -66,20 +71,20 @@ def measure(rounds: int = ROUNDS) -> Result:
     return {
         "config": {"rounds": rounds, "nodes": 2, "processes": 2, "runs": MANY, "arrays": chunks},
         "figures": [
-            figure(
+            make_figure(
                 "to the first step on two nodes, × a hand-written script",
-                ratios(seconds[OURS], seconds[SEED]),
+                compute_ratios(seconds[OURS], seconds[SEED]),
                 START_TARGET,
             ),
-            figure("the plan for 4,096 nodes × 8 GPUs", plan, PLAN_TARGET_S, "s"),
-            figure(
+            make_figure("the plan for 4,096 nodes × 8 GPUs", plan, PLAN_TARGET_S, "s"),
+            make_figure(
                 f"calls to the controller per array, submitting {MANY:,} runs",
                 [calls / chunks],
                 CALLS_TARGET,
                 "",
             ),
         ],
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
     }
 
 
@@ -106,14 +111,14 @@ def first_step_s(command: list[str], env: dict[str, str]) -> float:
             stderr=output,
             check=True,
         )
-    made = float(wait_for(partial(both_made, folder / "marks"), folder))
+    made = float(wait_for(partial(find_first_step_time, folder / "marks"), folder))
     clear_queue(env)  # torchrun may wait for minutes where a peer has ended
     wait_for(partial(queue_is_empty, env), folder)
     shutil.rmtree(folder, ignore_errors=True)
     return made - began
 
 
-def both_made(marks: Path) -> float | None:
+def find_first_step_time(marks: Path) -> float | None:
     """When the last of two ranks had made its first step."""
     first = [file.read_text().split("\n")[0].split() for file in marks.iterdir()]
     return max(float(row[1]) for row in first) if len(first) == 2 and all(first) else None
@@ -134,7 +139,7 @@ def plan_s() -> float:
     words = ["launch=slurm", "launch.nodes=4096", "launch.gpus_per_node=8"]
     began = time.perf_counter()
     subprocess.run(
-        [tool("echelon"), "train", *words, "trainer.batch_size=32768", "--dry-run"],
+        [find_tool("echelon"), "train", *words, "trainer.batch_size=32768", "--dry-run"],
         env=environment(),
         stdout=subprocess.DEVNULL,
         check=True,
@@ -153,7 +158,7 @@ def controller_calls(env: dict[str, str]) -> tuple[int, int]:
         shim.chmod(0o755)
     words = ["launch=slurm", f"seed=range(0,{MANY})", "launch.sbatch=[--hold]"]
     subprocess.run(
-        [tool("echelon"), "train", "-m", *words, "run.name=many"],
+        [find_tool("echelon"), "train", "-m", *words, "run.name=many"],
         env=env | {"PATH": f"{folder / 'bin'}:{env['PATH']}"},
         cwd=folder,
         stdout=subprocess.DEVNULL,
@@ -167,4 +172,4 @@ def controller_calls(env: dict[str, str]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    alone("measure on a Slurm cluster", measure, ROUNDS)
+    run_benchmark("measure on a Slurm cluster", measure, ROUNDS)

@@ -28,11 +28,11 @@ def draw(title: str, result: Result, file: Path) -> None:
     if result["benchmark"] == "order":
         plot = growth(result)
     else:
-        plot = stacked(title, [*step_panels(result), *ratio_panels(result)])
+        plot = draw_stacked_panels(title, [*step_panels(result), *ratio_panels(result)])
     plot.savefig(file, dpi=120, bbox_inches="tight")
 
 
-def stacked(title: str, panels: Sequence[Panel]) -> Any:
+def draw_stacked_panels(title: str, panels: Sequence[Panel]) -> Any:
     from matplotlib import pyplot
 
     heights = [count + 0.8 for count, _ in panels]

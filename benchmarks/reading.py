@@ -22,7 +22,15 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from common import HERE, Result, environment, figure, in_turns, ratios, versions
+from common import (
+    HERE,
+    Result,
+    compute_ratios,
+    environment,
+    make_figure,
+    measure_in_turns,
+    read_versions,
+)
 
 ROWS, USERS, MOVIES = 20_000_000, 138_000, 27_000
 ROUNDS = 5
@@ -83,12 +91,13 @@ print(json.dumps([n, seconds, int(peak) / 1e3]))
 def measure(rows: int = ROWS, rounds: int = ROUNDS) -> Result:
     memory: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
-        make(rows, Path(folder))
+        make_ratings_file(rows, Path(folder))
         size = (Path(folder) / "ratings.csv").stat().st_size
         ways: dict[str, Callable[[], float]] = {
-            name: partial(taken_s, way, folder, rows, memory[name]) for name, way in WAYS.items()
+            name: partial(time_reading, way, folder, rows, memory[name])
+            for name, way in WAYS.items()
         }
-        seconds = in_turns(ways, rounds)
+        seconds = measure_in_turns(ways, rounds)
     memory = {name: taken[-rounds:] for name, taken in memory.items()}  # the first was a warm-up
     beside = [(name, TARGETS.get(name)) for name in WAYS if name not in (PANDAS, CACHED, CALL)]
     return {
@@ -99,27 +108,36 @@ def measure(rows: int = ROWS, rounds: int = ROUNDS) -> Result:
             "rounds": rounds,
             "ways": WAYS,
         },
-        "versions": versions() | {n: metadata.version(n) for n in ("pandas", "polars", "pyarrow")},
+        "versions": read_versions()
+        | {n: metadata.version(n) for n in ("pandas", "polars", "pyarrow")},
         "figures": [
             *(
-                figure(f"time: {name}, × {PANDAS}", ratios(seconds[name], seconds[PANDAS]), most)
+                make_figure(
+                    f"time: {name}, × {PANDAS}",
+                    compute_ratios(seconds[name], seconds[PANDAS]),
+                    most,
+                )
                 for name, most in beside
             ),
             *(
-                figure(f"memory: {name}, × {PANDAS}", ratios(memory[name], memory[PANDAS]), most)
+                make_figure(
+                    f"memory: {name}, × {PANDAS}",
+                    compute_ratios(memory[name], memory[PANDAS]),
+                    most,
+                )
                 for name, most in beside
             ),
             *(
-                figure(f"start: {name}", [1e3 * s for s in seconds[name]], most, "ms")
+                make_figure(f"start: {name}", [1e3 * s for s in seconds[name]], most, "ms")
                 for name, most in ((CALL, 10.0), (CACHED, None))
             ),
         ],
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
-        "megabytes": {n: figure(n, v, unit="MB") for n, v in memory.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
+        "megabytes": {n: make_figure(n, v, unit="MB") for n, v in memory.items()},
     }
 
 
-def make(rows: int, folder: Path) -> None:
+def make_ratings_file(rows: int, folder: Path) -> None:
     """By a child, so that nothing of it is in memory here."""
     code = (
         "import sys; from pathlib import Path;"
@@ -129,7 +147,7 @@ def make(rows: int, folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code, folder], check=True, env=environment())
 
 
-def taken_s(way: str, folder: str, rows: int, memory: list[float]) -> float:
+def time_reading(way: str, folder: str, rows: int, memory: list[float]) -> float:
     command = [sys.executable, "-c", _CHILD.format(way=way), folder]
     said = subprocess.run(
         command, env=environment(), cwd=HERE, check=True, stdout=subprocess.PIPE, text=True

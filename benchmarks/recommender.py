@@ -46,8 +46,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Result, environment, figure, in_turns, ratios
-from steps import optional, trained
+from common import Figure, Result, compute_ratios, environment, make_figure, measure_in_turns
+from steps import optional, run_echelon_train
 
 ROUNDS = 9
 BATCH = 1024
@@ -75,7 +75,7 @@ def measure(
     for setting in settings:
         seconds = alternate(setting, rounds, batch)
         rows += figures(setting, seconds)
-        rates = {n: figure(n, [batch / s for s in v], unit="/s") for n, v in seconds.items()}
+        rates = {n: make_figure(n, [batch / s for s in v], unit="/s") for n, v in seconds.items()}
         per_second[setting] = {name: row["median"] for name, row in rates.items()}
     config = {
         "rounds": rounds,
@@ -93,9 +93,9 @@ def figures(setting: str, seconds: dict[str, list[float]]) -> list[Figure]:
     names = {"dot": "dot product, sparse SGD", "tower": "tower, Adam"}
     goal = AT_LEAST.get(setting)
     return [
-        figure(
+        make_figure(
             f"{size} ratings, {names[kind]}: {name}, a step, × the tutorial's",
-            ratios(taken, seconds[TUTORIAL]),
+            compute_ratios(taken, seconds[TUTORIAL]),
             1.0 / goal if goal and name == OURS else None,
         )
         for name, taken in seconds.items()
@@ -130,7 +130,7 @@ def alternate(setting: str, rounds: int, batch: int) -> dict[str, list[float]]:
     here = Path(__file__).resolve()
     words = [f"experiment={here}:experiment", *overrides(setting, batch), f"run.dir={folder}/runs"]
     try:
-        return trained(words, env, folder, answer)
+        return run_echelon_train(words, env, folder, answer)
     finally:
         shutil.rmtree(folder)
 
@@ -161,13 +161,13 @@ def take_turns(t: Any) -> Any:
     """In the place of echelon.train.loop.train; Echelon's own is `_train`."""
     from echelon.errors import Exit
 
-    contestants = {name: partial(timed, run) for name, run in lineup(t).items()}
-    seconds = in_turns(contestants, int(os.environ["BENCH_ROUNDS"]))
+    contestants = {name: partial(time_steps, run) for name, run in lineup(t).items()}
+    seconds = measure_in_turns(contestants, int(os.environ["BENCH_ROUNDS"]))
     Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(seconds))
     return Exit.OK
 
 
-def timed(run: Run) -> float:
+def time_steps(run: Run) -> float:
     gc.collect()
     seconds, steps = run()
     return seconds / steps
@@ -183,9 +183,9 @@ def lineup(t: Any) -> dict[str, Run]:
     loaded = endless(loader(columns, batch.batch_size))
     cut = endless(Permuted(columns, batch.batch_size))
     contestants: dict[str, Run | None] = {
-        TUTORIAL: bare(make, loaded, few),
-        OURS: partial(ours, t, t.total_steps),
-        PERMUTED: bare(make, cut, few * (1 if asked.size == "20M" else 4)),
+        TUTORIAL: train_bare_loop(make, loaded, few),
+        OURS: partial(train_echelon, t, t.total_steps),
+        PERMUTED: train_bare_loop(make, cut, few * (1 if asked.size == "20M" else 4)),
         "Accelerate": optional(accelerate, make, loaded, few),
         "Lightning, off": optional(lightning, make, loaded, few),
     }
@@ -221,7 +221,7 @@ class Next:
         return islice(self.batches, self.steps)
 
 
-def ours(t: Any, steps: int) -> tuple[float, int]:
+def train_echelon(t: Any, steps: int) -> tuple[float, int]:
     t.total_steps = t.step + steps
     begun = time.perf_counter()
     globals()["_train"](t)
@@ -230,7 +230,7 @@ def ours(t: Any, steps: int) -> tuple[float, int]:
     return taken, steps
 
 
-def bare(make: Any, batches: Iterator[Any], steps: int) -> Run:
+def train_bare_loop(make: Any, batches: Iterator[Any], steps: int) -> Run:
     from torch.nn.functional import mse_loss
 
     model, optimizer = make()

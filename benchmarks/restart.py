@@ -18,8 +18,16 @@ import signal
 import time
 from functools import partial
 
-from common import SCRIPTS, Result, alone, figure, in_turns, ratios, tool
-from startup import MANY_STEPS, Start, shortened
+from common import (
+    SCRIPTS,
+    Result,
+    compute_ratios,
+    find_tool,
+    make_figure,
+    measure_in_turns,
+    run_benchmark,
+)
+from startup import MANY_STEPS, Start, shorten_command
 
 ROUNDS = 7
 TARGET = 0.5
@@ -27,11 +35,15 @@ SAVE_EVERY, KILL_AFTER = 50, 120
 OURS, TORCHRUN = "echelon train launch.max_restarts=1", "torchrun --max-restarts=1"
 COMMANDS = {
     TORCHRUN: [
-        *[tool("torchrun"), "--standalone", "--nproc_per_node=2", "--max-restarts=1"],
-        *[str(SCRIPTS / "bare.py"), f"--steps={MANY_STEPS}", f"--save-every={SAVE_EVERY}"],
+        *[find_tool("torchrun"), "--standalone", "--nproc_per_node=2", "--max-restarts=1"],
+        *[str(SCRIPTS / "bare_loop.py"), f"--steps={MANY_STEPS}", f"--save-every={SAVE_EVERY}"],
     ],
     OURS: [
-        *[tool("echelon"), "train", f"experiment={SCRIPTS / 'ours.py'}:experiment"],
+        *[
+            find_tool("echelon"),
+            "train",
+            f"experiment={SCRIPTS / 'echelon_experiment.py'}:experiment",
+        ],
         *["launch=local", "launch.procs=2", "launch.max_restarts=1"],
         *[f"trainer.steps={MANY_STEPS}", f"trainer.save.steps={SAVE_EVERY}"],
     ],
@@ -39,21 +51,23 @@ COMMANDS = {
 
 
 def measure(rounds: int = ROUNDS) -> Result:
-    seconds = in_turns({n: partial(restart_s, n, c) for n, c in COMMANDS.items()}, rounds, 0)
+    seconds = measure_in_turns(
+        {n: partial(restart_s, n, c) for n, c in COMMANDS.items()}, rounds, 0
+    )
     return {
         "config": {
-            "commands": {n: " ".join(map(shortened, c)) for n, c in COMMANDS.items()},
+            "commands": {n: " ".join(map(shorten_command, c)) for n, c in COMMANDS.items()},
             "rounds": rounds,
             "kill_after_steps": KILL_AFTER,
         },
         "figures": [
-            figure(
+            make_figure(
                 "from kill -9 of a worker to a new step, × torchrun",
-                ratios(seconds[OURS], seconds[TORCHRUN]),
+                compute_ratios(seconds[OURS], seconds[TORCHRUN]),
                 TARGET,
             )
         ],
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
     }
 
 
@@ -67,4 +81,4 @@ def restart_s(name: str, command: list[str]) -> float:
 
 
 if __name__ == "__main__":
-    alone("time restarts after a killed worker", measure, ROUNDS)
+    run_benchmark("time restarts after a killed worker", measure, ROUNDS)

@@ -21,7 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE, Figure, Result, figure, machine, ratios, reached, versions
+from common import (
+    HERE,
+    Figure,
+    Result,
+    compute_ratios,
+    describe_machine,
+    make_figure,
+    reached,
+    read_versions,
+)
 from pictures import draw
 
 RESULTS = HERE / "results"
@@ -63,10 +72,10 @@ def main() -> None:
     names = [] if given.pictures else given.names or (NEED_GPU if given.gpu else ON_CPU)
     for name in names:
         print(f"{name}: {TITLES[name].lower()} …", file=sys.stderr, flush=True)
-        result = measured(name)
+        result = measure_in_child(name)
         write(name, result)
         show(result["figures"])
-    for name in names or stored():
+    for name in names or list_stored_results():
         draw(TITLES[name], load(name), RESULTS / f"{name}.png")
     (HERE / "README.md").write_text(readme())
 
@@ -74,7 +83,7 @@ def main() -> None:
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def measured(name: str) -> Result:
+def measure_in_child(name: str) -> Result:
     """By a child: what one benchmark imports and allocates is not there for the next."""
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         answer = Path(folder) / "answer.json"
@@ -92,8 +101,8 @@ def write(name: str, result: Result) -> None:
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": f"python benchmarks/run.py {flag}",
-        "machine": machine(),
-        "versions": versions(),
+        "machine": describe_machine(),
+        "versions": read_versions(),
         **result,
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
@@ -102,13 +111,15 @@ def write(name: str, result: Result) -> None:
 def order_figures(result: Result) -> Result:
     [start] = [r for r in result["start"] if r["name"] == "echelon" and r["size"] == 10**9]
     milliseconds = [1e3 * s for s in start["seconds"]["values"]]
-    rows = [figure("starting an epoch over 10⁹ samples at 8 ranks", milliseconds, 1.0, "ms")]
+    rows = [make_figure("starting an epoch over 10⁹ samples at 8 ranks", milliseconds, 1.0, "ms")]
     if start["megabytes"] is not None:
-        rows.append(figure("memory for that", [max(0.0, start["megabytes"])], 1.0, "MB"))
+        rows.append(make_figure("memory for that", [max(0.0, start["megabytes"])], 1.0, "MB"))
     torch_starts = [r for r in result["start"] if r["name"] == "DistributedSampler"]
     largest = max(torch_starts, key=lambda r: r["size"])
     taken = [1e3 * s for s in largest["seconds"]["values"]]
-    rows.append(figure(f"DistributedSampler over {largest['size']:,} samples", taken, unit="ms"))
+    rows.append(
+        make_figure(f"DistributedSampler over {largest['size']:,} samples", taken, unit="ms")
+    )
     rows += [draw_figure(result["draw"], kind) for kind in ("ints", "lists")]
     return {"config": {"world": 8}, "figures": rows, **result}
 
@@ -120,9 +131,9 @@ def draw_figure(draws: list[dict[str, Any]], kind: str) -> Figure:
         setting = per_setting.setdefault((row["size"], row["world"], row["batch"]), {})
         setting[row["name"]] = row["ns"]["values"]
     rows = [
-        figure(
+        make_figure(
             f"drawing {kind}, × DistributedSampler, the worst of {len(per_setting)} settings",
-            ratios(values[f"echelon, {kind}"], values[f"DistributedSampler, {kind}"]),
+            compute_ratios(values[f"echelon, {kind}"], values[f"DistributedSampler, {kind}"]),
             1.0,
         )
         for values in per_setting.values()
@@ -143,7 +154,7 @@ def snapshot_figures(result: Result) -> Result:
             None,
         ),
     }
-    rows = [figure(n, result[key]["values"], at_most) for n, (key, at_most) in named.items()]
+    rows = [make_figure(n, result[key]["values"], at_most) for n, (key, at_most) in named.items()]
     return {"figures": rows, **result}
 
 
@@ -155,10 +166,10 @@ FIGURES_OF = {"order": order_figures, "snapshots": snapshot_figures}
 
 def show(rows: Sequence[Figure]) -> None:
     for row in rows:
-        print(f"  {row['what']:<76}{told(row):<26}{verdict(row)}", file=sys.stderr)
+        print(f"  {row['what']:<76}{format_figure(row):<26}{verdict(row)}", file=sys.stderr)
 
 
-def told(row: Figure) -> str:
+def format_figure(row: Figure) -> str:
     unit = "" if row["unit"] == "×" else f" {row['unit']}"
     return f"{row['median']:.3g}{unit} [{row['min']:.3g}–{row['max']:.3g}]"
 
@@ -167,7 +178,7 @@ def verdict(row: Figure) -> str:
     return {True: "yes", False: "**no**", None: ""}[reached(row)]
 
 
-def stored() -> list[str]:
+def list_stored_results() -> list[str]:
     return [name for name in TITLES if (RESULTS / f"{name}.json").exists()]
 
 
@@ -177,7 +188,7 @@ def load(name: str) -> Result:
 
 
 def readme() -> str:
-    results = {name: load(name) for name in stored()}
+    results = {name: load(name) for name in list_stored_results()}
     parts = [
         "# Benchmarks",
         "Written by `python benchmarks/run.py` (`make bench`, `make bench-gpu`) from `results/`, "
@@ -198,7 +209,7 @@ def goals(results: dict[str, Result]) -> str:
         for row in result["figures"]:
             if row["at_most"] is not None:
                 unit = "" if row["unit"] == "×" else f" {row['unit']}"
-                cells = (row["what"], f"{row['at_most']:g}{unit}", told(row), verdict(row))
+                cells = (row["what"], f"{row['at_most']:g}{unit}", format_figure(row), verdict(row))
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -209,7 +220,7 @@ def section(name: str, result: Result) -> list[str]:
     on = f"{device}, {where['cpu']}" if device else where["cpu"]
     software = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     lines = ["| what | measured, median [min–max] |", "|---|---|"]
-    lines += [f"| {row['what']} | {told(row)} |" for row in result["figures"]]
+    lines += [f"| {row['what']} | {format_figure(row)} |" for row in result["figures"]]
     return [
         f"## {TITLES[name]}",
         f"{result['date']} · `{result['command']}` · {on}, {where['cores']} cores, "

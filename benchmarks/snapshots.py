@@ -41,21 +41,21 @@ def measure(rounds: int = 7, megabytes: int = 600, folder: Path | None = None) -
         "cpus": len(os.sched_getaffinity(0)),
     }
     try:
-        written = in_child(lambda: writing(root, rounds, megabytes))
-        return {"config": config, **written, **reading(root, rounds)}
+        written = run_in_child(lambda: measure_writing(root, rounds, megabytes))
+        return {"config": config, **written, **measure_reading(root, rounds)}
     finally:
         shutil.rmtree(root)
 
 
-def writing(root: Path, rounds: int, megabytes: int, device: str = "cpu") -> dict[str, Any]:
+def measure_writing(root: Path, rounds: int, megabytes: int, device: str = "cpu") -> dict[str, Any]:
     state = adam_state(megabytes, device)
     writer = SnapshotWriter(root / "ours", keep_last=1)
-    first = timed(lambda: writer.save(1, state, {}))
+    first = time_call(lambda: writer.save(1, state, {}))
     writer.wait()
     plain, blocked, written, stalls = [], [], [], []
     for step in range(2, rounds + 2):
-        plain.append(timed(lambda: torch.save(state, root / "plain.pt")))
-        blocked.append(timed(partial(writer.save, step, state, {})))
+        plain.append(time_call(lambda: torch.save(state, root / "plain.pt")))
+        blocked.append(time_call(partial(writer.save, step, state, {})))
         saved, stall = while_watching(writer.wait)
         assert saved[0].error is None, saved[0].error
         written.append(saved[0].duration_s)
@@ -72,17 +72,18 @@ def writing(root: Path, rounds: int, megabytes: int, device: str = "cpu") -> dic
     }
 
 
-def reading(root: Path, rounds: int) -> dict[str, Any]:
+def measure_reading(root: Path, rounds: int) -> dict[str, Any]:
     theirs, ours = lambda: read_plain(root), lambda: read_snapshot(root)
     pairs = [
-        (in_child(lambda: timed(theirs)), in_child(lambda: timed(ours))) for _ in range(rounds)
+        (run_in_child(lambda: time_call(theirs)), run_in_child(lambda: time_call(ours)))
+        for _ in range(rounds)
     ]
     plain, snapshot = zip(*pairs, strict=True)
 
     def warm() -> list[tuple[float, float]]:
-        return [(timed(theirs), timed(ours)) for _ in range(rounds + 1)][1:]
+        return [(time_call(theirs), time_call(ours)) for _ in range(rounds + 1)][1:]
 
-    warm_plain, warm_snapshot = zip(*in_child(warm), strict=True)
+    warm_plain, warm_snapshot = zip(*run_in_child(warm), strict=True)
     return {
         "torch.load_s": spread(plain),
         "verify_and_load_s": spread(snapshot),
@@ -138,7 +139,7 @@ def while_watching(work: Callable[[], list[SaveResult]]) -> tuple[list[SaveResul
     return results[0], longest
 
 
-def timed(work: Callable[[], Any]) -> float:
+def time_call(work: Callable[[], Any]) -> float:
     os.sync()  # the other side's writes must not be paid for here
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -147,7 +148,7 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def in_child(work: Callable[[], Any]) -> Any:
+def run_in_child(work: Callable[[], Any]) -> Any:
     """Run in a fork of this process, which itself never allocates or starts a thread."""
     reader, writer = os.pipe()
     child = os.fork()

@@ -34,13 +34,13 @@ from common import (
     SCRIPTS,
     Figure,
     Result,
+    compute_ratios,
     environment,
-    figure,
-    in_turns,
+    find_tool,
+    make_figure,
+    measure_in_turns,
     proportional_megabytes,
-    ratios,
-    started,
-    tool,
+    start_program,
     wait_for,
 )
 
@@ -60,24 +60,24 @@ TIME_TARGET, MEMORY_TARGET = 0.8, 0.7
 
 def commands(steps: int) -> dict[str, list[str]]:
     launch = ["launch=local", f"launch.procs={PROCS}", f"trainer.steps={steps}"]
-    bundled = [tool("echelon"), "train", *launch, "trainer.log_steps=1", "run.name=bench"]
+    bundled = [find_tool("echelon"), "train", *launch, "trainer.log_steps=1", "run.name=bench"]
     accelerate = ["launch", "--multi_gpu", f"--num_processes={PROCS}", "--num_machines=1"]
     accelerate += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
-    script = str(SCRIPTS / "ours.py")
+    script = str(SCRIPTS / "echelon_experiment.py")
     return {
         TORCHRUN: [
-            *[tool("torchrun"), "--standalone", f"--nproc_per_node={PROCS}"],
-            *[str(SCRIPTS / "bare.py"), "--steps", str(steps)],
+            *[find_tool("torchrun"), "--standalone", f"--nproc_per_node={PROCS}"],
+            *[str(SCRIPTS / "bare_loop.py"), "--steps", str(steps)],
         ],
         BUNDLED: bundled,
-        OWN_FILE: [tool("echelon"), "train", f"experiment={script}:experiment", *launch],
+        OWN_FILE: [find_tool("echelon"), "train", f"experiment={script}:experiment", *launch],
         OWN_SCRIPT: [sys.executable, script, *launch],
         "accelerate launch": [
-            *[tool("accelerate"), *accelerate],
-            *[str(SCRIPTS / "accelerated.py"), "--steps", str(steps)],
+            *[find_tool("accelerate"), *accelerate],
+            *[str(SCRIPTS / "accelerate_loop.py"), "--steps", str(steps)],
         ],
         "Lightning's own launcher": [
-            *[sys.executable, str(SCRIPTS / "lightened.py"), "--steps", str(steps)],
+            *[sys.executable, str(SCRIPTS / "lightning_loop.py"), "--steps", str(steps)],
         ],
     }
 
@@ -85,29 +85,29 @@ def commands(steps: int) -> dict[str, list[str]]:
 def measure(rounds: int = ROUNDS, memory_rounds: int = MEMORY_ROUNDS) -> Result:
     times = {n: partial(first_step_s, n, c) for n, c in commands(1).items()}
     memory = {n: partial(megabytes, n, c) for n, c in commands(MANY_STEPS).items()}
-    seconds = in_turns(times, rounds)
-    sizes = in_turns(memory, memory_rounds, warm_up=0)
+    seconds = measure_in_turns(times, rounds)
+    sizes = measure_in_turns(memory, memory_rounds, warm_up=0)
     rows = [
         *rows_of("to the first step", seconds, TIME_TARGET),
         *rows_of("memory of the tree", sizes, MEMORY_TARGET),
     ]
     return {
         "config": {
-            "commands": {n: " ".join(map(shortened, c)) for n, c in commands(1).items()},
+            "commands": {n: " ".join(map(shorten_command, c)) for n, c in commands(1).items()},
             "rounds": rounds,
             "memory_rounds": memory_rounds,
         },
         "figures": rows,
-        "seconds": {n: figure(n, v, unit="s") for n, v in seconds.items()},
-        "megabytes": {n: figure(n, v, unit="MB") for n, v in sizes.items()},
+        "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
+        "megabytes": {n: make_figure(n, v, unit="MB") for n, v in sizes.items()},
     }
 
 
 def rows_of(what: str, values: dict[str, list[float]], at_most: float) -> list[Figure]:
     return [
-        figure(
+        make_figure(
             f"{what}: {name}, × torchrun",
-            ratios(v, values[TORCHRUN]),
+            compute_ratios(v, values[TORCHRUN]),
             at_most if name in OURS else None,
         )
         for name, v in values.items()
@@ -115,7 +115,7 @@ def rows_of(what: str, values: dict[str, list[float]], at_most: float) -> list[F
     ]
 
 
-def shortened(word: str) -> str:
+def shorten_command(word: str) -> str:
     """As it would be typed: no folders of this machine."""
     key, equals, value = word.rpartition("=")
     return key + equals + (value.rpartition("/")[2] if "/" in value else value)
@@ -134,7 +134,7 @@ class Start(AbstractContextManager["Start"]):
         self.bundled = name == BUNDLED
         env = environment(BENCH_MARKS=str(self.marks), **variables)
         self.began = time.time()
-        self._running = started(command, env, self.folder)
+        self._running = start_program(command, env, self.folder)
         self.pid = self._running.__enter__()
 
     def __exit__(self, *error: object) -> None:

@@ -42,7 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Result, environment, figure, in_turns, ratios
+from common import Figure, Result, compute_ratios, environment, make_figure, measure_in_turns
 
 BATCH, FEATURES = 32, 20
 STEPS = {1: 2000, 2: 600}
@@ -62,7 +62,9 @@ def measure(rounds: int = ROUNDS, procs: tuple[int, ...] = (1, 2)) -> Result:
     for n in procs:
         seconds = alternate(n, rounds)
         rows += figures(n, seconds)
-        micro = {name: figure(name, [1e6 * s for s in v], unit="µs") for name, v in seconds.items()}
+        micro = {
+            name: make_figure(name, [1e6 * s for s in v], unit="µs") for name, v in seconds.items()
+        }
         microseconds[f"{n} process(es)"] = {name: f["median"] for name, f in micro.items()}
     config = {"command": commands(procs), "rounds": rounds, "steps_per_round": STEPS}
     return {"config": config, "figures": rows, "microseconds_per_step": microseconds}
@@ -72,16 +74,16 @@ def figures(procs: int, seconds: dict[str, list[float]]) -> list[Figure]:
     base = "the bare loop" if procs == 1 else "the bare DDP loop"
     where = "one process" if procs == 1 else f"{procs} processes"
     rows = [
-        figure(f"{where}: {name}, a step, × {base}", ratios(v, seconds[BARE]), at_most)
+        make_figure(f"{where}: {name}, a step, × {base}", compute_ratios(v, seconds[BARE]), at_most)
         for name, v in seconds.items()
         if name != BARE
         for at_most in [TARGETS[procs].get(name)]
     ]
     if TUTORIAL in seconds:
         rows += [
-            figure(
+            make_figure(
                 f"{where}: {name}, a step, × the tutorial's loop",
-                ratios(seconds[name], seconds[TUTORIAL]),
+                compute_ratios(seconds[name], seconds[TUTORIAL]),
                 TUTORIAL_TARGET,
             )
             for name in (OURS, OURS_BAR)
@@ -120,12 +122,12 @@ def alternate(
     here = Path(__file__).resolve()
     words = [f"experiment={here}:experiment", *overrides(procs), f"run.dir={folder / 'runs'}"]
     try:
-        return trained(words, env, folder, answer)
+        return run_echelon_train(words, env, folder, answer)
     finally:
         shutil.rmtree(folder)
 
 
-def trained(
+def run_echelon_train(
     words: list[str], env: dict[str, str], folder: Path, answer: Path
 ) -> dict[str, list[float]]:
     """The seconds that an `echelon train` of this kind writes down."""
@@ -184,17 +186,17 @@ def take_turns(t: Any) -> Any:
 
     steps, world = t.total_steps, t.group.world
     contestants = {
-        name: partial(timed, run, t.device)
+        name: partial(time_steps, run, t.device)
         for name, run in lineup(t, steps, world.rank, world.size).items()
     }
     rounds = int(os.environ["BENCH_ROUNDS"])
-    seconds = in_turns(contestants, rounds)
+    seconds = measure_in_turns(contestants, rounds)
     if world.rank == 0:
         Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(seconds))
     return Exit.OK
 
 
-def timed(run: Callable[[], tuple[float, int]], device: Any) -> float:
+def time_steps(run: Callable[[], tuple[float, int]], device: Any) -> float:
     import torch
     import torch.distributed as dist
 
@@ -221,12 +223,12 @@ def lineup(t: Any, steps: int, rank: int, world: int) -> dict[str, Callable[[], 
     data = loader if t.device.type == "cuda" else ready
     quick = bool(os.environ.get("BENCH_QUICK"))
     contestants: dict[str, Callable[[], tuple[float, int]] | None] = {
-        BARE: bare(toy, ready, world, steps, sync),
-        OURS: partial(ours, t, steps, "lines"),
-        OURS_BAR: partial(ours, t, steps, "bar"),
+        BARE: train_bare_loop(toy, ready, world, steps, sync),
+        OURS: partial(train_echelon, t, steps, "lines"),
+        OURS_BAR: partial(train_echelon, t, steps, "bar"),
     }
     if loader is not None:
-        contestants[TUTORIAL] = bare(toy, loader, world, steps, sync)
+        contestants[TUTORIAL] = train_bare_loop(toy, loader, world, steps, sync)
         contestants["Ignite"] = optional(ignite, toy, ready, steps, sync)
     contestants["Fabric"] = optional(fabric, toy, ready, world, steps, sync)
     contestants["Accelerate"] = optional(accelerate, toy, data, few, sync)
@@ -289,7 +291,7 @@ class Ready:
         return iter(self.batches)
 
 
-def ours(t: Any, steps: int, progress: str) -> tuple[float, int]:
+def train_echelon(t: Any, steps: int, progress: str) -> tuple[float, int]:
     from echelon.tracking.progress import TrainingProgress, create_progress_display
 
     t.total_steps = t.step + steps
@@ -305,7 +307,7 @@ def ours(t: Any, steps: int, progress: str) -> tuple[float, int]:
     return taken, steps
 
 
-def bare(toy: Any, data: Any, world: int, steps: int, sync: Any) -> Any:
+def train_bare_loop(toy: Any, data: Any, world: int, steps: int, sync: Any) -> Any:
     from torch.nn.functional import mse_loss
     from torch.nn.parallel import DistributedDataParallel
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from common import Result, alone, figure, in_turns, tool
+from common import Result, find_tool, make_figure, measure_in_turns, run_benchmark
 from on_slurm import cluster_environment
 
 ROUNDS = 15
@@ -41,7 +41,7 @@ def measure(rounds: int = ROUNDS) -> Result:
     submit_s(source, "one.txt", numbers, env)  # makes the environment
     shutil.copy(source / "runs" / "bench-0" / "job.sh", source / "runs" / "job.sh")
     try:
-        seconds = in_turns(contestants, rounds)
+        seconds = measure_in_turns(contestants, rounds)
     finally:
         remove_jobs(env)
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,10 +52,10 @@ def measure(rounds: int = ROUNDS) -> Result:
     return {
         "config": {"rounds": rounds, "files": FILES},
         "figures": [
-            figure("submitting one command, over bare sbatch", over[ONE], TARGET_S, "s"),
-            figure("submitting 100 commands, over bare sbatch", over[MANY], unit="s"),
+            make_figure("submitting one command, over bare sbatch", over[ONE], TARGET_S, "s"),
+            make_figure("submitting 100 commands, over bare sbatch", over[MANY], unit="s"),
         ],
-        "seconds": {name: figure(name, values, unit="s") for name, values in seconds.items()},
+        "seconds": {name: make_figure(name, values, unit="s") for name, values in seconds.items()},
     }
 
 
@@ -76,14 +76,14 @@ def make_source(source: Path) -> None:
 def submit_s(source: Path, file: str, numbers: count[int], env: dict[str, str]) -> float:
     name = f"bench-{next(numbers)}"
     words = ["--configs", file, "--name", name, "launch.sbatch=[--hold]"]
-    return _timed([tool("echelon"), "submit", *words], source, env)
+    return _time_call([find_tool("echelon"), "submit", *words], source, env)
 
 
 def sbatch_s(source: Path, env: dict[str, str]) -> float:
-    return _timed(["sbatch", "--parsable", "runs/job.sh"], source, env)
+    return _time_call(["sbatch", "--parsable", "runs/job.sh"], source, env)
 
 
-def _timed(words: list[str], folder: Path, env: dict[str, str]) -> float:
+def _time_call(words: list[str], folder: Path, env: dict[str, str]) -> float:
     began = time.perf_counter()
     subprocess.run(words, cwd=folder, env=env, check=True, capture_output=True)
     return time.perf_counter() - began
@@ -99,4 +99,4 @@ def remove_jobs(env: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    alone("measure submitting beside sbatch", measure, ROUNDS)
+    run_benchmark("measure submitting beside sbatch", measure, ROUNDS)

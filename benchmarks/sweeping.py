@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import HERE, Figure, Result, alone, environment, figure, ratios
+from common import HERE, Figure, Result, compute_ratios, environment, make_figure, run_benchmark
 from echelon.sweep.sweep_folder import SweepFolder, SweepLock, SweepSettings
 from echelon.sweep.trial_store import LeasedTrial, TrialStore
 
@@ -57,10 +57,14 @@ def measure(rounds: int = ROUNDS) -> Result:
         "figures": [
             *(_cost(f"engine, {m}: a trial", c, "wall", COST_MS) for m, c in costs.items()),
             *(_cost(f"engine, {m}: CPU of all workers", c, "cpu") for m, c in costs.items()),
-            figure("epochs with early stopping, × without", ratios(epochs, all_epochs), PART),
-            figure("the best loss it finds, × without", ratios(best, best_of_all), AS_GOOD),
+            make_figure(
+                "epochs with early stopping, × without", compute_ratios(epochs, all_epochs), PART
+            ),
+            make_figure(
+                "the best loss it finds, × without", compute_ratios(best, best_of_all), AS_GOOD
+            ),
         ],
-        "seconds": {name: figure(f"lock, {name}", s, unit="s") for name, s in waits.items()},
+        "seconds": {name: make_figure(f"lock, {name}", s, unit="s") for name, s in waits.items()},
     }
 
 
@@ -73,7 +77,7 @@ class Cost(NamedTuple):
 
 
 def _cost(what: str, costs: Sequence[Cost], kind: str, at_most: float | None = None) -> Figure:
-    return figure(what, [getattr(cost, kind) for cost in costs], at_most, "ms")
+    return make_figure(what, [getattr(cost, kind) for cost in costs], at_most, "ms")
 
 
 def engine(method: str) -> Cost:
@@ -180,4 +184,4 @@ def _fork(work: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    alone("measure a sweep's engine", measure, ROUNDS)
+    run_benchmark("measure a sweep's engine", measure, ROUNDS)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import steps
-from common import Figure, Result, environment, figure, in_turns, ratios
+from common import Figure, Result, compute_ratios, environment, make_figure, measure_in_turns
 
 SIZES = {
     "tiny": {"layers": 2, "width": 64, "heads": 4, "context": 32, "vocabulary": 256},
@@ -52,7 +52,7 @@ SAVE_TARGET = 1.02
 def measure(size: str = "1.3b", device: str = "cuda", quick: bool = False) -> Result:
     rounds, saves, many = (2, 1, 4) if quick else (ROUNDS, SAVE_ROUNDS, SAVE_STEPS)
     words = overrides(size, device, many)
-    told = trained(words, device, {"rounds": rounds, "saves": saves, "steps": many})
+    told = run_echelon_train(words, device, {"rounds": rounds, "saves": saves, "steps": many})
     config = {
         "device": told["device"],
         "size": size,
@@ -82,7 +82,7 @@ def overrides(size: str, device: str, many: int) -> list[str]:
     ]
 
 
-def trained(words: list[str], device: str, plan: dict[str, int]) -> dict[str, Any]:
+def run_echelon_train(words: list[str], device: str, plan: dict[str, int]) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="echelon-bench-"))
     answer = folder / "answer.json"
     env = environment(BENCH_ANSWER=str(answer), BENCH_PLAN=json.dumps(plan), COLUMNS="100")
@@ -90,7 +90,7 @@ def trained(words: list[str], device: str, plan: dict[str, int]) -> dict[str, An
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     first = [f"experiment={Path(__file__).resolve()}:experiment", f"run.dir={folder / 'runs'}"]
     try:
-        told: dict[str, Any] = steps.trained([*first, *words], env, folder, answer)
+        told: dict[str, Any] = steps.run_echelon_train([*first, *words], env, folder, answer)
         return told
     finally:
         shutil.rmtree(folder)
@@ -99,20 +99,28 @@ def trained(words: list[str], device: str, plan: dict[str, int]) -> dict[str, An
 def figures(told: dict[str, Any], many: int) -> list[Figure]:
     taken, kept = told["seconds_per_step"], told["seconds_per_step_saving"]
     rows = [
-        figure(f"Echelon, a step, × {HAND}", ratios(taken[OURS], taken[HAND]), STEP_TARGET),
-        figure(
+        make_figure(
+            f"Echelon, a step, × {HAND}", compute_ratios(taken[OURS], taken[HAND]), STEP_TARGET
+        ),
+        make_figure(
             f"Echelon, a step with a snapshot every {many} steps, × without",
-            ratios(kept[SAVING], kept[OURS]),
+            compute_ratios(kept[SAVING], kept[OURS]),
             SAVE_TARGET,
         ),
-        figure("loop held up by a snapshot", told["save_blocks_s"], unit="s"),
-        figure("… by the first, which finds its memory", told["first_save_blocks_s"], unit="s"),
-        figure("until it is on disk, in the background", told["until_on_disk_s"], unit="s"),
+        make_figure("loop held up by a snapshot", told["save_blocks_s"], unit="s"),
+        make_figure(
+            "… by the first, which finds its memory", told["first_save_blocks_s"], unit="s"
+        ),
+        make_figure("until it is on disk, in the background", told["until_on_disk_s"], unit="s"),
     ]
-    rows += [figure(f"a step of {n}", [1e3 * s for s in v], unit="ms") for n, v in taken.items()]
+    rows += [
+        make_figure(f"a step of {n}", [1e3 * s for s in v], unit="ms") for n, v in taken.items()
+    ]
     if told["flops_per_step"] and told["peak_flops"]:
         share = 100 * told["flops_per_step"] / told["peak_flops"]
-        rows += [figure(f"MFU of {n}", [share / s for s in v], unit="%") for n, v in taken.items()]
+        rows += [
+            make_figure(f"MFU of {n}", [share / s for s in v], unit="%") for n, v in taken.items()
+        ]
     return rows
 
 
@@ -139,8 +147,8 @@ def take_turns(t: Any) -> Any:
 
     plan = json.loads(os.environ["BENCH_PLAN"])
     by_hand = hand_tuned(t)
-    fair = {HAND: partial(by_hand, STEPS), OURS: partial(ours, t, STEPS)}
-    told = {"seconds_per_step": in_turns(each_step(t, fair, STEPS), plan["rounds"])}
+    fair = {HAND: partial(by_hand, STEPS), OURS: partial(train_echelon, t, STEPS)}
+    told = {"seconds_per_step": measure_in_turns(each_step(t, fair, STEPS), plan["rounds"])}
     del by_hand, fair
     first: list[float] = []
     blocked: list[float] = []
@@ -148,10 +156,10 @@ def take_turns(t: Any) -> Any:
     many = plan["steps"]
     ours_saving(t, 4, first, [])  # finds its memory, which is then kept
     saving = {
-        OURS: partial(ours, t, many),
+        OURS: partial(train_echelon, t, many),
         SAVING: partial(ours_saving, t, many, blocked, written),
     }
-    told["seconds_per_step_saving"] = in_turns(each_step(t, saving, many), plan["saves"], 0)
+    told["seconds_per_step_saving"] = measure_in_turns(each_step(t, saving, many), plan["saves"], 0)
     told |= {"first_save_blocks_s": first, "save_blocks_s": blocked, "until_on_disk_s": written}
     told |= facts(t)
     Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(told))
@@ -181,14 +189,14 @@ def wait(device: Any) -> None:
         torch.cuda.synchronize()
 
 
-def ours(t: Any, count: int) -> None:
+def train_echelon(t: Any, count: int) -> None:
     t.total_steps = t.saved_step = t.step + count  # as if saved: the end of a run always saves
     globals()["_train"](t)
 
 
 def ours_saving(t: Any, count: int, blocked: list[float], written: list[float]) -> None:
     """Two steps, a snapshot, and the others while it is written."""
-    ours(t, 2)
+    train_echelon(t, 2)
     t.saved_step = None
     wait(t.device)
     begun = time.perf_counter()
@@ -197,7 +205,7 @@ def ours_saving(t: Any, count: int, blocked: list[float], written: list[float]) 
     blocked.append(time.perf_counter() - begun)
     results: list[Any] = []
     t._report_saved = results.extend
-    ours(t, count - 2)
+    train_echelon(t, count - 2)
     wait(t.device)
     results += t.writer.wait()  # counted in, where the steps are over sooner
     [saved] = results

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "helpers")]
 
-from common import machine, versions  # noqa: E402  the benchmarks' own
+from common import describe_machine, read_versions  # noqa: E402  the benchmarks' own
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -19,8 +19,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     where = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "versions": versions(),
+        "machine": describe_machine(),
+        "versions": read_versions(),
         "command": " ".join(["python", str(name), *sys.argv[1:]]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from marks import Marks
+from step_marks import Marks
 from torch.nn.parallel import DistributedDataParallel
 from toy import BATCH, FEATURES, data
 

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from marks import Marks
+from step_marks import Marks
 from toy import BATCH, FEATURES, data
 
 

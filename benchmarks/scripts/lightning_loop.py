@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning
 import torch
-from marks import Marks
+from step_marks import Marks
 from torch import Tensor
 from toy import BATCH, FEATURES, Ready, data
 

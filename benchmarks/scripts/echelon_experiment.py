@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from marks import Marks
+from step_marks import Marks
 from toy import FEATURES, data
 
 import echelon
