@@ -154,8 +154,8 @@ def children(pid: int) -> list[int]:
 
 
 def workers(agent: int) -> list[int]:
-    """The children of the agent's zygote."""
-    return [worker for zygote in children(agent) for worker in children(zygote)]
+    """The children of the agent's fork_server."""
+    return [worker for fork_server in children(agent) for worker in children(fork_server)]
 
 
 def _state_of(pid: int) -> str:

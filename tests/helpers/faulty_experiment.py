@@ -77,7 +77,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "stop": _kill(signal.SIGSTOP),
     "loop": _loop,
     "kill agent": _kill_keeper(_agent),
-    "kill zygote": _kill_keeper(os.getppid),
+    "kill fork server": _kill_keeper(os.getppid),
     "slow": lambda: time.sleep(0.3),
     "wait": lambda: None,  # for `after`, and no more
     "": lambda: None,

@@ -152,7 +152,10 @@ def test_a_process_with_threads_of_autograd_is_not_forked(
     before: str, clean: bool, threads: int, tmp_path: Path
 ) -> None:
     """OpenBLAS's idle threads are no reason not to."""
-    code = f"import torch\n{before}\nfrom echelon.launch import zygote\nprint(zygote._can_fork())"
+    code = (
+        f"import torch\n{before}\nfrom echelon.launch.node import fork_server\n"
+        "print(fork_server._can_fork_safely())"
+    )
     variables: dict[str, Any] = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     done = command_runner.run([sys.executable, "-c", code], tmp_path, **variables)
     assert done.out == f"{clean}\n", done.err

@@ -61,7 +61,7 @@ CASES = (
     Case("kill", 1, "evaluation", 10, None, KILLED),
     Case("kill", 0, "save", 10, None, KILLED),
     Case("segv", 1, "step", 5, 4, "killed by SIGSEGV"),
-    Case("kill zygote", 1, "step", 5, -1, "killed with all others"),
+    Case("kill fork server", 1, "step", 5, -1, "killed with all others"),
     # The limit is longer than a busy machine keeps every rank from running.
     Case("stop", 1, "step", 5, 4, "no progress for 3 s", 3),
     Case("loop", 1, "step", 5, 4, "no progress for 3 s", 3),
@@ -79,7 +79,7 @@ def test_the_guilty_rank_has_the_last_word_everywhere(case: Case, tmp_path: Path
     folder = only_run(tmp_path)
     failure = status(folder)["failure"]
     assert status(folder)["state"] == "failed"
-    guilty = 0 if case.fault == "kill zygote" else case.on
+    guilty = 0 if case.fault == "kill fork server" else case.on
     assert (failure["rank"], failure["host"]) == (guilty, HOST)
     assert case.says in failure["summary"]
     if case.step != -1:
@@ -147,7 +147,7 @@ RESTARTED = (
     Case("kill", 1, "build", 0, None, KILLED),
     Case("kill", 0, "save", 10, None, KILLED),
     Case("stop", 1, "step", 13, 12, "no progress for 1 s", 1),
-    Case("kill zygote", 1, "step", 13, -1, "killed with all others"),
+    Case("kill fork server", 1, "step", 13, -1, "killed with all others"),
 )
 
 
@@ -165,7 +165,7 @@ def test_a_restart_goes_on_with_the_same_curve(
     assert curve(folder) == clean_curve
     assert status(folder)["state"] == "finished"
     assert status(folder)["failure"] is None
-    assert f"rank {0 if case.fault == 'kill zygote' else case.on} on {HOST} failed" in done.err
+    assert f"rank {0 if case.fault == 'kill fork server' else case.on} on {HOST} failed" in done.err
     assert "starting again, 1 restart(s) left" in done.err
 
 
