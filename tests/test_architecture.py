@@ -62,6 +62,7 @@ BESIDE = {
     ("parallel", "snapshot"),
     ("runs", "config"),
     ("gpus", "hosts"),
+    ("config", "world"),
     ("views", "jobs"),
     ("jobs", "views"),
     ("launch", "tracking"),
@@ -169,6 +170,7 @@ def test_the_checks_above_see_imports() -> None:
     assert {
         ("train", "data"),
         ("runs", "config"),
+        ("config", "world"),
         ("launch", "errors"),
         ("commands", "entrypoint"),
     } <= found

@@ -18,7 +18,7 @@ from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit
 from echelon.launch.plan import LaunchMachine, LaunchPlan
-from echelon.launch.slurm import launcher as slurm
+from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.runs import run_folder
 
 CANARY = "canary-5d1f0c"
@@ -28,7 +28,7 @@ HERE = LaunchMachine({"WANDB_API_KEY": CANARY, "PATH": "/bin"}, "login", 0)
 def planned(*words: str, program: Sequence[str] = ()) -> LaunchPlan:
     name = [] if any(word.startswith("run.name=") for word in words) else ["run.name=a"]
     config = compose(["launch=slurm", *name, *words], program=program)
-    return slurm.plan(run_folder.assign_name(config), HERE)
+    return SlurmLauncher().plan(run_folder.assign_name(config), HERE)
 
 
 def options(plan: LaunchPlan) -> list[str]:
@@ -108,7 +108,7 @@ def test_a_set_up_line_that_fails_ends_the_job(bench: Bench, tmp_path: Path) -> 
         for lines, works in ((fine, True), ([*fine, *bad], False)):
             config = compose(["launch=slurm", "run.name=a", f"run.dir={tmp_path}/runs"])
             config = replace(config, launch=replace(config.launch, setup=lines))
-            done = bench.run(slurm.plan(config, HERE), 0)
+            done = bench.run(SlurmLauncher().plan(config, HERE), 0)
             assert (done.returncode == 0) is works, done.stderr
             code = (tmp_path / "runs" / "a" / "exit").read_text()
             assert code == f"{done.returncode}\n"
@@ -266,7 +266,7 @@ def test_agents_are_told_where_to_meet_in_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = compose(["launch=slurm", "launch.nodes=2", "run.name=a"])
-    plan = slurm.plan(_in(config, folder), HERE)
+    plan = SlurmLauncher().plan(_in(config, folder), HERE)
     done = bench.run(plan, 0)
     assert (done.returncode, done.stderr) == (0, "")
     words = bench.asked("srun")
@@ -285,7 +285,7 @@ def _in(config: Config, folder: str) -> Config:
 def test_a_folder_that_slurm_would_misread_is_refused(folder: str) -> None:
     config = _in(compose(["launch=slurm", "run.name=a"]), folder)
     with pytest.raises(EchelonError, match="Slurm cannot write its logs"):
-        slurm.plan(config, HERE)
+        SlurmLauncher().plan(config, HERE)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.errors import EchelonError
-from echelon.launch.env import plan as env_plan
-from echelon.launch.inline import plan as inline_plan
-from echelon.launch.local import plan as local_plan
+from echelon.launch.env import EnvLauncher
+from echelon.launch.inline import InlineLauncher
+from echelon.launch.local import LocalLauncher
 from echelon.launch.plan import LaunchMachine, LaunchPlan
-from echelon.launch.slurm.launcher import plan as slurm_plan
-from echelon.launch.ssh.launcher import plan as ssh_plan
+from echelon.launch.slurm.launcher import SlurmLauncher
+from echelon.launch.ssh.launcher import SshLauncher
 
 LOCAL = "launch=local"
 
@@ -30,18 +30,18 @@ LOCAL = "launch=local"
         (["launch.procs=3", "launch.share_devices=true"], 2, ["cuda:0", "cuda:1", "cuda:0"]),
     ],
 )
-def test_one_process_per_visible_device_unless_told(
+def test_one_process_per_visible_device_unless_set(
     words: list[str], visible: int, devices: list[str]
 ) -> None:
-    plan = local_plan(compose([LOCAL, *words]), LaunchMachine({}, "here", visible))
+    plan = LocalLauncher().plan(compose([LOCAL, *words]), LaunchMachine({}, "here", visible))
     assert [place.devices for place in plan.places] == [(device,) for device in devices]
     assert [place.rank for place in plan.places] == list(range(len(devices)))
 
 
 def test_two_processes_on_one_device_by_accident() -> None:
-    with pytest.raises(EchelonError) as told:
-        local_plan(compose([LOCAL, "launch.procs=3"]), LaunchMachine({}, "here", 2))
-    [fault] = told.value.faults
+    with pytest.raises(EchelonError) as raised:
+        LocalLauncher().plan(compose([LOCAL, "launch.procs=3"]), LaunchMachine({}, "here", 2))
+    [fault] = raised.value.faults
     assert "launch.procs=3, but 2 devices are visible" in fault.what
     assert "launch.share_devices=true" in fault.do
 
@@ -66,7 +66,7 @@ STAGES = ("cpu stage 0", "cpu stage 1")
 def test_processes_are_devices_by_replicas(
     words: list[str], visible: int, devices: list[tuple[str, ...]]
 ) -> None:
-    plan = local_plan(
+    plan = LocalLauncher().plan(
         compose([LOCAL, "replica.devices=2", *words]), LaunchMachine({}, "here", visible)
     )
     assert [place.devices for place in plan.places] == devices
@@ -91,11 +91,11 @@ def test_processes_are_devices_by_replicas(
     ],
 )
 def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str, do: str) -> None:
-    with pytest.raises(EchelonError) as told:
-        local_plan(
+    with pytest.raises(EchelonError) as raised:
+        LocalLauncher().plan(
             compose([LOCAL, "replica.devices=2", *words]), LaunchMachine({}, "here", visible)
         )
-    [fault] = told.value.faults
+    [fault] = raised.value.faults
     assert fault.what == what
     assert do in fault.do
 
@@ -105,7 +105,7 @@ def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str
     [
         (
             [LOCAL, "launch.procs=2"],
-            local_plan,
+            LocalLauncher().plan,
             0,
             [
                 "launch=local: 2 processes × 2 stages",
@@ -114,13 +114,13 @@ def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str
         ),
         (
             [LOCAL],
-            local_plan,
+            LocalLauncher().plan,
             4,
             ["launch=local: 2 processes × 2 devices", "1     here  1           cuda:2, cuda:3"],
         ),
         (
             [LOCAL, "launch.procs=2"],
-            local_plan,
+            LocalLauncher().plan,
             5,
             [
                 "launch=local: 2 processes × 2 devices",
@@ -129,13 +129,13 @@ def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str
         ),
         (
             ["launch=slurm", "launch.nodes=2", "launch.gpus_per_node=4", "run.name=a"],
-            slurm_plan,
+            SlurmLauncher().plan,
             0,
             ["launch=slurm: 4 processes × 2 devices", "3     node 1  1           cuda:2, cuda:3"],
         ),
         (
             ["launch=ssh", "launch.hosts=[a,b]", "launch.procs=2", "run.name=a"],
-            ssh_plan,
+            SshLauncher().plan,
             0,
             [
                 "launch=ssh: 4 processes × 2 devices",
@@ -144,17 +144,17 @@ def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str
         ),
         (
             ["launch=ssh", "launch.hosts=[a,b]", "run.name=a"],
-            ssh_plan,
+            SshLauncher().plan,
             0,
             ["launch=ssh", "0     a     0           every visible"],
         ),
         (
             ["launch=env"],
-            env_plan,
+            EnvLauncher().plan,
             4,
             ["launch=env: 4 processes × 2 devices", "1     here    1           cuda:2, cuda:3"],
         ),
-        ([], inline_plan, 2, ["launch=inline: 1 process × 2 devices"]),
+        ([], InlineLauncher().plan, 2, ["launch=inline: 1 process × 2 devices"]),
     ],
 )
 def test_the_plan_says_which_rank_has_which(
@@ -174,12 +174,17 @@ def test_the_plan_says_which_rank_has_which(
 
 def test_every_host_is_asked_for_whole_replicas() -> None:
     config = compose(["launch=ssh", "launch.hosts=[a,b]", "run.name=a", "replica.devices=2"])
-    steps = ssh_plan(config, LaunchMachine({}, "here", 0)).steps
+    steps = SshLauncher().plan(config, LaunchMachine({}, "here", 0)).steps
     assert any("on each host one process for every 2 devices" in step for step in steps)
 
 
 def test_a_users_own_number_of_threads_is_kept() -> None:
     config = compose([LOCAL, "launch.procs=2"])
-    assert local_plan(config, LaunchMachine({}, "here", 0)).variables == {"OMP_NUM_THREADS": "1"}
-    assert local_plan(config, LaunchMachine({"OMP_NUM_THREADS": "3"}, "here", 0)).variables == {}
-    assert local_plan(compose([LOCAL]), LaunchMachine({}, "here", 0)).variables == {}
+    assert LocalLauncher().plan(config, LaunchMachine({}, "here", 0)).variables == {
+        "OMP_NUM_THREADS": "1"
+    }
+    assert (
+        LocalLauncher().plan(config, LaunchMachine({"OMP_NUM_THREADS": "3"}, "here", 0)).variables
+        == {}
+    )
+    assert LocalLauncher().plan(compose([LOCAL]), LaunchMachine({}, "here", 0)).variables == {}

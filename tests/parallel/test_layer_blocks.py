@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from echelon.config.compose import compose
 from echelon.errors import EchelonError
 from echelon.experiment.compilation import CompiledFunction
-from echelon.launch.inline import plan as inline_plan
-from echelon.launch.local import plan
+from echelon.launch.inline import InlineLauncher
+from echelon.launch.local import LocalLauncher
 from echelon.launch.plan import LaunchMachine
 from echelon.parallel.fsdp_wrap import reduce_unused_parameters
 from echelon.parallel.layer_blocks import (
@@ -174,17 +174,20 @@ def test_a_part_needs_all_its_pieces() -> None:
 def test_the_plan_says_that_the_model_is_shared_out() -> None:
     words = ["launch=local", "launch.procs=2"]
     here = LaunchMachine({}, "here", 0)
-    assert "(fsdp)" in plan(compose([*words, "replica.kind=fsdp"]), here).steps[1]
-    assert "fsdp" not in plan(compose(words), here).steps[1]
+    assert "(fsdp)" in LocalLauncher().plan(compose([*words, "replica.kind=fsdp"]), here).steps[1]
+    assert "fsdp" not in LocalLauncher().plan(compose(words), here).steps[1]
 
 
 def test_the_plan_of_one_process_that_has_nobody_to_share_with() -> None:
     with pytest.raises(EchelonError, match="there is one process"):
-        inline_plan(compose(["replica.kind=fsdp"]), LaunchMachine({}, "here", 0))
+        InlineLauncher().plan(compose(["replica.kind=fsdp"]), LaunchMachine({}, "here", 0))
     of_two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     of_two |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     assert (
-        inline_plan(compose(["replica.kind=fsdp"]), LaunchMachine(of_two, "here", 0)).places[0].rank
+        InlineLauncher()
+        .plan(compose(["replica.kind=fsdp"]), LaunchMachine(of_two, "here", 0))
+        .places[0]
+        .rank
         == 0
     )
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 
+from echelon.commands.arguments import make_parser
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.gpus import count_visible_gpus
-from echelon.world import detect, detection_to_dict, render_detection
+
+_KNOWN_KEYS = ("rank", "world_size", "master", "replica.devices")
 
 
-def explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str]) -> int:
+def explain(words: list[str]) -> int:
+    parser = make_parser(
+        "explain", "Say which world this process would be part of, and which variables decided it."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="rank=R world_size=N master=HOST:PORT")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_intermixed_args(words)
+    return _explain_world(given.overrides, given.json, os.environ)
+
+
+def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str]) -> int:
+    from echelon.gpus import count_visible_gpus
+    from echelon.world import detect, detection_to_dict, render_detection
+
     given = _parse_overrides(overrides)
     devices_per_replica = _parse_int(given, "replica.devices")
     detection = detect(
@@ -28,9 +43,6 @@ def explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str,
 
         Console().print(render_detection(detection))
     return Exit.OK
-
-
-_KNOWN_KEYS = ("rank", "world_size", "master", "replica.devices")
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:

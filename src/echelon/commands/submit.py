@@ -1,11 +1,10 @@
-"""Commands as jobs, and their environments."""
+"""`echelon submit`, and `echelon wandb-job`, which batch scripts call."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from echelon.commands.arguments import make_parser, parse_days, split_at_double_dash
+from echelon.commands.arguments import make_parser, split_at_double_dash
 
 
 def submit(words: list[str]) -> int:
@@ -55,8 +54,9 @@ def submit(words: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print what is planned or done as JSON")
     given = parser.parse_intermixed_args(words)
-    from echelon.entrypoint import submit_commands
+    from echelon.entrypoint import load_project_defaults, start_run
     from echelon.submit.plan import SubmitRequest
+    from echelon.submit.submit_commands import submit_commands
 
     at_once = (
         [f"launch.max_parallel={given.max_parallel}"] if given.max_parallel is not None else []
@@ -71,40 +71,8 @@ def submit(words: list[str]) -> int:
         tuple(given.link),
         given.requeue,
     )
-    return submit_commands(request, given.dry_run, given.json, given.wait)
-
-
-def env(words: list[str]) -> int:
-    parser = make_parser(
-        "env",
-        "The environment that a source folder asks for: build it, show it, clean the cache.",
-        "The first of these files decides, and it is said: Pipfile (with its lock),\n"
-        "requirements.txt, uv.lock, pyproject.toml, environment.yml. It is built with uv where\n"
-        "there is one (ECHELON_ENV_BUILDER=pip asks for pip), once, and kept in ~/.cache/echelon\n"
-        "(ECHELON_CACHE) by what decides it.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="build|show|clean")
-    build = actions.add_parser("build", help="build it if it is not there, and print its folder")
-    show = actions.add_parser("show", help="which file decides, where it is, what the cache holds")
-    for action in (build, show):
-        action.add_argument("--source", default=".", help="the folder with the files (default: .)")
-        action.add_argument("--where", default="cache", help="cache, or source: its .venv")
-        action.add_argument("--python", default=sys.executable, help="the interpreter to use")
-        action.add_argument("--json", action="store_true")
-    build.add_argument("--shell", action="store_true", help="print the lines that enter it")
-    clean = actions.add_parser("clean", help="remove from the cache what was not used for long")
-    clean.add_argument("--older", type=parse_days, default=30.0, metavar="DAYS", help="default: 30")
-    clean.add_argument("--all", action="store_true", help="all that no job runs in")
-    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    given = parser.parse_args(words)
-    from echelon.environments import env_command as env
-
-    if given.action == "clean":
-        return env.clean_environments(given.older, given.all, given.dry_run)
-    source = Path(given.source)
-    if given.action == "show":
-        return env.show_environment(source, given.where, given.python, given.json)
-    return env.make_environment(source, given.where, given.python, given.json, given.shell)
+    defaults = load_project_defaults(request.source or Path())
+    return submit_commands(request, defaults, given.dry_run, given.json, given.wait, start_run)
 
 
 def wandb_job(words: list[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,37 +122,3 @@ def resume(words: list[str]) -> int:
     if config.trainer.resume == "never" or any(run.snapshots_folder.glob("step-*")):
         given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
     return start_run(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))
-
-
-def node(words: list[str]) -> int:
-    parser = make_parser(
-        "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
-    )
-    parser.add_argument("run", help="the run's folder")
-    parser.add_argument("--nodes", type=int, required=True)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--master", metavar="HOST:PORT", help="where node 0 listens")
-    where.add_argument("--tether", action="store_true", help="be told, and live on standard input")
-    parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
-    parser.add_argument("--procs", type=int, help="processes here; default: as configured")
-    given = parser.parse_args(words)
-    if given.tether:
-        from echelon.launch.ssh.watchdog import run_watched_node
-
-        return run_watched_node(given.run, given.nodes, given.node_rank, given.procs)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
-    from echelon.launch.node.join import join_run
-
-    return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
-
-
-def explain(words: list[str]) -> int:
-    parser = make_parser(
-        "explain", "Say which world this process would be part of, and which variables decided it."
-    )
-    parser.add_argument("overrides", nargs="*", metavar="rank=R world_size=N master=HOST:PORT")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_intermixed_args(words)
-    from echelon.commands.explain import explain_world
-
-    return explain_world(given.overrides, given.json, os.environ)

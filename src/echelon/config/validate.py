@@ -26,6 +26,7 @@ from echelon.config.schema import (
     flatten,
 )
 from echelon.errors import Fault, suggest_nearest
+from echelon.world.device_fit import find_misfit
 
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
 
@@ -270,21 +271,24 @@ def _check_replica(config: Config) -> Iterator[Fault]:
 def _check_replicas_per_node(
     gpus: int, devices_per_replica: int, procs: int | None
 ) -> Iterator[Fault]:
-    """GPUs may be left over where the number of processes is given: then it is meant."""
-    room, left = divmod(gpus, devices_per_replica)
-    if procs is not None and procs > room:
+    """Whether the GPUs that are asked for take the replicas; see `world.device_fit`."""
+    if find_misfit(gpus, devices_per_replica, procs) is None:
+        return
+    max_procs = gpus // devices_per_replica
+    if procs is not None:
+        needed = procs * devices_per_replica
         yield Fault(
-            f"launch.procs={procs} with replica.devices={devices_per_replica} take {procs * devices_per_replica} devices, but "
-            f"launch.gpus_per_node={gpus}",
-            f"ask for {procs * devices_per_replica}, or set launch.procs={room}"
-            if room
+            f"launch.procs={procs} with replica.devices={devices_per_replica} take {needed} "
+            f"devices, but launch.gpus_per_node={gpus}",
+            f"ask for {needed}, or set launch.procs={max_procs}"
+            if max_procs
             else f"ask for {devices_per_replica}",
         )
-    elif procs is None and left:
-        fewer = f"{room * devices_per_replica} or " if room else ""
+    else:
+        fewer = f"{max_procs * devices_per_replica} or " if max_procs else ""
         yield Fault(
             f"launch.gpus_per_node={gpus} does not divide by replica.devices={devices_per_replica}",
-            f"ask for {fewer}{(room + 1) * devices_per_replica}",
+            f"ask for {fewer}{(max_procs + 1) * devices_per_replica}",
         )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
+from echelon.config.schema import Config
 from echelon.errors import Exit
 from echelon.jobs.follow import INITIAL_LINES, PlainPrinter, follow_run
 from echelon.jobs.log_reader import LogLine
 from echelon.jobs.status import RunStatus, read_last_metrics
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import Run, find_run
 from echelon.tracking.progress import ProgressBar
 from echelon.tracking.summary import format_run_argument
 
@@ -30,6 +32,21 @@ def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
         return Exit.OK
     printer.close()
     return int(status.exit or Exit.OK)
+
+
+def follow_queued_run(config: Config, wait: bool) -> int:
+    """After a run was queued: print how to follow it or, if asked to wait, follow it to its end.
+
+    Returns the exit code of the training if it was waited for, else 0.
+    """
+    run = find_run(str(config.run.name), config.run.dir)
+    if wait:
+        return attach_run(run, initial_lines=0)
+    is_default = run.folder.parent == Path("runs").absolute()
+    dir_option = "" if is_default else f" --dir {config.run.dir}"
+    print(f"  follow it  echelon logs {run.name} -f{dir_option}")
+    print(f"  all runs   echelon jobs{dir_option}")
+    return Exit.OK
 
 
 def _list_log_names(run: Run) -> list[str]:

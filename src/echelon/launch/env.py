@@ -1,6 +1,7 @@
 """launch=env: the same command on every node of a cluster that sets the general-purpose variables.
 
-There WORLD_SIZE counts nodes.
+MASTER_ADDR, MASTER_PORT, WORLD_SIZE and NODE_RANK are set by the cluster, and WORLD_SIZE counts
+nodes, not processes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
+from echelon.launch.launcher import Launcher, LaunchServices
 from echelon.launch.node.service import make_network_variables, make_thread_variables, run_node
 from echelon.launch.plan import (
     LaunchMachine,
@@ -38,32 +40,40 @@ _REQUIRED_VARIABLES = {
 }
 
 
-def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
-    rank, count, host, port = _read_cluster_variables(machine.env)
-    procs = count_processes(config, machine.visible_devices)
-    hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
-    return LaunchPlan(
-        "env",
-        place_ranks(hosts, [procs] * count, machine.visible_devices, config.replica.devices),
-        make_thread_variables(config, procs, machine.env)
-        | make_network_variables(config, host, machine.env),
-        (
-            f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
-            + (", which this node hosts" if rank == 0 else ""),
-            f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
-            + describe_workload(config),
-            *describe_idle_devices(config, procs, machine.visible_devices),
-            describe_failure_policy(config),
-        ),
-    )
+class EnvLauncher(Launcher):
+    """One node of several, on each of which the same command is typed."""
 
+    name = "env"
 
-def start(config: Config, plan: LaunchPlan) -> int:
-    rank, count, host, port = _read_cluster_variables(os.environ)
-    procs = len(plan.places) // count
-    os.environ |= dict(plan.variables)
-    node = NodeSpec(rank, count, procs, host, port)
-    return run_node(config, node, partial(_agree_on_run, config, node))
+    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+        rank, count, host, port = _read_cluster_variables(machine.env)
+        procs = count_processes(config, machine.visible_devices)
+        hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
+        return LaunchPlan(
+            self.name,
+            place_ranks(hosts, [procs] * count, machine.visible_devices, config.replica.devices),
+            make_thread_variables(config, procs, machine.env)
+            | make_network_variables(config, host, machine.env),
+            (
+                f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
+                + (", which this node hosts" if rank == 0 else ""),
+                f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
+                + describe_workload(config),
+                *describe_idle_devices(config, procs, machine.visible_devices),
+                describe_failure_policy(config),
+            ),
+        )
+
+    def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
+        """Nothing. A run that is active already is not refused: another node may have made it so a
+        moment ago."""
+
+    def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
+        rank, count, host, port = _read_cluster_variables(os.environ)
+        procs = len(plan.places) // count
+        os.environ |= dict(plan.variables)
+        node = NodeSpec(rank, count, procs, host, port)
+        return run_node(config, node, partial(_agree_on_run, config, node))
 
 
 def _agree_on_run(

@@ -1,36 +1,66 @@
-"""launch=inline: this one process, of whatever world it is in."""
+"""launch=inline: train in this one process, whatever world it is part of.
+
+Nothing is started. Alone the process is a world of one; under `torchrun`, `srun` or `mpirun`, or
+with rank= and world_size=, it is one rank of a world that somebody else started.
+"""
 
 from __future__ import annotations
 
 from echelon.config.schema import Config
 from echelon.config.validate import check_cpu_support, check_fsdp_world_size
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, Fault
+from echelon.launch.launcher import (
+    Launcher,
+    LaunchServices,
+    find_batch_faults,
+    warn_of_other_users,
+)
 from echelon.launch.plan import LaunchMachine, LaunchPlan, RankPlacement
 from echelon.world import detect
 
 
-def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
-    world = detect(
-        machine.env,
-        rank=config.rank,
-        world_size=config.world_size,
-        master=config.master,
-        visible_devices=machine.visible_devices,
-        devices_per_replica=config.replica.devices,
-        share_devices=config.launch.share_devices,
-    ).world
-    fault = check_fsdp_world_size(config, world.size)
-    faults = [
-        *([fault] if fault else []),
-        *([] if machine.visible_devices else check_cpu_support(config)),
-    ]
-    if faults:
-        raise EchelonError(*faults)
-    place = RankPlacement(world.rank, machine.host, world.local_rank, world.devices)
-    if world.size == 1:
-        return LaunchPlan("inline", (place,), steps=("train in this process",))
-    steps = (
-        f"meet the other {world.size - 1} processes at {world.master}",
-        f"train in this process as rank {world.rank} of {world.size}",
-    )
-    return LaunchPlan("inline", (place,), steps=steps)
+class InlineLauncher(Launcher):
+    """The launcher of a process that is already where it trains."""
+
+    name = "inline"
+    applies_trial = False
+
+    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+        """The plan of this rank alone; the others have their own."""
+        world = detect(
+            machine.env,
+            rank=config.rank,
+            world_size=config.world_size,
+            master=config.master,
+            visible_devices=machine.visible_devices,
+            devices_per_replica=config.replica.devices,
+            share_devices=config.launch.share_devices,
+        ).world
+        fault = check_fsdp_world_size(config, world.size)
+        faults = [
+            *([fault] if fault else []),
+            *([] if machine.visible_devices else check_cpu_support(config)),
+        ]
+        if faults:
+            raise EchelonError(*faults)
+        place = RankPlacement(world.rank, machine.host, world.local_rank, world.devices)
+        if world.size == 1:
+            return LaunchPlan(self.name, (place,), steps=("train in this process",))
+        steps = (
+            f"meet the other {world.size - 1} processes at {world.master}",
+            f"train in this process as rank {world.rank} of {world.size}",
+        )
+        return LaunchPlan(self.name, (place,), steps=steps)
+
+    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+        """Only the batch: what depends on the size of the world was found by `plan`, which knows
+        it. The plan itself has one place."""
+        return find_batch_faults(config, plan)
+
+    def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
+        """Warn of others on the devices. A run that is active already is not refused here, because
+        its other ranks have made it so."""
+        warn_of_other_users(config, plan)
+
+    def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
+        return services.train_in_process(config)

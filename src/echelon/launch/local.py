@@ -1,10 +1,19 @@
-"""launch=local: the processes of this machine."""
+"""launch=local: processes of this machine, under torchrun's elastic agent in this process."""
 
 from __future__ import annotations
 
 import os
 
 from echelon.config.schema import Config
+from echelon.config.validate import check_cpu_support
+from echelon.errors import Fault
+from echelon.launch.launcher import (
+    Launcher,
+    LaunchServices,
+    require_not_running,
+    require_preflight,
+    warn_of_other_users,
+)
 from echelon.launch.node.service import make_thread_variables, run_node
 from echelon.launch.plan import (
     LaunchMachine,
@@ -19,23 +28,41 @@ from echelon.launch.plan import (
 from echelon.runs import run_folder
 
 
-def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
-    procs = count_processes(config, machine.visible_devices)
-    return LaunchPlan(
-        "local",
-        place_ranks([machine.host], [procs], machine.visible_devices, config.replica.devices),
-        make_thread_variables(config, procs, machine.env),
-        (
-            "import torch once",
-            f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
-            f"on a loopback port: {describe_workload(config)}",
-            *describe_idle_devices(config, procs, machine.visible_devices),
-            describe_failure_policy(config),
-        ),
-    )
+class LocalLauncher(Launcher):
+    """One node, this one. The agent is a part of the command that was typed."""
 
+    name = "local"
 
-def start(config: Config, plan: LaunchPlan) -> int:
-    os.environ |= dict(plan.variables)
-    run = run_folder.create_run(config)
-    return run_node(config, NodeSpec(procs=len(plan.places)), lambda store, ask: run)
+    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+        procs = count_processes(config, machine.visible_devices)
+        return LaunchPlan(
+            self.name,
+            place_ranks([machine.host], [procs], machine.visible_devices, config.replica.devices),
+            make_thread_variables(config, procs, machine.env),
+            (
+                "import torch once",
+                f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
+                f"on a loopback port: {describe_workload(config)}",
+                *describe_idle_devices(config, procs, machine.visible_devices),
+                describe_failure_policy(config),
+            ),
+        )
+
+    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+        """Also what a CPU cannot do: the machine that trains is this one."""
+        on_cpu = not config.program and not machine.visible_devices
+        faults = super().find_faults(config, plan, machine)
+        return [*faults, *(check_cpu_support(config) if on_cpu else [])]
+
+    def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
+        require_not_running(config)
+        require_preflight(config, services)
+        warn_of_other_users(config, plan)
+
+    def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
+        if config.program and config.mode == "wandb":
+            # `wandb agent` starts trials itself; each of them becomes a launch of its own.
+            return services.run_wandb_agent(config)
+        os.environ |= dict(plan.variables)
+        run = run_folder.create_run(config)
+        return run_node(config, NodeSpec(procs=len(plan.places)), lambda store, wait_for_key: run)

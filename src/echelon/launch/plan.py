@@ -11,9 +11,10 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError
 from echelon.utils.text import join_names
 from echelon.world import DeviceRule
+from echelon.world.device_fit import default_process_count, find_visible_fit_fault
 
 _MAX_LISTED_RANKS = 64
 """A larger world is shown node by node."""
@@ -157,51 +158,11 @@ def describe_workload(config: Config) -> str:
 
 
 def count_processes(config: Config, visible_devices: int) -> int:
-    each = config.replica.devices
-    if fault := find_replica_fit_fault(visible_devices, each, config.launch.procs):
+    """How many processes this machine gets: as set, else one for every replica's devices.
+
+    Raises an :class:`EchelonError` where they do not fit onto the visible devices.
+    """
+    procs, each = config.launch.procs, config.replica.devices
+    if fault := find_visible_fit_fault(visible_devices, each, procs, config.launch.share_devices):
         raise EchelonError(fault)
-    procs = config.launch.procs or default_process_count(visible_devices, each)
-    if visible_devices and procs > visible_devices and not config.launch.share_devices:
-        raise EchelonError(
-            Fault(
-                f"launch.procs={procs}, but {visible_devices} devices are visible, so that two processes "
-                "would share one",
-                f"set launch.procs={visible_devices}, or allow it with launch.share_devices=true",
-            )
-        )
-    return procs
-
-
-def default_process_count(visible_devices: int, devices_per_replica: int) -> int:
-    """One for every `each` devices; one where there is none."""
-    return max(1, visible_devices // devices_per_replica)
-
-
-def find_replica_fit_fault(
-    visible_devices: int, devices_per_replica: int, procs: int | None, location: str = ""
-) -> Fault | None:
-    """Why replicas of several devices do not fit here. Devices may be left over where the number of
-    processes was given: then it is meant."""
-    if not visible_devices or devices_per_replica == 1:
-        return None
-    room, left = divmod(visible_devices, devices_per_replica)
-    seen = f"{visible_devices} device{'s are' if visible_devices > 1 else ' is'} visible{location}"
-    if not room:
-        return Fault(
-            f"replica.devices={devices_per_replica}, but {seen}",
-            f"make {devices_per_replica} visible (CUDA_VISIBLE_DEVICES), or set replica.devices={visible_devices}",
-        )
-    if procs is not None and procs > room:
-        return Fault(
-            f"launch.procs={procs} with replica.devices={devices_per_replica} take {procs * devices_per_replica} devices, but "
-            + seen,
-            f"set launch.procs={room}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
-        )
-    if procs is None and left:
-        return Fault(
-            f"{visible_devices} visible devices{location} do not divide by replica.devices={devices_per_replica}: {room} "
-            f"replica{'s' * (room > 1)} would use {room * devices_per_replica}",
-            f"set CUDA_VISIBLE_DEVICES to {room * devices_per_replica} of them, or launch.procs={room} to leave "
-            f"{left} idle",
-        )
-    return None
+    return procs or default_process_count(visible_devices, each)

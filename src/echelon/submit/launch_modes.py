@@ -11,9 +11,9 @@ from typing import Any
 
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
-from echelon.launch.plan import default_process_count
 from echelon.launch.slurm.batch_script import count_processes_per_node
 from echelon.submit.shell_syntax import ShellCommand, ShellWord
+from echelon.world.device_fit import default_process_count
 
 NODES_FLAG, GPUS_FLAG = "--num_nodes", "--gpus"
 """What Lightning's programs are told the world by, unless settings say otherwise."""

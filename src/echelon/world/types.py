@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echelon.errors import EchelonError, Fault
+from echelon.world.device_fit import DeviceMisfit, find_misfit
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class DeviceRule:
 
     def find_fault(self, local_rank: int) -> Fault | None:
         """Why this local rank gets no devices of its own, if it does not."""
-        first = self._first_device(local_rank)
-        if not self.visible or self.share or first + self.per_replica <= self.visible:
+        procs = 1 if self.own else local_rank + 1  # the local ranks up to this one
+        misfit = find_misfit(self.visible, self.per_replica, procs, self.share)
+        if misfit is None:
             return None
+        first = self._first_device(local_rank)
         visible_text = f"{self.visible} CUDA device{'s are' if self.visible > 1 else ' is'} visible"
-        if self.visible < self.per_replica and not local_rank:
+        if misfit is DeviceMisfit.TOO_FEW_DEVICES and not local_rank:
             return Fault(
                 f"replica.devices={self.per_replica}, but {visible_text}",
                 f"make {self.per_replica} visible (CUDA_VISIBLE_DEVICES), or set "

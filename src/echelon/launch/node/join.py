@@ -18,10 +18,11 @@ from echelon.launch.node.service import (
     print_failure,
     run_node,
 )
-from echelon.launch.plan import NodeSpec, default_process_count, find_replica_fit_fault
+from echelon.launch.plan import NodeSpec
 from echelon.launch.slurm.batch_script import count_processes_per_node
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
+from echelon.world.device_fit import default_process_count, find_visible_fit_fault
 
 
 def join_run(
@@ -73,21 +74,17 @@ def _record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
 
 
 def _count_processes(config: Config, rank: int, procs: int | None, env: Mapping[str, str]) -> int:
+    """How many processes this node gets: as told, as planned, or by its devices.
+
+    Raises an :class:`EchelonError` where they do not fit onto the devices that are visible here:
+    a node may have fewer than the one on which the plan was made.
+    """
     launch, visible = config.launch, count_visible_gpus(env)
     planned = count_processes_per_node(config) if launch.kind == "slurm" else launch.procs
     known, each = procs or planned, config.replica.devices
     if config.program and config.mode == "plain":
         known, each = 1, 1
-    where = f" on {socket.gethostname()} (node {rank})"
-    if fault := find_replica_fit_fault(visible, each, known, where):
+    location = f" on {socket.gethostname()} (node {rank})"
+    if fault := find_visible_fit_fault(visible, each, known, launch.share_devices, location):
         raise EchelonError(fault)
-    procs = known or default_process_count(visible, each)
-    if visible and procs > visible and not launch.share_devices:
-        raise EchelonError(
-            Fault(
-                f"{procs} processes are wanted{where}, where {visible} devices are visible",
-                f"set launch.procs={visible}, ask for more GPUs, or allow it with "
-                "launch.share_devices=true",
-            )
-        )
-    return procs
+    return known or default_process_count(visible, each)

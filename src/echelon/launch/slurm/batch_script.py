@@ -13,9 +13,9 @@ from pathlib import Path
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.network_interface import INTERFACE_VARIABLES
-from echelon.launch.plan import default_process_count
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.run_folder import Run
+from echelon.world.device_fit import default_process_count
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the range from which Linux hands out ports by itself."""

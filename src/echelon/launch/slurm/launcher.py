@@ -5,12 +5,18 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch import network_interface
+from echelon.launch.launcher import (
+    Launcher,
+    LaunchServices,
+    read_launch_secrets,
+    require_not_running,
+)
 from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchMachine,
@@ -29,33 +35,71 @@ _LOST_ANSWER_TIMEOUT_S = 120.0
 """So long a controller that went away is given to come back and tell what it took."""
 
 
-def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
-    launch = config.launch
-    assert config.run.name is not None
-    run = Run(Path(config.run.dir).absolute() / config.run.name)
-    procs = batch_script.count_processes_per_node(config)
-    nodes = [f"node {n}" for n in range(launch.nodes)]
-    submit = ("sbatch", "--parsable", str(run.script_file))
-    each = f"srun starts one agent on each of {launch.nodes} node{'s' * (launch.nodes > 1)}"
-    if batch_script.is_started_by_srun(config):
-        each = f"srun starts {batch_script.count_tasks_per_node(config, procs)} on each of {launch.nodes} nodes"
-    return LaunchPlan(
-        "slurm",
-        place_ranks(
-            nodes, [procs] * launch.nodes, launch.gpus_per_node or 0, config.replica.devices
-        ),
-        _plan_variables(config, procs, machine),
-        (
-            f"write {run.script_file}",
-            shlex.join(submit),
-            f"{each}: {describe_workload(config)}",
-            describe_failure_policy(config),
-            f"{launch.signal_lead_s} s before the end of its time the run saves, and the script "
-            "queues it again",
-        ),
-        (submit,),
-        batch_script.render_script(config, run),
-    )
+class SlurmLauncher(Launcher):
+    """A batch job. The command ends as soon as the job is queued, unless it is to wait."""
+
+    name = "slurm"
+
+    def prepare(self, config: Config, dry_run: bool) -> Config:
+        """Name the run, and see that the secrets can be read. The job reads them itself, so that
+        nothing of them is in a script, a log or the queue."""
+        read_launch_secrets(config, dry_run)
+        return run_folder.assign_name(config)
+
+    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+        launch = config.launch
+        assert config.run.name is not None
+        run = Run(Path(config.run.dir).absolute() / config.run.name)
+        procs = batch_script.count_processes_per_node(config)
+        nodes = [f"node {n}" for n in range(launch.nodes)]
+        submit = ("sbatch", "--parsable", str(run.script_file))
+        each = f"srun starts one agent on each of {launch.nodes} node{'s' * (launch.nodes > 1)}"
+        if batch_script.is_started_by_srun(config):
+            tasks = batch_script.count_tasks_per_node(config, procs)
+            each = f"srun starts {tasks} on each of {launch.nodes} nodes"
+        return LaunchPlan(
+            self.name,
+            place_ranks(
+                nodes, [procs] * launch.nodes, launch.gpus_per_node or 0, config.replica.devices
+            ),
+            _plan_variables(config, procs, machine),
+            (
+                f"write {run.script_file}",
+                shlex.join(submit),
+                f"{each}: {describe_workload(config)}",
+                describe_failure_policy(config),
+                f"{launch.signal_lead_s} s before the end of its time the run saves, and the script "
+                "queues it again",
+            ),
+            (submit,),
+            batch_script.render_script(config, run),
+        )
+
+    def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
+        """Ask Slurm before anything is written. launch.preflight is done by the batch script, on
+        the nodes that the job was given."""
+        require_not_running(config)
+        require_sbatch()
+        require_slurm_accepts(plan.script)
+        _require_not_queued(config)
+
+    def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
+        job, run = queue_run(config, plan.script)
+        print(f"job {job}: run {run.name} in {run.folder}")
+        return Exit.OK
+
+    def follow(self, config: Config, code: int, wait: bool, services: LaunchServices) -> int:
+        """Print how to follow the job or, if asked to wait, follow it to its end."""
+        return services.follow_queued_run(config, wait)
+
+    def start_multirun(
+        self, configs: Sequence[Config], dry_run: bool, start_run: Callable[[Config, bool], int]
+    ) -> int:
+        """All runs as one job array, or as few as the cluster takes."""
+        from echelon.launch.slurm.job_array import submit_arrays
+
+        read_launch_secrets(configs[0], dry_run)
+        return submit_arrays(configs, dry_run)
 
 
 def _plan_variables(config: Config, procs: int, here: LaunchMachine) -> dict[str, str]:
@@ -66,16 +110,6 @@ def _plan_variables(config: Config, procs: int, here: LaunchMachine) -> dict[str
     return make_thread_variables(
         config, procs, here.env
     ) | network_interface.plan_interface_variables(chosen, here.env)
-
-
-def start(config: Config, plan: LaunchPlan) -> int:
-    """Returns as soon as the job is queued."""
-    require_sbatch()
-    require_slurm_accepts(plan.script)
-    _require_not_queued(config)
-    job, run = queue_run(config, plan.script)
-    print(f"job {job}: run {run.name} in {run.folder}")
-    return Exit.OK
 
 
 def require_sbatch(instead: str = "type the command on a login node") -> None:

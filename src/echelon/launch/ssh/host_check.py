@@ -16,11 +16,11 @@ from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
 from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
 from echelon.hosts.ssh import SSH_FAILED
-from echelon.launch.plan import find_replica_fit_fault
 from echelon.launch.ssh import host_probe, remote_command
 from echelon.launch.ssh.host_list import SshHost
 from echelon.runs.run_folder import Run
 from echelon.utils.os_errors import describe_os_error
+from echelon.world.device_fit import find_visible_fit_fault
 
 _ANSWER_TIMEOUT_S = 40.0
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
@@ -168,18 +168,14 @@ def _find_faults(config: Config, host: SshHost, report: HostReport, run: Run) ->
                 "install the same version on every host",
             )
     yield from _find_folder_faults(config, host, report, run)
-    if fault := find_replica_fit_fault(
-        report.devices, config.replica.devices, host.procs, f" on {host.name}"
+    if fault := find_visible_fit_fault(
+        report.devices,
+        config.replica.devices,
+        host.procs,
+        config.launch.share_devices,
+        f" on {host.name}",
     ):
         yield fault
-        return
-    many = host.procs is not None and 0 < report.devices < host.procs
-    if many and not config.launch.share_devices:
-        yield Fault(
-            f"{host.procs} processes are wanted on {host.name}, where {report.devices} devices are "
-            "visible",
-            f"give it {report.devices}, or allow it with launch.share_devices=true",
-        )
 
 
 def _find_folder_faults(

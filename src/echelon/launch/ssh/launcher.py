@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, Exit, Fault
 from echelon.hosts.ssh import require_ssh
 from echelon.launch import network_interface
+from echelon.launch.launcher import (
+    Launcher,
+    LaunchServices,
+    find_batch_faults,
+    read_launch_secrets,
+    require_not_running,
+    require_preflight,
+)
 from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchMachine,
     LaunchPlan,
     RankPlacement,
-    default_process_count,
     describe_failure_policy,
     describe_workload,
     place_ranks,
@@ -29,28 +38,90 @@ from echelon.launch.ssh import file_transfer, host_check, remote_command, sessio
 from echelon.launch.ssh.host_list import SshHost, list_hosts
 from echelon.runs import run_folder
 from echelon.runs.run_folder import Run
+from echelon.world.device_fit import default_process_count
 
 
-def plan(config: Config, machine: LaunchMachine) -> LaunchPlan:
-    hosts, run = list_hosts(config.launch), _resolve_run(config)
-    remote_command.select_variables(machine.env, config.launch.carry)
-    commands = tuple(_node_command(config, hosts, node, run) for node in range(len(hosts)))
-    return LaunchPlan(
-        "ssh",
-        _place_ranks(config, hosts),
-        make_thread_variables(config, max(h.procs or 1 for h in hosts), machine.env)
-        | network_interface.plan_interface_variables(config.launch.interface, machine.env),
-        (
-            f"ask all {len(hosts)} hosts at once: can they be reached, are Python, torch and "
-            f"echelon the same, which devices are there, is {run.folder} shared",
-            f"where it is not, send {file_transfer.find_code_folder(config) or 'the configuration'} there, "
-            "and bring back what the run made",
-            *map(shlex.join, commands),
-            f"on each host {_describe_process_count(hosts, config.replica.devices)}: {describe_workload(config)}",
-            describe_failure_policy(config),
-        ),
-        commands,
-    )
+class SshLauncher(Launcher):
+    """An agent on each host, at the end of an ssh that lives as long as this process."""
+
+    name = "ssh"
+
+    def prepare(self, config: Config, dry_run: bool) -> Config:
+        """Name the run, and let the secrets go to the hosts with the other variables."""
+        config = run_folder.assign_name(config)
+        secrets = read_launch_secrets(config, dry_run)
+        os.environ.update(secrets)
+        carry = [*config.launch.carry, *secrets]
+        return replace(config, launch=replace(config.launch, carry=carry))
+
+    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+        hosts, run = list_hosts(config.launch), _resolve_run(config)
+        remote_command.select_variables(machine.env, config.launch.carry)
+        commands = tuple(_node_command(config, hosts, node, run) for node in range(len(hosts)))
+        code_folder = file_transfer.find_code_folder(config)
+        how_many = _describe_process_count(hosts, config.replica.devices)
+        return LaunchPlan(
+            self.name,
+            _place_ranks(config, hosts),
+            make_thread_variables(config, max(h.procs or 1 for h in hosts), machine.env)
+            | network_interface.plan_interface_variables(config.launch.interface, machine.env),
+            (
+                f"ask all {len(hosts)} hosts at once: can they be reached, are Python, torch and "
+                f"echelon the same, which devices are there, is {run.folder} shared",
+                f"where it is not, send {code_folder or 'the configuration'} there, and bring back "
+                "what the run made",
+                *map(shlex.join, commands),
+                f"on each host {how_many}: {describe_workload(config)}",
+                describe_failure_policy(config),
+            ),
+            commands,
+        )
+
+    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+        """Only the batch: how many processes there will be, the hosts have yet to say."""
+        return find_batch_faults(config, plan)
+
+    def check_trackers(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> None:
+        """Trackers run on the first host, where other packages may be installed."""
+
+    def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
+        require_not_running(config)
+        require_preflight(config, services)
+
+    def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
+        """Check the hosts, send what they lack, run an agent on each, and bring back what was made.
+
+        The hosts are asked here and not in `check`, because what they answer is needed here.
+        """
+        # Forked for a trial of a sweep, this process has the stop signals blocked. Nothing here
+        # waits for them before the sessions are open.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR2))
+        require_ssh(config.launch.ssh, "launch.ssh")
+        hosts, run = list_hosts(config.launch), _resolve_run(config)
+        carried = remote_command.select_variables(os.environ, config.launch.carry)
+        first_line = remote_command.encode_variables(carried)
+        reports = host_check.check_hosts(config, hosts, run, carried)
+        separate_hosts = [
+            file_transfer.RemoteRunFolder(config.launch, host.name, node, run, first_line)
+            for node, (host, report) in enumerate(zip(hosts, reports, strict=True))
+            if not report.shared
+        ]
+        code = file_transfer.list_code_files(config, run) if separate_hosts else {}
+        new = config.trainer.resume == "never" or not run.config_file.exists()
+        run_folder.create_run(config)
+        names = [host.name for host in hosts]
+        each = config.replica.devices
+        world = sum(
+            host.procs or default_process_count(r.devices, each)
+            for host, r in zip(hosts, reports, strict=True)
+        )
+        run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
+        _send_files(run, separate_hosts, code, new)
+        outcome = sessions.SshSessions(
+            sessions.start_sessions(names, plan.commands, first_line)
+        ).wait_for_all()
+        missing = {there.host: file_transfer.fetch_results(there) for there in separate_hosts}
+        return _report_outcome(run, outcome, missing)
 
 
 def _describe_process_count(hosts: list[SshHost], each: int) -> str:
@@ -92,35 +163,6 @@ def _node_command(config: Config, hosts: list[SshHost], node: int, run: Run) -> 
     return tuple(
         remote_command.make_argv(config.launch, hosts[node].name, where, [*words, str(run.folder)])
     )
-
-
-def start(config: Config, plan: LaunchPlan) -> int:
-    require_ssh(config.launch.ssh, "launch.ssh")
-    hosts, run = list_hosts(config.launch), _resolve_run(config)
-    carried = remote_command.select_variables(os.environ, config.launch.carry)
-    first_line = remote_command.encode_variables(carried)
-    reports = host_check.check_hosts(config, hosts, run, carried)
-    separate_hosts = [
-        file_transfer.RemoteRunFolder(config.launch, host.name, node, run, first_line)
-        for node, (host, report) in enumerate(zip(hosts, reports, strict=True))
-        if not report.shared
-    ]
-    code = file_transfer.list_code_files(config, run) if separate_hosts else {}
-    new = config.trainer.resume == "never" or not run.config_file.exists()
-    run_folder.create_run(config)
-    names = [host.name for host in hosts]
-    each = config.replica.devices
-    world = sum(
-        host.procs or default_process_count(r.devices, each)
-        for host, r in zip(hosts, reports, strict=True)
-    )
-    run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
-    _send_files(run, separate_hosts, code, new)
-    outcome = sessions.SshSessions(
-        sessions.start_sessions(names, plan.commands, first_line)
-    ).wait_for_all()
-    missing = {there.host: file_transfer.fetch_results(there) for there in separate_hosts}
-    return _report_outcome(run, outcome, missing)
 
 
 def _send_files(

@@ -1,0 +1,41 @@
+"""`echelon env`: the environment of a source folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from echelon.commands.arguments import make_parser, parse_days
+
+
+def env(words: list[str]) -> int:
+    parser = make_parser(
+        "env",
+        "The environment that a source folder asks for: build it, show it, clean the cache.",
+        "The first of these files decides, and it is said: Pipfile (with its lock),\n"
+        "requirements.txt, uv.lock, pyproject.toml, environment.yml. It is built with uv where\n"
+        "there is one (ECHELON_ENV_BUILDER=pip asks for pip), once, and kept in ~/.cache/echelon\n"
+        "(ECHELON_CACHE) by what decides it.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|show|clean")
+    build = actions.add_parser("build", help="build it if it is not there, and print its folder")
+    show = actions.add_parser("show", help="which file decides, where it is, what the cache holds")
+    for action in (build, show):
+        action.add_argument("--source", default=".", help="the folder with the files (default: .)")
+        action.add_argument("--where", default="cache", help="cache, or source: its .venv")
+        action.add_argument("--python", default=sys.executable, help="the interpreter to use")
+        action.add_argument("--json", action="store_true")
+    build.add_argument("--shell", action="store_true", help="print the lines that enter it")
+    clean = actions.add_parser("clean", help="remove from the cache what was not used for long")
+    clean.add_argument("--older", type=parse_days, default=30.0, metavar="DAYS", help="default: 30")
+    clean.add_argument("--all", action="store_true", help="all that no job runs in")
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    given = parser.parse_args(words)
+    from echelon.environments import env_command as env
+
+    if given.action == "clean":
+        return env.clean_environments(given.older, given.all, given.dry_run)
+    source = Path(given.source)
+    if given.action == "show":
+        return env.show_environment(source, given.where, given.python, given.json)
+    return env.make_environment(source, given.where, given.python, given.json, given.shell)

@@ -1,0 +1,81 @@
+"""`echelon submit`: the commands of a file as runs, queued on Slurm or run here one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from echelon.config.schema import Config
+from echelon.config.user_defaults import UserDefaults
+from echelon.errors import Exit
+from echelon.jobs.attach import follow_queued_run
+from echelon.launch.launcher import collect_until_stopped
+from echelon.submit.enqueue import (
+    capture_shell_environment,
+    enqueue_jobs,
+    prepare_submission,
+    wait_for_runs,
+)
+from echelon.submit.plan import Submission, SubmitRequest, plan_submission
+from echelon.submit.prerequisites import require_prerequisites
+from echelon.submit.render import print_submission
+
+
+def submit_commands(
+    request: SubmitRequest,
+    defaults: UserDefaults,
+    dry_run: bool,
+    as_json: bool,
+    wait: bool,
+    start_run: Callable[[Config], int],
+) -> int:
+    """Submit the commands of a file, from the code as it is now, each as a run of its own.
+
+    Returns 0 once they are queued; if they were waited for or run here, the first code that is not
+    0. `start_run` starts one run on this machine and returns its exit code.
+    """
+    submission = plan_submission(request, defaults, os.environ)
+    require_prerequisites(submission, os.environ)
+    if dry_run:
+        print_submission(submission, submission.build_jobs(), as_json)
+        return Exit.OK
+    with prepare_submission(submission, os.environ) as submission:
+        if submission.kind != "slurm":
+            return _run_here(submission, start_run)  # what is printed is the programs' own
+        queued = []
+        for queued_job in enqueue_jobs(submission.build_jobs()):
+            queued.append(queued_job.to_dict())
+            if not as_json:
+                print(queued_job, flush=True)
+    if as_json:
+        print(json.dumps(submission.to_dict() | {"jobs": queued}, indent=2))
+    if len(submission.commands) == 1 and not as_json:
+        return follow_queued_run(submission.configs[0], wait)
+    if not as_json:
+        root = submission.folder.parent
+        dir_option = "" if root == Path("runs").absolute() else f" --dir {root}"
+        print(f"  follow it  echelon jobs {submission.name} --watch{dir_option}")
+        print(f"  end it     echelon cancel {submission.name}{dir_option}")
+    return wait_for_runs(submission.runs) if wait else Exit.OK
+
+
+def _run_here(submission: Submission, start_run: Callable[[Config], int]) -> int:
+    """Run the commands one after the other; returns the first code that is not 0.
+
+    As in a job array, one that fails does not keep the others from running.
+    """
+    variables = capture_shell_environment(
+        submission.render_environment_setup(), submission.source_copy, dict(os.environ)
+    )
+    os.chdir(submission.source_copy)
+
+    def start_afresh(config: Config) -> int:
+        # A run may leave variables behind, such as OMP_NUM_THREADS, that the next must not see.
+        os.environ.clear()
+        os.environ.update(variables)
+        return start_run(config)
+
+    codes = collect_until_stopped(map(start_afresh, submission.configs))
+    return next((code for code in codes if code), Exit.OK)
