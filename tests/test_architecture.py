@@ -55,11 +55,7 @@ LEVELS = {
 }
 """Recipes are on top: the command line loads theirs by name, and nothing else knows them."""
 BESIDE = {
-    ("experiment", "parallel"),
     ("monitoring", "train"),
-    ("parallel", "cudagraph"),
-    ("parallel", "monitoring"),
-    ("parallel", "snapshot"),
     ("runs", "config"),
     ("gpus", "hosts"),
     ("config", "world"),

@@ -1,6 +1,31 @@
-"""Echelon takes a PyTorch training from a laptop to a cluster.
+"""Echelon takes a PyTorch training from a laptop to a cluster without changing its code.
 
-Nothing is imported until it is used, so that the command line starts in a blink.
+A file with an experiment and one call is all that is needed:
+
+    import echelon
+    import torch
+
+    def experiment(cfg):
+        model = torch.nn.Linear(8, 1)
+        return echelon.Experiment(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=cfg.lr),
+            loss=torch.nn.functional.mse_loss,
+            train_data=(torch.randn(1000, 8), torch.randn(1000, 1)),
+        )
+
+    if __name__ == "__main__":
+        echelon.main(experiment)
+
+It runs as `python file.py lr=0.1`, and on four processes with `launch=local launch.procs=4`.
+
+    echelon.main          makes a file runnable from the command line
+    echelon.Experiment    the parts to train, which an experiment function returns
+    echelon.load_weights  the weights of a snapshot, for inference or another program
+    echelon.optim         RowAdam and RowSGD, for models with large embedding tables
+
+Each of these has a help page of its own, such as `help(echelon.Experiment)`. Nothing is imported
+before it is used, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -18,19 +43,22 @@ __version__ = "0.1.0"
 __all__ = ["Experiment", "__version__", "load_weights", "main", "optim"]
 
 
+_MODULE_OF = {
+    "Experiment": "echelon.experiment.definition",
+    "load_weights": "echelon.snapshot.reader",
+    "main": "echelon.entrypoint",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Experiment":
-        from echelon.experiment.definition import Experiment
-
-        return Experiment
-    if name == "load_weights":
-        from echelon.snapshot.reader import load_weights
-
-        return load_weights
-    if name == "main":
-        from echelon.entrypoint import main
-
-        return main
+    """Imports a public name at its first use (PEP 562)."""
     if name == "optim":
         return import_module("echelon.optim")
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, also those not imported yet, for `help` and for completion."""
+    return sorted({*globals(), *__all__})

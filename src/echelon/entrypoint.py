@@ -45,7 +45,7 @@ def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None)
     """
     from echelon.cli import run_guarded
     from echelon.commands.train import train as train_words
-    from echelon.experiment.definition import is_loading
+    from echelon.experiment.loading import is_loading
 
     if is_loading():
         inspect_experiment(experiment)  # raises, and who is importing the file reports it
@@ -217,7 +217,7 @@ def load_project_defaults(*folders: Path) -> UserDefaults:
 
 def inspect_experiment(function: Callable[..., Any]) -> UserExperiment:
     from echelon.config.compose import UserExperiment
-    from echelon.experiment.definition import find_settings_class, is_loading
+    from echelon.experiment.loading import find_settings_class, is_loading
 
     name, file = function.__qualname__, Path(inspect.getfile(function)).resolve()
     if is_loading():
@@ -243,7 +243,7 @@ def split_experiment_path(overrides: Sequence[str]) -> tuple[list[str], UserExpe
     for word in overrides:
         key, _, value = word.partition("=")
         if key == "experiment" and (":" in value or value.endswith(".py")):
-            from echelon.experiment.definition import load_function
+            from echelon.experiment.loading import load_function
 
             experiment = inspect_experiment(load_function(value))
         else:

@@ -1,9 +1,12 @@
-"""Optimizers for models with large tables: a step costs what the batch touched, not the table.
+"""Optimizers for models with large embedding tables.
 
-`nn.Embedding(..., sparse=True)` gives the gradient of the rows a batch looked up. Dense Adam would
-sweep the whole table and both its averages for them: with the tables of a real recommender that is
-nearly all of a step. torch's SparseAdam takes only sparse gradients, so a model with a tower needs
-two optimizers; and its step takes about twice as long as RowAdam's, as it sorts every batch.
+`nn.Embedding(..., sparse=True)` gives gradients for the rows that a batch looked up. Dense Adam
+would update the whole table and both of its averages for them, which is nearly all of a step with
+the tables of a real recommender. torch's SparseAdam accepts only sparse gradients, so a model with
+dense layers needs two optimizers; and its step takes about twice as long as RowAdam's, because it
+sorts every batch.
+
+    optimizer = echelon.optim.RowAdam(model.parameters(), lr=1e-3)
 """
 
 from __future__ import annotations
@@ -22,28 +25,28 @@ from echelon.kernels import can_use_kernels
 from echelon.kernels.parallel_streams import run_in_parallel_streams
 
 _BLOCK_BYTES = 256 << 10
-"""Of rows that are updated at a time: with its averages, a block stays in the second-level cache.
-All at once, a batch of 16,384 takes a third longer with the tables of ML-25M."""
+"""Rows that are updated at a time: with its averages, a block stays in the second-level cache.
+Without blocks, a batch of 16,384 takes a third longer with the tables of MovieLens 25M."""
 
 _COPY_DTYPES = (torch.complex128, torch.int64)
-"""Rows are copied as the longest words that fit: torch copies word by word, at a price per word."""
+"""Rows are copied as the widest dtype that fits, because torch's copy has a cost per element."""
 
 
 class RowGradient(NamedTuple):
-    """A gradient of some rows of a table, each of them once."""
+    """A gradient of some rows of a table, each row once."""
 
     row_indices: Tensor
     values: Tensor
 
 
 class RowMerger:
-    """Adds up the gradients of a row that a batch looked up several times.
+    """Adds up the gradients of rows that a batch looked up several times.
 
-    Nothing is sorted: every occurrence writes its number into the row's place of a kept table, the
-    last one stays and stands for all. That is linear in the batch; torch's ``coalesce`` sorts, and
-    takes four times as long for 16,384 rows. Sums are taken in the order of the batch
-    whichever occurrence stays, so a run repeats bit for bit. One such table, of 4 bytes per row,
-    serves all: it is written before it is read.
+    Nothing is sorted: every occurrence writes its number into the row's slot of a table, the last
+    one stays and represents all. That is linear in the batch; torch's `coalesce` sorts, and takes
+    four times as long for 16,384 rows. Sums are taken in the order of the batch, whichever
+    occurrence stays, so a run repeats bit for bit. One table of slots, of 4 bytes per row, serves
+    all parameters, because it is written before it is read.
     """
 
     def __init__(self) -> None:
@@ -54,11 +57,12 @@ class RowMerger:
         if grad.sparse_dim() != 1:
             raise RuntimeError(f"a gradient with {grad.sparse_dim()} sparse dimensions has no rows")
         if grad.is_coalesced() or not grad.is_cpu:
-            grad = grad.coalesce()  # sums on a GPU that were not sorted would differ each time
+            grad = grad.coalesce()  # unsorted sums on a GPU would differ from run to run
             return RowGradient(grad._indices()[0], grad._values())
         return self._merge(grad._indices()[0], grad._values(), grad.shape[0])
 
     def _merge(self, index: Tensor, values: Tensor, size: int) -> RowGradient:
+        """Returns the rows that occur in `index`, each with the sum of its values."""
         count = len(index)
         if len(self._row_slots) < size:
             self._row_slots = torch.empty(size, dtype=torch.int32)
@@ -66,28 +70,35 @@ class RowMerger:
             self._sequence = torch.arange(count, dtype=torch.int32)
         places, numbers = self._row_slots, self._sequence[:count]
         stands = places.scatter_(0, index, numbers).index_select(0, index) == numbers
-        standing = np.flatnonzero(stands.numpy())  # a tenth of the time of nonzero
+        standing = np.flatnonzero(stands.numpy())  # takes a tenth of the time of torch's nonzero
         if len(standing) == count:
             return RowGradient(index, values)
         rows = index.index_select(0, torch.from_numpy(standing))
         places.scatter_(0, rows, numbers[: len(rows)])
-        inverse = places.index_select(0, index).long()  # torch is twice as fast with these
+        inverse = places.index_select(0, index).long()  # index_add_ is twice as fast with int64
         sums = values.new_zeros(len(rows), *values.shape[1:])
         _flatten_single_column(sums).index_add_(0, inverse, _flatten_single_column(values))
         return RowGradient(rows, sums)
 
 
 class RowAdam(Optimizer):
-    """AdamW for dense gradients; for sparse ones, every row of a table is an Adam of its own.
+    """AdamW for dense gradients; for sparse gradients, every row of a table has an Adam of its own.
 
-    A row that no sample looked up is not touched: its averages are not decayed, it does not drift
-    on old momentum, and no weight decay is taken from it. Its steps are counted apart, so that the
-    first gradients of a rare row are corrected like those of any parameter, however late they come
-    (with one count for the table, as SparseAdam has it, the first update of a late row is three
-    times too long). Where every batch touches every row, it is torch.optim.AdamW, to rounding.
+    A row that no sample looked up is not touched: its averages do not decay, it does not move on
+    old momentum, and it gets no weight decay. Steps are counted per row, so the bias correction of
+    a rare row's first gradients is right, however late they come. (With one count for the whole
+    table, as in SparseAdam, the first update of a late row is three times too long.) Where every
+    batch touches every row, the result is that of torch.optim.AdamW, up to rounding.
 
-    A table's state is allocated once, when it first has a gradient: two averages of its size, and
-    a count per row. The averages are kept already corrected, which saves two passes per step.
+    The state of a table is allocated once, at its first gradient: two averages of the table's size,
+    and a count per row. The averages are stored with their bias correction, which saves two passes
+    per step.
+
+        params        parameters, or groups of them, as for any optimizer of torch
+        lr            the learning rate
+        betas         decay of the averages of gradients and of their squares
+        eps           added to the denominator
+        weight_decay  decoupled weight decay, as in AdamW
     """
 
     def __init__(
@@ -108,6 +119,7 @@ class RowAdam(Optimizer):
         self._create_buffers()
 
     def _create_buffers(self) -> None:
+        """Creates what is needed beside the state, and not saved with it."""
         self._merge_rows = RowMerger()
         self._scratch: dict[Tensor, Any] = {}
 
@@ -116,12 +128,16 @@ class RowAdam(Optimizer):
         self._create_buffers()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict, and moves step counts to their parameters' devices, which torch does
+        not."""
         super().load_state_dict(state_dict)
-        for p, state in self.state.items():  # torch leaves these where they were saved from
+        for p, state in self.state.items():  # torch leaves them on the CPU
             state["step"] = state["step"].to(p.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates all parameters that have a gradient; returns the closure's loss, if one is
+        given."""
         loss = _run_closure(closure)
         tasks: dict[torch.device, list[Callable[[], None]]] = {}
         for group in self.param_groups:
@@ -140,6 +156,8 @@ class RowAdam(Optimizer):
         return loss
 
     def _step_table(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Updates a table: with Triton's kernels where they can be used, otherwise with torch's
+        operators."""
         assert p.grad is not None
         if can_use_kernels(p) and p.grad.sparse_dim() == 1 and p.is_contiguous():
             self._step_rows_on_gpu(p, p.grad, group)
@@ -147,8 +165,10 @@ class RowAdam(Optimizer):
             self._step_rows(p, self._merge_rows(p.grad), group)
 
     def _step_dense(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """By the call that torch.optim.AdamW(fused=True) ends in: getting there takes longer than
-        the step of a small tower."""
+        """Calls the kernel in which torch.optim.AdamW(fused=True) ends.
+
+        Calling it through AdamW takes longer than the step of a small dense network.
+        """
         states = [self._get_state(p, "exp_avg", "exp_avg_sq", ()) for p in params]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1.0)
@@ -170,6 +190,7 @@ class RowAdam(Optimizer):
         )
 
     def _step_rows(self, p: Tensor, rows: RowGradient, group: dict[str, Any]) -> None:
+        """Updates rows on a CPU, in blocks that stay in its cache."""
         state = self._get_state(p, "mean", "square", (len(p),))
         numbers, values = rows.row_indices, _flatten_single_column(rows.values)
         step = state["step"].index_select(0, numbers).add_(1.0)
@@ -184,6 +205,7 @@ class RowAdam(Optimizer):
                 table.index_copy_(0, at, row)
 
     def _step_rows_on_gpu(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Updates rows on a GPU with Triton's kernels."""
         from echelon.kernels.row_adam import RowScratch, step_adam_rows
 
         state = self._get_state(p, "mean", "square", (len(p),))
@@ -203,6 +225,7 @@ class RowAdam(Optimizer):
     def _get_state(
         self, p: Tensor, first: str, second: str, steps: tuple[int, ...]
     ) -> dict[str, Tensor]:
+        """Returns a parameter's state; it is created at the first gradient."""
         state: dict[str, Tensor] = self.state[p]
         if not state:
             state["step"] = torch.zeros(steps, device=p.device)
@@ -212,10 +235,13 @@ class RowAdam(Optimizer):
 
 
 class RowSGD(Optimizer):
-    """Plain SGD, as torch.optim.SGD without momentum, to rounding; in 0.7 to 0.9 of its time.
+    """Plain SGD: torch.optim.SGD without momentum, up to rounding, in 0.7 to 0.9 of its time.
 
-    torch adds a sparse gradient row by row, also where a row is one number, a bias: these are
-    added as one column. Dense gradients are added all at once.
+    torch adds a sparse gradient row by row, also where a row is a single number such as a bias.
+    Here these are added as one column, and dense gradients all at once.
+
+        params  parameters, or groups of them, as for any optimizer of torch
+        lr      the learning rate
     """
 
     def __init__(self, params: Iterable[Any], lr: float) -> None:
@@ -225,6 +251,8 @@ class RowSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates all parameters that have a gradient; returns the closure's loss, if one is
+        given."""
         loss = _run_closure(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -238,6 +266,7 @@ class RowSGD(Optimizer):
 
 
 def _run_closure(closure: Callable[[], float] | None) -> float | None:
+    """Returns the loss of an optimizer's closure, if there is one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -245,18 +274,20 @@ def _run_closure(closure: Callable[[], float] | None) -> float | None:
 
 
 def _apply_dense_sgd(params: list[Tensor], grads: list[Tensor], rate: Any) -> None:
-    if isinstance(rate, Tensor):  # on a GPU, where a graph reads it
+    """Subtracts `rate` times the gradients, all at once."""
+    if isinstance(rate, Tensor):  # on a GPU, where a CUDA graph reads it
         torch._foreach_sub_(params, torch._foreach_mul(grads, rate))
     else:
         torch._foreach_add_(params, grads, alpha=-rate)
 
 
 def _apply_row_sgd(p: Tensor, grad: Tensor, rate: Any) -> None:
+    """Subtracts `rate` times a sparse gradient."""
     if isinstance(rate, Tensor):
         p.index_add_(0, grad._indices()[0], grad._values() * -rate)
         return
     column, factor = _flatten_single_column(p), -rate
-    if column.dim() > 1 or p.device.type != "cpu":  # on a GPU, torch's way gives the same sums
+    if column.dim() > 1 or p.device.type != "cpu":  # torch's own sum repeats bit for bit there
         p.add_(grad, alpha=factor)
     else:
         column.index_add_(0, grad._indices()[0], grad._values().reshape(-1), alpha=factor)
@@ -265,7 +296,7 @@ def _apply_row_sgd(p: Tensor, grad: Tensor, rate: Any) -> None:
 def _apply_adam(
     rows: Sequence[Tensor], grad: Tensor, weights: Tensor, group: dict[str, Any]
 ) -> None:
-    """In place, of rows whose averages are corrected already."""
+    """Updates rows in place. Their averages are stored with bias correction."""
     p, mean, square = rows
     lr = float(group["lr"])
     weight1, weight2 = weights.unbind(-1)
@@ -277,9 +308,10 @@ def _apply_adam(
 
 
 def _compute_average_weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
-    """Of a row's new gradient in its averages: Adam's, divided by what Adam corrects them by.
+    """Returns the weight of a row's new gradient in its two averages.
 
-    1 - beta**step, without the loss of digits where the power is nearly 1.
+    It is Adam's `1 - beta`, divided by the bias correction `1 - beta**step`, computed with expm1 so
+    that no digits are lost where the power is nearly 1.
     """
     kind = torch.promote_types(like.dtype, torch.float32)
     logs, rests = _compute_beta_constants(betas, kind, like.device)
@@ -288,6 +320,7 @@ def _compute_average_weights(step: Tensor, betas: tuple[float, float], like: Ten
 
 
 def _get_rate_tensor(rate: Any, device: torch.device) -> Tensor:
+    """Returns the learning rate as a tensor on the device."""
     return rate if isinstance(rate, Tensor) else _cache_rate_tensor(float(rate), device)
 
 
@@ -310,7 +343,8 @@ def _compute_beta_constants(
 
 
 def _split_into_blocks(*columns: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Rows of the second one say how many make a block."""
+    """Splits the columns into blocks of rows that fit the cache; the second column decides how
+    many."""
     _, values, _ = columns
     size = max(1, _BLOCK_BYTES * len(values) // max(1, values.nbytes))
     if len(values) <= size:
@@ -319,11 +353,13 @@ def _split_into_blocks(*columns: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _flatten_single_column(table: Tensor) -> Tensor:
-    """One dimension where rows are single numbers, which torch indexes ten times as fast."""
+    """Drops the second dimension of a one-column table: torch indexes one dimension ten times as
+    fast."""
     return table.squeeze(1) if table.dim() == 2 and table.shape[1] == 1 else table
 
 
 def _choose_copy_dtype(table: Tensor) -> torch.dtype:
+    """Returns the widest dtype as which the table's rows can be copied."""
     if table.dim() != 2 or not table.is_contiguous():
         return table.dtype
     start, row = (n * table.itemsize for n in (table.storage_offset(), table.shape[1]))

@@ -23,10 +23,11 @@ from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, make_source
 from echelon.experiment.optimizer_flags import enable_fused_kernels
 from echelon.experiment.precision import Precision
-from echelon.parallel.ddp_replica import DDPReplica, StepRequests
+from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.fsdp_replica import FillerBatch, FSDPReplica
 from echelon.parallel.fsdp_wrap import shard_model
 from echelon.parallel.layer_blocks import checkpoint_blocks, find_blocks
+from echelon.parallel.replica import StepRequests
 from echelon.runs.heartbeat import Heartbeat
 from echelon.snapshot.shards import extract_own_shard
 from echelon.snapshot.staging_buffer import StagingBuffer

@@ -145,7 +145,8 @@ def test_the_whole_step_holds_an_all_reduce(tmp_path: Path) -> None:
     from echelon.experiment.definition import Experiment
     from echelon.experiment.optimizer_flags import enable_fused_kernels, make_capturable
     from echelon.experiment.precision import Precision
-    from echelon.parallel.ddp_replica import DDPReplica, StepRequests
+    from echelon.parallel.ddp_replica import DDPReplica
+    from echelon.parallel.replica import StepRequests
     from echelon.runs.heartbeat import Heartbeat
     from echelon.world import detect
 

@@ -136,7 +136,8 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
     from echelon.data.batches import Batch
     from echelon.experiment.definition import Experiment
     from echelon.experiment.precision import Precision
-    from echelon.parallel.ddp_replica import DDPReplica, StepRequests, _wrap_in_ddp
+    from echelon.parallel.ddp_replica import DDPReplica, _wrap_in_ddp
+    from echelon.parallel.replica import StepRequests
     from echelon.runs.heartbeat import Heartbeat
     from echelon.world import detect
 

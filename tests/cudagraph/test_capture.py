@@ -11,7 +11,8 @@ from echelon.cudagraph.capture import find_obstacle, find_step_shortage
 from echelon.data.batches import Batch, TensorSource
 from echelon.experiment.definition import Experiment
 from echelon.experiment.precision import Precision
-from echelon.parallel.ddp_replica import DDPReplica, StepRequests
+from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.replica import StepRequests
 from echelon.runs.heartbeat import Heartbeat
 from echelon.world import detect
 
@@ -54,7 +55,7 @@ def test_data_without_a_whole_batch() -> None:
     """Only whole batches are of a graph's shape: it would never be replayed, without a word."""
     experiment, source = given(fused=True)
     reason = find_obstacle(experiment, source, GPU, 1, TrainerConfig(batch_size=9))
-    assert reason == "a batch is of 9 samples, and there are only 8"
+    assert reason == "a batch has 9 samples, but there are only 8"
 
 
 @pytest.mark.parametrize(("steps", "must"), [(63, False), (3, True)])

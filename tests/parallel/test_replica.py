@@ -13,7 +13,8 @@ from echelon.data.batches import Batch
 from echelon.experiment.definition import Experiment
 from echelon.experiment.loss_check import require_scalar
 from echelon.experiment.precision import Precision
-from echelon.parallel.ddp_replica import DDPReplica, StepRequests
+from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.replica import StepRequests
 from echelon.runs.heartbeat import Heartbeat
 from echelon.world import detect
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from echelon.parallel.ddp_replica import split_microbatches
+from echelon.parallel.replica import split_microbatches
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, [5]), (2, [3, 2]), (4, [2, 1, 1, 1])])

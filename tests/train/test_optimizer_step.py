@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
-from echelon.parallel.ddp_replica import _UnprofiledStep
+from echelon.experiment.optimizer_step import UnprofiledStep
 
 OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop]
 
@@ -21,7 +21,7 @@ def parameter() -> torch.nn.Parameter:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_is_the_same_step(kind: type[torch.optim.Optimizer]) -> None:
     ours, theirs = parameter(), parameter()
-    step, expected = _UnprofiledStep(kind([ours], lr=0.1)), kind([theirs], lr=0.1)  # type: ignore[call-arg]
+    step, expected = UnprofiledStep(kind([ours], lr=0.1)), kind([theirs], lr=0.1)  # type: ignore[call-arg]
     for _ in range(3):
         step()
         expected.step()
@@ -30,7 +30,7 @@ def test_it_is_the_same_step(kind: type[torch.optim.Optimizer]) -> None:
 
 def test_hooks_are_called_whenever_they_are_registered() -> None:
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
-    step = _UnprofiledStep(optimizer)
+    step = UnprofiledStep(optimizer)
     calls: list[str] = []
     step()
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -40,7 +40,7 @@ def test_hooks_are_called_whenever_they_are_registered() -> None:
 
 
 def test_a_profiler_sees_the_label() -> None:
-    step = _UnprofiledStep(torch.optim.SGD([parameter()], lr=0.1))
+    step = UnprofiledStep(torch.optim.SGD([parameter()], lr=0.1))
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         step()
     assert "Optimizer.step#SGD.step" in {event.name for event in seen.events()}
@@ -49,6 +49,6 @@ def test_a_profiler_sees_the_label() -> None:
 def test_a_schedule_of_torchs_own_counts_the_steps() -> None:
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
     schedule = StepLR(optimizer, step_size=1)
-    _UnprofiledStep(optimizer)()
+    UnprofiledStep(optimizer)()
     schedule.step()  # warns, and pytest makes that an error, if no step was counted
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -108,8 +108,8 @@ def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str])
 
 def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
     """Nor where it compiles another shape after many steps."""
-    watch = HeartbeatReader(tmp_path / "pulse", ranks=1)
-    pulse = Heartbeat(tmp_path / "pulse")
+    watch = HeartbeatReader(tmp_path / "heartbeat", ranks=1)
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
     beats = []
 
     def slow(graph: Any, inputs: Any) -> Any:
@@ -119,15 +119,15 @@ def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2.0
 
-    first, second = (CompiledFunction(doubled, pulse, slow) for _ in range(2))
+    first, second = (CompiledFunction(doubled, heartbeat, slow) for _ in range(2))
     for size in (3, 3, 2):
-        pulse.beat()
+        heartbeat.beat()
         first(torch.ones(size))
         second(torch.ones(size))  # a layer like the first: what was compiled serves both
     assert beats == [0, 0]  # at work that may take any time
-    pulse.beat()  # of the forward pass; torch compiles the backward pass when it is first called
+    heartbeat.beat()  # of the forward pass; torch compiles the backward pass when it is first called
     assert watch.read_all()[0].beats == 0
-    pulse.beat()
+    heartbeat.beat()
     assert watch.read_all()[0].beats > 0
 
 

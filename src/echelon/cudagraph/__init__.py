@@ -1,1 +1,5 @@
-"""A whole training step as one CUDA graph: whether it can be captured, and its replay."""
+"""A training step as one CUDA graph.
+
+`capture.py` decides whether and when a step is captured, `host_state.py` finds what a replay would
+leave out, `step_graph.py` holds the graph, its batches and its results.
+"""

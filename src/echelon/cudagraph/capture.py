@@ -1,7 +1,8 @@
-"""Whether a step can be a CUDA graph, and when it becomes one.
+"""Decides whether a training step can be a CUDA graph, and captures it.
 
-The first steps are taken as ever: they allocate what an optimizer keeps, compile what is to be
-compiled, and show whether a step does anything that a replay would not. All ranks decide alike.
+The first steps run as usual: they allocate the optimizer's state, compile what is to be compiled,
+and show whether a step does anything that a replay would not repeat. All ranks decide alike, as a
+replayed step and a plain step call different collectives.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from echelon.data.batches import Batch, BatchSource, BlockSlice, TensorSource
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import make_capturable
-from echelon.parallel.sparse_tables import find_sparse_tables
+from echelon.experiment.sparse_embeddings import find_sparse_tables
 from echelon.utils.text import format_bytes
 
 _WARMUP_STEPS = 3
-"""Steps before the capture; the last of them is watched."""
+"""Steps before the capture. Host state is compared before and after the last of them."""
 
 _MIN_WORTHWHILE_STEPS = 64
-"""Steps. A capture takes as long as about a hundred small steps."""
+"""Fewer steps are not worth it: a capture takes as long as about a hundred small steps."""
 
 StepFunction = Callable[[Any, int, int], Tensor]
 
 
 class StepCapture:
-    """Takes steps over once it can."""
+    """Captures the step when it can, and replays it from then on."""
 
     def __init__(
         self,
@@ -55,14 +56,18 @@ class StepCapture:
         self._is_required = trainer.capture == "always"
         self._world_size = world_size
         self._result_width = result_width
-        """How many numbers are told of a step."""
+        """How many numbers a step reports."""
         self._steps_seen = 0
         self._state_before: HostState | None = None
         self.graph: StepGraph | None = None
         self.has_given_up = False
 
     def try_replay(self, batch: Batch | BlockSlice, total: int) -> bool:
-        """Whether the graph took this step; only whole batches are of its shape."""
+        """Replays the step for this batch; returns False where the caller must run it as usual.
+
+        Only full batches have the graph's shape. The smaller last batch of an epoch is never
+        replayed.
+        """
         if self.has_given_up or total != self._batch_size or not isinstance(batch, BlockSlice):
             return False
         if self.graph is None:
@@ -76,6 +81,8 @@ class StepCapture:
         return True
 
     def _try_capture(self, block_slice: BlockSlice, total: int) -> bool:
+        """Whether the step could be captured; otherwise it is reported once and never tried
+        again."""
         assert self._state_before is not None
         reason = (
             find_host_change(self._state_before, read_host_state(self._experiment))
@@ -90,6 +97,8 @@ class StepCapture:
         return reason is None
 
     def _capture(self, block_slice: BlockSlice, total: int) -> str | None:
+        """Captures the step; returns the reason where that failed."""
+
         def body(data: tuple[Tensor, ...]) -> Tensor:
             return self._step(data, block_slice.sample_count, total)
 
@@ -97,7 +106,7 @@ class StepCapture:
         try:
             capacity = self._source.compute_block_rows(block_slice.sample_count)
             self.graph = StepGraph(body, block_slice, capacity, self._result_width)
-        except Exception as error:  # whatever torch or the model says of it, the step is as before
+        except Exception as error:  # whatever the reason, the step still works without a graph
             _leave_capture_stream(stream)
             self._abandon_step()
             return _summarize_error(error)
@@ -105,8 +114,11 @@ class StepCapture:
 
 
 def _leave_capture_stream(stream: torch.cuda.Stream) -> None:
-    """After a capture that failed, torch stays in the capture's stream, and its random numbers wait
-    for the capture's end: a dropout of the next step would fail."""
+    """Restores stream and random-number generator after a failed capture.
+
+    torch stays in the capture's stream, and its generator waits for the end of the capture: a
+    dropout in the next step would fail.
+    """
     torch.cuda.set_stream(stream)
     torch.cuda.synchronize()
     numbers = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -115,7 +127,8 @@ def _leave_capture_stream(stream: torch.cuda.Stream) -> None:
 
 
 def agree_on_obstacle(reason: str | None, world_size: int) -> str | None:
-    """All ranks capture, or none; one may lack the memory that the others have."""
+    """Returns an obstacle on every rank if any rank has one: one may lack memory that the others
+    have."""
     if world_size == 1:
         return reason
     obstacle_count = torch.tensor(float(reason is not None))
@@ -124,6 +137,7 @@ def agree_on_obstacle(reason: str | None, world_size: int) -> str | None:
 
 
 def find_step_shortage(steps: int, is_required: bool) -> str | None:
+    """Returns the obstacle that too few steps are left for a capture to pay off."""
     return (
         f"only {steps} steps are left"
         if steps <= (_WARMUP_STEPS if is_required else _MIN_WORTHWHILE_STEPS - 1)
@@ -138,19 +152,20 @@ def find_obstacle(
     world_size: int,
     trainer: TrainerConfig,
 ) -> str | None:
-    """Why the steps of this run cannot be captured, as far as is known before the first."""
+    """Returns why the steps of this run cannot be captured, as far as is known before the first
+    step."""
     if not isinstance(source, TensorSource):
-        return "the data is a Dataset; tensors could be kept on the GPU"
+        return "the data is a Dataset; only tensors can be kept on the GPU"
     if source.storage_device.type != "cuda":
         return "the data does not fit on the GPU"
     if len(source) < trainer.batch_size:
-        return f"a batch is of {trainer.batch_size} samples, and there are only {len(source)}"
+        return f"a batch has {trainer.batch_size} samples, but there are only {len(source)}"
     if experiment.schedule is not None:
         return "the experiment has a schedule of its own, which runs on the host"
     if world_size > 1 and find_sparse_tables(experiment.model):
-        return "the rows that ranks send each other differ in number"
+        return "the ranks exchange different numbers of sparse rows in every step"
     if world_size > 1 and next(experiment.model.buffers(), None) is not None:
-        return "the model's buffers are spread between ranks at every step"
+        return "the model's buffers are broadcast to all ranks in every step"
     if world_size > 1 and trainer.unused_parameters:
         return "ranks may use different parameters (trainer.unused_parameters=true)"
     if hook_owner := _find_hook_owner(experiment):
@@ -158,7 +173,7 @@ def find_obstacle(
     scales = getattr(experiment.optimizer, "_step_supports_amp_scaling", False)
     if experiment.scaler is not None and not scales:
         name = type(experiment.optimizer).__name__
-        return f"the host asks the scaler before every step of {name}, which is not fused"
+        return f"the gradient scaler needs the host in every step of {name}, which is not fused"
     return make_capturable(experiment.optimizer, device)
 
 
@@ -168,7 +183,7 @@ _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _find_hook_owner(experiment: Experiment) -> str | None:
-    """Whose hooks would be called at the capture, and never again."""
+    """Returns whose hooks would run once, at the capture, and never again."""
     if any(getattr(experiment.optimizer, hooks, None) for hooks in _STEP_HOOKS):
         return "the optimizer"
     for name, module in experiment.model.named_modules():
@@ -181,24 +196,30 @@ def _find_hook_owner(experiment: Experiment) -> str | None:
 
 
 def report_obstacle(reason: str, is_required: bool) -> None:
+    """Prints why the step is not captured; raises instead where `trainer.capture=always` requires
+    it."""
     if is_required:
         raise EchelonError(
             Fault(
                 f"trainer.capture=always, but the step cannot be a CUDA graph: {reason}",
-                "set trainer.capture=auto, and it is trained without",
+                "set trainer.capture=auto to train without a graph where it is not possible",
             )
         )
     print(f"the step is not captured as a CUDA graph: {reason}", file=sys.stderr)
 
 
 def _summarize_error(error: Exception) -> str:
+    """Returns the type and the first line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def _find_memory_shortage() -> str | None:
-    """A graph keeps the memory of its step for itself, beside what an evaluation or a last,
-    smaller batch needs: `None` where there is enough for both."""
+    """Returns the obstacle that a graph's memory does not fit.
+
+    A graph keeps the memory of its step for itself, beside what an evaluation or the smaller last
+    batch needs.
+    """
     step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     free, _ = torch.cuda.mem_get_info()
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

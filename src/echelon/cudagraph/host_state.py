@@ -1,8 +1,8 @@
-"""What a step changes on the host, which a CUDA graph of it would not.
+"""Finds what a step changes on the host, which a CUDA graph of the step would not repeat.
 
-Looked at before and after a step: random numbers, what the modules remember, and what the loss and
-other functions of the user's keep in themselves, in closures and in globals. Numbers on the GPU are
-not looked at: those a graph does change.
+The state is compared before and after a step: random-number generators, attributes of modules, and
+what the loss and other functions of the user keep in attributes, closures and globals. Tensors on
+the GPU are not compared, as a replay does change those.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from echelon.experiment.definition import Experiment
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 _MAX_DEPTH = 3
 _MAX_ITEMS = 100
-"""Items of a list that are looked at."""
+"""Items of a container that are compared."""
 
 HostState = tuple[dict[str, Any], Any]
 
 
 def read_host_state(experiment: Experiment) -> HostState:
+    """Returns what can be compared of the host's state: values by name, and the states of the
+    generators."""
     found: dict[str, Any] = {}
     for name, module in experiment.model.named_modules():
         found |= _read_module(f"the model's {name}." if name else "the model's ", module)
@@ -40,21 +42,23 @@ def read_host_state(experiment: Experiment) -> HostState:
 
 
 def find_host_change(before: HostState, after: HostState) -> str | None:
-    """Why a step with these states around it cannot be captured."""
+    """Returns why a step with these states before and after it cannot be captured, or None."""
     if before[1] != after[1]:
         return "the step draws random numbers on the host"
     for name, value in after[0].items():
-        if [before[0].get(name)] != [value]:  # in a list, what is not a number equals itself
+        if [before[0].get(name)] != [value]:  # in lists, because NaN != NaN, but [NaN] == [NaN]
             return f"{name} changes from step to step"
     return None
 
 
 def _read_module(prefix: str, module: nn.Module) -> dict[str, Any]:
+    """Reads a module's attributes and what its forward refers to."""
     own = {f"{prefix}{key}": _fingerprint(value) for key, value in vars(module).items()}
     return own | {f"{prefix}{key}": value for key, value in _read_function(type(module).forward)}
 
 
 def _read_callable(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a function, a bound method, a partial or a callable object keeps."""
     if isinstance(function, nn.Module):
         for name, module in function.named_modules():
             yield from _read_module(f"{name}." if name else "", module).items()
@@ -74,7 +78,7 @@ def _read_callable(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_function(function: Any) -> Iterator[tuple[str, Any]]:
-    """What it keeps in its closure, its defaults and its module's globals."""
+    """Yields what a function keeps in its closure, its defaults and its module's globals."""
     if not isinstance(function, types.FunctionType) or _is_from_torch(function):
         return
     code, cells = function.__code__, function.__closure__ or ()
@@ -86,10 +90,12 @@ def _read_function(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_from_torch(function: types.FunctionType) -> bool:
+    """Whether a function is torch's own; these keep nothing that matters."""
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def _has_contents(cell: types.CellType) -> bool:
+    """Whether a closure's cell has been assigned."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -97,11 +103,16 @@ def _has_contents(cell: types.CellType) -> bool:
 
 
 def _fingerprint_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the names with something to compare each value by."""
     return ((key, _fingerprint(value)) for key, value in values.items())
 
 
 def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Something to compare it by."""
+    """Returns something to compare a value by: cheap, and never equal after a change that matters.
+
+    Tensors on the CPU are compared by torch's version counter, containers by their first items down
+    to a small depth, other objects by their identity and attributes.
+    """
     if isinstance(value, _PLAIN_TYPES):
         return value
     if isinstance(value, Tensor):
@@ -121,6 +132,7 @@ def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _read_rng_states() -> Any:
+    """Returns the states of Python's, numpy's and torch's generators on the host."""
     _, keys, *rest = np.random.get_state(legacy=True)
     torch_ = torch.get_rng_state().numpy().tobytes()
     return random.getstate(), np.asarray(keys).tobytes(), rest, torch_

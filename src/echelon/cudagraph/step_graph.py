@@ -1,9 +1,11 @@
-"""A training step as one CUDA graph: cut the batch, forward, backward, all-reduce, clip, optimizer.
+"""A training step as one CUDA graph: select the batch, forward, backward, all-reduce, clip,
+optimizer.
 
-A small step is made of dozens of kernels that each run shorter than the host needs to start them.
-Captured once and replayed, they follow each other at the speed of the chip. The graph finds its
-batch by a counter on the device, in a block of many batches that is copied in when it is used up,
-and leaves its loss in a ring that is read every few steps; the host starts it and does not wait.
+A small step consists of dozens of kernels that each run shorter than the host needs to launch them.
+Captured once and replayed, they follow each other at the speed of the GPU. The graph finds its
+batch by a counter on the device, in a block of many batches that is copied in when the previous one
+is used up. It leaves its results in a ring buffer that is read every few steps; the host launches
+the graph and does not wait.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from torch import Tensor
 from echelon.data.batches import BlockSlice
 
 RING_STEPS = 64
-"""Steps between two readings."""
+"""Steps that the ring buffer holds, so it must be read at least that often."""
 
 _ALIGN_BYTES = 256
-"""Every column of a batch begins as if it had been allocated alone."""
+"""Every column of a batch is aligned as if it had been allocated alone."""
 
 
 class BatchBlocks:
-    """Many batches, each with its columns one behind the other: one copy cuts a batch out."""
+    """Many batches in one buffer, each with its columns one after the other, so that one copy
+    selects a batch."""
 
     def __init__(self, block_slice: BlockSlice, capacity: int) -> None:
         self._batch_samples = block_slice.sample_count
@@ -44,12 +47,15 @@ class BatchBlocks:
         )
 
     def load(self, block: tuple[Tensor, ...]) -> None:
-        """Its whole batches; a last one that is smaller is not the graph's."""
+        """Copies a block's full batches into the buffer. A smaller last batch is not the
+        graph's."""
         count = len(block[0]) // self._batch_samples
         for column, stored in zip(block, self._view_columns(self._words[:count]), strict=True):
             stored.copy_(column[: count * self._batch_samples].reshape(stored.shape))
 
     def select_batch(self, batch_index: Tensor) -> tuple[Tensor, ...]:
+        """Returns the columns of one batch; its index is a tensor on the device, which the graph
+        counts up."""
         columns = self._view_columns(self._words.index_select(0, batch_index))
         return tuple(
             column.view(self._batch_samples, *shape)
@@ -57,14 +63,14 @@ class BatchBlocks:
         )
 
     def _view_columns(self, words: Tensor) -> list[Tensor]:
-        """A row of each for every batch."""
+        """Returns a view for each column, with one row per batch."""
         raw = words.view(torch.uint8)
         places = zip(self._column_bytes, self._dtypes, strict=True)
         return [raw[:, place].view(kind) for place, kind in places]
 
 
 class StepGraph:
-    """`body` takes a batch and returns what is told of the step, a row of numbers."""
+    """A captured step. `body` takes a batch and returns the step's result, a row of numbers."""
 
     def __init__(
         self,
@@ -76,21 +82,25 @@ class StepGraph:
         self._batch_samples = block_slice.sample_count
         self._blocks = BatchBlocks(block_slice, capacity)
         device = block_slice.block[0].device
+        self.ring_steps = RING_STEPS
         self._ring = torch.zeros(RING_STEPS, result_width, device=device)
         self._counters = torch.zeros(2, dtype=torch.int64, device=device)
-        """The batch in the block, the place in the ring."""
+        """Two counters on the device: the batch within the block, the position in the ring."""
         self._loaded_block: tuple[Tensor, ...] | None = None
         self._next_start = -1
         self.pending_steps = 0
-        """Steps in the ring."""
+        """Steps whose results are in the ring."""
         self._graph = torch.cuda.CUDAGraph()
-        # A snapshot may be on its way to memory by another thread: only this one is bound.
+        # Another thread may be copying a snapshot to host memory, which a capture forbids. With
+        # "thread_local" only this thread is restricted.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             result = body(self._blocks.select_batch(self._counters[:1]))
             self._ring.index_copy_(0, self._counters[1:], result.float().view(1, result_width))
             self._counters.add_(1)
 
     def replay(self, block_slice: BlockSlice) -> None:
+        """Runs the step for this batch. Copies a new block in first, or moves the counter, where
+        needed."""
         if block_slice.block is not self._loaded_block:
             self._blocks.load(block_slice.block)
             self._loaded_block, self._next_start = block_slice.block, -1
@@ -101,7 +111,8 @@ class StepGraph:
         self.pending_steps += 1
 
     def take_results(self) -> Tensor:
-        """What the steps since the last reading left, on the device."""
+        """Returns the results of the steps since the last call, still on the device, and empties
+        the ring."""
         rows = self._ring[: self.pending_steps].clone()
         self._counters[1].zero_()
         self.pending_steps = 0

@@ -1,1 +1,1 @@
-"""Which sample when, and the batches made of them."""
+"""Which sample each rank takes when, and the batches made of them."""

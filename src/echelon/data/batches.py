@@ -1,4 +1,4 @@
-"""Batches of one rank, cut by index: from tensors in blocks, from a Dataset sample by sample."""
+"""Batches of one rank: cut out of tensors in blocks, or fetched from a Dataset sample by sample."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from echelon.errors import EchelonError, Fault
 
 _COLUMN_TYPES = (Tensor, np.ndarray)
 _BLOCK_BYTES = 8 << 20
-"""Gathering many batches at once makes the cut of one nearly free; more would leave the cache."""
+"""Gathering many batches at once makes one batch nearly free; larger blocks would not fit the
+cache."""
 
 _BLOCK_BYTES_CUDA = 64 << 20
-"""There, what counts is how seldom the host must call."""
+"""On a GPU the number of calls by the host is what costs, so blocks are larger."""
 
 
 class Batch(NamedTuple):
     """This rank's share of one global batch."""
 
     data: Any
-    """What the experiment is given; None where this rank has no sample of the batch."""
+    """What `predict` receives; None where this rank has no sample of the batch."""
     sample_count: int
-    """Samples in it."""
+    """The number of samples in it."""
 
 
 class BlockSlice(NamedTuple):
-    """The same, of a block on the GPU, not yet cut out: a captured step does it by itself."""
+    """A share that is still part of a block on the GPU; a captured step cuts it out by itself."""
 
     block: tuple[Tensor, ...]
     start: int
@@ -43,6 +44,7 @@ class BlockSlice(NamedTuple):
 
     @property
     def data(self) -> tuple[Tensor, ...] | None:
+        """The share, cut out of the block; None where this rank has no sample of the batch."""
         if not self.sample_count:
             return None
         return tuple(
@@ -51,17 +53,20 @@ class BlockSlice(NamedTuple):
 
 
 class BatchOrder(Protocol):
-    """Which samples this rank takes, batch by batch: EpochOrder to train, WholeBatches to judge."""
+    """Which samples this rank takes, batch by batch: `EpochOrder` to train, `EvalOrder` to
+    evaluate."""
 
-    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]: ...
+    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yields the samples of several batches, joined, and the number of samples of each."""
+        ...
 
 
 @dataclass(frozen=True)
 class EvalOrder:
-    """Every world_size-th batch, whole and unshuffled.
+    """Every world_size-th batch, complete and not shuffled.
 
-    A batch is never cut between ranks, because a matrix product may round differently for another
-    number of rows: evaluation is to give the same bits at any world size.
+    A batch is never split between ranks, because a matrix product may round differently for another
+    number of rows, and an evaluation is to give the same bits at any world size.
     """
 
     size: int
@@ -71,10 +76,11 @@ class EvalOrder:
 
     @property
     def max_batches(self) -> int:
-        """Batches of the rank that has most; the others have as many or one less."""
+        """Batches of the rank that has most; other ranks have as many or one less."""
         return -(-count_batches(self.size, self.batch_size) // self.world_size)
 
     def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yields this rank's batches one by one."""
         last = count_batches(self.size, self.batch_size)
         for number in range(first_batch + self.rank, last, self.world_size):
             start = number * self.batch_size
@@ -88,17 +94,17 @@ class BatchSource(Protocol):
     def __len__(self) -> int: ...
 
     storage_device: torch.device
-    """Where the samples lie, and where an order is best drawn."""
+    """The device on which the samples lie, and on which an order is best drawn."""
 
     def batches(
         self, order: BatchOrder, first: int, device: torch.device
     ) -> Iterator[Batch | BlockSlice]:
-        """This rank's share of every global batch from number `first` on."""
+        """Yields this rank's share of every global batch from number `first` on."""
         ...
 
 
 def make_source(data: Any, name: str, workers: int, device: torch.device) -> BatchSource:
-    """The source for what an experiment gave as data."""
+    """Returns the source for the data of an experiment; `name` is the field that an error names."""
     if (columns := get_columns(data)) is not None:
         if not all(t.ndim for t in columns):
             raise _make_data_error(
@@ -120,7 +126,8 @@ def make_source(data: Any, name: str, workers: int, device: torch.device) -> Bat
 
 
 def get_columns(data: Any) -> tuple[Any, ...] | None:
-    """The tensors or arrays that are all of the data, where they are."""
+    """Returns the tensors or arrays that the data consists of, or None where it is something
+    else."""
     if isinstance(data, _COLUMN_TYPES):
         return (data,)
     is_columns = (
@@ -130,25 +137,27 @@ def get_columns(data: Any) -> tuple[Any, ...] | None:
 
 
 def _as_tensor(column: Any, name: str) -> Tensor:
+    """Returns a column as a tensor; it shares memory with a numpy array where that is possible."""
     if isinstance(column, Tensor):
         return column
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one that is read-only, such as a mapped file
+        warnings.simplefilter("ignore")  # about read-only arrays, such as a memory-mapped file
         try:
             return torch.from_numpy(column.copy() if min(column.strides) < 0 else column)
         except (TypeError, ValueError) as error:
             raise _make_data_error(
-                f"{name} has a numpy array of dtype {column.dtype}, which torch does not take",
+                f"{name} has a numpy array of dtype {column.dtype}, which torch does not support",
                 "give numbers: array.astype('float32')",
             ) from error
 
 
 def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
+    """Returns the error for data that has no length or no samples by index."""
     from torch.utils.data import DataLoader
 
     if isinstance(data, DataLoader):
         return _make_data_error(
-            f"{name} is a DataLoader, but every process makes its own share of each batch",
+            f"{name} is a DataLoader, but every process makes its own share of each batch here",
             "give its dataset, loader.dataset, and set trainer.batch_size and "
             "trainer.loader_workers",
         )
@@ -159,7 +168,11 @@ def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
 
 
 def _is_indexable(data: Any) -> bool:
-    """torch's IterableDataset inherits a __getitem__ that only raises."""
+    """Whether samples can be taken by index.
+
+    torch's IterableDataset inherits a `__getitem__` that only raises, so it is excluded by its
+    class.
+    """
     from torch.utils.data import IterableDataset
 
     streams = isinstance(data, IterableDataset)
@@ -167,7 +180,7 @@ def _is_indexable(data: Any) -> bool:
 
 
 class TensorSource:
-    """Tensors with one row per sample, kept on the device when they fit with room to spare."""
+    """Tensors with one row per sample, kept on the GPU when they fit with room to spare."""
 
     def __init__(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
         self.row_bytes = sum(t[:1].numel() * t.element_size() for t in tensors)
@@ -178,6 +191,7 @@ class TensorSource:
         self._block_bytes = _BLOCK_BYTES if self.storage_device.type == "cpu" else _BLOCK_BYTES_CUDA
 
     def _fits_on_device(self, device: torch.device) -> bool:
+        """Whether the data takes less than a quarter of the GPU's free memory."""
         free, _ = torch.cuda.mem_get_info(device)
         return self.row_bytes * len(self) < free // 4
 
@@ -185,7 +199,7 @@ class TensorSource:
         return len(self.tensors[0])
 
     def compute_block_rows(self, batch_rows: int) -> int:
-        """Rows of the largest block of whole batches of `share` rows."""
+        """Returns the rows of the largest block of complete batches of `batch_rows` rows."""
         return max(
             batch_rows, self._block_bytes // max(1, self.row_bytes) // batch_rows * batch_rows
         )
@@ -193,6 +207,8 @@ class TensorSource:
     def batches(
         self, order: BatchOrder, first: int, device: torch.device
     ) -> Iterator[Batch | BlockSlice]:
+        """Yields this rank's shares. On a GPU these are slices of blocks, which a CUDA graph can
+        cut out."""
         for indices, counts in order.blocks(first):
             rows_at_once = max(1, self._block_bytes // max(1, self.row_bytes))
             for rows, sizes in _group_batches(
@@ -210,15 +226,19 @@ class TensorSource:
 
 
 def _align_memory(piece: Tensor) -> Tensor:
-    """Matrix products may round differently by where their rows lie in memory, and a resumed run
-    gathers other blocks: a batch lies as if it had been gathered alone."""
+    """Returns the tensor at an aligned address, copied where necessary.
+
+    Matrix products may round differently depending on the alignment of their rows, and a resumed
+    run gathers other blocks: every batch is aligned as if it had been gathered alone.
+    """
     return piece if piece.storage_offset() * piece.element_size() % 64 == 0 else piece.clone()
 
 
 def _group_batches(
     indices: Tensor, counts: list[int], max_rows: int
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Runs of whole batches of at most so many rows, or one batch where it is larger."""
+    """Yields runs of complete batches of at most `max_rows` rows, or one batch where it is
+    larger."""
     begin, size = 0, 0
     run: list[int] = []
     for count in counts:
@@ -232,7 +252,8 @@ def _group_batches(
 
 
 class DatasetSource:
-    """Any Dataset with a length; fetched here, or ahead of time by torch's loader processes."""
+    """Any Dataset with a length, fetched in this process or ahead of time by torch's loader
+    processes."""
 
     def __init__(self, dataset: Any, workers: int) -> None:
         self.dataset = dataset
@@ -243,6 +264,7 @@ class DatasetSource:
         return len(self.dataset)
 
     def batches(self, order: BatchOrder, first: int, device: torch.device) -> Iterator[Batch]:
+        """Yields this rank's shares on the device."""
         shares = _RankShares(order, first)
         fetched = (
             self._iter_loader(shares, device) if self.workers else map(self._collate_rows, shares)
@@ -251,6 +273,7 @@ class DatasetSource:
             yield Batch(_move_to_device(data, device) if rows else None, len(rows))
 
     def _collate_rows(self, rows: list[int]) -> Any:
+        """Fetches the samples of one share and collates them as torch's DataLoader does."""
         from torch.utils.data import default_collate
 
         if not rows:
@@ -260,16 +283,18 @@ class DatasetSource:
         return default_collate([self.dataset[i] for i in rows])
 
     def _iter_loader(self, shares: _RankShares, device: torch.device) -> Iterator[Any]:
+        """Yields the collated shares from loader processes, and None for an empty share."""
         from torch.utils.data import DataLoader
 
         loader = iter(
             DataLoader(
                 self.dataset,
-                batch_sampler=_NonEmptyShares(shares),  # torch's loader cannot fetch an empty share
+                batch_sampler=_NonEmptyShares(shares),  # torch's loader cannot fetch an empty batch
                 num_workers=self.workers,
                 pin_memory=device.type == "cuda",
-                # The loader draws its workers' seed when it starts, and a resumed run starts it
-                # at another moment: the model's random numbers must not notice.
+                # The loader draws a seed for its workers when it starts, and a resumed run starts
+                # it at another moment. A generator of its own keeps the model's random numbers the
+                # same.
                 generator=torch.Generator().manual_seed(crc32(repr(shares).encode())),
             )
         )
@@ -279,7 +304,7 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class _RankShares:
-    """The rows of this rank, batch by batch; can be iterated again at the cost of drawing again."""
+    """The rows of this rank, batch by batch. Iterating again draws the order again."""
 
     order: BatchOrder
     first: int
@@ -293,6 +318,8 @@ class _RankShares:
 
 @dataclass(frozen=True)
 class _NonEmptyShares:
+    """The shares without the empty ones, which torch's loader cannot fetch."""
+
     shares: _RankShares
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -300,10 +327,12 @@ class _NonEmptyShares:
 
 
 def _move_to_device(data: Any, device: torch.device) -> Any:
+    """Moves all tensors of a batch to a device."""
     if device.type == "cpu":
         return data
     return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), data)
 
 
 def _make_data_error(what: str, do: str) -> EchelonError:
+    """Returns an error with one fault about the data."""
     return EchelonError(Fault(what, do))

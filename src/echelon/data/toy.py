@@ -1,4 +1,4 @@
-"""Made-up data: random inputs, a linear truth, noise."""
+"""Synthetic data for examples and tests: random inputs, a linear target, noise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def make_linear_data(samples: int, features: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, the same for the same seed."""
+    """Returns inputs and targets; the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randn(features, 1, generator=generator)
     x = torch.randn(samples, features, generator=generator)

@@ -1,4 +1,9 @@
-"""Whether the parts that an experiment gives can train together, before anything is computed."""
+"""Checks whether the parts that an experiment gives can train together, before anything is
+computed.
+
+Every check returns or yields faults instead of raising the first one, so that the user sees all of
+them at once. What can only be seen when a loss is computed is checked in `loss_check.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch.optim import Optimizer
 
 from echelon.data.batches import get_columns
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.parallel.sparse_tables import find_sparse_tables
+from echelon.experiment.sparse_embeddings import find_sparse_tables
 
 if TYPE_CHECKING:
     from echelon.experiment.definition import Experiment
@@ -31,12 +36,17 @@ _METRIC_ATTRIBUTES = ("to", "reset", "update", "compute", "full_state_update", "
 
 
 def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
-    """Of an experiment whose model is a model, and whose optimizer an optimizer."""
+    """Yields what is wrong with the parts of an experiment.
+
+    The caller has made sure that `model` is an `nn.Module` and `optimizer` a
+    `torch.optim.Optimizer`; all other parts may be anything here.
+    """
     yield from _find_parameter_faults(experiment.model, experiment.optimizer)
     yield from _find_call_faults(experiment)
     if callable(experiment.loss) and not _accepts_arguments(experiment.loss, 2):
         yield Fault(
-            f"the experiment's loss does not take two arguments: {_format_signature(experiment.loss)}",
+            "the experiment's loss does not take two arguments: "
+            f"{_format_signature(experiment.loss)}",
             "give (output, target) → Tensor",
         )
     yield from _find_metric_faults(experiment.metrics)
@@ -56,13 +66,15 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
 
 
 def _has_attributes(part: Any, *names: str) -> bool:
+    """Whether `part` is an object, not a class, with all of these attributes."""
     return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
 
 def describe_wrong_type(part: Any) -> str:
-    """As what is wrong with it."""
+    """Says what was given instead of the expected part: a class instead of an object, or another
+    type."""
     if isinstance(part, type):
-        return f"the class {part.__name__} and no object of it"
+        return f"the class {part.__name__}, not an object of it"
     return f"of type {type(part).__name__}"
 
 
@@ -70,6 +82,8 @@ def describe_wrong_type(part: Any) -> str:
 
 
 def _find_parameter_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
+    """Yields what keeps the optimizer from training the model: foreign, frozen or missing
+    parameters."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     model_ids = {id(p) for p in model.parameters()}
     foreign_count = sum(id(p) not in model_ids for p in stepped)
@@ -81,24 +95,29 @@ def _find_parameter_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[F
         )
     elif foreign_count:
         yield Fault(
-            f"the optimizer trains {foreign_count} tensor(s) that are no parameters of the model: they "
-            "would be in no snapshot, and differ between processes",
-            "make what they belong to, such as a loss with weights, a part of the model: "
-            "model.extra = it",
+            f"the optimizer trains {foreign_count} tensor(s) that are not parameters of the model: "
+            "they would be missing in snapshots and differ between processes",
+            "make their module, such as a loss with weights, a part of the model: "
+            "model.extra = module",
         )
     elif not any(p.requires_grad for p in stepped):
         whose = "optimizer" if any(p.requires_grad for p in model.parameters()) else "model"
         yield Fault(
             f"every parameter of the {whose} is frozen (requires_grad=False), so there is nothing "
             "to train",
-            "leave requires_grad of those to be trained, and give them to the optimizer",
+            "keep requires_grad=True for the parameters to train, and give them to the optimizer",
         )
     else:
         yield from _find_sparse_faults(model, optimizer)
 
 
 def _find_sparse_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
-    """torch's optimizers say so after a backward pass; those of others may well take both."""
+    """Yields combinations of sparse embeddings and optimizers that torch refuses after the first
+    backward pass.
+
+    Only torch's own optimizers are checked, as the optimizers of other libraries may accept both
+    kinds of gradients.
+    """
     kind, name = type(optimizer), type(optimizer).__name__
     if not kind.__module__.startswith("torch.optim."):
         return
@@ -112,22 +131,22 @@ def _find_sparse_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Faul
     if kind is torch.optim.SparseAdam:
         if dense:
             yield Fault(
-                f"the optimizer SparseAdam takes sparse gradients only, but {len(dense)} of its "
+                f"the optimizer SparseAdam accepts only sparse gradients, but {len(dense)} of its "
                 f"{len(stepped)} parameters have dense ones",
                 _USE_ROW_OPTIMIZER if sparse else "give another, such as torch.optim.Adam",
             )
     elif kind not in (torch.optim.SGD, torch.optim.Adagrad):
         if sparse:
             yield Fault(
-                f"the optimizer {name} takes no sparse gradients, but {sparse[0][0]!r} is of an "
-                "embedding with sparse=True",
+                f"the optimizer {name} does not accept sparse gradients, but {sparse[0][0]!r} "
+                "belongs to an embedding with sparse=True",
                 _USE_ROW_OPTIMIZER,
             )
     elif decayed:
         yield Fault(
-            f"the optimizer {name} takes no sparse gradients with a weight_decay, but "
-            f"{decayed[0]!r} is of an embedding with sparse=True",
-            "give it a group with weight_decay=0, or the optimizer echelon.optim.RowAdam",
+            f"the optimizer {name} does not accept sparse gradients with a weight_decay, but "
+            f"{decayed[0]!r} belongs to an embedding with sparse=True",
+            "put it in a parameter group with weight_decay=0, or use echelon.optim.RowAdam",
         )
 
 
@@ -135,7 +154,11 @@ def _find_sparse_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Faul
 
 
 def _find_call_faults(experiment: Experiment) -> Iterator[Fault]:
-    """Without predict, a batch is (*inputs, target): as many inputs as the model takes."""
+    """Yields data whose number of columns does not match the model's `forward`.
+
+    Without `predict`, a batch is `(*inputs, target)`, so the model must accept as many inputs as
+    there are columns before the target.
+    """
     model = experiment.model
     for name in ("train_data", "eval_data"):
         columns = get_columns(getattr(experiment, name))
@@ -152,11 +175,16 @@ def _find_call_faults(experiment: Experiment) -> Iterator[Fault]:
 
 
 def _has_custom_call(model: nn.Module) -> bool:
+    """Whether the model changes its own arguments, so that the signature of `forward` says
+    nothing."""
     return bool(model._forward_pre_hooks) or type(model).__call__ is not nn.Module.__call__
 
 
 def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
-    """Also where nobody can say, as of functions that are not of Python."""
+    """Whether a function can be called with `count` positional arguments.
+
+    Also true where the signature is unknown, as it is for functions that are not written in Python.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -169,6 +197,7 @@ def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
 
 
 def _format_signature(function: Callable[..., Any]) -> str:
+    """Formats a function with its parameters, such as `Net.forward(x, mask)`."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{name}{inspect.signature(function)}"
 
@@ -177,12 +206,15 @@ def _format_signature(function: Callable[..., Any]) -> str:
 
 
 def are_metrics_deferred(metrics: Any) -> bool:
-    """Whether it is a function that makes them."""
+    """Whether `metrics` is a function that creates the metrics later, at the first evaluation."""
     return callable(metrics) and not hasattr(metrics, "update")
 
 
 def name_metrics(metrics: Any) -> dict[str, Any]:
-    """The metrics by name, each of which an evaluation can use."""
+    """Returns the metrics by name, and raises a fault for each one that an evaluation cannot use.
+
+    A single metric is named by its class in lower case.
+    """
     if metrics is None:
         return {}
     if isinstance(metrics, Mapping) or _has_attributes(metrics, "items"):
@@ -213,7 +245,11 @@ def _find_metric_faults(metrics: Any) -> Iterator[Fault]:
 
 
 def require_best_metric(name: str, experiment: Experiment) -> None:
-    """Where metrics are made later, the first evaluation says it."""
+    """Raises where `trainer.best` names a number that no evaluation produces.
+
+    Metrics that are created later are unknown here; for these the first evaluation raises the same
+    error.
+    """
     if name == "loss":
         return
     if experiment.eval_data is None:
@@ -232,5 +268,6 @@ def require_best_metric(name: str, experiment: Experiment) -> None:
 
 
 def make_unknown_best_error(name: str, known: Iterable[str]) -> EchelonError:
+    """Returns the error for a `trainer.best` that is not among the evaluated numbers."""
     what = f"trainer.best={name}, but no such number is evaluated"
     return EchelonError(Fault(what, suggest_nearest(name, known)))

@@ -1,4 +1,5 @@
-"""torch.compile, where it works; where it does not, the function as it is, and the reason said."""
+"""torch.compile with a way back: where compiling fails, the plain function runs and the reason is
+printed."""
 
 from __future__ import annotations
 
@@ -12,20 +13,23 @@ import torch
 from echelon.runs.heartbeat import Heartbeat
 
 _DEVELOPER_HINTS = ("Set TORCHDYNAMO", "While executing %")
-"""Lines for who mends torch."""
+"""Beginnings of lines that help only developers of torch."""
 
 
 class CompiledFunction:
-    """Is compiled by its first call, and again for other shapes, such as of the last batch: any
-    call may fail in a way that is torch's."""
+    """A function that is compiled at its first call, and again for other shapes.
+
+    Any call may have to compile, for example the smaller last batch, so any call may fail inside
+    torch. After such a failure the plain function is used for good.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], pulse: Heartbeat, backend: Any = "inductor"
+        self, function: Callable[..., Any], heartbeat: Heartbeat, backend: Any = "inductor"
     ) -> None:
         _compile_backward_eagerly()
         self._plain = function
         self._compiled = torch.compile(
-            function, dynamic=False, backend=_HeartbeatBackend(backend, pulse)
+            function, dynamic=False, backend=_HeartbeatBackend(backend, heartbeat)
         )
         self._has_given_up = False
 
@@ -36,7 +40,8 @@ class CompiledFunction:
             return self._compiled(*args, **named)
         except Exception as error:
             reason = _summarize_compile_error(error)
-        # Wrong code of the user says so here, and not as a consequence of torch's error.
+        # Outside the except clause: an error of the user's own code is then raised alone, and not
+        # as a consequence of torch's error.
         result = self._plain(*args, **named)
         print(f"trainer.compile=true: not compiled: {reason}", file=sys.stderr)
         self._has_given_up = True
@@ -44,8 +49,11 @@ class CompiledFunction:
 
 
 def _compile_backward_eagerly() -> None:
-    """With the forward pass, where a failure can be answered: amid a backward pass, gradients of
-    some layers are there and those of others on their way to other ranks."""
+    """Makes torch compile the backward pass together with the forward pass.
+
+    There a failure can be handled. In the middle of a backward pass it cannot: gradients of some
+    layers are computed and others are already on their way to other ranks.
+    """
     from torch._functorch import config
 
     if hasattr(config, "force_non_lazy_backward_lowering"):  # torch 2.9 and newer
@@ -54,21 +62,26 @@ def _compile_backward_eagerly() -> None:
 
 @dataclass(frozen=True)
 class _HeartbeatBackend:
-    """Nobody is called hung who compiles. Equal ones share what they compiled: layers are alike."""
+    """Suspends the heartbeat while torch compiles, so that the rank is not taken for hung.
+
+    Equal objects share what they compiled, so the equal layers of a model are compiled once.
+    """
 
     backend: Any
-    pulse: Heartbeat
+    heartbeat: Heartbeat
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
 
-        # A large model takes minutes; an older torch compiles the backward pass after the beat.
-        self.pulse.suspend(beats=1)
+        # A large model takes minutes to compile. Older versions of torch compile the backward pass
+        # only after the next beat, so that beat does not end the pause.
+        self.heartbeat.suspend(beats=1)
         return lookup_backend(self.backend)(graph, inputs)
 
 
 def _summarize_compile_error(error: Exception) -> str:
-    """torch says who failed in the first line, and why in the second, or how to hear more."""
+    """Returns one line: torch names what failed in the first line of its message, and why in the
+    second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(_DEVELOPER_HINTS)]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -1,4 +1,8 @@
-"""A step's loss as one number, and what is said where the experiment's gives none."""
+"""Computes the loss of a batch and checks that it is one number with a gradient.
+
+A loss that cannot work with the model's output is explained in words of the experiment, as the
+user's mistake is usually in what `predict` or `forward` returns, not in the loss.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,38 @@ from echelon.errors import EchelonError, Exit, Fault
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
+class LossInputError(Exception):
+    """The loss failed on an output that is not a tensor; `__cause__` is the loss's own error."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.what)
+        self.fault = fault
+
+
 def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Tensor:
-    """The loss of a batch. A function of its own, as `untaken` looks for it in tracebacks."""
-    return require_scalar(loss(output, target))
+    """Returns the loss of a batch as one scalar tensor.
+
+    Where the loss function fails on an output that is not a tensor, the error is replaced by a
+    `LossInputError` that says what the output was. A tensor output takes the short way: this runs
+    in every step.
+    """
+    # torch cannot compile a call inside a try block that breaks the graph. A compiled function that
+    # fails is called again uncompiled (`CompiledFunction`), so nothing is lost.
+    if isinstance(output, Tensor) or torch.compiler.is_compiling():
+        return require_scalar(loss(output, target))
+    try:
+        value = loss(output, target)
+    except Exception as error:
+        raise LossInputError(_explain_wrong_output(loss, output, error)) from error
+    return require_scalar(value)
 
 
 def require_scalar(loss: Any) -> Tensor:
-    """Without a shape, and not in half precision: it is weighed, scaled and told."""
+    """Returns the loss without a shape and at least in float32, as it is weighted, scaled and
+    reported.
+
+    Raises a fault where it is not one number, or where it has no gradient.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise _make_not_scalar_error(loss)
     if not loss.requires_grad and torch.is_grad_enabled():
@@ -30,6 +59,7 @@ def require_scalar(loss: Any) -> Tensor:
 
 
 def _make_not_scalar_error(loss: Any) -> EchelonError:
+    """Returns the error for a loss that is not a tensor with one element."""
     what = (
         f"a tensor of shape {tuple(loss.shape)}"
         if isinstance(loss, Tensor)
@@ -45,6 +75,7 @@ def _make_not_scalar_error(loss: Any) -> EchelonError:
 
 
 def _make_no_gradient_error() -> EchelonError:
+    """Returns the error for a loss that was cut off from the parameters."""
     return EchelonError(
         Fault(
             "the experiment's loss has no gradient: it depends on no parameter that is trained",
@@ -55,27 +86,22 @@ def _make_no_gradient_error() -> EchelonError:
     )
 
 
-def explain_loss_failure(error: BaseException) -> Fault | None:
-    """Where the loss failed on something other than a tensor: what it was given."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is compute_loss.__code__ and not isinstance(error, EchelonError):
-            loss, output = frame.f_locals["loss"], frame.f_locals["output"]
-            if isinstance(output, Tensor):
-                return None
-            name = getattr(loss, "__name__", type(loss).__name__)
-            message = traceback.format_exception_only(error)[-1].strip()
-            if output is None:
-                remedy = "let the model's forward, or predict, return its output: it returned None"
-                return Fault(f"the loss {name} was given no output: {message}", remedy)
-            return Fault(
-                f"the loss {name} cannot take the output, {_describe_output(output)}: {message}",
-                f"the output is {_describe_output(output)}: take apart what the model returns with "
-                "echelon.Experiment(…, predict=lambda model, batch: (output, target))",
-            )
-    return None
+def _explain_wrong_output(loss: Callable[..., Any], output: Any, error: Exception) -> Fault:
+    """Returns a fault that says what the loss was given, and where to change it."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    message = traceback.format_exception_only(error)[-1].strip()
+    if output is None:
+        remedy = "let the model's forward, or predict, return its output: it returned None"
+        return Fault(f"the loss {name} was given no output: {message}", remedy)
+    return Fault(
+        f"the loss {name} cannot take the output, {_describe_output(output)}: {message}",
+        f"the output is {_describe_output(output)}: take apart what the model returns with "
+        "echelon.Experiment(…, predict=lambda model, batch: (output, target))",
+    )
 
 
 def _describe_output(output: Any) -> str:
+    """Describes an output that is not a tensor, such as "a tuple of Tensor, NoneType"."""
     if isinstance(output, tuple | list):
         return f"a {type(output).__name__} of {', '.join(type(o).__name__ for o in output[:5])}"
     if isinstance(output, dict):
@@ -84,4 +110,5 @@ def _describe_output(output: Any) -> str:
 
 
 def _describe_type(loss: Any) -> str:
+    """Describes a loss that is not a tensor."""
     return f"something of type {type(loss).__name__}, not a tensor"

@@ -1,4 +1,5 @@
-"""Which modules train and which only evaluate, where an experiment has chosen that itself."""
+"""Switches a model between training and eval mode, and keeps modes that an experiment chose
+itself."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ ModuleModes = list[tuple[nn.Module, bool]]
 
 @contextmanager
 def use_eval_mode(model: nn.Module) -> Iterator[None]:
-    """In eval mode, and afterwards every module in the mode it had."""
+    """Puts the model in eval mode, and afterwards every module in the mode that it had before."""
     before = _read_modes(model)
     model.eval()
     try:
@@ -23,8 +24,12 @@ def use_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def enter_train_mode(model: nn.Module) -> None:
-    """All in training mode, as models from elsewhere come in eval mode; but what is frozen and in
-    eval mode inside a model that trains was put there, and stays as it is."""
+    """Puts the model in training mode, except for frozen parts that the experiment put in eval
+    mode.
+
+    Models from a hub often arrive in eval mode as a whole; these are switched. A frozen module that
+    is in eval mode inside a model in training mode was put there on purpose, and stays.
+    """
     frozen = [m for m in model.modules() if not m.training and _is_frozen(m)]
     frozen_modes = [_read_modes(m) for m in frozen] if model.training else []
     model.train()
@@ -33,16 +38,21 @@ def enter_train_mode(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
+    """Whether a module has parameters and none of them is trained."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def _read_modes(model: nn.Module) -> ModuleModes:
+    """Returns the mode of every module, from the outermost inwards."""
     return [(module, module.training) for module in model.modules()]
 
 
 def _restore_modes(modes: ModuleModes) -> None:
-    """By their own `train`, which may do more than set a flag; it sets what is inside, too."""
+    """Sets the modes by calling each module's own `train`, which may do more than set a flag.
+
+    `train` also sets all modules inside, so the order must be from the outermost inwards.
+    """
     for module, training in modes:
         if module.training != training:
             module.train(training)

@@ -1,5 +1,8 @@
-"""How an optimizer is carried out: by fused kernels where torch has them, and so that a CUDA graph
-can hold its step. What it computes is the experiment's; snapshots never say how."""
+"""Chooses how an optimizer is executed: with fused kernels, and so that a CUDA graph can hold it.
+
+What it computes stays the experiment's choice. How it is executed depends on this machine, so
+snapshots never contain these flags: a run can continue on another device.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon.experiment.definition import Experiment
+from echelon.experiment.sparse_embeddings import find_sparse_tables
 from echelon.kernels import can_use_kernels
 from echelon.optim import RowAdam, RowSGD
-from echelon.parallel.sparse_tables import find_sparse_tables
 
 _FUSABLE_OPTIMIZERS = {
     "cuda": (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD),
-    # SGD gains nothing there; Adam's step takes half the time.
+    # SGD gains nothing on a CPU; Adam's fused step takes half the time.
     "cpu": (torch.optim.Adam, torch.optim.AdamW),
 }
 _FLAG_NAMES = ("fused", "foreach", "capturable")
 
 
 def move_state_to_parameters(optimizer: Optimizer) -> None:
-    """Bring what some optimizers make at once, as Adagrad does, to where the parameters went."""
+    """Moves state that an optimizer creates in its constructor, as Adagrad does, to the parameters'
+    devices."""
     for p, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and key != "step":
@@ -32,7 +36,8 @@ def move_state_to_parameters(optimizer: Optimizer) -> None:
 
 
 def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
-    """Fused kernels, unless the experiment chose otherwise or its parameters do not allow it."""
+    """Switches to fused kernels, unless the experiment chose otherwise or its parameters do not
+    allow it."""
     optimizer = experiment.optimizer
     if type(optimizer) not in _FUSABLE_OPTIMIZERS.get(device.type, ()) or find_sparse_tables(
         experiment.model
@@ -44,13 +49,15 @@ def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
         group["fused"] = True
         if group.get("momentum"):
             _create_momentum_buffers(optimizer, group["params"])
-    # As their constructors do when they are asked for it.
+    # torch's constructors set these two attributes where fused=True is passed.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
     _move_step_counts(optimizer)
 
 
 def _can_fuse(group: dict[str, Any]) -> bool:
+    """Whether a parameter group leaves the choice open and has only plain floating-point
+    parameters."""
     undecided = group.get("fused") is None and group.get("foreach") is None
     return (
         undecided
@@ -62,23 +69,30 @@ def _can_fuse(group: dict[str, Any]) -> bool:
 
 
 def _create_momentum_buffers(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """SGD's momentum, which its fused step would leave unset where the first step is skipped for an
-    overflow, and cannot do without where a parameter has its first gradient later than others. The
-    first momentum is the first gradient either way, unless it is dampened."""
+    """Creates SGD's momentum buffers as zeros, because the fused step needs them to exist.
+
+    It would leave a buffer unset where the first step is skipped for an overflow, and fails where
+    one parameter gets its first gradient later than the others. The first momentum equals the first
+    gradient either way, unless it is dampened; therefore groups with dampening are not fused.
+    """
     for p in parameters:
         if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> str | None:
-    """Make its step one that a graph can hold, or say why it cannot be."""
+    """Changes the optimizer so that a CUDA graph can hold its step; returns the reason where it
+    cannot.
+
+    The learning rate becomes a tensor on the device, where the host can change it between replays.
+    """
     first = optimizer.param_groups[0]["params"][0]
     if isinstance(optimizer, RowAdam) and not can_use_kernels(first):
         return "RowAdam needs Triton for it"
     known = isinstance(optimizer, RowAdam | RowSGD)
     for group in optimizer.param_groups:
         if not (known or group.get("fused") or "capturable" in group):
-            return f"{type(optimizer).__name__} keeps numbers of its step on the host"
+            return f"{type(optimizer).__name__} keeps state of its step on the host"
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -89,14 +103,14 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> str | None:
 
 
 def _move_step_counts(optimizer: Optimizer) -> None:
-    """A snapshot brings the counts of steps to the CPU, where plain optimizers have them."""
+    """Moves step counts to the parameters' devices; a snapshot restores them on the CPU."""
     for p, state in optimizer.state.items():
         if isinstance(step := state.get("step"), Tensor):
             state["step"] = step.to(p.device)
 
 
 class OptimizerFlags:
-    """Remembers how the experiment wanted its optimizer carried out, for snapshots."""
+    """Remembers the flags and settings that the experiment gave its optimizer, for snapshots."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._flags = [
@@ -107,15 +121,21 @@ class OptimizerFlags:
             {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "lr")}
             for group in optimizer.param_groups
         ]
-        """As the experiment gave them. Schedules, and some optimizers, change theirs later."""
+        """The settings that the experiment gave. Schedules and some optimizers change theirs
+        later."""
 
     def merge_new_settings(
         self, state: dict[str, Any], saved_settings: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """The state dict of a snapshot, with the settings that the experiment gives otherwise than
-        it did `then`. The rest is as it was left: it may be of a cycle, or count steps."""
+        """Returns a snapshot's optimizer state with the settings that the experiment has changed
+        since.
+
+        `saved_settings` are those that the experiment gave when the snapshot was taken. A setting
+        that is the same now keeps the value in the state, because a schedule or the optimizer
+        itself may have changed it during training.
+        """
         if not len(saved_settings) == len(self.settings) == len(state["param_groups"]):
-            return state  # of another model; torch says so
+            return state  # it belongs to another model; load_state_dict reports that
         groups = [
             {**group, **{k: v for k, v in now.items() if k not in was or _differs(v, was[k])}}
             for group, now, was in zip(
@@ -125,7 +145,8 @@ class OptimizerFlags:
         return {**state, "param_groups": groups}
 
     def restore_flags(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's state dict as the experiment would have it on any device."""
+        """Returns the optimizer's state dict with the experiment's own flags, valid on any
+        device."""
         groups = [
             {**group, **wanted, "lr": float(group["lr"])}
             for group, wanted in zip(state["param_groups"], self._flags, strict=True)
@@ -134,6 +155,7 @@ class OptimizerFlags:
 
 
 def _differs(a: Any, b: Any) -> bool:
+    """Whether two settings differ; they may be tensors on different devices."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return not torch.equal(a.cpu(), b.cpu())
     return bool(a != b)

@@ -1,4 +1,7 @@
-"""The precision of the computation. Weights, gradients and the optimizer stay float32."""
+"""The precision of the forward pass and the loss.
+
+Weights, gradients and the optimizer's state stay float32 with every setting of `trainer.precision`.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,26 @@ HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
+    """Applies `trainer.precision`: float32, tf32, bf16 or fp16."""
+
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
         self.half_dtype = HALF_DTYPES.get(name)
 
     def configure(self, experiment: Experiment) -> None:
-        """Set what is set once for a run: tf32 for all matrix products, a scaler for fp16."""
+        """Sets what is set once for a run: tf32 for all matrix products on GPUs, a scaler for
+        fp16."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if self.name == "float32" else "high")
         if self.name == "fp16" and experiment.scaler is None:
             experiment.scaler = torch.amp.GradScaler(self.device.type)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """For a forward pass and its loss.
+        """Returns the context for a forward pass and its loss.
 
-        Weights are cast anew each time: a cast that was kept would be of the step that a CUDA graph
-        was captured at.
+        Autocast's cache is off: a cached cast would be the one of the step at which a CUDA graph
+        was captured, and every replay would use those old weights.
         """
         if self.half_dtype is None:
             return nullcontext()

@@ -1,7 +1,8 @@
-"""Kernels of our own for NVIDIA GPUs, in Triton, which comes with torch's wheels for CUDA.
+"""Triton kernels for NVIDIA GPUs. Triton is installed with torch's wheels for CUDA.
 
-They are used where they are the difference between work that grows with a batch and work that
-waits for the host; everywhere else, and where Triton is missing, torch's operators do the same.
+They exist where torch's operators would make the work grow with a table instead of the batch, or
+make the host wait. Everywhere else, and where Triton is missing, torch's operators compute the
+same.
 """
 
 from __future__ import annotations
@@ -18,4 +19,5 @@ def _has_triton() -> bool:
 
 
 def can_use_kernels(tensor: Tensor) -> bool:
+    """Whether the kernels work on this tensor: it is on a GPU, and Triton is installed."""
     return tensor.is_cuda and _has_triton()

@@ -1,7 +1,7 @@
-"""Work that does not depend on each other, as branches of the CUDA graph that is being captured.
+"""Runs independent work as parallel branches of the CUDA graph that is being captured.
 
-In one stream a graph is a chain, and a chain of small kernels takes as long as their starts. Where
-nothing is captured, the host is the one that is waited for, and more streams would only cost it.
+In one stream a graph is a chain, and a chain of small kernels takes as long as all their launches.
+Outside a capture the host is the bottleneck, and more streams would only cost it time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 
 def run_in_parallel_streams(tasks: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Runs the tasks, in parallel streams during a capture and one after the other otherwise."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         for work in tasks:
             work()
@@ -30,4 +31,5 @@ def run_in_parallel_streams(tasks: Sequence[Callable[[], None]], device: torch.d
 
 @cache
 def _get_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """Returns the stream of a branch; the same one for every capture."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

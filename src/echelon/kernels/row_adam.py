@@ -1,10 +1,11 @@
-"""One step of RowAdam on a GPU: three kernels whose work grows with the batch, and no round trip.
+"""One step of RowAdam on a GPU: three kernels whose work grows with the batch, and no wait for the
+host.
 
-A row that a batch looks up several times has its gradients added up first. Sorting the batch to
-find these takes longer than all the rest, so every occurrence claims the row by writing its own
-number there, one of them stays, and all add to that one's place; a row that was looked up once
-needs no sum. Sums are taken in double precision, so that the order in which the chip happens to
-add does not show in the weights.
+The gradients of a row that a batch looks up several times must be added first. Sorting the batch to
+find them takes longer than everything else. Instead, every occurrence writes its own number into
+the row's slot; one of them stays, and all add to that one's sum. A row that was looked up once
+needs no sum. Sums are taken in double precision, so that the order in which the GPU happens to add
+does not show in the weights.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 _BLOCK = 512
-"""Numbers that one program handles: rows × their width."""
+"""Elements that one program handles: rows times their width."""
 
 _ROWS_PER_CLAIM = 128
-"""Rows that one program claims: few, so that many programs wait for memory at once."""
+"""Rows that one program claims. Few, so that many programs wait for memory at the same time."""
 
 
 class RowScratch:
-    """What the kernels need beside the table, kept from step to step."""
+    """Buffers that the kernels need beside the table, kept from step to step."""
 
     def __init__(self, table: Tensor) -> None:
         self.owners = torch.empty(len(table), dtype=torch.int32, device=table.device)
@@ -31,7 +32,7 @@ class RowScratch:
         self.sums = torch.empty(0, dtype=torch.float64, device=table.device)
 
     def get_sums(self, values: Tensor) -> Tensor:
-        """All zero, as the lookups are: whoever has used one clears it."""
+        """Returns a buffer of zeros for sums. Whoever uses an element sets it back to zero."""
         if self.sums.numel() < values.numel():
             self.sums = torch.zeros(values.numel(), dtype=torch.float64, device=values.device)
         return self.sums
@@ -47,9 +48,10 @@ def step_adam_rows(
     decay: float,
     eps: float,
 ) -> None:
-    """Steps the rows `numbers` of (weights, mean, square), each once.
+    """Updates the rows `numbers` of (weights, mean, square), each of them once.
 
-    `rates` are the learning rate and (log beta1, log beta2, beta1 - 1, beta2 - 1), on the device.
+    `rates` are the learning rate and (log beta1, log beta2, beta1 - 1, beta2 - 1), on the device,
+    where a CUDA graph reads them anew in every replay.
     """
     if not len(numbers):
         return
@@ -88,6 +90,7 @@ def step_adam_rows(
 
 @triton.jit(do_not_specialize=["count"])
 def _claim_rows_kernel(numbers, owners, lookups, count, BLOCK: tl.constexpr):
+    """Lets every occurrence claim its row, and counts the lookups of each row."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = at < count
     row = tl.load(numbers + at, mask=present, other=0)
@@ -108,6 +111,7 @@ def _sum_rows_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Adds the gradients of rows that were looked up several times, at the owner's position."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = at < count
     row = tl.load(numbers + at, mask=present, other=0)
@@ -142,6 +146,7 @@ def _step_rows_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Updates every row once, by its owner, and resets the scratch buffers for the next step."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = at < count
     row = tl.load(numbers + at, mask=present, other=0)
@@ -167,7 +172,7 @@ def _step_rows_kernel(
     s += weight2[:, None] * (grad * grad - s)
     lr = tl.load(rate).to(tl.float32)
     p -= lr * (decay * p + m / (tl.sqrt(s) + eps))
-    # Several threads may load the same number: none is overwritten before all have.
+    # Several threads may load the same element: none is overwritten before all have loaded it.
     tl.debug_barrier()
     tl.store(place, tl.zeros([ROWS, WIDE], tl.float64), mask=summed)
     tl.store(lookups + row, tl.zeros([ROWS], tl.int32), mask=mine)

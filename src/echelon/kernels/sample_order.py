@@ -1,7 +1,8 @@
-"""The order of samples, drawn on the GPU: one kernel, and nothing is read back.
+"""The order of samples, computed on the GPU by one kernel, without waiting for the host.
 
-torch's operators must ask the device how many values are still outside before every walk. Here
-each value walks on its own until it is inside. The arithmetic is that of `data.order._Mixer`.
+torch's operators must ask the device before every walk how many values are still outside. Here each
+value walks on its own until it is inside. The arithmetic is that of
+`data.sample_order._KeyedPermutation`.
 
 Values are words of 32 bits for up to 2**31 samples. The size itself, 2**31, does not fit such a
 word and would become negative, so the kernel is given the last sample and never the size.
@@ -20,9 +21,9 @@ _BLOCK = 1024
 def map_positions_on_gpu(
     positions: Tensor, keys: Tensor, size: int, domain: int, fold: int, max_walks: int
 ) -> Tensor:
-    """The samples at these positions; `keys` are the factor and the term of every round.
+    """Returns the samples at these positions; `keys` are the factor and the term of every round.
 
-    A value that is not inside after `max_walks` walks is left where it is, outside.
+    A value that is not inside after `max_walks` walks stays outside.
     """
     samples = torch.empty(positions.shape, dtype=torch.int64, device=positions.device)
     count = positions.numel()
@@ -56,6 +57,7 @@ def _map_positions_kernel(
     MAX_WALKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Maps one block of positions."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     present = at < count
     word = keys.dtype.element_ty

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +62,7 @@ def explain_out_of_memory(
     """In sentences: for the person whose model it is, who knows its traceback by heart."""
     on_gpu = get_devices(world)[0].type == "cuda"
     memory_use = MemoryUse.measure(training)
-    is_evaluating = any(f.name == "evaluate" for f in traceback.extract_tb(error.__traceback__))
+    is_evaluating = training is not None and training.is_evaluating
     what = [
         _describe_request(str(error), world, on_gpu),
         *memory_use.describe(_get_samples_per_pass(config, world), on_gpu),
@@ -240,7 +239,7 @@ def _suggest_smaller_batches(
 def _describe_newest_snapshot(run: Run, training: Training | None, setting: str) -> str:
     """Rank 0 lets a save that is under way come to its end."""
     if training is not None and training.writer is not None:
-        training.pulse.suspend()
+        training.heartbeat.suspend()
         training.writer.wait()
     snapshots = list_snapshots(run.snapshots_folder)
     again = f"echelon resume {format_run_argument(run)} {setting}".rstrip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from echelon.parallel.ddp_replica import StepRequests
+from echelon.parallel.replica import StepRequests
 
 _SLOW_STEP_S = 0.05
 _FIRST_STEPS = 4

@@ -1,9 +1,10 @@
-"""A model that the processes hold together (torch's FSDP2): each a shard of every layer.
+"""The step of a model that all processes hold together (torch's FSDP2): each has a shard of every
+layer.
 
-A block's weights are gathered when it is needed and dropped after it; gradients are summed where
-their shard lies. torch asks that every rank takes part in the same passes, so a rank without a
-sample computes one of no weight. What all ranks must know (wishes, the loss) takes one small
-all-reduce per step.
+A block's weights are gathered when it is needed and freed after it; gradients are reduced to where
+their shard lies. torch requires every rank to take part in the same passes, so a rank without a
+sample computes a filler batch of weight zero. What all ranks must know (requests, the loss) takes
+one small all-reduce per step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,24 +28,27 @@ from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss
 from echelon.experiment.optimizer_step import list_trained_parameters, update_weights
 from echelon.experiment.precision import Precision
-from echelon.monitoring.speed import StepTimestamps
-from echelon.parallel.ddp_replica import (
+from echelon.parallel.process_group import broadcast_buffers
+from echelon.parallel.replica import (
     READBACK_STEPS,
     StepRequests,
     StepResult,
     read_rows,
     split_microbatches,
 )
-from echelon.parallel.process_group import broadcast_buffers
 from echelon.runs.heartbeat import Heartbeat
 from echelon.world import World
 
+if TYPE_CHECKING:
+    from echelon.monitoring.speed import StepTimestamps
+
 _FILLER_SAMPLES = 2
-"""One would be too few for layers that want a variance."""
+"""One sample is too few for layers that compute a variance over the batch."""
 
 
 class FillerBatch:
-    """What a rank without a sample computes instead: the first samples, of no weight."""
+    """What a rank without a sample computes instead: the first samples of the data, with weight
+    zero."""
 
     def __init__(self, source: BatchSource, device: torch.device) -> None:
         self._source, self._device = source, device
@@ -59,6 +63,8 @@ class FillerBatch:
 
 
 class _FirstSamples:
+    """An order with one batch: the first `count` samples."""
+
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -67,7 +73,7 @@ class _FirstSamples:
 
 
 class FSDPReplica:
-    """The step of a sharded model, with the surface of `Replica`."""
+    """The step of a sharded model, with the same interface as `DDPReplica`."""
 
     def __init__(
         self,
@@ -76,12 +82,12 @@ class FSDPReplica:
         device: torch.device,
         trainer: TrainerConfig,
         precision: Precision,
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
         get_filler_batch: Callable[[], Any],
     ) -> None:
         assert isinstance(experiment.model, FSDPModule)
         self.experiment = experiment
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         most = trainer.clip
         self._clip = None if most is None else partial(self._clip_gradients, most)
         self.accumulate_steps = trainer.accumulate
@@ -114,6 +120,7 @@ class FSDPReplica:
             p.grad = None
 
     def _step_optimizer(self) -> None:
+        """Steps the optimizer; an optimizer that cannot work on shards becomes a fault."""
         optimizer = self.experiment.optimizer
         try:
             optimizer.step()
@@ -125,14 +132,15 @@ class FSDPReplica:
                 Fault(
                     f"replica.kind=fsdp, but the optimizer {name} cannot train shards: "
                     f"{str(error).splitlines()[0]}",
-                    "use one that treats every number alone, such as AdamW or SGD, or leave "
+                    "use one that updates every element on its own, such as AdamW or SGD, or leave "
                     "replica.kind=fsdp out",
                 ),
                 exit=Exit.FAILED,
             ) from error
 
     def read_results(self) -> list[StepResult]:
-        """What was agreed in the steps since the last call."""
+        """Returns the results of the steps since the last call. On a GPU this waits for the
+        device."""
         results = [
             StepResult(StepRequests(*(number > 0 for number in wishes)), loss)
             for *wishes, loss in read_rows(self._unread_rows)
@@ -141,18 +149,20 @@ class FSDPReplica:
         return results
 
     def _run_backward(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
+        """Runs forward and backward over the microbatches, then all-reduces requests and loss."""
         broadcast_buffers(self._buffers)  # before every step, as DDP does
         reduced = self._write_requests(requests)
         pieces = split_microbatches(batch.data, batch.sample_count, self.accumulate_steps)
         for i, (data, mine) in enumerate(pieces):
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
-            # A pass over nothing, which the others wait for, leaves no trace.
+            # The pass over a filler batch, for which the others wait, must leave no trace.
             saved_buffers = [] if mine else [buffer.clone() for buffer in self._buffers]
-            # torch divides the sum by the number of ranks; the weight makes it the mean over
-            # samples, as in `Replica`.
+            # torch averages over ranks; this weight turns the result into the mean over all samples
+            # of the global batch, as in `DDPReplica`.
             weight = mine * self.world_size / total
             loss = self._compute_loss(data if mine else self._get_filler_batch()) * weight
-            self.pulse.beat()  # who hangs before this is behind the ranks that wait for it
+            # A rank that hangs before this has fewer beats than the ranks that wait for it.
+            self.heartbeat.beat()
             reduced[-1] += loss.detach() / self.world_size
             scaler = self.experiment.scaler
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
@@ -162,6 +172,8 @@ class FSDPReplica:
         self._unread_rows.append(reduced)
 
     def _compute_loss(self, data: Any) -> Tensor:
+        """Returns the mean loss over `data`; weights used outside the model's call become a
+        fault."""
         with self._precision.autocast():
             try:
                 output, target = self._predict(self.experiment.model, data)
@@ -171,7 +183,7 @@ class FSDPReplica:
                 raise EchelonError(
                     Fault(
                         "replica.kind=fsdp, but the experiment uses weights outside a call of its "
-                        "model, where this rank has a shard of them only",
+                        "model, where this rank has only a shard of them",
                         "let predict call the model itself, model(…), for all that needs weights",
                     ),
                     exit=Exit.FAILED,
@@ -179,12 +191,14 @@ class FSDPReplica:
             return compute_loss(self.experiment.loss, output, target).float()
 
     def _write_requests(self, requests: StepRequests) -> Tensor:
-        if requests != self._sent_requests:  # seldom, so writing to the device costs nothing
+        """Returns a copy of this rank's requests on the device, with room for the loss."""
+        if requests != self._sent_requests:  # seldom, so the write to the device costs nothing
             self._request_buffer[:-1] = torch.tensor([float(w) for w in requests])
             self._sent_requests = requests
         return self._request_buffer.clone()
 
     def _clip_gradients(self, max_norm: float) -> None:
+        """Clips by the norm over all shards, which torch returns as a distributed tensor."""
         grads = [p.grad for p in self._optimized_parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         total_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -192,7 +206,11 @@ class FSDPReplica:
 
 
 def _is_dtensor_error(error: Exception) -> bool:
-    """Whether it was torch's code for shards that did not know what to do."""
+    """Whether an error was raised by torch's code for sharded tensors.
+
+    torch has no class for such errors, and not all of their messages name DTensor, so the files of
+    the traceback decide.
+    """
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return "DTensor" in str(error) or any(
         Path(file).match("torch/distributed/tensor/*.py") for file in files

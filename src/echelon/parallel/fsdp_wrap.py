@@ -1,4 +1,4 @@
-"""Sharding a model in place with torch's FSDP2, and its optimizer with it."""
+"""Shards a model in place with torch's FSDP2, and makes its optimizer train the shards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from echelon.config.schema import TrainerConfig
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.precision import HALF_DTYPES
-from echelon.snapshot.shards import get_row_range
 
 
 def shard_model(
     experiment: Experiment, blocks: list[nn.Module], device: torch.device, trainer: TrainerConfig
 ) -> None:
-    """Shard the model in place, and let the optimizer train the shards instead.
+    """Shards the model in place and lets the optimizer train the shards.
 
     The weights are rank 0's, as with DDP.
     """
@@ -32,8 +31,8 @@ def shard_model(
     _broadcast_weights(model)
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     swapper = _ParameterSwapper(experiment.optimizer, mesh)
-    # Weights travel in the precision they are used in; the rest is autocast's part, as with DDP.
-    # So are the model's own inputs: it may still have to take a mean off them.
+    # Weights are gathered in the precision they are used in; autocast does the rest, as with DDP.
+    # The model's own inputs are not cast either: it may still have to subtract a mean from them.
     half_dtype = HALF_DTYPES.get(trainer.precision)
     model_policy, norm_policy = (
         MixedPrecisionPolicy(weights, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -51,8 +50,8 @@ def shard_model(
             if p is not before[name]:
                 swapper.swap(before[name], p)
     for fsdp_module in _find_fsdp_modules(model):
-        # The mean as a sum that is divided: gloo's own mean is not one in every torch (its issue
-        # 162338).
+        # The mean as a sum that is divided afterwards: gloo's own mean is wrong in some versions of
+        # torch (pytorch issue 162338).
         fsdp_module.set_force_sum_reduction_for_comms(True)
         fsdp_module.set_gradient_divide_factor(float(mesh.size()))
         if trainer.unused_parameters:
@@ -60,8 +59,11 @@ def shard_model(
 
 
 def _find_float32_norms(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Norms whose weights stay float32: torch takes no half weights beside running averages, which
-    are float32, and on a CPU none beside float32 inputs."""
+    """Returns the norms whose weights must stay float32 in half precision.
+
+    torch accepts no half-precision weights beside running averages, which are float32, and on a CPU
+    none beside float32 inputs.
+    """
     norms = (m for m in model.modules() if isinstance(m, _NormBase) and m.affine)
     if device.type != "cpu":
         return [norm for norm in norms if norm.track_running_stats]
@@ -70,8 +72,13 @@ def _find_float32_norms(model: nn.Module, device: torch.device) -> list[nn.Modul
 
 
 def _order_innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """As torch takes what is left into the outer one. Without blocks that share weights with other
-    layers: torch would take such weights apart, so they stay with what is around them."""
+    """Returns the blocks in the order in which they must be sharded, without those that share
+    weights.
+
+    The innermost come first, because an outer block takes all parameters that are left. A block
+    that shares weights with layers outside of it is left out: torch would separate the shared
+    weights, so they stay with the module around them.
+    """
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -86,6 +93,7 @@ def _order_innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn
 
 
 def _broadcast_weights(model: nn.Module) -> None:
+    """Overwrites all parameters and buffers with rank 0's."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             whole = tensor.detach().contiguous()
@@ -95,11 +103,12 @@ def _broadcast_weights(model: nn.Module) -> None:
 
 
 def _find_fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Returns the modules that hold shards."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def reduce_unused_parameters(module: FSDPModule) -> None:
-    """Parameters that take no part on some ranks have a gradient of zeros there."""
+    """Gives parameters that take no part on some ranks a gradient of zeros there."""
     if not hasattr(module, "set_reduce_scatter_unused_params"):
         raise EchelonError(
             Fault(
@@ -113,8 +122,11 @@ def reduce_unused_parameters(module: FSDPModule) -> None:
 
 
 class _ParameterSwapper:
-    """What an optimizer trains, to be switched to shards. Groups keep their settings and parameters
-    their state, of which the shard's rows are kept."""
+    """Replaces an optimizer's parameters by their shards.
+
+    Parameter groups keep their settings. Of a parameter's state, the rows of this rank's shard are
+    kept.
+    """
 
     def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
         self._optimizer = optimizer
@@ -126,6 +138,7 @@ class _ParameterSwapper:
         }
 
     def swap(self, whole: nn.Parameter, shard: nn.Parameter) -> None:
+        """Replaces a whole parameter by its shard and frees the whole one."""
         if id(whole) in self._positions:
             group, i = self._positions[id(whole)]
             group["params"][i] = shard
@@ -135,10 +148,12 @@ class _ParameterSwapper:
                 self._optimizer.state[shard] = {
                     key: self._shard_state(value, shard, on_device) for key, value in state.items()
                 }
-        # Whoever still refers to it: the whole weights must not stay beside the shards.
+        # Emptied in place, as others may still refer to it: the whole weights must not stay in
+        # memory beside the shards.
         whole.data = whole.data.new_empty(0)
 
     def _shard_state(self, value: Any, p: nn.Parameter, on_device: bool) -> Any:
+        """Returns this rank's part of one entry of a parameter's state."""
         assert isinstance(p, DTensor)
         if not isinstance(value, Tensor):
             return value
@@ -147,8 +162,12 @@ class _ParameterSwapper:
         if value.shape != p.shape:
             whole = value.to(p.device)
             return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
-        start, stop = get_row_range(len(value), self._mesh.get_local_rank(), self._mesh.size())
-        mine = value[start:stop].to(p.device, copy=True)
+        # torch shards rows as torch.chunk does: chunks of equal length, of which the last ranks may
+        # get a shorter one or none.
+        chunks = value.chunk(self._mesh.size())
+        rank = self._mesh.get_local_rank()
+        rows = chunks[rank] if rank < len(chunks) else value[:0]
+        local = rows.to(p.device, copy=True)
         return DTensor.from_local(
-            mine, self._mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            local, self._mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )

@@ -1,4 +1,5 @@
-"""Which layers of a model are sharded and recomputed one by one, and recomputing them."""
+"""Selects the layers that are sharded or checkpointed one by one, and checkpoints their
+activations."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.parallel.sparse_tables import find_sparse_tables
+from echelon.experiment.sparse_embeddings import find_sparse_tables
 
 _LAYER_LISTS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, names: list[str]) -> list[nn.Module]:
-    """The modules of these classes; without names, the layers of the longest list in the model.
+    """Returns the modules of the named classes; without names, the layers of the longest list in
+    the model.
 
-    The model itself is none of them, and neither is what has no parameters.
+    The model itself is never a block, and neither is a module without parameters.
     """
     if names:
         return _find_by_class(model, names)
@@ -31,6 +33,8 @@ def find_blocks(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _find_by_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
+    """Returns the modules whose class has one of these names; raises for names that match
+    nothing."""
     candidates = [m for m in model.modules() if m is not model and _is_eligible(m)]
     known = {type(m).__name__ for m in candidates}
     faults = [
@@ -47,14 +51,16 @@ def _find_by_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _is_eligible(module: nn.Module) -> bool:
+    """Whether a module can be a block: it has parameters and a `forward`."""
     has_parameters = next(module.parameters(), None) is not None
     return has_parameters and not isinstance(module, _CONTAINERS_WITHOUT_FORWARD)
 
 
 def checkpoint_blocks(blocks: list[nn.Module]) -> None:
-    """Keep only what goes into each of these; the rest is computed again in the backward pass.
+    """Makes each block keep only its inputs and recompute the rest in the backward pass.
 
-    By the instance's own `forward`, so that parameters keep their names.
+    It replaces `forward` of the instance instead of wrapping the module, so that parameters keep
+    their names and snapshots fit with and without checkpointing.
     """
     for block in blocks:
         block.forward = partial(_run_checkpointed, block, block.forward)
@@ -63,9 +69,10 @@ def checkpoint_blocks(blocks: list[nn.Module]) -> None:
 def _run_checkpointed(
     block: nn.Module, forward: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
+    """Runs a block's forward under activation checkpointing."""
     plain = partial(checkpoint, forward, use_reentrant=False)
     buffers = list(block.buffers())
-    if not buffers or torch.compiler.is_compiling():  # which writes buffers once by itself
+    if not buffers or torch.compiler.is_compiling():  # a compiled graph writes buffers only once
         return plain(*args, **named)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -75,8 +82,8 @@ def _run_checkpointed(
 
 
 class _BufferGuard(AbstractContextManager[None]):
-    """Buffers are afterwards what they were: averages of batches count a batch once, though its
-    layer is computed twice."""
+    """Restores buffers at exit, so that running averages count a batch once although its layer runs
+    twice."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
@@ -86,33 +93,36 @@ class _BufferGuard(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         for buffer, was in zip(self._buffers, self._saved_buffers, strict=True):
-            buffer.data.copy_(was)  # unseen by autograd, which has them for the backward pass
+            buffer.data.copy_(was)  # through .data: autograd has saved them for the backward pass
         self._saved_buffers.clear()
 
 
 def require_blocks(blocks: list[nn.Module]) -> None:
+    """Raises where `replica.checkpoint=true` finds no blocks."""
     if not blocks:
         raise EchelonError(
             Fault(
                 "replica.checkpoint=true, but the model has no ModuleList or Sequential whose "
-                "layers could be computed again one by one",
+                "layers could be recomputed one by one",
                 "name the classes of its layers: replica.blocks=[Block]",
             )
         )
 
 
 def require_shardable(model: nn.Module) -> None:
+    """Raises a fault for every part of the model that FSDP cannot shard."""
     faults = [
         Fault(
             f"replica.kind=fsdp, but {name!r} is a table with sparse gradients",
-            "build it with sparse=False, or leave replica.kind=fsdp out: tables go by rows then",
+            "build it with sparse=False, or leave replica.kind=fsdp out: tables are then exchanged "
+            "by rows",
         )
         for name in find_sparse_tables(model)
     ]
     faults += [
         Fault(
             f"replica.kind=fsdp, but the parameter {name!r} is a single number without a shape, "
-            "which has no rows to share out",
+            "which has no rows to shard",
             "give it the shape (1,): torch.zeros(1) instead of torch.tensor(0.0)",
         )
         for name, p in model.named_parameters()
@@ -122,7 +132,7 @@ def require_shardable(model: nn.Module) -> None:
         faults.append(
             Fault(
                 f"replica.kind=fsdp, but the model is a {type(model).__name__}, which has no "
-                "forward that its weights could be gathered for",
+                "forward to gather its weights for",
                 "put it into a module with a forward, and let predict call that",
             )
         )

@@ -1,9 +1,9 @@
-"""One replica on several devices: its layers as stages, one after the other.
+"""One replica on several devices: its layers are split into stages, one after the other.
 
-The experiment places the layers itself, or they are cut into stages whose memory is as even as
-whole layers allow. Nothing is wrapped: a layer moves to its device and fetches its inputs, so that
-names, and with them snapshots, are the same on any number of devices. On a CPU they are stages by
-name only, and all else is as it is on GPUs.
+The experiment places the layers itself, or they are split into stages whose memory is as even as
+whole layers allow. Nothing is wrapped: a layer moves to its device and a hook fetches its inputs.
+Names, and with them snapshots, are therefore the same on any number of devices. On a CPU the stages
+exist by name only, and everything else is as it is on GPUs.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ _PLACE_BY_HAND = "place the layers yourself: def experiment(cfg, devices): …"
 
 
 def get_devices(world: World) -> tuple[torch.device, ...]:
-    """In order. torch has one CPU only, and would copy what is said to go to another."""
+    """Returns the devices of this process as torch knows them, in order.
+
+    torch has one CPU only: "cpu:0" and "cpu:1" are both "cpu", or torch would copy tensors between
+    them.
+    """
     names = ("cpu" if name.startswith("cpu") else name for name in world.devices)
     return tuple(map(torch.device, names))
 
 
 class ModelStage(NamedTuple):
-    """What lies on one device."""
+    """What lies on one device, for the opening line of a run."""
 
     device: str
     layers: str
     size_bytes: int
-    """Of its parameters and buffers."""
+    """The size of its parameters and buffers."""
 
 
 class SampleBatch(NamedTuple):
-    """A few samples, to see what layers make of them."""
+    """A few samples, to see the sizes of the layers' outputs."""
 
     data: Any
     scale: float
-    """So many of these are in a forward pass of the training."""
+    """How many times as many samples a forward pass of the training has."""
 
 
 def split_model(
@@ -54,7 +58,7 @@ def split_model(
     devices: Sequence[torch.device],
     sample: SampleBatch,
 ) -> list[ModelStage]:
-    """Cut the model, one stage to each of the devices."""
+    """Splits the model into one stage per device, moves the layers, and describes the stages."""
     stages = _plan_stages(experiment, devices, sample)
     for stage, device in zip(stages, devices, strict=True):
         for piece in stage:
@@ -65,18 +69,24 @@ def split_model(
 
 
 def describe_stages(stages: Sequence[ModelStage]) -> str:
+    """Describes the stages in one line."""
     return "; ".join(f"{s.device}: {s.layers}, {format_bytes(s.size_bytes)}" for s in stages)
 
 
 def _route_tensors(experiment: Experiment, first: torch.device, last: torch.device) -> None:
-    """Outputs meet their targets on the last device; losses go to the first, to be kept there."""
+    """Wraps `predict` and `loss`: outputs and targets meet on the last device, losses go to the
+    first.
+
+    The loss is weighted and kept on the first device, like on a replica with one device.
+    """
     predict, loss = experiment.predict or default_predict, experiment.loss
     experiment.predict = lambda model, batch: _move_tensors(predict(model, batch), last)
     experiment.loss = lambda output, target: loss(output, target).to(first)
 
 
 def _move_tensors(tree: Any, device: torch.device) -> Any:
-    is_async = device.type == "cuda"  # a CPU would read what has not arrived
+    """Moves all tensors of a nested structure to a device."""
+    is_async = device.type == "cuda"  # a CPU would read data that has not arrived
     return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=is_async), tree)
 
 
@@ -86,16 +96,17 @@ def _move_tensors(tree: Any, device: torch.device) -> Any:
 def describe_manual_placement(
     experiment: Experiment, names: Sequence[str], devices: Sequence[torch.device]
 ) -> list[ModelStage]:
-    """The model as the experiment has placed it."""
+    """Checks and describes the placement that the experiment itself has chosen."""
     tensors = dict(_iter_tensors(experiment.model))
     misplaced = [name for name, tensor in tensors.items() if tensor.device not in devices]
     if misplaced:
         where = tensors[misplaced[0]].device
         raise EchelonError(
             Fault(
-                f"the experiment takes devices ({join_names(names)}), but left {misplaced[0]} on {where}"
+                f"the experiment takes devices ({join_names(names)}), but left {misplaced[0]} "
+                f"on {where}"
                 + (f", and {len(misplaced) - 1} more like it" if len(misplaced) > 1 else ""),
-                "bring every layer to one of them: layer.to(devices[0])",
+                "move every layer to one of them: layer.to(devices[0])",
             )
         )
     _route_tensors(experiment, devices[0], devices[-1])
@@ -115,18 +126,19 @@ def describe_manual_placement(
 
 
 class LayerGroup(NamedTuple):
-    """What stays together: a layer with parameters, and its neighbours without."""
+    """Layers that stay together: a layer with parameters, and its neighbours without."""
 
     first: str
     last: str
     layers: list[nn.Module]
     enclosing: list[nn.Module]
-    """Modules that hold the layers, with tensors of their own."""
+    """Modules around the layers that have tensors of their own."""
 
 
 def _plan_stages(
     experiment: Experiment, devices: Sequence[torch.device], sample: SampleBatch
 ) -> list[list[LayerGroup]]:
+    """Returns the layer groups of each stage; raises where the model cannot be split."""
     model, count = experiment.model, len(devices)
     layer_groups = list_layer_groups(model)
     kind = type(model).__name__
@@ -141,7 +153,8 @@ def _plan_stages(
     if len(layer_groups) < count:
         raise EchelonError(
             Fault(
-                f"replica.devices={count}, but {kind} has only {len(layer_groups)} layers to cut between",
+                f"replica.devices={count}, but {kind} has only {len(layer_groups)} layers to "
+                "split between",
                 f"set replica.devices={len(layer_groups)} or fewer, or {_PLACE_BY_HAND}",
             )
         )
@@ -158,10 +171,11 @@ def _plan_stages(
 
 
 def list_layer_groups(model: nn.Module) -> list[LayerGroup]:
-    """The layers in order, where the model says in which order they come.
+    """Returns the layers in order, where the model shows in which order they run.
 
-    That is a Sequential or ModuleList, the largest in the model. What comes before it in the model
-    is one piece, and so is what comes after: their order is the business of the model's forward.
+    The order is that of a Sequential or ModuleList, the largest in the model. All that comes before
+    it in the model is one group, and so is all that comes after: only the model's forward knows
+    their order.
     """
     path = _find_longest_chain(model)
     if path is None:
@@ -187,12 +201,15 @@ def list_layer_groups(model: nn.Module) -> list[LayerGroup]:
 
 
 def _make_group(layers: dict[str, nn.Module], enclosing: list[nn.Module]) -> LayerGroup:
+    """Makes one group of the layers on one side of the chain, with the modules that enclose it."""
     own = [name for module in enclosing for name, _ in module.named_parameters(recurse=False)]
     names = [*own, *layers] or [""]
     return LayerGroup(names[0], names[-1], list(layers.values()), enclosing)
 
 
 def _find_longest_chain(model: nn.Module) -> tuple[str, ...] | None:
+    """Returns the path to the chain with the largest parameters; () for the model itself, None for
+    none."""
     if _is_chain(model):
         return ()
     chains = {
@@ -205,12 +222,16 @@ def _find_longest_chain(model: nn.Module) -> tuple[str, ...] | None:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """A Sequential with a forward of its own may do anything."""
+    """Whether the children of a module run in order.
+
+    A Sequential with a forward of its own may do anything, so it is not a chain.
+    """
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return plain or isinstance(module, nn.ModuleList)
 
 
 def _flatten_chain(chain: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers of a chain with their names; chains within it are opened as well."""
     for name, layer in chain.named_children():
         full = f"{prefix}.{name}" if prefix else name
         if isinstance(layer, nn.Sequential) and _is_chain(layer):
@@ -220,7 +241,8 @@ def _flatten_chain(chain: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _merge_without_parameters(groups: list[LayerGroup]) -> list[LayerGroup]:
-    """A layer without parameters goes with the one before: alone it would be no stage."""
+    """Joins a layer without parameters with the one before it: it would not be a stage on its
+    own."""
     found: list[LayerGroup] = []
     for piece in groups:
         if found and not (
@@ -234,10 +256,14 @@ def _merge_without_parameters(groups: list[LayerGroup]) -> list[LayerGroup]:
 
 
 def split_evenly(costs: Sequence[int], parts: int) -> list[int]:
-    """How many of them each part takes, in order: the largest part is as small as can be, and
-    among such cuts the parts are as even."""
+    """Returns how many of the costs each part takes, in order.
+
+    The largest part is as small as possible, and among such splits the parts are as even as
+    possible. Dynamic programming over the end of each part.
+    """
     upto = [0, *accumulate(costs)]
-    # best[j]: of the first j costs, cut into so many parts.
+    # best[j]: the best split of the first j costs into the parts so far, as
+    # (largest part, sum of squares, sizes of the parts).
     best: list[tuple[int, int, list[int]] | None] = [(0, 0, []), *[None] * len(costs)]
     for part in range(1, parts + 1):
         new: list[tuple[int, int, list[int]] | None] = [None] * (len(costs) + 1)
@@ -256,6 +282,7 @@ def split_evenly(costs: Sequence[int], parts: int) -> list[int]:
 
 
 def _require_unshared_parameters(model: nn.Module, stages: Sequence[Sequence[LayerGroup]]) -> None:
+    """Raises where two stages need the same parameter."""
     stage_of: dict[int, int] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -274,6 +301,7 @@ def _require_unshared_parameters(model: nn.Module, stages: Sequence[Sequence[Lay
 
 
 def _move_group(group: LayerGroup, device: torch.device) -> None:
+    """Moves a group to its device, and lets its layers fetch their inputs."""
     for module in group.enclosing:
         module._apply(lambda t: t.to(device), recurse=False)  # type: ignore[no-untyped-call]
     for layer in group.layers:
@@ -283,8 +311,10 @@ def _move_group(group: LayerGroup, device: torch.device) -> None:
 
 
 class _MoveInputs:
-    """Brings a layer's inputs to its device; also masks and the like, which the model's forward
-    gives to every layer."""
+    """A forward hook that moves a layer's inputs to its device.
+
+    That includes masks and the like, which the model's forward passes to every layer.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -300,6 +330,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _describe_stage(device: str, stage: Sequence[LayerGroup]) -> ModelStage:
+    """Describes a stage by its first and last layer."""
     first, last = stage[0].first, stage[-1].last
     size = sum(_sum_bytes(_list_tensors(piece)) for piece in stage)
     return ModelStage(device, first if first == last else f"{first} … {last}", size)
@@ -309,21 +340,25 @@ def _describe_stage(device: str, stage: Sequence[LayerGroup]) -> ModelStage:
 
 
 def _iter_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters and buffers with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def _list_tensors(group: LayerGroup) -> list[Tensor]:
+    """Returns all tensors of a layer group."""
     own = [t for m in group.enclosing for t in (*m.parameters(False), *m.buffers(False))]
     return own + [t for layer in group.layers for _, t in _iter_tensors(layer)]
 
 
 def _sum_bytes(tensors: Any) -> int:
+    """Returns the size of these tensors in bytes; a tensor that occurs twice counts once."""
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
 def _count_state_copies(optimizer: torch.optim.Optimizer) -> int:
-    """A parameter, its gradient, and what the optimizer keeps for it."""
+    """Returns how many times a parameter's memory training takes: itself, its gradient, the
+    optimizer's state."""
     state_count = (
         2 if "betas" in optimizer.defaults else int(bool(optimizer.defaults.get("momentum")))
     )
@@ -331,6 +366,7 @@ def _count_state_copies(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _estimate_bytes(group: LayerGroup, copies: int) -> int:
+    """Returns the memory of a group's parameters, gradients and optimizer state."""
     tensors = _list_tensors(group)
     trained = [t for t in tensors if t.requires_grad]
     return _sum_bytes(tensors) + (copies - 1) * _sum_bytes(trained)
@@ -339,8 +375,10 @@ def _estimate_bytes(group: LayerGroup, copies: int) -> int:
 def _measure_output_bytes(
     experiment: Experiment, groups: Sequence[LayerGroup], sample: SampleBatch
 ) -> list[int]:
-    """What the layers of each piece give for one sample, which the backward pass will need; noughts
-    where it cannot be known without computing."""
+    """Returns the sizes of the layers' outputs, which the backward pass will need, for each group.
+
+    All zeros where the model cannot be run on fake tensors.
+    """
     counted = [0] * len(groups)
 
     def counter(number: int) -> Any:
@@ -359,7 +397,7 @@ def _measure_output_bytes(
     try:
         where = next(experiment.model.parameters()).device
         _run_fake_forward(experiment, sample, where)
-    except Exception:  # the model reads numbers, or is of a kind that torch cannot imitate
+    except Exception:  # the model reads values, or does something that fake tensors cannot
         return [0] * len(groups)
     finally:
         for handle in handles:
@@ -368,12 +406,12 @@ def _measure_output_bytes(
 
 
 def _run_fake_forward(experiment: Experiment, sample: SampleBatch, device: torch.device) -> None:
-    """A forward pass of shapes and devices, without numbers or memory."""
+    """Runs a forward pass on fake tensors: shapes and devices, without numbers or memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = experiment.model
     pretending = FakeTensorMode(allow_non_fake_inputs=True)
-    # In training, layers count their batches even so.
+    # In eval mode, as some layers count batches in training mode even with fake tensors.
     with use_eval_mode(model), torch.no_grad(), pretending as mode:
         batch = tree_map_only(Tensor, lambda t: mode.from_tensor(t.to(device)), sample.data)
         (experiment.predict or default_predict)(model, batch)
@@ -382,7 +420,8 @@ def _run_fake_forward(experiment: Experiment, sample: SampleBatch, device: torch
 def _require_separable(
     experiment: Experiment, devices: Sequence[torch.device], sample: SampleBatch
 ) -> None:
-    """A forward that mixes tensors of two stages would fail in its first step; say so before."""
+    """Raises where the model's forward mixes tensors of two stages, before the first step would
+    fail."""
     if len(set(devices)) == 1:
         return
     try:
@@ -390,7 +429,7 @@ def _require_separable(
     except RuntimeError as error:
         cause = error.__cause__ or error
         if "devices" not in str(cause):
-            return  # what cannot be imitated may well work
+            return  # a model that fails on fake tensors may still work
         raise EchelonError(
             Fault(
                 f"the forward of {type(experiment.model).__name__} uses tensors of two stages at "

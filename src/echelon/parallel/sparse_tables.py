@@ -1,10 +1,11 @@
-"""Gradients of tables between the ranks, by rows: what is sent grows with the batch alone.
+"""Exchanges the sparse gradients of embedding tables between ranks, by rows.
 
 DDP reduces a sparse gradient through gloo in several rounds of messages per table and sorts it on
-every rank, and through NCCL not at all. Here every rank sends the rows it looked up, of all tables
-in one message of a fixed size, and puts everybody's together in the order of the ranks, which is
-the order of the global batch: what an optimizer then adds up is what one process would. For the
-four tables of a dot product and two ranks, a step takes an eighth of the time.
+every rank; through NCCL it does not reduce it at all. Here every rank sends the rows that it looked
+up, of all tables in one message of a fixed size, and joins all ranks' rows in the order of the
+ranks. That is the order of the global batch, so an optimizer adds up what one process would. For
+the four tables of a dot product and two ranks, a step takes an eighth of the time, and the size of
+a message depends on the batch alone, not on the tables.
 """
 
 from __future__ import annotations
@@ -19,32 +20,24 @@ from echelon.errors import EchelonError, Exit, Fault
 
 _ALIGN_BYTES = 16
 
-# Its name from torch 2.13 on, where the old one warns.
+# The name from torch 2.13 on, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def find_sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters with sparse gradients, by every name they have."""
-    sparse = [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    table_ids = {id(p) for p in sparse if p.requires_grad}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: p for name, p in named if id(p) in table_ids}
-
-
 def require_no_max_norm(model: nn.Module) -> None:
-    """Every rank would shorten the rows it looks up, and only in its own copy. Of a table that is
-    not trained, all come out the same whoever shortens them."""
+    """Raises for trained embeddings with `max_norm`.
+
+    Such a layer shortens the rows that a process looks up, in that process's copy alone, so the
+    copies would drift apart. Of a table that is not trained the rows come out the same on every
+    rank.
+    """
     faults = [
         Fault(
             (f"the layer {name!r}" if name else "the model")
             + f" is an {type(module).__name__} with max_norm={module.max_norm:g}, which shortens "
             "the rows that a process looks up in its own copy alone, so with several processes the "
             "copies would drift apart",
-            "leave max_norm out, or normalize what was looked up in the model's forward",
+            "leave max_norm out, or normalize the rows in the model's forward",
         )
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -56,7 +49,8 @@ def require_no_max_norm(model: nn.Module) -> None:
 
 
 def make_sparse_gradient(row_indices: Tensor, values: Tensor, table: Tensor) -> Tensor:
-    """Not marked as coalesced, which would promise that the numbers are sorted."""
+    """Returns a sparse gradient for a table. It is not marked as coalesced, as its indices are not
+    sorted."""
     return torch.sparse_coo_tensor(row_indices[None], values, table.shape, check_invariants=False)
 
 
@@ -69,7 +63,7 @@ class RowExchange:
         self._tables = [tables[name] for name in self._names]
         self._layout = _MessageLayout([0] * len(self._tables), self._tables)
         self._send_buffer = self._receive_buffer = torch.empty(0, dtype=torch.uint8)
-        for p in self._tables:  # DDP spreads the others
+        for p in self._tables:  # DDP broadcasts the other parameters, and ignores these
             dist.broadcast(p.detach(), 0)
 
     def __call__(self) -> None:
@@ -79,7 +73,8 @@ class RowExchange:
         counts = self._exchange(own_rows)
         largest = [max(column) for column in zip(*counts, strict=True)]
         if any(n > room for n, room in zip(largest, self._layout.rooms, strict=True)):
-            # Seldom, and every rank sees it. Some more, as the next batch may have a few more.
+            # Seldom, and all ranks come to the same decision, as all have all counts. An eighth
+            # more than needed, because the next batch may have a few rows more.
             rooms = zip(largest, self._layout.rooms, strict=True)
             self._layout = _MessageLayout(
                 [max(n + n // 8, room) for n, room in rooms], self._tables
@@ -96,14 +91,15 @@ class RowExchange:
             p.grad = make_sparse_gradient(numbers, values, p) if len(numbers) else None
 
     def _get_rows(self, table: nn.Parameter, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns the indices and values of this rank's gradient, or None where it has none."""
         grad = table.grad
         if grad is None:
             return None
         if not grad.is_sparse:
             raise EchelonError(
                 Fault(
-                    f"{name} is of an embedding with sparse=True, but its gradient is dense: the "
-                    "model uses the whole table besides looking up rows",
+                    f"{name} belongs to an embedding with sparse=True, but its gradient is dense: "
+                    "the model uses the whole table besides looking up rows",
                     "give the embedding sparse=False, or use its rows only",
                 ),
                 exit=Exit.FAILED,
@@ -111,7 +107,11 @@ class RowExchange:
         return grad._indices()[0], grad._values()
 
     def _exchange(self, own_rows: list[tuple[Tensor, Tensor] | None]) -> list[list[int]]:
-        """How many rows of every table every rank has; those that have room have arrived."""
+        """Sends this rank's rows and returns how many rows of each table each rank has.
+
+        Rows of a table that do not fit the message are not sent; the caller makes room and calls
+        again.
+        """
         device = self._tables[0].device
         if len(self._send_buffer) != self._layout.size_bytes:
             self._send_buffer = torch.zeros(
@@ -132,15 +132,17 @@ class RowExchange:
         return [self._layout.view_counts(message).tolist() for message in self._split_messages()]
 
     def _split_messages(self) -> tuple[Tensor, ...]:
+        """Returns the message of every rank."""
         return torch.split(self._receive_buffer, self._layout.size_bytes)
 
 
 class _MessageLayout:
-    """Where things are in a message: how many rows of each table, their numbers, their values."""
+    """Positions within a message: the row counts of all tables, then indices and values of each
+    table."""
 
     def __init__(self, row_capacities: list[int], tables: list[nn.Parameter]) -> None:
         self.rooms = row_capacities
-        """Rows there is room for, of each table."""
+        """How many rows of each table fit the message."""
         self._tables = tables
         sizes = [8 * len(tables)]
         for room, p in zip(row_capacities, tables, strict=True):
@@ -150,13 +152,16 @@ class _MessageLayout:
 
     @property
     def size_bytes(self) -> int:
+        """The length of a message."""
         return self._starts[-1]
 
     def view_counts(self, message: Tensor) -> Tensor:
+        """Returns the part of a message that holds the row counts."""
         return message[: 8 * len(self._tables)].view(torch.int64)
 
     def view_rows(self, message: Tensor, number: int, count: int) -> tuple[Tensor, Tensor]:
-        """Numbers and values of the first `count` rows of a table."""
+        """Returns indices and values of the first `count` rows of a table, as views of the
+        message."""
         table = self._tables[number]
         first, second = self._starts[1 + 2 * number : 3 + 2 * number]
         numbers = message[first : first + 8 * count].view(torch.int64)

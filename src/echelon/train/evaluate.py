@@ -1,7 +1,7 @@
 """Evaluation: every sample once, the same bits at any world size, no collective per batch.
 
-Each rank judges whole batches and keeps what every metric learned from each. Rank 0 receives them
-all once at the end and merges them in the order of the batches, whoever computed them.
+Each rank evaluates complete batches and keeps the statistics of every batch. Rank 0 receives all of
+them once at the end and merges them in the order of the batches, whichever rank computed them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from echelon.experiment.precision import Precision
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 
 BatchStatistics = list[dict[str, Tensor]]
-"""Per batch: what the loss and the metrics learned, as named tensors."""
+"""For each batch, named tensors: the loss, the number of samples, the states of the metrics."""
 
 
 class Evaluator:
+    """Evaluates the experiment's model on its `eval_data`."""
+
     def __init__(
         self,
         experiment: Experiment,
@@ -47,13 +49,13 @@ class Evaluator:
         self.order = EvalOrder(len(source), batch_size, world.rank, world.size)
         self._metrics: dict[str, Any] | None = None
         self.get_filler_batch: Callable[[], Any] | None = None
-        """For a sharded model, of which no rank can compute alone: what a rank computes while
-        others have one batch more."""
+        """For a sharded model, which no rank can compute alone: what a rank computes while others
+        have one batch more."""
 
     def __call__(self) -> dict[str, float]:
-        """loss and metrics by name, on every rank."""
-        # Averages of batches, which differ by rank until the next step: a snapshot has rank 0's,
-        # and what is said here is of that model.
+        """Returns the loss and the metrics by name, on every rank. All ranks take part."""
+        # Running averages differ between ranks until the next step. A snapshot has rank 0's, and
+        # the results are to be those of the model in the snapshot.
         broadcast_buffers(list(self.experiment.model.buffers()))
         with use_eval_mode(self.experiment.model):
             statistics = self._evaluate_batches()
@@ -64,6 +66,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _evaluate_batches(self) -> BatchStatistics:
+        """Returns the statistics of this rank's batches."""
         predict = self.experiment.predict or default_predict
         statistics: BatchStatistics = []
         for batch in self.source.batches(self.order, 0, self.device):
@@ -86,20 +89,25 @@ class Evaluator:
         if self.get_filler_batch is not None and len(statistics) < self.order.max_batches:
             with self.precision.autocast():
                 predict(self.experiment.model, self.get_filler_batch())
-        self.beat()  # also of a rank with no batch: who hangs is behind the ranks that wait
+        self.beat()  # also for a rank without a batch: a rank that hangs has fewer beats
         return statistics
 
     @property
     def metrics(self) -> dict[str, Any]:
+        """The metrics by name, on the device of the outputs. Created at the first evaluation."""
         if self._metrics is None:
             given: Any = self.experiment.metrics
             named = name_metrics(given() if are_metrics_deferred(given) else given)
             self._metrics = {k: metric.to(self.output_device) for k, metric in named.items()}
             for metric in self._metrics.values():
-                metric.sync_on_compute = metric._to_sync = False  # rank 0 computes alone
+                metric.sync_on_compute = metric._to_sync = (
+                    False  # rank 0 computes alone, so torchmetrics must not communicate
+                )
         return self._metrics
 
     def _merge(self, rank_statistics: list[BatchStatistics]) -> dict[str, float]:
+        """Merges the statistics of all ranks in the order of the batches, and computes the
+        metrics."""
         size = len(rank_statistics)
         count = sum(map(len, rank_statistics))
         in_order = [rank_statistics[i % size][i // size] for i in range(count)]
@@ -118,23 +126,26 @@ class Evaluator:
         return results
 
     def _merge_states(self, name: str, metric: Any, in_order: BatchStatistics) -> None:
+        """Merges the states that a metric had after each batch."""
         merged: dict[str, Any] | None = None
         for count, found in enumerate(in_order, 1):
             for key, value in _load_metric_state(name, metric, found, self.output_device).items():
                 setattr(metric, key, value)
             metric._update_count = count
             if merged is not None:
-                metric.merge_state(merged)  # torchmetrics puts what it is given first
+                metric.merge_state(merged)  # torchmetrics puts the given state first
             merged = metric.metric_state
 
 
 def can_merge_states(metric: Any) -> bool:
-    """Whether torchmetrics can merge its states. If not, rank 0 replays all outputs in order."""
+    """Whether torchmetrics can merge a metric's states. If not, rank 0 replays all outputs in
+    order."""
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 
 def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
-    """What one batch taught; list states are joined, as torchmetrics itself does to merge."""
+    """Returns a metric's state after one batch; list states are joined, as torchmetrics does to
+    merge."""
     return {
         f"{name}/{key}": (torch.cat(value) if isinstance(value, list) else value).cpu().clone()
         for key, value in metric.metric_state.items()
@@ -145,6 +156,7 @@ def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
 def _load_metric_state(
     name: str, metric: Any, batch_statistics: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
+    """Returns a metric's state from the statistics of a batch."""
     state: dict[str, Any] = {}
     for key, default in metric._defaults.items():
         value = batch_statistics.get(f"{name}/{key}")
@@ -156,6 +168,8 @@ def _load_metric_state(
 
 
 def _flatten_result(name: str, value: Any) -> dict[str, float]:
+    """Returns a metric's result as numbers by name; a metric may return a mapping or a tensor of
+    several."""
     if isinstance(value, Mapping):
         return {f"{name}_{k}": float(v) for k, v in value.items()}
     if isinstance(value, Tensor) and value.numel() > 1:
@@ -167,6 +181,8 @@ def _flatten_result(name: str, value: Any) -> dict[str, float]:
 
 
 def _pack_statistics(statistics: BatchStatistics) -> Tensor:
+    """Packs statistics into one row of bytes: the length of a header, a JSON header, the
+    tensors."""
     header = [
         [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in found.items()]
         for found in statistics
@@ -182,6 +198,7 @@ def _pack_statistics(statistics: BatchStatistics) -> Tensor:
 
 
 def _unpack_statistics(row: Tensor) -> BatchStatistics:
+    """Returns the statistics that `_pack_statistics` packed."""
     raw = bytearray(row.numpy().tobytes())
     length = int.from_bytes(raw[:8], "little")
     at = 8 + length

@@ -1,4 +1,4 @@
-"""The training loop, and what it calls between two steps."""
+"""The training loop, and what it does between two steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.monitoring.profiler import StepProfiler
 from echelon.monitoring.readback import ReadbackSchedule
 from echelon.monitoring.speed import SpeedMonitor
-from echelon.parallel.ddp_replica import DDPReplica, StepRequests
-from echelon.parallel.process_group import PeerFailedError, RankGroup
+from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.process_group import RankGroup
+from echelon.parallel.replica import StepRequests, StepResult
+from echelon.parallel.store import PeerFailedError
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
 from echelon.snapshot.state import collect_state
@@ -42,7 +44,12 @@ _FAILURE_TIMEOUT_S = 30.0
 
 
 def train(t: Training) -> Exit:
-    """Step, log, evaluate, save, stop check: in this order."""
+    """Trains until the last step: step, log, evaluate, save, stop check, in this order.
+
+    The order matters: a snapshot must contain the result of an evaluation that was due at the same
+    step, and a run that is stopped must have saved before it leaves. Returns `Exit.PREEMPTED` where
+    a stop was requested, otherwise `Exit.OK`.
+    """
     while t.step < t.total_steps:
         for batch, total in t.iter_epoch():
             t.schedule.set_rates(t.step)
@@ -68,8 +75,11 @@ def train(t: Training) -> Exit:
 
 @dataclass
 class Training:
-    """A run in progress on one rank. Only rank 0 has trackers and a screen that shows; a writer
-    is rank 0's too, unless the model is sharded."""
+    """A run in progress on one rank.
+
+    Only rank 0 has trackers and a progress bar. Only rank 0 has a snapshot writer, unless the model
+    is sharded.
+    """
 
     config: Config
     run: Run
@@ -78,7 +88,7 @@ class Training:
     source: BatchSource
     evaluator: Evaluator | None
     stop: StopSignals
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     device: torch.device
     optimizer_flags: OptimizerFlags
     schedule: LRSchedule = field(init=False)
@@ -92,13 +102,15 @@ class Training:
 
     step: int = 0
     samples: int = 0
-    """Global samples consumed since the beginning: the one number that says where a run is."""
+    """Samples of all ranks since the beginning: the one number that says where a run is."""
     best_value: float | None = None
     is_best_new: bool = False
     last_snapshot: str | None = None
     saved_step: int | None = None
     unsaved_reason: str | None = None
-    """Why the last state of the run is on no disk."""
+    """Why the last state of the run could not be saved."""
+    is_evaluating: bool = False
+    """Stays True if an evaluation fails, so that a report of the failure can say so."""
 
     readback: ReadbackSchedule = field(default_factory=ReadbackSchedule)
     _unlogged_losses: list[float] = field(default_factory=list)
@@ -108,14 +120,15 @@ class Training:
 
     def __post_init__(self) -> None:
         trainer = self.config.trainer
-        self.size = len(self.source)
-        self.steps_per_epoch = count_batches(self.size, trainer.batch_size)
+        self.dataset_size = len(self.source)
+        self.steps_per_epoch = count_batches(self.dataset_size, trainer.batch_size)
         self.total_steps = self._count_total_steps()
         self.speed = SpeedMonitor([self.device])
         self._timer_starts = dict.fromkeys(("save", "evaluate"), time.monotonic())
 
     def restore_progress(self, info: dict[str, Any]) -> None:
-        """Be where the snapshot was that holds this `info`."""
+        """Continues from the snapshot with this `info`: its step, position in the data and best
+        value."""
         self.step = self.saved_step = info["step"]
         self.samples, self.best_value, self.last_snapshot = (
             info["samples"],
@@ -125,58 +138,65 @@ class Training:
         self._unlogged_losses, self._eval_results = info["losses"], info["results"]
         self._evaluated_step = info["evaluated_step"]
         batch_size = self.config.trainer.batch_size
-        if self.samples % self.size % batch_size:
+        if self.samples % self.dataset_size % batch_size:
             raise EchelonError(
                 Fault(
-                    f"trainer.batch_size={batch_size}, but {self.last_snapshot} stands after "
-                    f"{self.samples % self.size} of {self.size} samples of an epoch",
-                    "keep the batch size, or take a snapshot of the end of an epoch",
+                    f"trainer.batch_size={batch_size}, but {self.last_snapshot} was saved after "
+                    f"{self.samples % self.dataset_size} of {self.dataset_size} "
+                    "samples of an epoch",
+                    "keep the batch size, or use a snapshot from the end of an epoch",
                 )
             )
         self.total_steps = self.schedule.total_steps = self._count_total_steps()
 
     def _count_total_steps(self) -> int:
-        """Those made, perhaps with batches of another size, and what is left of the epochs."""
+        """Returns the steps made so far, perhaps with another batch size, plus those left in the
+        epochs."""
         trainer = self.config.trainer
         if trainer.steps is not None:
             return trainer.steps
-        epoch, offset = divmod(self.samples, self.size)
+        epoch, offset = divmod(self.samples, self.dataset_size)
         left = ((trainer.epochs or 0) - epoch) * self.steps_per_epoch
         return self.step + max(0, left - offset // trainer.batch_size)
 
-    # --- moving on ---
+    # --- from step to step ---
 
     def iter_epoch(self) -> Iterator[tuple[Batch | BlockSlice, int]]:
-        """This rank's shares from where the run is to the end of the epoch, with global sizes."""
-        epoch, offset = divmod(self.samples, self.size)
-        dataset_size, world = self.config.trainer.batch_size, self.group.world
+        """Yields this rank's shares from the current position to the end of the epoch, with global
+        batch sizes."""
+        epoch, offset = divmod(self.samples, self.dataset_size)
+        batch_size, world = self.config.trainer.batch_size, self.group.world
         order = EpochOrder(
-            self.size,
-            dataset_size,
+            self.dataset_size,
+            batch_size,
             world.rank,
             world.size,
             self.config.seed,
             epoch,
             device=self.source.storage_device,
         )
-        first = offset // dataset_size
-        left = self.size - offset
+        first = offset // batch_size
+        left = self.dataset_size - offset
         batches = self.source.batches(order, first, self.device)
         for batch in self.speed.sample_batches(batches, self.replica):
-            total = min(dataset_size, left)
+            total = min(batch_size, left)
             left -= total
             yield batch, total
 
     def count_step(self, total: int) -> None:
+        """Advances the position by one step over `total` samples, and lets the heartbeat know."""
         self.step += 1
         self.samples += total
-        self.pulse.step = self.step
-        self.pulse.beat()
+        self.heartbeat.step = self.step
+        self.heartbeat.beat()
         if self.profile is not None:
             self.speed.exclude_time(self.profile.advance(self.step))
 
     def collect_requests(self) -> StepRequests:
-        """Clocks differ between ranks, so rank 0's counts; a signal may reach any rank."""
+        """Returns what this rank asks for after the next step.
+
+        A signal may reach any rank. Timers are rank 0's alone, because the clocks of ranks differ.
+        """
         stop, look = self.stop.is_requested, self.readback.wants_every_step
         if self._has_no_timers or self.group.world.rank != 0:
             return StepRequests(stop, read_each_step=look) if stop or look else _NO_REQUESTS
@@ -186,12 +206,14 @@ class Training:
 
     @property
     def _has_no_timers(self) -> bool:
+        """Whether neither saving nor evaluating is due by minutes."""
         return (
             self.config.trainer.save.minutes is None
             and self.config.trainer.evaluate.minutes is None
         )
 
     def _is_timer_due(self, action: str, every: Interval) -> bool:
+        """Whether a timer has run out; it is then started again."""
         if (
             every.minutes is None
             or time.monotonic() < self._timer_starts[action] + 60 * every.minutes
@@ -200,39 +222,50 @@ class Training:
         self._timer_starts[action] = time.monotonic()
         return True
 
-    # --- looking ---
+    # --- what is due, and what the steps reported ---
 
     @property
     def epoch(self) -> int:
         """The pass over the data that the last step belongs to, from 1."""
-        return -(-self.samples // self.size)
+        return -(-self.samples // self.dataset_size)
 
     def is_readback_due(self) -> bool:
-        """Every step on a CPU; rarely on a GPU whose steps are quick, and whenever something is due
-        by its step."""
+        """Whether results are read from the device after this step.
+
+        On a CPU that is every step. On a GPU with quick steps it is every few steps, and whenever
+        an evaluation or a snapshot is due.
+        """
         every = self.replica.readback_steps
         return every == 1 or self.readback.is_due(self.step, every) or self._is_action_due()
 
     def _is_action_due(self) -> bool:
+        """Whether something is due by the number of the step, or a lone process has been told to
+        stop."""
         trainer = self.config.trainer
         is_stopped_alone = self.stop.is_requested and self.group.world.size == 1
         return is_stopped_alone or self.is_due(trainer.evaluate) or self.is_due(trainer.save)
 
     def is_due(self, every: Interval) -> bool:
-        """All is due at the end, in the loop's order, so that the last snapshot can be the best."""
+        """Whether something with this interval is due after this step.
+
+        Everything is due after the last step, so that the last snapshot can be the best one.
+        """
         if self.step == self.total_steps:
             return True
         if every.steps is not None and self.step % every.steps == 0:
             return True
-        return every.epochs is not None and self.samples % (every.epochs * self.size) == 0
+        return every.epochs is not None and self.samples % (every.epochs * self.dataset_size) == 0
 
     def is_log_due(self) -> bool:
+        """Whether a line of metrics is due for this step."""
         return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps
 
     def read_results(self) -> StepRequests:
-        """Read what all ranks know of the steps since the last look, and log what is marked."""
+        """Reads the results of the steps since the last readback, writes due log lines, returns the
+        requests."""
         results = self.replica.read_results()
-        # A GPU has caught up with the host only here: between two looks a clock says nothing.
+        # Measured right after reading: only here has the GPU caught up with the host. In between, a
+        # clock on the host would measure how fast steps are queued.
         speed = (
             self.speed.measure_interval(self.step, self.samples) if self._unwritten_lines else {}
         )
@@ -248,7 +281,8 @@ class Training:
         return requests
 
     def _make_loss_error(self, loss: float, step: int) -> Exception:
-        """Rank 0 knows what was saved, so it speaks for all."""
+        """Returns the error for a loss that is not finite. Rank 0 knows what was saved, so it
+        reports for all."""
         if self.group.world.rank != 0 and (
             failure := self.group.wait_for_failure(_FAILURE_TIMEOUT_S)
         ):
@@ -268,7 +302,11 @@ class Training:
     # --- between steps ---
 
     def mark_log_line(self) -> None:
-        """A line of metrics is due for this step; its loss and speed come with the next look."""
+        """Notes that a line of metrics is due for this step.
+
+        Its loss and its speed are known at the next readback: on a GPU, waiting for them here would
+        stall.
+        """
         line = {
             "step": self.step,
             "epoch": self.epoch,
@@ -280,6 +318,8 @@ class Training:
         self._unwritten_lines.append(line)
 
     def _write_log_line(self, line: MetricsLine) -> None:
+        """Completes a line of metrics with the mean loss and gives it to trackers and progress
+        bar."""
         losses, self._unlogged_losses = self._unlogged_losses, []
         if not self.trackers:
             return
@@ -289,11 +329,14 @@ class Training:
         self._report_saves(self.writer.take_results() if self.writer else [])
 
     def evaluate(self) -> None:
+        """Evaluates, unless this step has been evaluated already, and notes a new best value."""
         if self.evaluator is None or self._evaluated_step == self.step:
             return
         self._evaluated_step = self.step
-        self.pulse.suspend()
+        self.heartbeat.suspend()
+        self.is_evaluating = True
         results = self.evaluator()
+        self.is_evaluating = False
         self._eval_results = results
         self._update_best(results)
         if self.trackers:
@@ -301,14 +344,16 @@ class Training:
             self._log_to_trackers({"step": self.step, "epoch": self.epoch, **numbers})
             shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
             print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
-        self.pulse.beat()
+        self.heartbeat.beat()
         self.speed.restart_interval(self.step, self.samples)
 
     def _log_to_trackers(self, line: MetricsLine) -> None:
+        """Gives a line of metrics to all trackers."""
         for tracker in self.trackers:
             tracker.log(line)
 
     def _update_best(self, results: dict[str, float]) -> None:
+        """Compares the number that `trainer.best` names with the best so far."""
         name = self.config.trainer.best
         if name not in results:
             raise make_unknown_best_error(name, results)
@@ -316,19 +361,21 @@ class Training:
             self.best_value, self.is_best_new = results[name], True
 
     def save(self) -> None:
+        """Saves a snapshot, unless this step has been saved already. All ranks take part."""
         if self.step in (0, self.saved_step):
             return
         self.saved_step = self.step
-        self.pulse.suspend()  # an earlier save may still be on its way to a slow disk
+        self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_state(self.experiment, self.optimizer_flags, self.group)
         if self.writer is not None:
             self.writer.save(
                 self.step, parts, self._build_snapshot_info(), is_best=self.is_best_new
             )
         self.is_best_new = False
-        self.pulse.beat()
+        self.heartbeat.beat()
 
     def _build_snapshot_info(self) -> dict[str, Any]:
+        """Returns what a snapshot says about itself, besides the state of the parts."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -343,6 +390,8 @@ class Training:
         }
 
     def _report_saves(self, results: list[SaveResult]) -> None:
+        """Reports finished saves: a snapshot goes into the run's status, a failed save becomes a
+        warning."""
         for saved in results:
             if saved.folder is not None:
                 self.last_snapshot = str(saved.folder)
@@ -352,8 +401,8 @@ class Training:
                 print(f"warning: {what}", file=sys.stderr)
 
     def close(self) -> None:
-        """Wait for the last snapshot to be on disk."""
-        self.pulse.suspend()
+        """Waits until the last snapshot is on disk. One that failed is left in `unsaved_reason`."""
+        self.heartbeat.suspend()
         results = self.writer.close() if self.writer is not None else []
         if results and results[-1].step == self.step and results[-1].folder is None:
             self.unsaved_reason = results.pop().error
@@ -361,8 +410,11 @@ class Training:
         self.screen.close()
 
     def close_trackers(self, outcome: Exit) -> dict[str, str]:
-        """After all else, as a server may take its time; once, whatever happened."""
-        self.pulse.suspend()
+        """Closes the trackers and returns what they have to show, such as a link.
+
+        It comes after everything else, as a server may be slow. A second call does nothing.
+        """
+        self.heartbeat.suspend()
         closing, self.trackers = self.trackers, ()
         return {title: text for t in closing for title, text in t.close(outcome).items()}
 
@@ -370,5 +422,8 @@ class Training:
 _NO_REQUESTS = StepRequests()
 
 
-def _combine_requests(results: list[Any]) -> StepRequests:
-    return StepRequests(*(any(column) for column in zip(*(t.wishes for t in results), strict=True)))
+def _combine_requests(results: list[StepResult]) -> StepRequests:
+    """Returns the requests of several steps as one: a request made in any of them counts."""
+    return StepRequests(
+        *(any(column) for column in zip(*(result.requests for result in results), strict=True))
+    )

@@ -1,4 +1,5 @@
-"""The learning rate as a function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a function of the step, so there is nothing to save and nothing to
+restore."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from echelon.experiment.definition import Experiment
 
 
 class LRSchedule:
-    """Scales the rates the experiment gave to its optimizer, or leaves them to its own schedule."""
+    """Scales the learning rates that the experiment gave its optimizer, by `trainer.schedule`.
+
+    Where the experiment has a schedule of its own, that one sets the rates and this one only reads
+    them.
+    """
 
     def __init__(self, trainer: TrainerConfig, total_steps: int, experiment: Experiment) -> None:
         self.kind = trainer.schedule
@@ -26,19 +31,21 @@ class LRSchedule:
         if self.has_own_schedule and (self.kind != "constant" or self.warmup_steps > 0):
             raise EchelonError(
                 Fault(
-                    f"trainer.schedule={self.kind} trainer.warmup_steps={self.warmup_steps} are set, but "
-                    "the experiment has a schedule of its own",
+                    f"trainer.schedule={self.kind} trainer.warmup_steps={self.warmup_steps} are "
+                    "set, but the experiment has a schedule of its own",
                     "leave one of the two out",
                 )
             )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Asked each time: an optimizer that loads its state makes new ones."""
+        """The optimizer's parameter groups. Read each time, because loading a state dict replaces
+        them."""
         return self.optimizer.param_groups
 
     def compute_factor(self, step: int) -> float:
-        """For the update that makes `step` steps into `step + 1`."""
+        """Returns the factor for the update from `step` to `step + 1`: warm-up first, then the
+        schedule."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -49,6 +56,7 @@ class LRSchedule:
         return 1.0
 
     def set_rates(self, step: int) -> None:
+        """Sets the learning rates for the next update; does nothing where they have not changed."""
         if self.has_own_schedule:
             return
         factor = self.compute_factor(step)
@@ -63,7 +71,7 @@ class LRSchedule:
 
     @property
     def current_rate(self) -> float:
-        """Of the first group, at the last step."""
+        """The learning rate of the first group at the last step."""
         if self.has_own_schedule or self._applied_factor is None:
             return float(self.param_groups[0]["lr"])
         return self.base_rates[0] * self._applied_factor

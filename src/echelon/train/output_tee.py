@@ -1,4 +1,4 @@
-"""Rank 0's words go to the screen and to its log; a progress bar goes to the screen alone."""
+"""Copies what rank 0 prints to its log file; a progress bar goes to the screen alone."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ from typing import IO, TextIO
 
 
 class OutputTee:
-    """While a log is open, what the program prints is written to both."""
+    """While a log is open, standard output and standard error go to the screen and to the log."""
 
     def __init__(self) -> None:
         self._log: IO[str] | None = None
         self._original_streams = (sys.stdout, sys.stderr)
 
     def log_to(self, path: Path) -> None:
+        """Starts copying to this file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("a", buffering=1, encoding="utf-8", errors="replace")
         sys.stdout = _TeeStream(self._original_streams[0], self._log)
         sys.stderr = _TeeStream(self._original_streams[1], self._log)
 
     def show_above_bar(self, show_line: Callable[[str], None] | None) -> None:
-        """Lines are shown by `show`, which knows of a bar on the screen."""
+        """Lets `show_line` print whole lines, because it knows how to keep a progress bar below
+        them."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, _TeeStream):
                 stream.show_line = show_line
 
     def close(self) -> None:
+        """Restores the original streams and closes the log."""
         sys.stdout, sys.stderr = self._original_streams
         if self._log is not None:
-            with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
+            with contextlib.suppress(
+                OSError
+            ):  # closing writes what a full disk did not take before
                 self._log.close()
             self._log = None
 
 
 class _TeeStream(io.TextIOBase):
+    """A text stream that writes to the screen and to a log. Neither may end a training by
+    failing."""
+
     def __init__(self, screen: TextIO, log: IO[str]) -> None:
         self.screen = screen
         self.log = log
@@ -50,7 +58,7 @@ class _TeeStream(io.TextIOBase):
             self.log.write(text)
         try:
             self._write_to_screen(text)
-        except OSError:  # nor must a reader that left: `… | head`, a terminal that was closed
+        except OSError:  # nor must a reader that has left: `… | head`, a closed terminal
             _redirect_to_null(self.screen)
         return len(text)
 
@@ -80,6 +88,6 @@ class _TeeStream(io.TextIOBase):
 
 
 def _redirect_to_null(stream: TextIO) -> None:
-    """What it has not written yet, and all that comes, goes nowhere."""
+    """Redirects a stream to /dev/null, including what is still in its buffer."""
     with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

@@ -1,4 +1,5 @@
-"""Build the experiment on this rank, restore its snapshot, put the parts of the loop together."""
+"""Builds everything that a training needs on this rank: experiment, process group, snapshot,
+replica."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from echelon.data.batches import EvalOrder, TensorSource, make_source
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import require_best_metric
 from echelon.experiment.compilation import CompiledFunction
-from echelon.experiment.definition import Experiment, build_experiment
+from echelon.experiment.definition import Experiment
+from echelon.experiment.loading import build_experiment
 from echelon.experiment.module_modes import enter_train_mode
 from echelon.experiment.optimizer_flags import (
     OptimizerFlags,
@@ -71,7 +73,8 @@ from echelon.utils.text import format_count
 from echelon.world import World
 
 _BUILD_TIMEOUT_S = 3600.0
-"""Ranks may need very different times to prepare data; a failure is told at once all the same."""
+"""Ranks may take very different times to prepare data. A failure is reported at once all the
+same."""
 
 
 def prepare_training(
@@ -79,36 +82,65 @@ def prepare_training(
     run: Run,
     group: RankGroup,
     stop: StopSignals,
-    pulse: Heartbeat,
+    heartbeat: Heartbeat,
     output: OutputTee,
 ) -> Training:
+    """Returns a training that is ready for its first step.
+
+    All ranks run the same numbered steps; the comment at each says why it stands where it stands.
+    """
     trainer, world = config.trainer, group.world
     devices = get_devices(world)
     device = devices[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    seed_all(config.seed)  # the same weights on every rank
+
+    # 1. Build the experiment. All ranks have the same seed here, so they build the same weights and
+    #    draw the same data.
+    seed_all(config.seed)
     entry = run.get_entry(config, world.node_rank)
     experiment, is_placed_by_user = build_experiment(entry, config.experiment_settings, devices)
+
+    # 2. Check what can be checked without computing.
     require_best_metric(trainer.best, experiment)
     if world.size > 1:
         _require_real_parameters(experiment.model)
         require_no_max_norm(experiment.model)
-    speed = create_speed_monitor(experiment, config, group)  # whose model is as the user gave it
+
+    # 3. Create the speed monitor while the model is still as the user gave it: it counts operations
+    #    on a copy, which nothing must have wrapped or sharded.
+    speed = create_speed_monitor(experiment, config, group)
+
+    # 4. Place the model. A sharded model stays where it is: step 12 moves it block by block, as the
+    #    whole model need not fit one device.
     is_sharded = config.replica.kind == "fsdp"
-    # Shards go to their device block by block, as all of them together need not fit.
     stages = [] if is_sharded else _place_model(experiment, config, world, is_placed_by_user)
     blocks = _prepare_blocks(experiment, config)
+
+    # 5. Bring the optimizer's state to the parameters, and note its flags before we change any.
     move_state_to_parameters(experiment.optimizer)
     optimizer_flags = OptimizerFlags(experiment.optimizer)
+
+    # 6. Set the precision, which may add a gradient scaler to the experiment.
     precision = Precision(trainer.precision, device)
     precision.configure(experiment)
+
+    # 7. Open the data. It comes after the model, whose memory decides whether the data still fits
+    #    on the GPU.
     source = make_source(experiment.train_data, "train_data", trainer.loader_workers, device)
-    evaluator = _make_evaluator(experiment, config, group, devices, pulse, precision)
+    evaluator = _make_evaluator(experiment, config, group, devices, heartbeat, precision)
+
+    # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
+    #    open the process group, in whose collectives they would wait in vain.
     group.wait_for_all("built", _BUILD_TIMEOUT_S)
     require_same_data(experiment, group)
     group.init_process_group(_choose_backend(device, config.launch.share_devices))
-    seed_all(config.seed + 1 + world.rank)  # other random numbers on every rank
+
+    # 9. From here on every rank draws its own random numbers, for dropout and the like.
+    seed_all(config.seed + 1 + world.rank)
+
+    # 10. Restore the snapshot, which also brings the ranks' random numbers. The schedule comes
+    #     before it, because it needs the experiment's learning rates, not the snapshot's.
     training = Training(
         config=config,
         run=run,
@@ -117,13 +149,15 @@ def prepare_training(
         source=source,
         evaluator=evaluator,
         stop=stop,
-        pulse=pulse,
+        heartbeat=heartbeat,
         device=device,
         optimizer_flags=optimizer_flags,
     )
-    # The schedule takes the experiment's rates, so it is made before a snapshot brings others.
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
     _restore_snapshot(training)
+
+    # 11. Now that the first step is known: profiler and snapshot writer. Fused kernels are enabled
+    #     after the restore, because a snapshot brings step counts to the CPU.
     training.profile = create_profiler(
         trainer.profile, training.step, training.total_steps, run.traces_folder, world.rank, device
     )
@@ -133,14 +167,19 @@ def prepare_training(
         training.writer = SnapshotWriter(
             run.snapshots_folder, trainer.keep_last, resumed_step=training.step
         )
+
+    # 12. Make the replica, which broadcasts rank 0's restored weights.
     if is_sharded:
         _shard_training(training, blocks, precision)
     else:
         training.replica = replica = DDPReplica(
-            experiment, world, device, trainer, precision, pulse
+            experiment, world, device, trainer, precision, heartbeat
         )
         replica.capture = _make_capture(training, replica)
     enter_train_mode(experiment.model)
+
+    # 13. What the user can get wrong has been checked: announce the run, open
+    #     trackers and progress bar.
     if world.rank == 0:
         for line in (_format_opening_line(training, stages), *_find_notes(training)):
             _print_message(line)
@@ -156,6 +195,8 @@ def prepare_training(
 def _place_model(
     experiment: Experiment, config: Config, world: World, is_placed_by_user: bool
 ) -> list[ModelStage]:
+    """Moves the model to this process's devices; returns its stages where there are several
+    devices."""
     devices, cpu = get_devices(world), torch.device("cpu")
     if len(devices) == 1:
         experiment.model.to(devices[0])
@@ -163,7 +204,7 @@ def _place_model(
     if is_placed_by_user:
         return describe_manual_placement(experiment, world.devices, devices)
     data = make_source(experiment.train_data, "train_data", 0, cpu)
-    # Two, as some layers do not take one.
+    # Two samples, as some layers do not accept a batch of one.
     few_samples = next(data.batches(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu))
     microbatch_size = config.trainer.batch_size / world.size / config.trainer.accumulate
     return split_model(
@@ -175,11 +216,12 @@ def _place_model(
 
 
 def _require_real_parameters(model: nn.Module) -> None:
+    """Raises for complex parameters, which DDP and FSDP cannot reduce."""
     faults = [
         Fault(
             f"the model's {name} is complex, which one process alone can train: gradients are "
             "sent as real numbers",
-            "hold it as two real parts and put them together in forward: torch.view_as_complex",
+            "store it as two real parts and join them in forward with torch.view_as_complex",
         )
         for name, p in model.named_parameters()
         if p.is_complex()
@@ -189,7 +231,7 @@ def _require_real_parameters(model: nn.Module) -> None:
 
 
 def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
-    """The step as a CUDA graph, where it is wished and can be."""
+    """Returns the capture of the step as a CUDA graph, where it is wanted and possible."""
     trainer, size = t.config.trainer, t.group.world.size
     is_required, steps_left = trainer.capture == "always", t.total_steps - t.step
     if (
@@ -207,16 +249,24 @@ def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
         reason or find_obstacle(t.experiment, t.source, t.device, size, trainer), size
     )
     if reason is None and isinstance(t.source, TensorSource):
-        told, e = replica.result_width, t.experiment
         return StepCapture(
-            replica.run_capturable_step, replica.abandon_step, e, t.source, trainer, size, told
+            replica.run_capturable_step,
+            replica.abandon_step,
+            t.experiment,
+            t.source,
+            trainer,
+            size,
+            replica.result_width,
         )
     report_obstacle(reason or "", is_required)
     return None
 
 
 def _choose_backend(device: torch.device, share_devices: bool) -> str:
-    """NCCL for GPUs, except that it refuses two ranks on one; gloo for what lies on the CPU."""
+    """Returns NCCL for tensors on GPUs and gloo for those on the CPU.
+
+    NCCL refuses two ranks on one GPU, so ranks that share devices use gloo for everything.
+    """
     on_gpu = device.type == "cuda" and not share_devices
     return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
 
@@ -226,19 +276,23 @@ def _make_evaluator(
     config: Config,
     group: RankGroup,
     devices: Sequence[torch.device],
-    pulse: Heartbeat,
+    heartbeat: Heartbeat,
     precision: Precision,
 ) -> Evaluator | None:
+    """Returns the evaluator, or None where the experiment has no data to evaluate by."""
     if experiment.eval_data is None:
         return None
     first, last = devices[0], devices[-1]
     source = make_source(experiment.eval_data, "eval_data", config.trainer.loader_workers, first)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
-    return Evaluator(experiment, source, size, group, first, last, pulse.beat, precision)
+    return Evaluator(experiment, source, size, group, first, last, heartbeat.beat, precision)
 
 
 def _restore_snapshot(training: Training) -> None:
-    """Take state and position from the snapshot this run goes on from, if there is one."""
+    """Restores state and position from the snapshot that this run continues from, if there is one.
+
+    Only rank 0 reads files; the others receive the state from it.
+    """
     group, run = training.group, training.run
     snapshot = (
         choose_snapshot(training.config, run, _print_message) if group.world.rank == 0 else None
@@ -246,8 +300,11 @@ def _restore_snapshot(training: Training) -> None:
     info: dict[str, Any] | None = None
     if snapshot is not None:
         info = {**snapshot.info, "folder": str(snapshot.folder)}
-        load_model(training.experiment, snapshot.load_part("model"))  # DDP spreads the weights
-    # What is wrong with a snapshot only rank 0 sees; the others must not be in a collective then.
+        load_model(
+            training.experiment, snapshot.load_part("model")
+        )  # DDP and FSDP broadcast the weights
+    # Only rank 0 sees a damaged snapshot. The others wait in the store, which can report a failure,
+    # before they enter a collective, which cannot.
     group.wait_for_all("restored", _BUILD_TIMEOUT_S)
     info = group.broadcast_json(info)
     if info is None:
@@ -259,7 +316,7 @@ def _restore_snapshot(training: Training) -> None:
 
 
 def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
-    """The layers that are sharded or recomputed one by one."""
+    """Returns the layers that are sharded or checkpointed one by one, and checkpoints them."""
     choice = config.replica
     if choice.kind == "fsdp":
         require_shardable(experiment.model)
@@ -273,8 +330,12 @@ def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
 
 
 def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
-    """Share the model out, and let every rank write what it then holds."""
-    # torch's part of it takes a while to import where nothing else has.
+    """Shards the model over all ranks, and chooses how its state is saved.
+
+    Every rank writes its shards where all ranks see the run folder; otherwise rank 0 gathers and
+    writes everything.
+    """
+    # Imported here, as torch's FSDP takes a while to import and other runs do not need it.
     from echelon.parallel.fsdp_replica import FillerBatch, FSDPReplica
     from echelon.parallel.fsdp_wrap import shard_model
 
@@ -286,11 +347,11 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
                 "has no ModuleList or Sequential of them; name them with replica.blocks=[Block]"
             )
         for block in blocks:
-            block.forward = CompiledFunction(block.forward, t.pulse)
+            block.forward = CompiledFunction(block.forward, t.heartbeat)
     shard_model(t.experiment, blocks, t.device, trainer)
     get_filler_batch = FillerBatch(t.source, t.device)
     t.replica = FSDPReplica(
-        t.experiment, world, t.device, trainer, precision, t.pulse, get_filler_batch
+        t.experiment, world, t.device, trainer, precision, t.heartbeat, get_filler_batch
     )
     if t.evaluator is not None:
         t.evaluator.get_filler_batch = FillerBatch(t.evaluator.source, t.device)
@@ -307,7 +368,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
 
 
 def _format_opening_line(t: Training, stages: Sequence[ModelStage]) -> str:
-    """What is about to happen, in one line."""
+    """Returns what is about to run, in one line."""
     size, kind = t.group.world.size, t.device.type
     where = f"{size} processes ({kind})" if size > 1 else f"one process ({t.device})"
     if stages:
@@ -317,18 +378,18 @@ def _format_opening_line(t: Training, stages: Sequence[ModelStage]) -> str:
     if t.config.replica.kind == "fsdp":
         where += ", which share the model"
     batch = t.config.trainer.batch_size
-    what = f"{format_count(t.size, 'sample')} in batches of {batch:,}"
+    what = f"{format_count(t.dataset_size, 'sample')} in batches of {batch:,}"
     return f"run {t.run.name}: {format_count(t.total_steps, 'step')} over {what} on {where}"
 
 
 def _find_notes(t: Training) -> Iterator[str]:
-    """What is not as somebody who set it may think."""
+    """Yields notes about settings that do not have the effect one may expect."""
     trainer = t.config.trainer
-    if trainer.batch_size > t.size:
+    if trainer.batch_size > t.dataset_size:
         yield (
             f"note: trainer.batch_size={trainer.batch_size}, but there "
-            f"{'is' if t.size == 1 else 'are'} {format_count(t.size, 'sample')}: every step takes "
-            "all of them"
+            f"{'is' if t.dataset_size == 1 else 'are'} {format_count(t.dataset_size, 'sample')}: "
+            "every step takes all of them"
         )
     if trainer.precision == "tf32" and t.device.type == "cpu":
         yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"
@@ -337,4 +398,5 @@ def _find_notes(t: Training) -> Iterator[str]:
 
 
 def _print_message(text: str) -> None:
+    """Prints to standard error, where all messages of a run go."""
     print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Which snapshot a run goes on from, and whether it is this run's at all."""
+"""Chooses the snapshot that a run continues from, and checks that it belongs to this run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from echelon.snapshot.reader import (
 
 
 def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> Snapshot | None:
-    """Called on rank 0 alone."""
+    """Returns the snapshot to continue from, or None to start anew. Only rank 0 calls it.
+
+    With `trainer.resume=auto` it is the newest intact snapshot of the run; damaged ones are
+    reported and skipped. With a path it is the snapshot there, of any run.
+    """
     resume = config.trainer.resume
     if resume == "never":
         return None
@@ -36,7 +40,8 @@ def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> 
 
 
 def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], None]) -> Snapshot:
-    """A snapshot of any run by its path: what differs is said, and is the user's wish."""
+    """Returns the snapshot at a path. Settings that differ from it are reported, as the user wants
+    them."""
     try:
         snapshot = verify_snapshot(resolve_best(path))
     except InvalidSnapshotError as error:

@@ -1,4 +1,4 @@
-"""Every rank cuts its share out of data that it holds itself, so all must hold the same.
+"""Checks that all ranks hold the same data, as every rank takes its share out of its own copy.
 
 Data that is drawn when a file is imported differs between ranks that torchrun or Slurm started:
 some samples would be trained on twice and some never, and nobody would notice.
@@ -20,13 +20,14 @@ from echelon.parallel.process_group import RankGroup
 
 _COMPARE_TIMEOUT_S = 600.0
 _REMEDY = (
-    "read it from a file, or draw it within the experiment's function, before which every process "
-    "is seeded alike"
+    "read it from a file, or draw it inside the experiment's function: every process has the same "
+    "seed there"
 )
 
 
 def require_same_data(experiment: Experiment, group: RankGroup) -> None:
-    """By their number, and where they are tensors by the first and the last of them."""
+    """Raises where the data of the ranks differs in its length, or in the first or last row of its
+    tensors."""
     if group.store is None:
         return
     mine = {
@@ -35,7 +36,8 @@ def require_same_data(experiment: Experiment, group: RankGroup) -> None:
     theirs = json.loads(group.share_from_rank0("data", json.dumps(mine)))
     faults = [
         Fault(
-            f"{name} is not the same on all ranks: {_describe_difference(mine[name], theirs[name])}",
+            f"{name} is not the same on all ranks: "
+            f"{_describe_difference(mine[name], theirs[name])}",
             _REMEDY,
         )
         for name in mine
@@ -47,6 +49,7 @@ def require_same_data(experiment: Experiment, group: RankGroup) -> None:
 
 
 def _summarize_data(data: Any) -> list[Any]:
+    """Returns the number of samples, and for tensors a hash of the first and the last row."""
     if data is None:
         return [0, ""]
     tensors = get_columns(data)
@@ -61,7 +64,7 @@ def _summarize_data(data: Any) -> list[Any]:
 
 
 def _read_bytes(rows: Any) -> bytes:
-    """Of a tensor, also in a type that numpy does not know, or of an array."""
+    """Returns the bytes of a tensor, also of a dtype that numpy does not know, or of an array."""
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     raw: bytes = rows.tobytes()
@@ -69,6 +72,7 @@ def _read_bytes(rows: Any) -> bytes:
 
 
 def _describe_difference(mine: list[Any], theirs: list[Any]) -> str:
+    """Says how this rank's data differs from rank 0's."""
     if mine[0] != theirs[0]:
         return f"{mine[0]:,} samples here, {theirs[0]:,} on rank 0"
     return "its first or last sample is another one than on rank 0"

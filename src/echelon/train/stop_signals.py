@@ -1,4 +1,4 @@
-"""Stopping on request: a handler only sets a flag; the ranks agree on it at a step boundary."""
+"""Stops a run on request: a signal only sets a flag, and the ranks agree on it after a step."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopSignals:
-    """The wish to stop, and who asked."""
+    """Whether a stop was requested, and by which signal."""
 
     def __init__(self) -> None:
         self.is_requested = False
         self.reason = ""
         self.is_over = False
-        """All is saved and said: there is nothing left to stop."""
+        """Everything is saved and reported: nothing is left to stop."""
 
     def install(self) -> None:
+        """Installs the signal handlers. Python allows that only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return  # Python lets the main thread alone handle signals
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by what started us
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, STOP_SIGNALS
+        )  # the parent process may have blocked them
         atexit.register(_ignore_signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Notes the request; a second Ctrl-C ends the process at once."""
         if self.is_over:
             return
         name = signal.Signals(number).name
@@ -46,7 +50,10 @@ class StopSignals:
 
 
 def _ignore_signals() -> None:
-    """Python gives signals back to the system before it ends, which would kill a run that is over
-    and take its exit code along."""
+    """Ignores the signals while the process ends.
+
+    Python restores the default handlers before it ends; a signal would then kill a run that is over
+    and replace its exit code.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""A trial that `wandb agent` started, in a world that torchrun, srun or a person made.
+"""A trial that `wandb agent` started, in a world that torchrun, srun or a person started.
 
-Every rank inherits the agent's variables, or some do, where its machine alone has an agent. Rank 0
-takes the parameters; the others have theirs from it, before anything is built, whatever they see.
+Some or all ranks inherit the agent's variables. Rank 0 takes the trial's parameters from them, and
+the other ranks take them from rank 0 before anything is built, whatever their own variables say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echelon.config.schema import Config
 from echelon.config.untrusted import apply_trial, parse_trial, read_trial
 from echelon.config.validate import check_batch_size
 from echelon.errors import EchelonError
-from echelon.experiment.definition import find_settings_class, load_function
+from echelon.experiment.loading import find_settings_class, load_function
 from echelon.parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, str]) -> Config:
-    """The same on every rank; without a sweep, what it was."""
+    """Returns the configuration with the trial's parameters, the same on every rank.
+
+    Outside of a sweep it is the given configuration.
+    """
     own_trial = read_trial(env) if group.world.rank == 0 else None
     shared_trial = group.share_from_rank0("trial", own_trial.to_json() if own_trial else "")
     if not shared_trial:
@@ -35,6 +38,8 @@ def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, s
 
 
 def _find_own_experiment(entry: str) -> UserExperiment | None:
+    """Returns the user's experiment with its settings class, where the experiment is a file of the
+    user."""
     if not entry.rpartition(":")[0].endswith(".py"):
         return None
     from echelon.config.compose import UserExperiment  # with Hydra, which a worker does without

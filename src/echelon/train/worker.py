@@ -1,4 +1,5 @@
-"""One rank, from start to exit: meet the others, build, restore, train, and say what went wrong."""
+"""One rank from start to exit: join the world, build, restore, train, and report what went
+wrong."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from echelon.config.schema import Config
 from echelon.config.validate import check_batch_size, check_cpu_support, check_fsdp_world_size
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.experiment.loss_check import explain_loss_failure
+from echelon.experiment.loss_check import LossInputError
 from echelon.gpus import count_visible_gpus
 from echelon.launch.process_record import make_starting_status
 from echelon.monitoring.out_of_memory import explain_out_of_memory, find_out_of_memory
-from echelon.parallel.process_group import PeerFailedError, RankGroup, join_world, report_to_agent
+from echelon.parallel.join_world import join_world, report_to_agent
+from echelon.parallel.process_group import RankGroup
+from echelon.parallel.store import PeerFailedError
 from echelon.runs import failure as failures
 from echelon.runs import run_folder
 from echelon.runs.failure import Failure
@@ -38,17 +41,22 @@ from echelon.train.wandb_trial import apply_trial_parameters
 from echelon.world import World, detect
 
 _CAUSE_TIMEOUT_S = 5.0
-"""A broken connection is rarely the cause: the rank that failed first is given time to say so."""
+"""How long to wait for the rank that failed first to publish the cause."""
 
 
 def run_worker(folder: str) -> NoReturn:
-    """A rank that an agent started: it is given the run folder and nothing else."""
+    """Runs a rank that an agent started. It is given the run folder and nothing else; never
+    returns."""
     run = Run(Path(folder))
     exit_process(RankWorker(run.read_config(), has_agent=True).run_to_exit(lambda group: run))
 
 
 def train_in_process(config: Config) -> int:
-    """This process as one rank: alone, or of a world that torchrun, srun or a person made."""
+    """Trains in this process as one rank: alone, or in a world that torchrun, srun or a person
+    started.
+
+    Returns the exit code of a process that is alone. A rank of a larger world ends its process.
+    """
     rank = RankWorker(config)
     code = rank.run_to_exit(lambda group: _agree_on_run(rank.config, group))
     if rank.group is not None and rank.group.store is not None:
@@ -57,7 +65,8 @@ def train_in_process(config: Config) -> int:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process without destroying its process group (see Group.part)."""
+    """Ends the process without destroying its process group (see
+    `RankGroup.barrier_before_exit`)."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,22 +74,24 @@ def exit_process(code: int) -> NoReturn:
 
 
 class RankWorker:
-    """What this process knows while it lives, for the report if it dies."""
+    """What this process knows during its life, so that it can be reported if it fails."""
 
     def __init__(self, config: Config, has_agent: bool = False) -> None:
         self.config = config
         self.has_agent = has_agent
         self.stop = StopSignals()
         self.output = OutputTee()
-        self.pulse = Heartbeat()
+        self.heartbeat = Heartbeat()
         self.rank = 0
         self.group: RankGroup | None = None
         self.run: Run | None = None
         self.training: Training | None = None
         self.has_left_group = False
-        """Whether the others have left, and hear nothing any more."""
+        """Whether the other ranks have left and no longer read the store."""
 
     def run_to_exit(self, find_run: Callable[[RankGroup], Run]) -> int:
+        """Runs the rank and returns its exit code. Every error is reported here and nowhere
+        else."""
         self.stop.install()
         try:
             world = _detect_world(self.config)
@@ -88,7 +99,7 @@ class RankWorker:
             _require_valid_world(self.config, world)
             _warn_about_cpu(self.config, world)
             self.group = join_world(world, self.config, os.environ)
-            if not self.has_agent:  # which was given what its launcher took
+            if not self.has_agent:  # an agent's launcher has applied them already
                 self.config = apply_trial_parameters(self.config, self.group, os.environ)
             self.group.require_equal_configs(self.config)
             self.run = find_run(self.group)
@@ -97,7 +108,7 @@ class RankWorker:
             if world.rank == 0:
                 self._open_run(self.run, world)
             self.training = prepare_training(
-                self.config, self.run, self.group, self.stop, self.pulse, self.output
+                self.config, self.run, self.group, self.stop, self.heartbeat, self.output
             )
             start = (self.training.step, time.monotonic())
             if world.rank == 0:
@@ -121,23 +132,27 @@ class RankWorker:
             self.output.close()
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
-        """Let the agent see progress, and ask for a stack where there is none."""
-        self.pulse = Heartbeat(run.heartbeat_file(world.node_rank), world.local_rank)
+        """Lets the agent see progress, and request a stack trace where there is none."""
+        self.heartbeat = Heartbeat(run.heartbeat_file(world.node_rank), world.local_rank)
         file = run.stack_file(world.rank).open("w", encoding="utf-8")
         faulthandler.register(signal.SIGQUIT, file, all_threads=True)
-        faulthandler.enable()  # a crash in compiled code leaves the Python stack in the log
+        faulthandler.enable()  # a crash in native code leaves the Python stack in the log
         self._stack_file = file
 
     def _open_run(self, run: Run, world: World) -> None:
+        """Opens rank 0's log and marks the run as running."""
         self.output.log_to(run.rank_log_file(0))
         mine = {} if self.has_agent else make_starting_status("inline", world.nodes, world.size)
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**mine | now, launch_id=get_launch_id(os.environ))
 
     def _require_saved(self, outcome: Exit) -> None:
-        """A disk that was full for a while is a warning; one that is full at the end has lost
-        what was computed. A run that was stopped says so as well, and goes on from the snapshot
-        before: it may be queued again, and the disk may have room then."""
+        """Raises where a finished run could not save its last state.
+
+        A disk that was full for a while is only a warning; one that is full at the end has lost
+        what was computed. A run that was stopped is not failed for it: it continues from the
+        snapshot before, may be queued again, and the disk may have room then.
+        """
         t = self.training
         assert t is not None
         if t.unsaved_reason is not None and outcome is Exit.OK:
@@ -145,12 +160,13 @@ class RankWorker:
                 Fault(
                     f"finished after step {t.step} of {t.total_steps}, but this step is not "
                     f"saved: {t.unsaved_reason}",
-                    f"mend that, then go on: echelon resume {format_run_argument(t.run)}",
+                    f"fix that, then continue: echelon resume {format_run_argument(t.run)}",
                 ),
                 exit=Exit.FAILED,
             )
 
     def _report_outcome(self, outcome: Exit, first_step: int, begun: float) -> None:
+        """Writes the final status and prints the summary of the run."""
         t = self.training
         assert t is not None
         state = "preempted" if outcome is Exit.PREEMPTED else "finished"
@@ -165,6 +181,7 @@ class RankWorker:
         print(text, file=sys.stderr)
 
     def _handle_failure(self, error: BaseException) -> int:
+        """Reports the failure to the other ranks, the agent, the run's status and the screen."""
         if self.training is not None:
             self.training.screen.close()
         failure = self._find_cause(error)
@@ -174,21 +191,29 @@ class RankWorker:
             report_to_agent(failure, os.environ)
         if self.run is not None and self.rank == 0 and not self.has_agent:
             self.run.update_status(state="failed", step=failure.step, failure=failure.__dict__)
-        if not (self.has_agent and self.rank == 0):  # there the agent says it, once
+        if not (self.has_agent and self.rank == 0):  # there the agent prints it, once
             print(failure, file=sys.stderr, flush=True)
         self._close_trackers()
         return failure.exit
 
     def _close_trackers(self) -> None:
+        """Closes the trackers of a failed run."""
         if self.training is None:
             return
         for line in format_rows(self.training.close_trackers(Exit.FAILED)):
             print(line, file=sys.stderr, flush=True)
 
     def _find_cause(self, error: BaseException) -> Failure:
-        """The first failure of the world, which need not be this rank's."""
+        """Returns the first failure of the world, which need not be this rank's own.
+
+        A broken connection is rarely the cause: the rank that failed first gets some seconds to say
+        so. Running out of memory and a loss that got the wrong output are explained in sentences.
+        """
         if isinstance(error, PeerFailedError):
             return error.failure
+        loss_fault: Fault | None = None
+        if isinstance(error, LossInputError) and error.__cause__ is not None:
+            loss_fault, error = error.fault, error.__cause__
         if self.group is not None and _is_connection_error(error):
             peer_failure = self.group.wait_for_failure(_CAUSE_TIMEOUT_S)
             if peer_failure is not None:
@@ -197,15 +222,18 @@ class RankWorker:
             error = explain_out_of_memory(
                 full, self.config, self.group.world, self.run, self.training
             )
-        step = self.pulse.step if self.training is not None else None
-        fault = explain_loss_failure(error)
-        if fault is not None and not failures.find_user_frames(error):
-            error = EchelonError(fault)
-        hint = fault.do if fault is not None else ""
+            loss_fault = None
+        step = self.heartbeat.step if self.training is not None else None
+        # A loss of the user's own keeps its traceback, with the remedy as a hint; the traceback of
+        # a loss of torch would show the user nothing, so the fault replaces it.
+        if loss_fault is not None and not failures.find_user_frames(error):
+            error = EchelonError(loss_fault)
+        hint = loss_fault.do if loss_fault is not None else ""
         return failures.failure_from_exception(error, self.rank, step, hint)
 
 
 def _detect_world(config: Config) -> World:
+    """Returns this process's place in the world, and sets torch's number of threads."""
     world = detect(
         os.environ,
         rank=config.rank,
@@ -221,7 +249,7 @@ def _detect_world(config: Config) -> World:
 
 
 def _require_valid_world(config: Config, world: World) -> None:
-    """What only the world and its devices say about the settings."""
+    """Raises faults that depend on the world: its size and its devices."""
     faults = [
         check_batch_size(config.trainer.batch_size, world.size),
         check_fsdp_world_size(config, world.size),
@@ -233,7 +261,11 @@ def _require_valid_world(config: Config, world: World) -> None:
 
 
 def _warn_about_cpu(config: Config, world: World) -> None:
-    """A torch without CUDA, or a driver that is gone, would be noticed by the hours it takes."""
+    """Warns where GPUs were requested but torch sees none.
+
+    A torch without CUDA, or a missing driver, would otherwise be noticed only by the hours it
+    takes.
+    """
     asked = config.launch.gpus_per_node
     if asked and world.devices[0].startswith("cpu") and world.local_rank == 0:
         print(
@@ -244,7 +276,7 @@ def _warn_about_cpu(config: Config, world: World) -> None:
 
 
 def _agree_on_run(config: Config, group: RankGroup) -> Run:
-    """Rank 0 makes the folder; the others, perhaps on another machine, hear of it."""
+    """Returns the run of this world. Rank 0 creates the folder; the others receive its path."""
     mine = ""
     if group.world.rank == 0:
         mine = str(
@@ -256,6 +288,6 @@ def _agree_on_run(config: Config, group: RankGroup) -> Run:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """What a rank sees when another one dies: never the cause."""
+    """Whether a rank sees such an error when another one dies. It is never the cause."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or "gloo" in text or "connection " in text

@@ -1,0 +1,199 @@
+"""Finds the experiment function that a setting names, calls it, and checks what it returns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from torch import nn
+
+from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.experiment.checks import describe_wrong_type, find_part_faults
+from echelon.experiment.definition import Experiment
+
+_is_loading = False
+
+
+def load_function(entry: str) -> Callable[..., Any]:
+    """Returns the experiment function of `MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
+    where, _, name = entry.rpartition(":")
+    if not where or not name:
+        raise _make_usage_error(f"experiment={entry} names no function", "write FILE.py:FUNCTION")
+    module = (
+        _import_file(Path(where), entry) if where.endswith(".py") else _import_module(where, entry)
+    )
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        hint = suggest_nearest(name, functions) if functions else f"define it: def {name}(cfg): …"
+        raise _make_usage_error(f"experiment={entry}: {where} has no function {name!r}", hint)
+    found: Callable[..., Any] = function
+    return found
+
+
+def _import_module(name: str, entry: str) -> types.ModuleType:
+    """Imports a module by name; a name that does not exist becomes a fault."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and not name.startswith(error.name):
+            raise  # the module exists, but something it imports does not: the traceback says which
+        raise _make_usage_error(
+            f"experiment={entry}: there is no module {name!r}",
+            "give a file with its path: experiment=path/to/file.py:function",
+        ) from None
+
+
+def _import_file(path: Path, entry: str) -> types.ModuleType:
+    """Imports a user's file as `python path/to/file.py` would: its neighbours can be imported.
+
+    The file that is running as `__main__` is not imported a second time.
+    """
+    if not path.is_file():
+        raise _make_usage_error(
+            f"experiment={entry}: there is no file {path.absolute()}", "check the path"
+        )
+    main_module = sys.modules.get("__main__")
+    if main_module is not None and _is_from_file(main_module, path):
+        return main_module
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # As `python path/to/file.py` does it: neighbours can be imported, and pickle finds the module.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    global _is_loading
+    _is_loading = True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _is_loading = False
+    return module
+
+
+def is_loading() -> bool:
+    """Whether a user's file is being imported right now; `echelon.main` in it then does nothing."""
+    return _is_loading
+
+
+def _is_from_file(module: types.ModuleType, path: Path) -> bool:
+    """Whether a module was loaded from this file."""
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path.resolve()
+
+
+def find_settings_class(function: Callable[..., Any]) -> type | None:
+    """Returns the dataclass that an experiment annotates its argument with, or None."""
+    own = [name for name in inspect.signature(function).parameters if name != "devices"]
+    if not own:
+        return None
+    first = own[0]
+    hint = get_type_hints(function).get(first)
+    if hint in (bool, int, float, str):
+        name = function.__name__
+        raise _make_usage_error(
+            f"{name} takes {first}: {hint.__name__}, but all settings come as one object",
+            f"declare them in a dataclass, def {name}(cfg: Settings), and use cfg.{first}",
+        )
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def accepts_devices(function: Callable[..., Any]) -> bool:
+    """Whether the experiment places its layers itself."""
+    return "devices" in inspect.signature(function).parameters
+
+
+def build_experiment(
+    entry: str, settings: Mapping[str, Any], devices: tuple[torch.device, ...]
+) -> tuple[Experiment, bool]:
+    """Calls the experiment function with its settings and checks what it returns.
+
+    Returns the experiment, and whether it has placed its layers itself.
+    """
+    function = load_function(entry)
+    declared = find_settings_class(function)
+    cfg = declared(**settings) if declared else types.SimpleNamespace(**settings)
+    places_layers = accepts_devices(function)
+    own_parameters = _find_settings_parameters(function, entry)
+    if own_parameters and next(iter(inspect.signature(function).parameters)) == "devices":
+        result = function(devices, cfg)
+    else:
+        result = function(
+            *([cfg] if own_parameters else []), **({"devices": devices} if places_layers else {})
+        )
+    _require_valid(result, entry)
+    experiment: Experiment = result
+    return experiment, places_layers
+
+
+def _find_settings_parameters(function: Callable[..., Any], entry: str) -> list[str]:
+    """Returns the parameters besides `devices`: one for the settings, or none."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.name != "devices"]
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    more = [p.name for p in own[1:] if p.default is p.empty and p.kind not in any_number]
+    if more:
+        raise _make_usage_error(
+            f"experiment={entry} takes {', '.join(map(repr, more))}, which it is not given",
+            "take the settings, and devices where it places layers: "
+            f"def {entry.rpartition(':')[2]}(cfg, devices): …",
+        )
+    return [p.name for p in own]
+
+
+def _require_valid(experiment: Any, entry: str) -> None:
+    """Raises all faults of what an experiment function returned, at once."""
+    if not isinstance(experiment, Experiment):
+        raise _make_usage_error(
+            f"experiment={entry} returned {type(experiment).__name__}, not an echelon.Experiment",
+            "return echelon.Experiment(model=…, optimizer=…, loss=…, train_data=…)",
+        )
+    faults = []
+    expected = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
+    for part, kind in expected.items():
+        value = getattr(experiment, part)
+        if not isinstance(value, kind):
+            faults.append(
+                Fault(
+                    f"the experiment's {part} is {describe_wrong_type(value)}",
+                    f"give a {kind.__module__}.{kind.__qualname__}",
+                )
+            )
+    if not faults:
+        faults += find_part_faults(experiment)
+    if isinstance(experiment.optimizer, torch.optim.LBFGS):
+        faults.append(
+            Fault(
+                "the optimizer LBFGS computes the loss several times in a step (it takes a "
+                "closure), but a step here computes it once",
+                "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
+            )
+        )
+    if isinstance(experiment.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        faults.append(
+            Fault(
+                "the schedule ReduceLROnPlateau waits for a number of every evaluation, but a "
+                "schedule here is stepped once per optimizer step, without one",
+                "leave it out and set trainer.schedule=cosine, or give another scheduler",
+            )
+        )
+    if not callable(experiment.loss):
+        faults.append(
+            Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")
+        )
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _make_usage_error(what: str, do: str) -> EchelonError:
+    """Returns an error with one fault about how an experiment was named."""
+    return EchelonError(Fault(what, do), exit=Exit.USAGE)

@@ -1,0 +1,68 @@
+"""What the two kinds of replicas share: requests and results of a step, microbatches, readback.
+
+A replica is one copy of the model with its training step. `DDPReplica` holds the model whole in
+every process, `FSDPReplica` holds a shard of it in each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+READBACK_STEPS = {"cpu": 1, "cuda": 16}
+"""Steps between two readbacks. Reading makes the host wait for the device, and all ranks must read
+after the same step."""
+
+
+class StepRequests(NamedTuple):
+    """What a rank asks for after this step, by its own signals and its own clock."""
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+    read_each_step: bool = False
+    """To read results back after every step, because steps are slow."""
+
+
+class StepResult(NamedTuple):
+    """What all ranks know about one step."""
+
+    requests: StepRequests
+    loss: float
+    """Mean over the global batch."""
+
+
+def split_microbatches(data: Any, sample_count: int, count: int) -> list[tuple[Any, int]]:
+    """Splits this rank's share into `count` microbatches with their sizes.
+
+    Ranks must agree on the number, so some microbatches may be empty: their data is None.
+    """
+    if count == 1 or data is None:
+        return [(data, sample_count)] + [(None, 0)] * (count - 1)
+    leaves, structure = tree_flatten(data, is_leaf=_is_plain_column)
+    pieces: list[tuple[Any, int]] = []
+    start = 0
+    for i in range(count):
+        size = sample_count // count + (i < sample_count % count)
+        columns = [leaf[start : start + size] for leaf in leaves]
+        pieces.append((tree_unflatten(columns, structure) if size else None, size))
+        start += size
+    return pieces
+
+
+def _is_plain_column(node: Any) -> bool:
+    """Whether a list holds one plain value per sample, such as texts, as torch's default_collate
+    makes."""
+    return isinstance(node, list | tuple) and not any(
+        isinstance(item, Tensor | list | tuple | dict) for item in node
+    )
+
+
+def read_rows(pending: list[Tensor]) -> list[Any]:
+    """Reads tensors back from the device as Python numbers, in one transfer."""
+    if len(pending) == 1:
+        return [pending[0].tolist()]
+    return torch.stack(pending).tolist() if pending else []
