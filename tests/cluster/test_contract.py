@@ -150,7 +150,7 @@ def _require_same_logs(run: Run, whole: Run, ranks: int) -> None:
     """Every rank has one, over both launches; rank 0's ends as that of the whole run does."""
     mine, theirs = logs(run, ranks), logs(whole, 2)
     assert not run.rank_log_file(ranks).exists()
-    first, went_on = mine[0].split("going on with run a after step ")
+    first, went_on = mine[0].split("resuming run a after step ")
     last_words = told(theirs[0].partition(f"evaluated after step {STEPS}")[2])
     assert told(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
     assert "everything is saved" in first

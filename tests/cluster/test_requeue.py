@@ -70,7 +70,7 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
     desk.cluster.wait_for_job(job, "CANCELLED")
     assert run.read_status()["state"] == "preempted"
     assert run.find_newest_step() == desk.step() > saved
-    assert run.rank_log_file(0).read_text().count("going on with run a after step") == 2
+    assert run.rank_log_file(0).read_text().count("resuming run a after step") == 2
     desk.require_nothing_left()
 
     # Here it goes on to the end, and nobody sees what happened to it.
@@ -85,7 +85,7 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
 def _goes_on(desk: Desk, saved: int) -> None:
     """After that step, with the log of before."""
     log = desk.run().rank_log_file(0)
-    said = f"going on with run a after step {saved}"
+    said = f"resuming run a after step {saved}"
     until(lambda: said in log.read_text(), QUEUES_S, said)
     assert log.read_text().startswith("run a: ")
     desk.wait_for_step(saved + 3)
@@ -118,6 +118,6 @@ def test_the_time_limit_is_heeded(desk: Desk) -> None:
     done = started.wait(600)
     assert done.code == Exit.OK, done.err
     log = desk.run().rank_log_file(0).read_text()
-    assert log.count("stopped by SIGUSR2") == log.count("going on with run a after step ") >= 1
+    assert log.count("stopped by SIGUSR2") == log.count("resuming run a after step ") >= 1
     assert len(desk.run().read_status()["starts"]) >= 2
     assert [step for step, _ in curve(desk.run())] == list(range(1, STEPS + 1))

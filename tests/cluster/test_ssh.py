@@ -196,7 +196,7 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(nasty: Desk, tmp_p
         assert [run.rank_log_file(rank).exists() for rank in range(3)] == [True] * 3
         again = desk.type(*words, "launch.hosts=[twin,apart]", "trainer.steps=12")
         assert again.code == Exit.OK, again.err
-        assert "going on with run a after step 8" in again.err
+        assert "resuming run a after step 8" in again.err
         assert [step for step, _ in curve(run)] == list(range(1, 13))
         listed = subprocess.run(
             ["ssh", "-F", config, "apart", f"find '{tmp_path}' -path '*/code-*'"],
@@ -286,7 +286,7 @@ def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
     assert done.code == Exit.INTERRUPTED, done.err
-    assert done.last_lines.endswith("stopped at once; the last snapshot stands")
+    assert done.last_lines.endswith("stopped at once; the last snapshot is intact")
     assert desk.run().find_newest_step() == saved
     assert done.left == []
 

@@ -63,7 +63,7 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
         assert run.read_status()["world"] == 2
         assert run.exit_code_file.read_text() == "0\n"
     said = sweep.trial_run(0).rank_log_file(0).read_text()
-    assert re.search(r"going on with run s-0 after step \d+", said), said
+    assert re.search(r"resuming run s-0 after step \d+", said), said
 
 
 def test_a_parent_that_is_killed_finds_its_trial_s_job_again(desk: Desk) -> None:

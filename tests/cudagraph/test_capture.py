@@ -34,7 +34,7 @@ def test_a_scaler_that_the_host_asks() -> None:
     scaler = torch.amp.GradScaler("cpu")
     plain, source = given(scaler, foreach=True)
     reason = find_obstacle(plain, source, GPU, 1, TRAINER)
-    assert reason == "the host asks the scaler before every step of Adam, which is not fused"
+    assert reason == "the gradient scaler needs the host in every step of Adam, which is not fused"
     fused, source = given(scaler, fused=True)
     fused.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     assert find_obstacle(fused, source, GPU, 1, TRAINER) is None

@@ -182,7 +182,7 @@ def test_a_killed_agent_takes_everything_with_it_and_the_same_command_goes_on(
     assert status(only_run(tmp_path))["state"] == "running"  # nobody was left to say it
     again = command_runner.run(words, tmp_path)
     assert again.code == 0, again.err
-    assert "going on with run a after step 10" in again.err
+    assert "resuming run a after step 10" in again.err
     assert curve(only_run(tmp_path)) == clean_curve
 
 
@@ -272,7 +272,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
     assert done.code == 1, done.err
     assert done.left == []
     assert "error: finished after step 300 of 300, but this step is not saved: no space" in done.err
-    assert "hint: mend that, then go on: echelon resume " in done.err
+    assert "hint: fix that, then continue: echelon resume " in done.err
     assert "Traceback" not in done.err
     (first, *_) = [line for line in done.err.splitlines() if "not saved" in line]
     assert first.startswith("warning: not saved: ")
@@ -285,7 +285,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
     (small_disk / "filler").unlink()
     again = command_runner.run(command, tmp_path)
     assert again.code == 0, again.err
-    assert "going on with run full after step " in again.err
+    assert "resuming run full after step " in again.err
     assert evaluations(folder)[-1][0] == 300
 
 

@@ -279,7 +279,7 @@ def test_a_damaged_piece_makes_the_snapshot_none(tmp_path: Path, whole: Run, how
     ended = train_world(tmp_path, 2, *SHORT, FSDP, experiment=layer_stack.stack)
     assert ended.codes == [0, 0], ended.said
     assert f"{piece.parent} is damaged" in ended.said
-    assert "going on from step-000000004" in ended.said
+    assert "resuming from step-000000004" in ended.said
     require_close(ended.run, whole)
 
 

@@ -212,8 +212,8 @@ class Clever(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "what", "do"),
     [
-        (Free(), "Free cannot be cut: there is no Sequential", "def experiment(cfg, devices)"),
-        (Clever(nn.Linear(4, 4), nn.Linear(4, 4)), "Clever cannot be cut", "put its layers into"),
+        (Free(), "Free cannot be split: there is no Sequential", "def experiment(cfg, devices)"),
+        (Clever(nn.Linear(4, 4), nn.Linear(4, 4)), "Clever cannot be split", "put its layers into"),
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "only 1 layers", "set replica.devices=1"),
         (
             Transformer(tied=True),

@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path, before: int, after: int
             tmp_path, 1, *words, more, f"replica.devices={stages}", name="cut", experiment=deep
         )
     assert differing(_last(whole), _last(ended)) == []
-    assert "going on with run cut after step 5" in ended.said
+    assert "resuming run cut after step 5" in ended.said
 
 
 def test_layers_placed_by_hand(tmp_path: Path) -> None:
@@ -86,6 +86,6 @@ def test_layers_placed_by_hand(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
     trained = train_world(tmp_path, 1, TWO, experiment=free)
     assert trained.codes == [2]
-    assert "replica.devices=2, but Free cannot be cut" in trained.said
+    assert "replica.devices=2, but Free cannot be split" in trained.said
     assert "def experiment(cfg, devices)" in trained.said
     assert "Traceback" not in trained.said

@@ -112,7 +112,7 @@ def test_killed_and_typed_again_goes_on_bit_for_bit(tmp_path: Path, optimizer: s
 def test_a_table_that_is_used_as_a_whole_is_named(tmp_path: Path) -> None:
     trained = train_world(tmp_path, 2, "misused=true", experiment=toy_experiments.tables)
     assert 0 not in trained.codes
-    assert "users.weight is of an embedding with sparse=True" in trained.said
+    assert "users.weight belongs to an embedding with sparse=True" in trained.said
     assert "sparse=False" in trained.said
 
 

@@ -158,7 +158,7 @@ def test_a_kill_loses_at_most_one_interval(tmp_path: Path, step: int) -> None:
     assert max(snapshot_steps(killed.run), default=0) == saved
     again = train_config(tmp_path, 1, config)
     assert again.codes == [0], again.said
-    assert (f"going on with run a after step {saved}" in again.said) == (saved > 0)
+    assert (f"resuming run a after step {saved}" in again.said) == (saved > 0)
     require_same(again.run, whole.run)
 
 
@@ -209,7 +209,7 @@ def test_a_damaged_snapshot_is_passed_over_and_said(
     again = train_world(tmp_path, 1, *SHORT)
     assert again.codes == [0], again.said
     assert f"warning: {newest.parent} is damaged (model.pt: " in again.said
-    assert "going on from step-000000005" in again.said
+    assert "resuming from step-000000005" in again.said
     require_same(again.run, whole_runs[1])
 
 
@@ -245,7 +245,7 @@ def test_the_best_snapshot_by_its_name(tmp_path: Path) -> None:
     longer = (*words, "trainer.epochs=5", f"trainer.resume={path}")
     ended = train_world(tmp_path, 1, *longer, name="b")
     assert ended.codes == [0], ended.said
-    assert f"going on from {path.with_name(name)} after step {int(name[5:])}" in ended.said
+    assert f"resuming from {path.with_name(name)} after step {int(name[5:])}" in ended.said
 
 
 def test_a_snapshot_by_its_path_with_another_rate(tmp_path: Path, stopped: Trained) -> None:
@@ -264,7 +264,7 @@ def test_a_snapshot_by_its_path_with_another_batch(tmp_path: Path, stopped: Trai
     other = train_world(tmp_path, 1, *words, name="b")
     assert other.codes == [2]
     assert "note: trainer.batch_size=7, in the snapshot it was 5" in other.said
-    assert f"trainer.batch_size=7, but {path} stands after 5 of 17 samples" in other.said
+    assert f"trainer.batch_size=7, but {path} was saved after 5 of 17 samples" in other.said
 
 
 def test_another_batch_from_the_end_of_an_epoch(tmp_path: Path, stopped: Trained) -> None:
@@ -413,7 +413,7 @@ def test_more_epochs_for_a_finished_run(tmp_path: Path) -> None:
     done = train_world(tmp_path, 1, *plain)
     longer = verb(tmp_path, "resume", str(done.run.folder), "trainer.epochs=5")
     assert longer.code == 0, longer.output
-    assert "going on with run a after step 12" in longer.output
+    assert "resuming run a after step 12" in longer.output
     assert steps_logged(done.run) == list(range(1, 21))
     whole = train_world(tmp_path, 1, *plain, "trainer.epochs=5", name="whole")
     require_same(done.run, whole.run, steps=20)

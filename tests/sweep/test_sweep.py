@@ -233,7 +233,7 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     done = run(words, tmp_path)
     assert done.code == Exit.OK, done.err
     assert done.left == []
-    assert "going on with run my-search-0 after step" in first.rank_log_file(0).read_text()
+    assert "resuming run my-search-0 after step" in first.rank_log_file(0).read_text()
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     show = ["sweep", "show", "my-search", "--json", "--plot", "p.html"]

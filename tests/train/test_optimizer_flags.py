@@ -129,4 +129,4 @@ def test_who_can_be_captured(make: str) -> None:
     reason = make_capturable(experiment(make).optimizer, CPU)
     can = make == "Rprop"  # it has a setting for it
     assert (reason is None) == can
-    assert can or f"{make} keeps numbers of its step on the host" == reason
+    assert can or f"{make} keeps state of its step on the host" == reason

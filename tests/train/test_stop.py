@@ -176,11 +176,11 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, traced: Path, launch: 
         raise
     ended = finish(process)
     assert ended.code == Exit.INTERRUPTED, ended.output
-    assert "stopped at once; the last snapshot stands" in ended.output
+    assert "stopped at once; the last snapshot is intact" in ended.output
     assert max(snapshot_steps(Run(tmp_path / "a"))) == 4
     again = finish(command(words, tmp_path))
     assert again.code == 0, again.output
-    assert "going on with run a after step 4" in again.output
+    assert "resuming run a after step 4" in again.output
 
 
 PRESSED_AT_THE_END = """\

@@ -119,7 +119,7 @@ def test_every_start_without_a_name_is_a_new_run(tmp_path: Path) -> None:
     for _ in range(2):
         [ended] = train_config(tmp_path, 1, config).ranks
         assert ended.code == 0, ended.output
-        assert "going on" not in ended.output
+        assert "resuming" not in ended.output
     runs = [Run(file.parent) for file in tmp_path.glob("toy_experiments-*/status.json")]
     assert len(runs) == 2
     assert all(steps_logged(run) == [1, 2, 3, 4] for run in runs)

@@ -284,7 +284,7 @@ NONSENSE = {
     "no optimizer": ("torch.optim.SGD(model.parameters(), lr=0.01)", "'sgd'", ("optimizer", "str")),
     "an optimizer's class": (
         *("torch.optim.SGD(model.parameters(), lr=0.01)", "torch.optim.SGD"),
-        ("optimizer is the class SGD and no object", "Optimizer"),
+        ("optimizer is the class SGD, not an object", "Optimizer"),
     ),
     "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
     "a loss for every sample": (
@@ -336,14 +336,18 @@ NONSENSE = {
     ),
     "Adam for a table": (
         *("torch.nn.Linear(4, 1)", "torch.nn.EmbeddingBag(4, 1, sparse=True)", "SGD", "Adam"),
-        ("Adam takes no sparse", "'weight'", "echelon.optim.RowAdam or echelon.optim.RowSGD"),
+        (
+            "Adam does not accept sparse",
+            "'weight'",
+            "echelon.optim.RowAdam or echelon.optim.RowSGD",
+        ),
     ),
     "decay of a table": (
         *("torch.nn.Linear(4, 1)", "torch.nn.EmbeddingBag(4, 1, sparse=True)"),
         *("lr=0.01", "lr=0.01, weight_decay=0.1"),
-        ("SGD takes no sparse gradients with a weight_decay", "echelon.optim.RowAdam"),
+        ("SGD does not accept sparse gradients with a weight_decay", "echelon.optim.RowAdam"),
     ),
-    "SparseAdam for all": ("SGD", "SparseAdam", ("sparse gradients only, but 2 of its 2", "Adam")),
+    "SparseAdam for all": ("SGD", "SparseAdam", ("only sparse gradients, but 2 of its 2", "Adam")),
     "SparseAdam for all but a table": (
         *("torch.nn.Linear(4, 1)", "Looked()", "SGD", "SparseAdam"),
         ("2 of its 3 parameters have dense", "echelon.optim.RowAdam"),
@@ -351,7 +355,7 @@ NONSENSE = {
     "a scaler": ("model=model,", "model=model, scaler=3,", ("scaler is of type int", "GradScaler")),
     "a schedule": (
         *("model=model,", "model=model, schedule=torch.optim.lr_scheduler.StepLR,"),
-        ("schedule is the class StepLR and no object", "state_dict"),
+        ("schedule is the class StepLR, not an object", "state_dict"),
     ),
     "a list of metrics": (
         *("model=model,", "model=model, metrics=[1],"),

@@ -125,15 +125,15 @@ class DDPReplica:
         if self.step_timer is not None:
             self.step_timer.record("stepped")
 
-    def run_capturable_step(self, data: Any, mine: int, total: int) -> Tensor:
+    def run_capturable_step(self, data: Any, sample_count: int, total: int) -> Tensor:
         """Runs the step as a CUDA graph holds it: on this device alone, except for one all-reduce.
 
         DDP cannot be captured here, as it runs its collectives from hooks in other streams.
         """
         if self.world_size == 1:
-            result = self._run_backward(data, mine, total)
+            result = self._run_backward(data, sample_count, total)
         else:
-            self._run_microbatches(data, mine, total, self._objective)
+            self._run_microbatches(data, sample_count, total, self._objective)
             _average_gradients(self._parameters_with_control, self.world_size)
             result = self._copy_reduced_control()
         self._update_weights()
@@ -186,7 +186,7 @@ class DDPReplica:
             results = [StepResult(self._unread_requests, loss) for loss in rows]
             self._unread_requests = _NO_REQUESTS
             return results
-        return [StepResult(StepRequests(*(n > 0 for n in wishes)), loss) for *wishes, loss in rows]
+        return [StepResult(StepRequests(*(n > 0 for n in sums)), loss) for *sums, loss in rows]
 
     def _collect_graph_results(self) -> None:
         """Adds the results that replayed steps have left, so that results stay in the order of the
@@ -211,20 +211,22 @@ class DDPReplica:
         if self.world_size > 1:
             self._objective.write_requests(requests)
 
-    def _run_backward(self, data: Any, mine: int, total: int) -> Tensor:
+    def _run_backward(self, data: Any, sample_count: int, total: int) -> Tensor:
         """Returns the step's result: the loss, and with several ranks all requests."""
         if self.world_size == 1 and self.accumulate_steps == 1:
             loss = self._objective.compute_loss(data)
             self._objective.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        self._run_microbatches(data, mine, total, self._ddp)
+        self._run_microbatches(data, sample_count, total, self._ddp)
         if self._exchange is not None:
             self._exchange()
         return self._copy_reduced_control()
 
-    def _run_microbatches(self, data: Any, mine: int, total: int, module: nn.Module) -> None:
+    def _run_microbatches(
+        self, data: Any, sample_count: int, total: int, module: nn.Module
+    ) -> None:
         """Runs forward and backward over the microbatches; only the last one reduces gradients."""
-        pieces = split_microbatches(data, mine, self.accumulate_steps)
+        pieces = split_microbatches(data, sample_count, self.accumulate_steps)
         for i, (piece, count) in enumerate(pieces):
             # DDP averages over ranks, whose shares may differ in size. This weight turns the result
             # into the mean over all samples of the global batch.

@@ -142,8 +142,8 @@ class FSDPReplica:
         """Returns the results of the steps since the last call. On a GPU this waits for the
         device."""
         results = [
-            StepResult(StepRequests(*(number > 0 for number in wishes)), loss)
-            for *wishes, loss in read_rows(self._unread_rows)
+            StepResult(StepRequests(*(number > 0 for number in sums)), loss)
+            for *sums, loss in read_rows(self._unread_rows)
         ]
         self._unread_rows.clear()
         return results
@@ -153,14 +153,14 @@ class FSDPReplica:
         broadcast_buffers(self._buffers)  # before every step, as DDP does
         reduced = self._write_requests(requests)
         pieces = split_microbatches(batch.data, batch.sample_count, self.accumulate_steps)
-        for i, (data, mine) in enumerate(pieces):
+        for i, (data, sample_count) in enumerate(pieces):
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
             # The pass over a filler batch, for which the others wait, must leave no trace.
-            saved_buffers = [] if mine else [buffer.clone() for buffer in self._buffers]
+            saved_buffers = [] if sample_count else [buffer.clone() for buffer in self._buffers]
             # torch averages over ranks; this weight turns the result into the mean over all samples
             # of the global batch, as in `DDPReplica`.
-            weight = mine * self.world_size / total
-            loss = self._compute_loss(data if mine else self._get_filler_batch()) * weight
+            weight = sample_count * self.world_size / total
+            loss = self._compute_loss(data if sample_count else self._get_filler_batch()) * weight
             # A rank that hangs before this has fewer beats than the ranks that wait for it.
             self.heartbeat.beat()
             reduced[-1] += loss.detach() / self.world_size

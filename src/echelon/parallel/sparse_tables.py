@@ -72,12 +72,14 @@ class RowExchange:
         ]
         counts = self._exchange(own_rows)
         largest = [max(column) for column in zip(*counts, strict=True)]
-        if any(n > room for n, room in zip(largest, self._layout.rooms, strict=True)):
+        if any(
+            n > capacity for n, capacity in zip(largest, self._layout.row_capacities, strict=True)
+        ):
             # Seldom, and all ranks come to the same decision, as all have all counts. An eighth
             # more than needed, because the next batch may have a few rows more.
-            rooms = zip(largest, self._layout.rooms, strict=True)
+            capacities = zip(largest, self._layout.row_capacities, strict=True)
             self._layout = _MessageLayout(
-                [max(n + n // 8, room) for n, room in rooms], self._tables
+                [max(n + n // 8, capacity) for n, capacity in capacities], self._tables
             )
             counts = self._exchange(own_rows)
         messages = list(zip(self._split_messages(), counts, strict=True))
@@ -123,7 +125,7 @@ class RowExchange:
         counts = [0 if rows is None else len(rows[0]) for rows in own_rows]
         self._layout.view_counts(self._send_buffer).copy_(torch.tensor(counts))
         for number, rows in enumerate(own_rows):
-            if rows is None or counts[number] > self._layout.rooms[number]:
+            if rows is None or counts[number] > self._layout.row_capacities[number]:
                 continue
             numbers, values = self._layout.view_rows(self._send_buffer, number, counts[number])
             numbers.copy_(rows[0])
@@ -141,12 +143,12 @@ class _MessageLayout:
     table."""
 
     def __init__(self, row_capacities: list[int], tables: list[nn.Parameter]) -> None:
-        self.rooms = row_capacities
+        self.row_capacities = row_capacities
         """How many rows of each table fit the message."""
         self._tables = tables
         sizes = [8 * len(tables)]
-        for room, p in zip(row_capacities, tables, strict=True):
-            sizes += [8 * room, p[:1].nbytes * room]
+        for capacity, p in zip(row_capacities, tables, strict=True):
+            sizes += [8 * capacity, p[:1].nbytes * capacity]
         ends = accumulate(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)
         self._starts = [0, *ends]
 

@@ -44,7 +44,7 @@ class Evaluator:
         self.group = group
         self.device = device
         self.output_device = output_device
-        self.beat = send_heartbeat
+        self.send_heartbeat = send_heartbeat
         world = group.world
         self.order = EvalOrder(len(source), batch_size, world.rank, world.size)
         self._metrics: dict[str, Any] | None = None
@@ -85,11 +85,11 @@ class Evaluator:
                 else:
                     batch_statistics |= {"output": output.cpu(), "target": target.cpu()}
             statistics.append(batch_statistics)
-            self.beat()
+            self.send_heartbeat()
         if self.get_filler_batch is not None and len(statistics) < self.order.max_batches:
             with self.precision.autocast():
                 predict(self.experiment.model, self.get_filler_batch())
-        self.beat()  # also for a rank without a batch: a rank that hangs has fewer beats
+        self.send_heartbeat()  # also for a rank without a batch: a rank that hangs has fewer beats
         return statistics
 
     @property

@@ -242,9 +242,9 @@ def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
         return None
     reason = find_step_shortage(steps_left, is_required)
     if len(t.group.world.devices) > 1:
-        reason = "the model lies on several devices"
+        reason = "the model is on several devices"
     elif size > 1 and t.config.launch.share_devices:
-        reason = "ranks that share a GPU send each other their gradients through the host"
+        reason = "ranks that share a GPU exchange gradients through the host"
     reason = agree_on_obstacle(
         reason or find_obstacle(t.experiment, t.source, t.device, size, trainer), size
     )

@@ -30,12 +30,12 @@ def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> 
         return _open_given_snapshot(Path(resume), config, report)
     snapshot, damaged = find_newest(run.snapshots_folder)
     for bad in damaged:
-        instead = f"going on from {snapshot.folder.name}" if snapshot else "starting anew"
+        instead = f"resuming from {snapshot.folder.name}" if snapshot else "starting from step 0"
         report(f"warning: {bad.folder} is damaged ({bad.describe_os_error}); {instead}")
     if snapshot is not None:
         then = snapshot.info.get("config", {})
         require_same_settings(run, then, config, snapshot.folder)
-        report(f"going on with run {run.name} after step {snapshot.step}")
+        report(f"resuming run {run.name} after step {snapshot.step}")
     return snapshot
 
 
@@ -47,7 +47,7 @@ def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], Non
     except InvalidSnapshotError as error:
         raise EchelonError(
             Fault(
-                f"trainer.resume={path} is no valid snapshot: {error}",
+                f"trainer.resume={path} is not a valid snapshot: {error}",
                 "give a folder such as runs/NAME/snapshots/step-000000100",
             ),
             exit=Exit.NOT_FOUND,
@@ -55,5 +55,5 @@ def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], Non
     changed_settings = find_differences(snapshot.info.get("config", {}), config.numerics_settings())
     for key, (then, now) in changed_settings.items():
         report(f"note: {key}={now}, in the snapshot it was {then}")
-    report(f"going on from {snapshot.folder} after step {snapshot.step}")
+    report(f"resuming from {snapshot.folder} after step {snapshot.step}")
     return snapshot

@@ -40,7 +40,7 @@ class StopSignals:
             return
         name = signal.Signals(number).name
         if self.is_requested and number == signal.SIGINT:
-            sys.stderr.write("\x1b[?25h\nstopped at once; the last snapshot stands\n")
+            sys.stderr.write("\x1b[?25h\nstopped at once; the last snapshot is intact\n")
             sys.stderr.flush()
             os._exit(Exit.INTERRUPTED)
         if number == signal.SIGINT and not self.is_requested:

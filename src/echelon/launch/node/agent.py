@@ -370,7 +370,7 @@ class NodeAgent(SimpleElasticAgent):
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             self._kill_all_workers()
-            print("\x1b[?25h\nstopped at once; the last snapshot stands", file=sys.stderr)
+            print("\x1b[?25h\nstopped at once; the last snapshot is intact", file=sys.stderr)
             os._exit(Exit.INTERRUPTED)
         self._stop_signal = self._stop_signal or signal.Signals(number)
         self._forward_stop_signal()

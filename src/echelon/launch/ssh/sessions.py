@@ -197,7 +197,7 @@ class SshSessions:
 
     def _make_outcome(self) -> SshOutcome:
         if self._interrupts >= 2:
-            words = "stopped at once; the last snapshot stands"
+            words = "stopped at once; the last snapshot is intact"
             failure = Failure(0, self._sessions[0].host, None, words, "", int(Exit.INTERRUPTED))
             return SshOutcome(failure.exit, f"\n{words}", asdict(failure))
         if self._reported_failure is not None:
