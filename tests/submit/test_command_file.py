@@ -143,9 +143,9 @@ def test_variables_are_the_jobs_to_fill_in() -> None:
         ("a $'b'", "f.txt:1: $' means more to a shell"),
         ('a $"b"', 'f.txt:1: $" means more to a shell'),
         ("a ~b/c", "f.txt:1: ~NAME is the home of a user"),
-        ("cd x", "f.txt:1: 'cd' is a word of the shell's"),
+        ("cd x", "f.txt:1: 'cd' is a keyword of the shell, not a program"),
         ("a\n--b", "f.txt:2: the command begins with the option --b"),
-        ("A=1", "f.txt:1: A=… stands alone"),
+        ("A=1", "f.txt:1: A=… is alone on its line"),
         ("# echelon: expnad\na", "f.txt:1: there is no directive 'expnad'"),
     ],
 )
@@ -164,8 +164,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for name, told, code in (
         ("swep.txt", "did you mean 'sweep.txt'?", Exit.NOT_FOUND),
         (".", "is a folder", Exit.USAGE),
-        ("binary.txt", "is no text file", Exit.USAGE),
-        ("latin.txt", "is no text file", Exit.USAGE),
+        ("binary.txt", "is not a text file", Exit.USAGE),
+        ("latin.txt", "is not a text file", Exit.USAGE),
         ("/dev/zero", "is larger than 64 MB", Exit.USAGE),
     ):
         with pytest.raises(EchelonError, match=told.replace("?", r"\?")) as caught:

@@ -194,7 +194,7 @@ def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
     assert "commands.txt:1: trian.py is not in" in found
     assert "did you mean 'train.py'?" in found
     assert "commands.txt:2: there is no program no-such-program" in found
-    assert "commands.txt:3: ./none.sh is no program" in found
+    assert "commands.txt:3: ./none.sh is not a program" in found
     assert "launch=ssh: commands are submitted to Slurm" in told(
         "python main.py", "launch=ssh", "launch.hosts=[a]"
     )

@@ -1,4 +1,4 @@
-"""Command files: what stands in one, by the rules of a shell, without ever asking a shell."""
+"""Command files: read by the rules of a shell, but never run by one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from echelon.submit.shell_syntax import CommandReader, CommandSyntaxError, Shell
 from echelon.utils.os_errors import describe_os_error
 
 DEFAULT_FILE = "experiment_configurations.txt"
-
-
 _MAX_BYTES = 64 << 20
-"""A device or a pipe may have no end."""
+"""So much is read at most: a device or a pipe may have no end."""
 
 
 def read_commands(file: Path) -> list[ShellCommand]:
-    """All commands of a file, or one EchelonError with every fault in it."""
+    """Return all commands of a file, or raise one EchelonError with every fault in it."""
     return parse_commands(_read_text(file), str(file))
 
 
 def _read_text(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_MAX_BYTES + 1)
+        with file.open("rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
     except IsADirectoryError:
         raise EchelonError(
             Fault(f"--configs {file} is a folder", f"name a file in it: --configs {file}/FILE")
@@ -32,9 +30,9 @@ def _read_text(file: Path) -> str:
     except FileNotFoundError:
         raise _missing_file_error(file) from None
     except OSError as error:
-        why = describe_os_error(error)
+        reason = describe_os_error(error)
         raise EchelonError(
-            Fault(f"{file} cannot be read: {why}", "see its owner and mode")
+            Fault(f"{file} cannot be read: {reason}", "see its owner and mode")
         ) from None
     if len(data) > _MAX_BYTES:
         raise EchelonError(
@@ -49,7 +47,7 @@ def _read_text(file: Path) -> str:
         text = "\0"
     if "\0" in text:
         raise EchelonError(
-            Fault(f"{file} is no text file", "give a file of commands, one a line, in UTF-8")
+            Fault(f"{file} is not a text file", "give a file of commands, one a line, in UTF-8")
         )
     return text
 
@@ -64,14 +62,15 @@ def _missing_file_error(file: Path) -> EchelonError:
 
 
 def parse_commands(text: str, file: str) -> list[ShellCommand]:
+    """Return all commands of a text; `file` is its name in faults."""
     reader = CommandReader(text, file)
     commands, faults = [], []
     while not reader.is_at_end:
         try:
             if command := reader.read_command():
                 commands.append(command)
-        except CommandSyntaxError as bad:
-            faults.append(Fault(f"{file}:{bad.line}: {bad.what}", bad.do))
+        except CommandSyntaxError as error:
+            faults.append(Fault(f"{file}:{error.line}: {error.problem}", error.remedy))
             reader.skip_command()
     if not commands and not faults:
         faults.append(
@@ -83,5 +82,5 @@ def parse_commands(text: str, file: str) -> list[ShellCommand]:
 
 
 def quote_words(words: list[str]) -> str:
-    """A line of a command file that gives a program exactly these words."""
+    """Return the line of a command file that gives a program exactly these words."""
     return shlex.join(words)

@@ -1,4 +1,4 @@
-"""A submission as it happens: environment, copy of the code, jobs; and waiting for them."""
+"""A submission as it happens: copy of the source, environment, jobs; and waiting for them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ _LOCAL_HINT = "add launch=local to run the commands on this machine, one after t
 
 
 class QueuedJob(NamedTuple):
+    """A job in Slurm's queue, and its runs."""
+
     job_id: str
     runs: list[Run]
 
@@ -45,16 +47,21 @@ class QueuedJob(NamedTuple):
 
 @contextlib.contextmanager
 def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterator[Submission]:
-    """Everything but the jobs; Slurm is asked first whether it would take them. The name is held
-    until they are queued."""
+    """Do everything but queue the jobs, and yield the submission with its final environment.
+
+    The name is held until the context ends, by when the jobs are to be queued.
+    """
+    # 1. Checks that write nothing. The job itself reads the secrets: that it can is found out now.
     if secrets := submission.configs[0].launch.secrets:
-        read_secrets(secrets)  # by the job itself; that it can is seen to now
+        read_secrets(secrets)
     if submission.kind == "slurm":
         launcher.require_sbatch(_LOCAL_HINT)
         for job in submission.build_jobs():
             launcher.require_slurm_accepts(job.script)
     with _hold_name(submission):
+        # 2. The name, before the source of its last submission is replaced.
         _require_no_active_runs(submission)
+        # 3. The source, before the environment, which is that of the copy.
         copy_source(submission.source, submission.folder)
         submission = submission.with_environment_of_copy(env)
         write_json_atomically(submission.folder / SUBMISSION_FILE, submission.to_dict())
@@ -72,15 +79,15 @@ def _print_status(text: str) -> None:
 
 @contextlib.contextmanager
 def _hold_name(submission: Submission) -> Iterator[None]:
-    """Two at once would queue jobs in one folder."""
+    """Hold a lock on the name: two submissions at once would queue jobs in one folder."""
     file = submission.folder.with_name(f".{submission.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = try_lock(file)
     except OSError as error:
-        why = describe_os_error(error)
+        reason = describe_os_error(error)
         raise EchelonError(
-            Fault(f"{file} cannot be written: {why}", "give another place with run.dir=PATH")
+            Fault(f"{file} cannot be written: {reason}", "give another place with run.dir=PATH")
         ) from error
     if lock is None:
         what = f"{submission.name} is being submitted by {describe_owner(file)}"
@@ -92,53 +99,57 @@ def _hold_name(submission: Submission) -> Iterator[None]:
 
 
 def _require_no_active_runs(submission: Submission) -> None:
-    """Jobs in the queue would find other code than they were submitted with."""
-    alone = Run(submission.folder)
-    if len(submission.commands) > 1 and alone.config_file.exists():
+    """Refuse a name whose runs are not over: their jobs would find other code than before."""
+    single = Run(submission.folder)
+    if len(submission.commands) > 1 and single.config_file.exists():
         what = f"{submission.name} is one run, and cannot be the name of several too"
         raise EchelonError(Fault(what, "choose another --name"))
-    # A run of such a name may have been submitted on its own, with code of its own.
-    own = {submission.folder, *(run.folder for run in submission.runs)}
-    others = [alone, *find_numbered_runs(submission.name, submission.folder.parent)]
-    ours = [r for r in others if r.folder in own or not (r.folder / SUBMISSION_FILE).exists()]
-    known = [run for run in ours if run.config_file.exists()]
+    # A run of such a name may have been submitted by itself, with code of its own.
+    own_folders = {submission.folder, *(run.folder for run in submission.runs)}
+    named = [single, *find_numbered_runs(submission.name, submission.folder.parent)]
+    known = [
+        run
+        for run in named
+        if run.folder in own_folders or not (run.folder / SUBMISSION_FILE).exists()
+        if run.config_file.exists()
+    ]
     statuses, _ = read_run_statuses(known) if known else ([], "")
-    if at_work := [s for s in statuses if s.is_active]:
-        names = ", ".join(s.run for s in at_work[:3]) + ", …" * (len(at_work) > 3)
+    if active := [s for s in statuses if s.is_active]:
+        names = ", ".join(s.run for s in active[:3]) + ", …" * (len(active) > 3)
         raise EchelonError(
             Fault(
-                f"{names} of that name {'is' if len(at_work) == 1 else 'are'} not over yet",
+                f"{names} of that name {'is' if len(active) == 1 else 'are'} not over yet",
                 "choose another --name, or end them with `echelon cancel`",
             )
         )
 
 
 def enqueue_jobs(jobs: Sequence[SbatchJob]) -> Iterator[QueuedJob]:
-    """One after the other. When one is refused, those before it are in the queue all the same."""
-    before: list[QueuedJob] = []
+    """Queue jobs one after the other. When one is refused, the fault names those before it."""
+    queued: list[QueuedJob] = []
     for job in jobs:
         try:
-            before.append(_enqueue_job(job))
+            queued.append(_enqueue_job(job))
         except EchelonError as error:
-            left = [
+            undo_hints = [
                 Fault(f"{each} was queued before that", f"`scancel {each.job_id}` takes it back")
-                for each in before
+                for each in queued
             ]
-            raise EchelonError(*error.faults, *left, exit=error.exit) from error
-        yield before[-1]
+            raise EchelonError(*error.faults, *undo_hints, exit=error.exit) from error
+        yield queued[-1]
 
 
 def _enqueue_job(job: SbatchJob) -> QueuedJob:
     if job.array is not None:
         return QueuedJob(*job_array.queue_array(job.array))
-    number, run = launcher.queue_run(job.configs[0], job.script)
-    return QueuedJob(number, [run])
+    job_id, run = launcher.queue_run(job.configs[0], job.script)
+    return QueuedJob(job_id, [run])
 
 
 def capture_shell_environment(
     lines: Sequence[str], folder: Path, env: dict[str, str]
 ) -> dict[str, str]:
-    """The variables of a shell that went through these lines, as the job's does."""
+    """Return the variables of a shell that has run these lines, as the job's shell does."""
     text = "\n".join(['fail() { exit "$1"; }', *lines, "exec env -0"])
     done = subprocess.run(["bash", "-c", text], cwd=folder, env=env, stdout=subprocess.PIPE)
     if done.returncode:
@@ -151,7 +162,7 @@ def capture_shell_environment(
 
 
 def wait_for_runs(runs: Sequence[Run]) -> int:
-    """Until all are over; the code is the first that is not 0."""
+    """Wait until all runs are over, print their states, and return the first exit code but 0."""
     reported_states: dict[str, str] = {}
     order = {str(run.folder): number for number, run in enumerate(runs)}
     while True:

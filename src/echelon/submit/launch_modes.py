@@ -1,4 +1,4 @@
-"""How each command is run: as the `mode` setting says, else as can be seen from the command."""
+"""How a command is launched: as the `mode` setting says, else as the command itself shows."""
 
 from __future__ import annotations
 
@@ -16,57 +16,62 @@ from echelon.submit.shell_syntax import ShellCommand, ShellWord
 from echelon.world.device_fit import default_process_count
 
 NODES_FLAG, GPUS_FLAG = "--num_nodes", "--gpus"
-"""What Lightning's programs are told the world by, unless settings say otherwise."""
+"""The flags by which programs with Lightning learn their world, unless settings name others."""
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_lightning|lightning)\b", re.MULTILINE)
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _SCRIPT_READ_BYTES = 1 << 20
-"""So much of a script is looked at."""
+"""So much of a script is searched for imports."""
 
 
 @dataclass(frozen=True)
 class LaunchMode:
-    """How one command is run."""
+    """How one command is launched."""
 
     mode: str
+    """plain, torchrun, lightning, srun or wandb."""
     reason: str
+    """For people, with --dry-run."""
     words: tuple[ShellWord, ...]
-    """Without what is Echelon's to say, such as torchrun and its options."""
+    """The program alone, without torchrun or srun, whose place Echelon takes."""
     launch: dict[str, int] = field(default_factory=dict)
-    """What torchrun's own options said about the launch."""
+    """Settings of `launch` that torchrun's options have set."""
 
 
 def detect_launch_mode(
-    command: ShellCommand, config: Config, chosen: str | None, source: Path, visible: int
+    command: ShellCommand, config: Config, chosen_mode: str | None, source: Path, visible_gpus: int
 ) -> LaunchMode:
-    """`chosen` is the mode that was set; None: it is seen from the command."""
+    """Return how a command is launched.
+
+    `chosen_mode` is the mode that the user set, `source` the folder that scripts are looked for in.
+    """
     words = command.words
     name = PurePath(words[0].text).name
-    if chosen == "plain":
+    if chosen_mode == "plain":
         return LaunchMode("plain", "mode=plain: once per node, left alone", words)
     if (agent := _parse_wandb_agent(words)) is not None:
-        why = "`wandb agent`: one of them; its trial is started on all nodes"
-        return LaunchMode("wandb", why, agent)
-    if (ours := parse_torchrun(command)) is not None:
-        return replace(ours, mode=chosen or ours.mode)
-    if chosen is not None:
-        return LaunchMode(chosen, f"mode={chosen}", words)
+        reason = "`wandb agent`: one of them; its trial is started on all nodes"
+        return LaunchMode("wandb", reason, agent)
+    if (torchrun := parse_torchrun(command)) is not None:
+        return replace(torchrun, mode=chosen_mode or torchrun.mode)
+    if chosen_mode is not None:
+        return LaunchMode(chosen_mode, f"mode={chosen_mode}", words)
     if name == "srun":
         return LaunchMode("srun", "`srun`: one task per process", _parse_srun(command))
-    size = _world_size(config, visible)
-    if size == 1:
+    world_size = _world_size(config, visible_gpus)
+    if world_size == 1:
         return LaunchMode("plain", "one process", words)
     if _uses_lightning(words, source):
         return LaunchMode(
             "lightning", f"its script imports lightning and reads {NODES_FLAG}", words
         )
     return LaunchMode(
-        "torchrun", f"{size} processes, which find each other by torchrun's variables", words
+        "torchrun", f"{world_size} processes, which find each other by torchrun's variables", words
     )
 
 
 def apply_launch_mode(config: Config, command: ShellCommand, launch_mode: LaunchMode) -> Config:
-    """The configuration of one command's run."""
+    """Return the configuration of the run of one command."""
     launch = _merge_sizes(config.launch, command, launch_mode)
     if launch_mode.mode == "lightning":
         nodes, gpus = launch.nodes_flag, launch.gpus_flag
@@ -80,9 +85,12 @@ def apply_launch_mode(config: Config, command: ShellCommand, launch_mode: Launch
 
 
 def build_argv(command: ShellCommand, launch_mode: LaunchMode) -> list[str]:
-    """What is executed. Where variables are to be filled in, a shell does it in each process of
-    the job, and what is appended to the words still reaches the program."""
-    variables = [(name, value) for name, value in command.variables]
+    """Return the words that are executed.
+
+    If there are variables to expand, a shell does it in each process of the job; words that are
+    appended later still reach the program.
+    """
+    variables = command.variables
     if not any(word.shell for word in (*launch_mode.words, *(value for _, value in variables))):
         before = (
             ["env", *(f"{name}={value.text}" for name, value in variables)] if variables else []
@@ -100,7 +108,7 @@ def _quote_for_bash(word: ShellWord) -> str:
 def _merge_sizes(
     launch: LaunchConfig, command: ShellCommand, launch_mode: LaunchMode
 ) -> LaunchConfig:
-    """What was set for the job and what torchrun's options say may not differ."""
+    """Return the settings with what torchrun's options say; EchelonError if the two differ."""
     default = LaunchConfig()
     for key, value in launch_mode.launch.items():
         current = getattr(launch, key)
@@ -116,10 +124,10 @@ def _merge_sizes(
     return replace(launch, **changed)
 
 
-def _world_size(config: Config, visible: int) -> int:
+def _world_size(config: Config, visible_gpus: int) -> int:
     if config.launch.kind == "slurm":
         return config.launch.nodes * count_processes_per_node(config)
-    return config.launch.procs or default_process_count(visible, config.replica.devices)
+    return config.launch.procs or default_process_count(visible_gpus, config.replica.devices)
 
 
 def _word_texts(words: Sequence[ShellWord]) -> list[str]:
@@ -127,7 +135,10 @@ def _word_texts(words: Sequence[ShellWord]) -> list[str]:
 
 
 def _uses_lightning(words: Sequence[ShellWord], source: Path) -> bool:
-    """Only where its flag is known too: Lightning under torchrun's variables needs none."""
+    """Whether the script imports Lightning and reads the flag for the number of nodes.
+
+    Without the flag it is launched by torchrun's variables, which Lightning understands too.
+    """
     script = next((word.text for word in words if word.text.endswith(".py")), None)
     if script is None:
         return False
@@ -154,8 +165,9 @@ def _parse_wandb_agent(words: tuple[ShellWord, ...]) -> tuple[ShellWord, ...] | 
 
 
 def _parse_srun(command: ShellCommand) -> tuple[ShellWord, ...]:
-    following = command.words[1:]
-    if not following or following[0].text.startswith("-"):
+    """Return the program of `srun PROGRAM …`; srun's own options are the job's to give."""
+    program = command.words[1:]
+    if not program or program[0].text.startswith("-"):
         raise EchelonError(
             Fault(
                 f"{command.location}: srun with options of its own",
@@ -163,23 +175,23 @@ def _parse_srun(command: ShellCommand) -> tuple[ShellWord, ...]:
                 "launch.sbatch=",
             )
         )
-    return following
+    return program
 
 
-# --- torchrun as a person types it ---
+# --- torchrun as people write it ---
 
 
 @dataclass(frozen=True)
 class _TorchrunCall:
     python: ShellWord | None
-    """That was typed; None after a bare `torchrun`."""
+    """The interpreter of `python -m torch.distributed.run`; None for `torchrun`."""
     arguments: tuple[ShellWord, ...]
 
 
 def parse_torchrun(command: ShellCommand) -> LaunchMode | None:
-    """What torchrun would run; None for another command."""
-    typed = _split_torchrun(command.words)
-    return _translate_torchrun(command, typed) if typed is not None else None
+    """Return how a torchrun command is launched without torchrun; None for another command."""
+    call = _split_torchrun(command.words)
+    return _translate_torchrun(command, call) if call is not None else None
 
 
 def _split_torchrun(words: tuple[ShellWord, ...]) -> _TorchrunCall | None:
@@ -196,31 +208,36 @@ _IGNORED_OPTIONS = {
     *("standalone", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "master-addr"),
     *("master-port", "node-rank", "local-addr", "monitor-interval", "start-method", "use-env"),
 }
+"""Options of the rendezvous, which is the job's own."""
 _OPTIONS_WITHOUT_VALUE = {"standalone", "use-env", "module", "m", "no-python"}
 _SIZE_OPTIONS = {"nproc-per-node": "procs", "nnodes": "nodes", "max-restarts": "max_restarts"}
 
 
 def _translate_torchrun(command: ShellCommand, call: _TorchrunCall) -> LaunchMode:
-    """Its options say who meets whom where, which is the job's to say; sizes that are numbers are
-    taken over, and variables in their place are filled by the job's own."""
+    """Translate torchrun's options to settings of `launch`.
+
+    Sizes that are numbers are taken over. A variable in the place of a size is dropped, as the
+    job's own settings say it; so are the options of the rendezvous.
+    """
     python = call.python or ShellWord("python", command.line)
     launch: dict[str, int] = {}
-    module = bare = False
-    at, rest = 0, call.arguments
-    while at < len(rest) and rest[at].text.startswith("-"):
-        flag, equals, value = rest[at].text.partition("=")
+    is_module = has_no_python = False
+    index, arguments = 0, call.arguments
+    while index < len(arguments) and arguments[index].text.startswith("-"):
+        word = arguments[index]
+        flag, equals, value = word.text.partition("=")
         name = flag.lstrip("-").replace("_", "-")
-        word = rest[at]
-        at += 1
+        index += 1
         if name not in _OPTIONS_WITHOUT_VALUE and not equals:
-            if at >= len(rest):
+            if index >= len(arguments):
                 break
-            value, word = rest[at].text, rest[at]
-            at += 1
+            word = arguments[index]
+            value = word.text
+            index += 1
         if name in ("m", "module"):
-            module = True
+            is_module = True
         elif name == "no-python":
-            bare = True
+            has_no_python = True
         elif name in _SIZE_OPTIONS:
             _parse_size(command, launch, name, value, word)
         elif name not in _IGNORED_OPTIONS:
@@ -230,17 +247,18 @@ def _translate_torchrun(command: ShellCommand, call: _TorchrunCall) -> LaunchMod
                     "leave it out, or set mode=plain to have your torchrun started once per node",
                 )
             )
-    program = rest[at:]
+    program = arguments[index:]
     if not program:
         raise EchelonError(
             Fault(
                 f"{command.location}: torchrun without a script",
-                "end the line with \\ if the command goes on in the next",
+                "end the line with \\ if the command continues in the next",
             )
         )
-    before = () if bare else (python, ShellWord("-m", command.line)) if module else (python,)
-    why = "`torchrun`: an agent per node takes its place; endpoint and id are the job's own"
-    return LaunchMode("torchrun", why, (*before, *program), launch)
+    interpreter = (python, ShellWord("-m", command.line)) if is_module else (python,)
+    words = program if has_no_python else (*interpreter, *program)
+    reason = "`torchrun`: an agent per node takes its place; endpoint and id are the job's own"
+    return LaunchMode("torchrun", reason, words, launch)
 
 
 def _parse_size(
@@ -251,7 +269,7 @@ def _parse_size(
     elif word.shell is None and value not in ("auto", "gpu", "cpu"):
         raise EchelonError(
             Fault(
-                f"{command.location}: torchrun's --{name}={value} is no number",
+                f"{command.location}: torchrun's --{name}={value} is not a number",
                 "give a number; worlds that change their size are not supported",
             )
         )

@@ -1,4 +1,4 @@
-"""A submission before it happens: which commands, how, in which environment, from which code."""
+"""The plan of a submission: which commands, launched how, in which environment, from which code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.config.user_defaults import UserDefaults, has_secret
 from echelon.config.validate import check_run_name, find_faults
-from echelon.environments import EnvironmentPlan, activation_lines
-from echelon.environments import plan_environment as plan_environment
+from echelon.environments import EnvironmentPlan, activation_lines, plan_environment
 from echelon.environments.cache import MARKER_NAME
 from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.slurm import batch_script, job_array
-from echelon.runs import run_folder
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import Run, generate_run_name
 from echelon.submit import command_file, launch_modes
 from echelon.submit.launch_modes import LaunchMode
 from echelon.submit.shell_syntax import ShellCommand
@@ -30,21 +28,23 @@ from echelon.submit.source_copy import SourceTree, survey_source
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What was typed."""
+    """The options of the command, as they were given."""
 
     overrides: list[str]
     configs: Path | None = None
     source: Path | None = None
     name: str | None = None
     build: str = "login"
+    """Where the environment is built: login or job."""
     env: str = "cache"
+    """Where it is kept: cache, source or none."""
     links: tuple[str, ...] = ()
     requeue: bool = False
 
 
 @dataclass(frozen=True)
 class PlannedCommand:
-    """One command and its run."""
+    """One command and the configuration of its run."""
 
     command: ShellCommand
     launch_mode: LaunchMode
@@ -65,7 +65,7 @@ class PlannedCommand:
 
 @dataclass(frozen=True)
 class SbatchJob:
-    """What is one call of sbatch's: a run, or an array of runs that are alike."""
+    """One call of sbatch: a run, or an array of runs with equal launch settings."""
 
     configs: Sequence[Config]
     script: str
@@ -74,18 +74,22 @@ class SbatchJob:
 
 @dataclass(frozen=True)
 class Submission:
+    """All that is decided before anything happens."""
+
     name: str
     folder: Path
-    """Of the code as it was; where there is one command only, its run's folder too."""
+    """It holds the copy of the source; of a single command it is the run's folder too."""
     commands: tuple[PlannedCommand, ...]
     source: SourceTree
     environment: EnvironmentPlan | None
     build_place: str
+    """Where the environment is built: login or job."""
     environment_place: str
-    """The environment is kept: cache or source."""
+    """Where it is kept: cache or source."""
 
     @property
     def kind(self) -> str:
+        """The launcher: slurm or local."""
         return self.commands[0].config.launch.kind
 
     @property
@@ -101,12 +105,12 @@ class Submission:
         return [Run.from_config(config) for config in self.configs]
 
     def render_environment_setup(self) -> list[str]:
-        """Lines of the shell that make and enter the environment."""
+        """Return the lines of the shell that build, enter and check the environment."""
         if self.environment is None:
             return []
-        build_lines = (
-            [] if self.build_place == "login" else [self._render_build_command(self.environment)]
-        )
+        build_lines = []
+        if self.build_place == "job":
+            build_lines.append(self._render_build_command(self.environment))
         folder = self.environment.folder
         key, marker = f'"key": "{self.environment.key}"', shlex.quote(str(folder / MARKER_NAME))
         message = shlex.quote(
@@ -116,51 +120,49 @@ class Submission:
         return [*build_lines, *activation_lines(self.environment), check]
 
     def _render_build_command(self, environment: EnvironmentPlan) -> str:
-        cache = shlex.quote(str(environment.folder.parents[1]))  # as seen from here
-        words = [
-            "-m",
-            "echelon",
-            "env",
-            "build",
-            "--source",
-            str(self.source_copy),
-            "--where",
-            "cache",
-        ]
+        cache = shlex.quote(str(environment.folder.parents[1]))  # the job's own may be another
+        options = ["--source", str(self.source_copy), "--where", "cache"]
+        words = shlex.join(["-m", "echelon", "env", "build", *options])
         python = batch_script.python_command(self.configs[0])
-        return f"ECHELON_CACHE={cache} {python} {shlex.join(words)} || fail $?"
+        return f"ECHELON_CACHE={cache} {python} {words} || fail $?"
 
     def with_environment_of_copy(self, env: Mapping[str, str]) -> Submission:
-        """With the environment that the copy asks for: what is edited while it is built gets
-        neither into it nor under its key."""
+        """Return the submission with the environment that the copy of the source asks for.
+
+        So what is edited after the copy was made gets neither into the environment nor under its
+        key.
+        """
         if self.environment is None:
             return self
-        source = self.source.folder
-        found = plan_environment(
-            self.source_copy, location=self.environment_place, environ=env, venv_parent=source
+        environment = plan_environment(
+            self.source_copy,
+            location=self.environment_place,
+            environ=env,
+            venv_parent=self.source.folder,
         )
-        return replace(self, environment=found)
+        return replace(self, environment=environment)
 
     def build_jobs(self) -> list[SbatchJob]:
-        """Of one shape each, so that Slurm can take them together."""
+        """Return the calls of sbatch: runs with equal launch settings are one array."""
         if self.kind != "slurm":
             return []
-        scene = batch_script.ScriptEnvironment(
+        environment = batch_script.ScriptEnvironment(
             self.source_copy, tuple(self.render_environment_setup())
         )
-        found = []
-        for alike in _group_alike(self.configs):
-            if len(alike) == 1 or job_array.read_max_array_size(os.environ) <= 1:
-                found += [
-                    SbatchJob([c], batch_script.render_script(c, Run.from_config(c), scene), None)
-                    for c in alike
-                ]
+        jobs = []
+        for group in _group_alike(self.configs):
+            if len(group) == 1 or job_array.read_max_array_size(os.environ) <= 1:
+                for config in group:
+                    run = Run.from_config(config)
+                    script = batch_script.render_script(config, run, environment)
+                    jobs.append(SbatchJob([config], script, None))
             else:
-                arrays = job_array.plan_arrays(alike, scene)
-                found += [SbatchJob(each.configs, each.script, each) for each in arrays]
-        return found
+                arrays = job_array.plan_arrays(group, environment)
+                jobs += [SbatchJob(array.configs, array.script, array) for array in arrays]
+        return jobs
 
     def to_dict(self) -> dict[str, Any]:
+        """Return what --json prints, and what the submission's folder keeps."""
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -173,35 +175,36 @@ class Submission:
 
 
 def _group_alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
-    """The first of each shape decides where its group stands."""
-    shapes = [(config.launch, config.mode) for config in configs]
-    order = [shapes.index(shape) for shape in shapes]
-    for _, group in groupby(sorted(range(len(configs)), key=order.__getitem__), order.__getitem__):
-        yield [configs[at] for at in group]
+    """Yield groups of runs with equal launch settings, in the order of their first members."""
+    settings = [(config.launch, config.mode) for config in configs]
+    first = [settings.index(each) for each in settings]
+    for _, group in groupby(sorted(range(len(configs)), key=first.__getitem__), first.__getitem__):
+        yield [configs[index] for index in group]
 
 
-# --- from what was typed ---
+# --- from the request to the plan ---
 
 
 def plan_submission(
     request: SubmitRequest, defaults: UserDefaults, env: Mapping[str, str]
 ) -> Submission:
+    """Read the command file and decide everything; EchelonError with all faults. Writes nothing."""
     source = request.source or Path()
     file = request.configs or source / command_file.DEFAULT_FILE
-    read = command_file.read_commands(file)
-    config = _compose_config(request, defaults, read[0])
-    place = Path(config.run.dir).absolute()
-    surveyed = survey_source(source, place, request.links, config.launch.secrets)
-    visible = count_visible_gpus(env) if config.launch.kind == "local" else 0
-    chosen = config.mode if "mode" in _overridden_keys(request) else None
-    entries = _plan_commands(read, config, chosen, surveyed.folder, visible)
-    name = _choose_name(request.name or config.run.name, file, read)
-    environment = _plan_environment(request, surveyed.folder, env)
+    commands = command_file.read_commands(file)
+    config = _compose_config(request, defaults, commands[0])
+    runs_folder = Path(config.run.dir).absolute()
+    source_tree = survey_source(source, runs_folder, request.links, config.launch.secrets)
+    visible_gpus = count_visible_gpus(env) if config.launch.kind == "local" else 0
+    chosen_mode = config.mode if "mode" in _overridden_keys(request) else None
+    planned = _plan_commands(commands, config, chosen_mode, source_tree.folder, visible_gpus)
+    name = _choose_name(request.name or config.run.name, file, commands)
+    environment = _plan_environment(request, source_tree.folder, env)
     return Submission(
         name,
-        place / name,
-        _assign_run_names(entries, name, place),
-        surveyed,
+        runs_folder / name,
+        _assign_run_names(planned, name, runs_folder),
+        source_tree,
         environment,
         request.build,
         request.env,
@@ -209,6 +212,7 @@ def plan_submission(
 
 
 def _compose_config(request: SubmitRequest, defaults: UserDefaults, first: ShellCommand) -> Config:
+    """Compose the settings that all commands share, with the first one as the program."""
     words = [] if "launch" in _overridden_keys(request) else ["launch=slurm"]
     config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
     if config.launch.kind not in ("slurm", "local"):
@@ -218,50 +222,59 @@ def _compose_config(request: SubmitRequest, defaults: UserDefaults, first: Shell
                 "leave it out for launch=slurm, or say launch=local",
             )
         )
-    asked_for = "launch.max_requeues" in (*_overridden_keys(request), *defaults.launch)
-    if request.requeue or asked_for or config.launch.kind != "slurm":
+    is_set = "launch.max_requeues" in (*_overridden_keys(request), *defaults.launch)
+    # A program that cannot resume must not start again by itself, so requeueing is asked for.
+    if request.requeue or is_set or config.launch.kind != "slurm":
         return config
     return replace(config, launch=replace(config.launch, max_requeues=0))
 
 
 def _overridden_keys(request: SubmitRequest) -> list[str]:
-    """What was set by typing it."""
+    """Return the settings that the command line sets."""
     return [word.partition("=")[0] for word in request.overrides]
 
 
 def _plan_commands(
-    read: Sequence[ShellCommand], config: Config, chosen: str | None, source: Path, visible: int
+    commands: Sequence[ShellCommand],
+    config: Config,
+    chosen_mode: str | None,
+    source: Path,
+    visible_gpus: int,
 ) -> list[PlannedCommand]:
-    entries: list[PlannedCommand] = []
+    """Return all commands with their configurations, or raise all their faults at once."""
+    planned: list[PlannedCommand] = []
     faults: list[Fault] = []
-    for command in read:
+    for command in commands:
         try:
-            way = launch_modes.detect_launch_mode(command, config, chosen, source, visible)
-            faults += [*_variable_faults(command, way), *_secret_faults(command)]
-            own = launch_modes.apply_launch_mode(config, command, way)
-            faults += find_faults(own)
-            entries.append(PlannedCommand(command, way, own))
+            mode = launch_modes.detect_launch_mode(
+                command, config, chosen_mode, source, visible_gpus
+            )
+            faults += [*_variable_faults(command, mode), *_secret_faults(command)]
+            run_config = launch_modes.apply_launch_mode(config, command, mode)
+            faults += find_faults(run_config)
+            planned.append(PlannedCommand(command, mode, run_config))
         except EchelonError as error:
             faults += error.faults
     if faults:
         raise EchelonError(*dict.fromkeys(faults))
-    return entries
+    return planned
 
 
-def _variable_faults(command: ShellCommand, way: LaunchMode) -> Iterator[Fault]:
-    words = (*way.words, *(value for _, value in command.variables))
+def _variable_faults(command: ShellCommand, launch_mode: LaunchMode) -> Iterator[Fault]:
+    """Yield a fault for each variable of a command that nobody is asked to expand."""
+    words = (*launch_mode.words, *(value for _, value in command.variables))
     for word in words if not command.expand else ():
         if word.shell is not None:
             yield Fault(
                 f"{command.file}:{word.line}: {word.text} has a variable in it, and nothing says "
-                "who is to fill it in",
+                "who expands it",
                 "the job's shell: write the line `# echelon: expand` above; nobody: put it into "
                 "single quotes",
             )
 
 
 def _secret_faults(command: ShellCommand) -> Iterator[Fault]:
-    """Scripts and files of runs hold the words of a command."""
+    """Yield a fault for each secret: scripts and run folders hold the words of a command."""
     words = [(word.line, word.text) for word in command.words]
     words += [(b.line, f"{a.text}={b.text}") for a, b in pairwise(command.words)]  # --key VALUE
     words += [(value.line, f"{name}={value.text}") for name, value in command.variables]
@@ -275,26 +288,26 @@ def _secret_faults(command: ShellCommand) -> Iterator[Fault]:
             )
 
 
-def _choose_name(typed: str | None, file: Path, read: Sequence[ShellCommand]) -> str:
-    if typed is not None:
-        if fault := check_run_name(typed):
+def _choose_name(given: str | None, file: Path, commands: Sequence[ShellCommand]) -> str:
+    """Return the given name, or a new one by the command file or the only command."""
+    if given is not None:
+        if fault := check_run_name(given):
             raise EchelonError(fault)
-        return typed
-    return run_folder.generate_run_name(
-        [str(file.with_suffix(".sh"))] if len(read) > 1 else read[0].argv
-    )
+        return given
+    is_single = len(commands) == 1
+    return generate_run_name(commands[0].argv if is_single else [str(file.with_suffix(".sh"))])
 
 
 def _assign_run_names(
-    entries: Sequence[PlannedCommand], name: str, place: Path
+    planned: Sequence[PlannedCommand], name: str, runs_folder: Path
 ) -> tuple[PlannedCommand, ...]:
-    def own(number: int) -> str:
-        return name if len(entries) == 1 else f"{name}-{number}"
+    """Return the commands with names for their runs: NAME, or NAME-0, NAME-1 … of several."""
 
-    def config(number: int, old: Config) -> Config:
-        return replace(old, run=replace(old.run, name=own(number), dir=str(place)))
+    def assign(number: int, config: Config) -> Config:
+        run_name = name if len(planned) == 1 else f"{name}-{number}"
+        return replace(config, run=replace(config.run, name=run_name, dir=str(runs_folder)))
 
-    return tuple(replace(e, config=config(i, e.config)) for i, e in enumerate(entries))
+    return tuple(replace(p, config=assign(i, p.config)) for i, p in enumerate(planned))
 
 
 def _plan_environment(
@@ -309,5 +322,5 @@ def _plan_environment(
                 "leave out --build job, or --env source",
             )
         )
-    found = plan_environment(source, location=request.env, environ=env)
-    return found if found.kind != "none" else None
+    plan = plan_environment(source, location=request.env, environ=env)
+    return plan if plan.kind != "none" else None

@@ -1,4 +1,4 @@
-"""A submission on the screen, before it happens."""
+"""A submission on the screen before it happens: `echelon submit --dry-run`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from echelon.launch.plan import render_columns
 from echelon.submit.plan import PlannedCommand, SbatchJob, Submission
-from echelon.utils.text import format_bytes
+from echelon.utils.text import format_bytes, format_count
 
 
 def print_submission(submission: Submission, jobs: Sequence[SbatchJob], as_json: bool) -> None:
+    """Print the commands, their modes, the source, the environment and the scripts."""
     if as_json:
         texts = [{"runs": [c.run.name for c in job.configs], "script": job.script} for job in jobs]
         print(json.dumps(submission.to_dict() | {"jobs": texts}, indent=2))
@@ -20,8 +21,8 @@ def print_submission(submission: Submission, jobs: Sequence[SbatchJob], as_json:
 
 
 def _render_lines(s: Submission, jobs: Sequence[SbatchJob]) -> Iterator[str]:
-    count = len(s.commands)
-    yield f"{count} command{'s' * (count > 1)} of {s.commands[0].command.file}, launch={s.kind}"
+    commands = format_count(len(s.commands), "command")
+    yield f"{commands} of {s.commands[0].command.file}, launch={s.kind}"
     yield from render_columns([("line", "run", "mode", "command"), *map(_render_row, s.commands)])
     yield from ("", *_render_reasons(s.commands))
     yield from ("", *_render_source(s), *_render_environment(s))
@@ -40,20 +41,20 @@ def _render_row(entry: PlannedCommand) -> tuple[str, ...]:
 
 
 def format_words(words: Sequence[str]) -> str:
-    """On one line, every word told from the next."""
+    """Write words on one line, so that every one can be told from the next."""
     joined = shlex.join(words)
     return joined if joined.isprintable() else json.dumps(list(words), ensure_ascii=False)
 
 
 def _render_reasons(entries: Sequence[PlannedCommand]) -> Iterator[str]:
-    ways: dict[tuple[str, str], list[str]] = {}
+    """Yield each mode with its reason, and the lines that have it."""
+    lines_by_reason: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
-        ways.setdefault((entry.launch_mode.mode, entry.launch_mode.reason), []).append(
-            str(entry.command.line)
-        )
-    for (mode, why), lines in ways.items():
+        key = (entry.launch_mode.mode, entry.launch_mode.reason)
+        lines_by_reason.setdefault(key, []).append(str(entry.command.line))
+    for (mode, reason), lines in lines_by_reason.items():
         shown = ", ".join(lines[:8]) + ", …" * (len(lines) > 8)
-        yield f"mode={mode}: {why} (line{'s' * (len(lines) > 1)} {shown})"
+        yield f"mode={mode}: {reason} (line{'s' * (len(lines) > 1)} {shown})"
 
 
 def _render_source(s: Submission) -> Iterator[str]:
@@ -63,7 +64,7 @@ def _render_source(s: Submission) -> Iterator[str]:
     if s.source.links:
         yield f"  linked to: {', '.join(s.source.links)}"
     if s.source.left_out:
-        yield f"  stays behind: {', '.join(s.source.left_out)} (--link NAME links to one)"
+        yield f"  not copied: {', '.join(s.source.left_out)} (--link NAME links to one)"
 
 
 def _render_environment(s: Submission) -> Iterator[str]:
@@ -71,11 +72,8 @@ def _render_environment(s: Submission) -> Iterator[str]:
         yield "environment: that of this shell; no requirements.txt, Pipfile or the like is used"
         return
     e = s.environment
-    ready = (
-        "ready"
-        if e.ready
-        else "is built " + ("in the job" if s.build_place == "job" else "first, here")
-    )
+    place = "in the job" if s.build_place == "job" else "first, here"
+    ready = "ready" if e.ready else f"is built {place}"
     yield f"environment: {', '.join(map(str, e.files))} → {e.folder} ({e.builder}; {ready})"
     if e.ignored:
         yield f"  ignored: {', '.join(map(str, e.ignored))}"

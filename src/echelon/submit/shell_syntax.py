@@ -1,8 +1,8 @@
-"""One command after the other out of a text: words, quotes, continuations, variables.
+"""A parser for commands as typed into a shell: words, quotes, continuations, variables.
 
 The words of a command reach its program exactly as they are written. What a shell would do beyond
-that (pipes, redirections, patterns of file names, substitutions) is refused and not guessed at:
-done at submitting it would see another machine, time and folder than the person meant.
+that (pipes, redirections, patterns of file names, substitutions) is refused, not guessed at. Done
+while submitting, it would see another machine, time and folder than its writer meant.
 """
 
 from __future__ import annotations
@@ -35,41 +35,51 @@ _SHELL_KEYWORDS = {
 
 @dataclass(frozen=True)
 class ShellWord:
+    """One word of a command."""
+
     text: str
-    """What the program is given; variables stand in it as they were written."""
+    """The argument of the program, with variables as they were written."""
     line: int
     shell: str | None = None
-    """The same for bash, where variables stand in it; they are never split or matched to files."""
+    """The same for bash, if it has variables. Their values are neither split nor matched to
+    files."""
 
 
 @dataclass(frozen=True)
 class ShellCommand:
+    """One command of a file."""
+
     file: str
     line: int
-    """Where it begins."""
+    """The line on which it begins."""
     words: tuple[ShellWord, ...]
     variables: tuple[tuple[str, ShellWord], ...] = ()
     """`NAME=value` before the program: for this command alone."""
     expand: bool = False
-    """Whether the job's shell may fill in variables."""
+    """Whether the job's shell expands variables."""
 
     @property
     def location(self) -> str:
+        """FILE:LINE, for faults."""
         return f"{self.file}:{self.line}"
 
     @property
     def argv(self) -> list[str]:
+        """The words as text."""
         return [word.text for word in self.words]
 
 
 class CommandSyntaxError(Exception):
+    """A command that is not one, with its line and what to do about it."""
+
     def __init__(self, line: int, problem: str, remedy: str) -> None:
-        self.line, self.what, self.do = line, problem, remedy
+        super().__init__(problem)
+        self.line, self.problem, self.remedy = line, problem, remedy
 
 
 @dataclass
 class _WordBuilder:
-    """A word that is being read."""
+    """A word while it is read, as text and, in parallel, quoted for bash."""
 
     line: int
     text: str = ""
@@ -78,15 +88,17 @@ class _WordBuilder:
     """The end of the word, not yet in `shell`."""
     has_variables: bool = False
     assigned_name: str | None = None
-    """The name before an unquoted `=`, when that is all that stands before it."""
+    """NAME, in a word that begins with NAME= without quotes."""
     is_unquoted: bool = True
-    """Whether nothing of it was quoted so far."""
+    """Whether nothing of it has been quoted so far."""
 
     def add(self, text: str) -> None:
+        """Append literal text."""
         self.text += text
         self.pending_literal += text
 
     def add_variable(self, name: str, written: str) -> None:
+        """Append a variable; `written` is how the file has it: $NAME, ${NAME} or ~."""
         self._flush()
         self.text += written
         self.shell += f'"${{{name}?is not set in the job}}"'
@@ -94,7 +106,7 @@ class _WordBuilder:
         self.is_unquoted = False
 
     def end_name(self) -> None:
-        """What follows may need quotes, and NAME= may not be in them: it is cut off as it is."""
+        """Keep NAME= out of the quotes that the rest of the word may need: build() cuts it off."""
         self._flush()
 
     def _flush(self) -> None:
@@ -102,18 +114,20 @@ class _WordBuilder:
         self.pending_literal = ""
 
     def build(self, cut: int = 0) -> ShellWord:
-        """Without its first so many characters, which are literal."""
+        """Return the word without its first `cut` characters, which are literal."""
         text = self.text[cut:]
         if not self.has_variables:
             return ShellWord(text, self.line)
         self._flush()
         whole = self.shell
-        if cut:  # NAME= needs no quotes, so it stands in the shell's text as it is
+        if cut:  # NAME= needs no quotes, so `shell` begins with it as it is
             whole = whole.removeprefix(self.text[:cut])
         return ShellWord(text, self.line, whole)
 
 
 class CommandReader:
+    """Reads commands from a text, one after the other."""
+
     def __init__(self, text: str, file: str) -> None:
         self._text, self._file = text, file
         self._position, self._line = 0, 1
@@ -124,26 +138,27 @@ class CommandReader:
         return self._position >= len(self._text)
 
     def read_command(self) -> ShellCommand | None:
-        """The next one; None for a line without."""
+        """Return the next command, or None for a line without one."""
         words: list[ShellWord] = []
         variables: list[tuple[str, ShellWord]] = []
         line = self._line
-        while not self._skip_to_word():
+        while not self._skip_to_word_or_end():
             if self._peek() == "#":
                 self._read_comment(is_whole_line=not words and not variables)
                 continue
-            building = self._read_word()
+            word = self._read_word()
             if not words and not variables:
-                line = building.line
-            if building.assigned_name and not words:
-                name = building.assigned_name
-                variables.append((name, building.build(cut=len(name) + 1)))
+                line = word.line
+            if word.assigned_name and not words:
+                name = word.assigned_name
+                variables.append((name, word.build(cut=len(name) + 1)))
             else:
-                self._require_program(building, first=not words)
-                words.append(building.build())
+                if not words:
+                    self._require_program(word)
+                words.append(word.build())
         if variables and not words:
             raise CommandSyntaxError(
-                line, f"{variables[0][0]}=… stands alone", "write the command after it"
+                line, f"{variables[0][0]}=… is alone on its line", "write the command after it"
             )
         self._read_newline()
         if not words:
@@ -151,7 +166,7 @@ class CommandReader:
         return ShellCommand(self._file, line, tuple(words), tuple(variables), self._expand)
 
     def skip_command(self) -> None:
-        """To the next line that is not a continuation of this one."""
+        """Move to the next line that is not a continuation of this one, after a syntax error."""
         while not self.is_at_end:
             end = self._text.find("\n", self._position)
             line = self._text[self._position : end if end >= 0 else len(self._text)]
@@ -162,8 +177,8 @@ class CommandReader:
 
     # --- between words ---
 
-    def _skip_to_word(self) -> bool:
-        """Whether the command is, after what stands between words."""
+    def _skip_to_word_or_end(self) -> bool:
+        """Skip blanks and continuations, and return whether the command ends there."""
         while not self.is_at_end:
             if self._peek() in " \t":
                 self._position += 1
@@ -172,7 +187,8 @@ class CommandReader:
         return self.is_at_end or self._is_at_newline()
 
     def _skip_continuation(self) -> bool:
-        """Past a backslash at the end of a line, and past comment lines that follow it."""
+        """Skip a backslash at the end of a line and comment lines after it; return whether there is
+        one."""
         length = 1 + self._measure_newline(1) if self._peek() == "\\" else 1
         if length == 1:
             return False
@@ -189,16 +205,17 @@ class CommandReader:
         return True
 
     def _read_comment(self, is_whole_line: bool) -> None:
+        """Skip a comment; on a line of its own it may be a directive `# echelon: NAME`."""
         end = self._text.find("\n", self._position)
         end = end if end >= 0 else len(self._text)
         text = self._text[self._position : end].rstrip("\r")
         self._position = end - self._text[self._position : end].endswith("\r")
-        if (found := _DIRECTIVE_COMMENT.fullmatch(text.strip())) and is_whole_line:
-            if found[1].strip() not in DIRECTIVES:
+        if (match := _DIRECTIVE_COMMENT.fullmatch(text.strip())) and is_whole_line:
+            if match[1].strip() not in DIRECTIVES:
                 raise CommandSyntaxError(
                     self._line,
-                    f"there is no directive {found[1].strip()!r}",
-                    suggest_nearest(found[1].strip(), DIRECTIVES),
+                    f"there is no directive {match[1].strip()!r}",
+                    suggest_nearest(match[1].strip(), DIRECTIVES),
                 )
             self._expand = True
 
@@ -213,6 +230,7 @@ class CommandReader:
         return word
 
     def _read_word_part(self, word: _WordBuilder) -> None:
+        """Read a quoted part, a variable or one character into the word."""
         character = self._peek()
         if character == "'":
             self._read_single_quotes(word)
@@ -221,7 +239,7 @@ class CommandReader:
         elif character == "\\":
             self._read_escape(word)
         elif character == "$":
-            self._read_dollar(word, special="\"'")  # $"…" and $'…' are quotes of bash's
+            self._read_dollar(word, special="\"'")  # bash has the quotes $"…" and $'…'
         elif character in _OPERATORS:
             raise CommandSyntaxError(
                 self._line, f"{character} is {_OPERATORS[character]}", _SCRIPT_HINT
@@ -279,13 +297,13 @@ class CommandReader:
         raise self._unclosed_quote_error('"')
 
     def _unclosed_quote_error(self, mark: str) -> CommandSyntaxError:
-        bad = CommandSyntaxError(
+        """Return the error, and give up the rest: it was read as quoted, or as something else."""
+        self._position = len(self._text)
+        return CommandSyntaxError(
             self._line,
             f"the quote {mark} that is opened here is never closed",
             f"close it, or write \\{mark} for the character itself",
         )
-        self._position = len(self._text)  # what follows was read as quoted, or as something else
-        return bad
 
     def _read_escape(self, word: _WordBuilder) -> None:
         following = self._peek(1)
@@ -298,13 +316,17 @@ class CommandReader:
             raise CommandSyntaxError(
                 self._line,
                 "\\ continues a line only as its very last character",
-                "delete what stands after it",
+                "delete what comes after it",
             )
         word.is_unquoted = False
         word.add(following)
         self._position += 2
 
     def _read_dollar(self, word: _WordBuilder, special: str = "") -> None:
+        """Read a variable, or a `$` that is nothing but itself.
+
+        `special` are characters that mean something after `$` here, besides the usual ones.
+        """
         match = _VARIABLE.match(self._text, self._position)
         following = self._peek(1)
         if match:
@@ -323,26 +345,28 @@ class CommandReader:
             word.add("$")
 
     def _read_tilde(self, word: _WordBuilder) -> None:
+        """Read `~`, which is $HOME of the job."""
         following = self._peek(1)
         if following not in ("", "/", " ", "\t", "\r", "\n"):
             raise CommandSyntaxError(self._line, "~NAME is the home of a user", "write the path")
         self._position += 1
         word.add_variable("HOME", "~")
 
-    def _require_program(self, word: _WordBuilder, first: bool) -> None:
-        if not first or not word.is_unquoted:
+    def _require_program(self, word: _WordBuilder) -> None:
+        """Refuse a first word that only a shell understands, or that is an option."""
+        if not word.is_unquoted:
             return
         if word.text in _SHELL_KEYWORDS:
             raise CommandSyntaxError(
                 word.line,
-                f"{word.text!r} is a word of the shell's, and no program",
+                f"{word.text!r} is a keyword of the shell, not a program",
                 "put it into a script, or into launch.setup, which runs before the command",
             )
         if word.text.startswith("-"):
             raise CommandSyntaxError(
                 word.line,
                 f"the command begins with the option {word.text}",
-                "end the line before it with \\ if it goes on here",
+                "end the line before it with \\ if it continues here",
             )
 
     # --- characters ---
@@ -351,7 +375,7 @@ class CommandReader:
         return self._text[self._position + ahead : self._position + ahead + 1]
 
     def _measure_newline(self, ahead: int) -> int:
-        """Of a line's end there, as Unix or Windows writes it; 0 for anything else."""
+        """Return the length of a line end of Unix or Windows there; 0 for anything else."""
         if self._peek(ahead) == "\n":
             return 1
         if self._peek(ahead) != "\r":

@@ -1,8 +1,8 @@
-"""The code as it was: a copy of the source beside the job, and what git knows about it.
+"""The copy of the source that a job runs from, and what git knows about it.
 
-In a git repository the copy has what git tracks and what it would offer to add, with every edit
-that is not committed; what .gitignore names stays where it is. Any other folder is copied without
-caches and environments. Data is not code: it stays in place and is linked to on request.
+In a git repository the copy has the tracked files with all uncommitted edits, and new files that
+.gitignore does not name. Any other folder is copied without caches and environments. Data is not
+code: it stays in place and is linked to on request.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ from echelon.utils.ignore import CACHE_FOLDERS, is_ignored
 from echelon.utils.os_errors import describe_os_error
 
 MAX_SOURCE_BYTES = 256 << 20
-"""A source larger than this has data in it."""
+"""A larger source has data in it."""
 _GIT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class SourceTree:
+    """A source folder, and which of its files are copied."""
+
     folder: Path
     files: tuple[str, ...]
-    """What is copied, relative to the folder."""
+    """The files to copy, relative to the folder."""
     size_bytes: int
     left_out: tuple[str, ...]
-    """What else is in it, at its top."""
+    """Names at its top of which nothing is copied."""
     links: tuple[str, ...] = ()
+    """Names that the copy has links to."""
     commit: str | None = None
     """None outside of git, or before the first commit."""
     untracked: tuple[str, ...] = ()
-    """Files among those copied that no commit and no diff knows."""
+    """Files to copy that are in neither a commit nor the diff."""
     secret_files: tuple[str, ...] = ()
-    """What git may know, and others may not."""
+    """Files that must not be in the diff, even if git tracks them."""
 
     def contains(self, path: str) -> bool:
         """Whether the copy will have something there."""
-        kept = (*self.files, *self.links)
-        above = {path, *map(str, PurePath(path).parents)}  # one may be a link to a folder
-        return any(name in above or name.startswith(f"{path}/") for name in kept)
+        parents = {path, *map(str, PurePath(path).parents)}  # one may be a link to a folder
+        names = (*self.files, *self.links)
+        return any(name in parents or name.startswith(f"{path}/") for name in names)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return what source.json holds."""
         return {
             "folder": str(self.folder),
             "commit": self.commit,
@@ -64,45 +68,50 @@ class SourceTree:
 def survey_source(
     folder: Path, runs: Path, links: Sequence[str] = (), secrets: str | None = None
 ) -> SourceTree:
-    """What would be copied; the folder of all runs and a file of secrets never are."""
+    """Find out what is to be copied: never the folder of all runs, nor the file of secrets."""
     if not folder.is_dir():
         raise EchelonError(
-            Fault(f"--source {folder} is no folder", "name the folder that the commands run in")
+            Fault(f"--source {folder} is not a folder", "name the folder that the commands run in")
         )
     folder = folder.resolve()
-    linked = _drop_nested_links(links)
-    own = [Path(os.path.realpath(Path(secrets).expanduser()))] if secrets else []
-    skipped = [runs.resolve(), *own, *(folder / link for link in linked)]
+    link_names = _drop_nested_links(links)
+    secret_files = [Path(os.path.realpath(Path(secrets).expanduser()))] if secrets else []
+    skipped = [runs.resolve(), *secret_files, *(folder / link for link in link_names)]
     tracked, untracked = _list_git_files(folder)
-    loose = [name for name in untracked if _is_source(folder, name)]
+    new = [name for name in untracked if _is_source(folder, name)]
     if tracked is None:
-        loose, tracked = list(_walk_files(folder, skipped)), []
+        new, tracked = list(_walk_files(folder, skipped)), []
     files = sorted(
         name
-        for name in {*tracked, *loose}
+        for name in {*tracked, *new}
         if _is_copyable(folder / name) and not _is_inside(folder / name, skipped)
     )
-    _require_links(folder, linked, files)
-    size = sum(os.lstat(folder / name).st_size for name in files)
-    _require_small(folder, files, size)
-    tops = {name.partition("/")[0] for name in (*files, *linked)}
-    there = {p.name for p in folder.iterdir() if os.path.realpath(p) != str(runs.resolve())}
+    _require_links(folder, link_names)
+    size_bytes = sum(os.lstat(folder / name).st_size for name in files)
+    _require_small(folder, files, size_bytes)
+    copied_tops = {name.partition("/")[0] for name in (*files, *link_names)}
+    all_tops = {p.name for p in folder.iterdir() if os.path.realpath(p) != str(runs.resolve())}
     commit = (_run_git(folder, "rev-parse", "HEAD") or b"").decode().strip() or None
-    in_git = commit is not None or bool(tracked)
+    is_in_git = commit is not None or bool(tracked)
     return SourceTree(
         folder,
         tuple(files),
-        size,
-        tuple(sorted(there - tops - CACHE_FOLDERS)),
-        linked,
-        commit,
-        tuple(sorted(set(loose) & set(files))) if in_git else (),
-        tuple(str(file.relative_to(folder)) for file in own if file.is_relative_to(folder)),
+        size_bytes,
+        left_out=tuple(sorted(all_tops - copied_tops - CACHE_FOLDERS)),
+        links=link_names,
+        commit=commit,
+        untracked=tuple(sorted(set(new) & set(files))) if is_in_git else (),
+        secret_files=tuple(
+            str(file.relative_to(folder)) for file in secret_files if file.is_relative_to(folder)
+        ),
     )
 
 
 def copy_source(source: SourceTree, into: Path) -> Path:
-    """Copy it, with what git knows; the copy is there as a whole or not at all."""
+    """Copy the source and what git knows of it, and return the folder of the copy.
+
+    It appears under its name when it is complete, or not at all.
+    """
     copy, partial = into / "source", into / ".source"
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -123,34 +132,38 @@ def copy_source(source: SourceTree, into: Path) -> Path:
             Fault(
                 f"the source cannot be copied to {copy}: {describe_os_error(error)}"
                 + (f" ({error.filename})" if error.filename else ""),
-                "free some space, mend the file's mode, or give another place with run.dir=PATH",
+                "free some space, fix the file's mode, or give another place with run.dir=PATH",
             )
         ) from error
     return copy
 
 
 def _read_git_diff(source: SourceTree) -> bytes:
-    """That `git apply` takes, whatever the user likes to see."""
-    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
-    but = (f":(exclude,literal){name}" for name in source.secret_files)
-    return _run_git(source.folder, "diff", "--binary", *plain, "HEAD", "--", ".", *but) or b""
+    """Return the uncommitted edits for `git apply`, whatever the user's settings for diffs are."""
+    options = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+    excluded = (f":(exclude,literal){name}" for name in source.secret_files)
+    return (
+        _run_git(source.folder, "diff", "--binary", *options, "HEAD", "--", ".", *excluded) or b""
+    )
 
 
 def _copy_file(folder: Path, name: str, into: Path) -> None:
+    """Copy a file, or make a link that leads where the original leads."""
     original, copy = folder / name, into / name
     copy.parent.mkdir(parents=True, exist_ok=True)
     if not original.is_symlink():
-        with contextlib.suppress(FileNotFoundError):  # an editor's, gone since it was listed
+        with contextlib.suppress(FileNotFoundError):  # a temporary file, gone since it was listed
             shutil.copy2(original, copy)
         return
-    target = Path(os.path.realpath(original))  # a loop of links stays one
-    if target.is_relative_to(folder):  # stays inside the copy, also where it was absolute
+    target = Path(os.path.realpath(original))  # of a loop of links it is the link itself
+    if target.is_relative_to(folder):  # into the copy, even if the original is absolute
         copy.symlink_to(os.path.relpath(target, original.parent.resolve()))
     else:
         copy.symlink_to(target)
 
 
-def _require_links(folder: Path, links: Sequence[str], files: Sequence[str]) -> None:
+def _require_links(folder: Path, links: Sequence[str]) -> None:
+    """Raise EchelonError unless all links are names of files in the folder."""
     faults = []
     for link in links:
         if os.path.isabs(link) or link.split("/")[0] in ("..", "."):
@@ -158,20 +171,20 @@ def _require_links(folder: Path, links: Sequence[str], files: Sequence[str]) -> 
                 Fault(f"--link {link} is not inside the source", "an absolute path works as it is")
             )
         elif not os.path.lexists(folder / link):
-            faults.append(Fault(f"--link {link}: {folder / link} is not there", "mend the name"))
+            faults.append(Fault(f"--link {link}: {folder / link} is not there", "fix the name"))
     if faults:
         raise EchelonError(*faults)
 
 
-def _require_small(folder: Path, files: Sequence[str], size: int) -> None:
-    if size <= MAX_SOURCE_BYTES:
+def _require_small(folder: Path, files: Sequence[str], size_bytes: int) -> None:
+    if size_bytes <= MAX_SOURCE_BYTES:
         return
     largest = sorted(files, key=lambda name: os.lstat(folder / name).st_size, reverse=True)[:3]
     shown = ", ".join(f"{n} ({os.lstat(folder / n).st_size >> 20} MB)" for n in largest)
     raise EchelonError(
         Fault(
-            f"the source {folder} has {size >> 20} MB, more than the {MAX_SOURCE_BYTES >> 20} MB that "
-            f"are copied for a job; the largest: {shown}",
+            f"the source {folder} has {size_bytes >> 20} MB, more than the "
+            f"{MAX_SOURCE_BYTES >> 20} MB that are copied for a job; the largest: {shown}",
             "name data in .gitignore and link to it with --link FOLDER, or narrow it with "
             "--source DIR",
         )
@@ -182,13 +195,13 @@ def _require_small(folder: Path, files: Sequence[str], size: int) -> None:
 
 
 def _drop_nested_links(links: Sequence[str]) -> tuple[str, ...]:
-    """Each once, and none within another."""
+    """Return each link once, and none that lies within another."""
     names = list(dict.fromkeys(os.path.normpath(link) for link in links))
     return tuple(n for n in names if not any(n.startswith(f"{other}/") for other in names))
 
 
 def _is_copyable(path: Path) -> bool:
-    """Files and links. Reading a pipe would wait for who writes to it."""
+    """Whether it is a file or a link; reading a pipe would wait for its writer."""
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode
         return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
@@ -202,6 +215,7 @@ def _is_source(folder: Path, name: str) -> bool:
 
 
 def _walk_files(folder: Path, skipped: Sequence[Path]) -> Iterator[str]:
+    """Yield all files and links of a folder without git, except ignored and skipped ones."""
     for at, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(at, name))]
         folders[:] = [
@@ -217,27 +231,26 @@ def _walk_files(folder: Path, skipped: Sequence[Path]) -> Iterator[str]:
 
 
 def _list_git_files(folder: Path) -> tuple[list[str] | None, list[str]]:
-    """Tracked and untracked; None where git does not know the folder."""
+    """Return tracked and untracked files; None if git does not know the folder."""
     tracked = _run_git(folder, "ls-files", "-z", "--cached")
     others = _run_git(folder, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or others is None or not tracked + others:  # or all of it is ignored
         return None, []
-    return _expand_submodules(folder, _split_names(tracked)), _expand_submodules(
-        folder, _split_names(others)
-    )
+    tracked_names = _expand_submodules(folder, _split_names(tracked))
+    return tracked_names, _expand_submodules(folder, _split_names(others))
 
 
 def _expand_submodules(folder: Path, names: list[str]) -> list[str]:
-    """Submodules and clones, which git lists by their folder alone."""
-    found = []
+    """Replace submodules and clones, which git lists by their folders, by their files."""
+    files = []
     for name in names:
         inside = folder / name
         if not inside.is_dir() or inside.is_symlink():
-            found.append(name)
+            files.append(name)
             continue
         tracked, others = _list_git_files(inside)
-        found += [f"{name}/{each}" for each in (*(tracked or ()), *others)]
-    return found
+        files += [f"{name}/{each}" for each in (*(tracked or ()), *others)]
+    return files
 
 
 def _split_names(listed: bytes) -> list[str]:
@@ -249,7 +262,7 @@ def _is_inside(path: Path, folders: Sequence[Path]) -> bool:
 
 
 def _run_git(folder: Path, *words: str) -> bytes | None:
-    """None where it is not installed, or does not want to."""
+    """Return what git prints; None if it is not installed or fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],
