@@ -216,6 +216,10 @@ def load_project_defaults(*folders: Path) -> UserDefaults:
 
 
 def inspect_experiment(function: Callable[..., Any]) -> UserExperiment:
+    """The name, file and declared settings of a function that is an experiment.
+
+    Raises an EchelonError if a worker could not import it, or if its file is being imported by one.
+    """
     from echelon.config.compose import UserExperiment
     from echelon.experiment.loading import find_settings_class, is_loading
 
@@ -238,7 +242,8 @@ def inspect_experiment(function: Callable[..., Any]) -> UserExperiment:
 
 
 def split_experiment_path(overrides: Sequence[str]) -> tuple[list[str], UserExperiment | None]:
-    """`experiment=path/to/file.py:function` is ours to read; a plain name is Hydra's."""
+    """The overrides without `experiment=FILE.py:FUNCTION`, and that experiment; a plain name is
+    left to Hydra."""
     rest, experiment = [], None
     for word in overrides:
         key, _, value = word.partition("=")
@@ -252,5 +257,6 @@ def split_experiment_path(overrides: Sequence[str]) -> tuple[list[str], UserExpe
 
 
 def _find_conf_folder(experiment: UserExperiment) -> Path | None:
+    """The folder `conf` beside the file of an experiment, if it has a config.yaml."""
     folder = Path(experiment.entry.rpartition(":")[0]).parent / "conf"
     return folder if (folder / "config.yaml").exists() else None

@@ -1,8 +1,8 @@
 """What a person reads when something is wrong, and the exit codes with names.
 
-A :class:`Fault` is one sentence (what you set and what was found) and one thing to do. An
-:class:`EchelonError` carries every fault that was found, so a person fixes them in one go.
-Anything else that escapes is a bug of ours and keeps its traceback.
+A :class:`Fault` is the user's or the machine's: one sentence (what was set and what was found) and
+one remedy. An :class:`EchelonError` carries every fault that was found, so that a person fixes them
+in one go. Any other exception that escapes is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Exit(IntEnum):
-    """Every exit code of every verb."""
+    """Every exit code of every command."""
 
     OK = 0
     FAILED = 1
@@ -40,7 +40,7 @@ class Exit(IntEnum):
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong."""
+    """One thing that is wrong, and what to do about it."""
 
     what: str
     """One sentence: what was set and what was found."""
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 
 class EchelonError(Exception):
-    """One or more faults, shown without a traceback."""
+    """One or more faults, printed without a traceback; `exit` is the exit code of the command."""
 
     def __init__(self, *faults: Fault, exit: Exit = Exit.USAGE) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -61,7 +61,7 @@ class EchelonError(Exception):
 
 
 def suggest_other_folder(error: OSError, setting: str) -> str:
-    """What to do where a folder cannot be written; only a disk that is full wants space."""
+    """The remedy for a folder that cannot be written; only a full disk needs space."""
     place = f"give another place with {setting}"
     return f"free some space, or {place}" if error.errno in _DISK_FULL_ERRNOS else place
 
@@ -71,7 +71,8 @@ _MAX_LISTED_NAMES = 12
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that lists the known names, the nearest first; of many, where some are near, those."""
+    """A hint that lists the known names, the nearest first. Of many names, only near ones are
+    listed if there are any."""
     import difflib  # every command comes by here, and few guess
 
     names = sorted(known)

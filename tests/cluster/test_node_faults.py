@@ -114,7 +114,7 @@ def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_a
     _notice("a killed agent", world[0].process.poll, AT_ONCE_S)
     done = world[0].wait()
     assert done.code == Exit.NODE_LOST
-    assert f"node 1 ({node_1}, rank 1) ended without a word" in done.err
+    assert f"node 1 ({node_1}, rank 1) closed its connection" in done.err
     failure = desk.run().read_status()["failure"]
     assert (failure["rank"], failure["host"]) == (1, node_1)
     assert world[1].wait().code == -signal.SIGKILL
@@ -128,7 +128,7 @@ def test_a_killed_node_0_is_named_by_the_others(desk: Desk) -> None:
     _notice("a killed node 0", world[1].process.poll, AT_ONCE_S)
     done = world[1].wait()
     assert done.code == Exit.NODE_LOST
-    assert f"node 0 ({node_0}, rank 0 …) ended without a word" in done.err
+    assert f"node 0 ({node_0}, rank 0 …) closed its connection" in done.err
     assert desk.run().read_status()["state"] == "failed"
     assert desk.run().read_status()["failure"]["host"] == node_0
     desk.require_nothing_left()
@@ -145,8 +145,8 @@ def test_a_node_that_is_cut_off_is_named_by_both_sides(desk: Desk) -> None:
     desk.require_nothing_left()
     here, there = world[0].wait(), world[1].wait()
     assert (here.code, there.code) == (Exit.NODE_LOST, Exit.NODE_LOST)
-    assert f"node 1 ({node_1}, rank 1) has not been heard for 14 s" in here.err
-    assert f"node 0 ({node_0}, rank 0 …) has not been heard for 14 s" in there.err
+    assert f"node 1 ({node_1}, rank 1) has sent nothing for 14 s" in here.err
+    assert f"node 0 ({node_0}, rank 0 …) has sent nothing for 14 s" in there.err
 
 
 # --- under Slurm ---
@@ -169,7 +169,7 @@ def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(desk: Des
     desk.wait_for_more()
 
     desk.cluster.kill_node(node_1)
-    lost = f"node 1 ({node_1}, rank 1) ended without a word"
+    lost = f"node 1 ({node_1}, rank 1) closed its connection"
     _notice("a killed node", lambda: lost in log.read_text(), CUT_OFF_S)
     desk.wait_for_more(limit_s=EMPTY_S)  # the same job, on other nodes, where the snapshot was
     assert desk.job() == job

@@ -259,7 +259,7 @@ def test_a_silent_link_ends_the_host_and_the_run(desk: Desk) -> None:
     desk.require_nothing_left(second)
     done = command.wait()
     assert done.code == Exit.NODE_LOST, done.err
-    assert f"node 1 ({second}, rank 1) ended without a word" in done.last_lines
+    assert f"node 1 ({second}, rank 1) closed its connection" in done.last_lines
     status = desk.run().read_status()
     assert (status["state"], status["failure"]["exit"]) == ("failed", Exit.NODE_LOST)
     assert done.left == []

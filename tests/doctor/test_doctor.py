@@ -60,7 +60,7 @@ def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], said: s
 def test_a_limit_is_a_number(tmp_path: Path, limit: str) -> None:
     done = run((*ECHELON, "preflight", "--limit", limit), tmp_path)
     assert done.code == Exit.USAGE
-    assert f"'{limit}' is no number of seconds" in done.err
+    assert f"'{limit}' is not a number of seconds" in done.err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the verbs' command lines share."""
+"""What the command lines share: a parser, common arguments, and types of values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ RUN_HELP = "a name, a folder, a job's number, or `latest`"
 def make_parser(
     command: str, description: str, epilog: str | Callable[[], str] | None = None
 ) -> argparse.ArgumentParser:
-    """Return the argument parser of a command.
-
-    ``epilog`` may be a function: it is called only when help is printed, so that a start of the
-    command does not pay for a text that nobody reads.
-    """
+    """The argument parser of `echelon COMMAND`."""
     parser = LazyEpilogParser(
         prog=f"echelon {command}",
         description=description,
@@ -40,6 +36,7 @@ class LazyEpilogParser(argparse.ArgumentParser):
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of commands that start a run."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -47,28 +44,33 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dir_argument(parser: argparse.ArgumentParser) -> None:
+    """The argument --dir: the folder of all runs."""
     parser.add_argument("--dir", default="runs", help="the folder of all runs (default: runs)")
 
 
 def split_at_double_dash(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before `--`, and those after it."""
     separator = words.index("--") if "--" in words else len(words)
     return words[:separator], words[separator + 1 :]
 
 
 def parse_gpu_count(text: str) -> int:
+    """A number of GPUs, from 1 on."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs")
     return int(text)
 
 
 def parse_interval_s(text: str) -> float:
+    """A time between two refreshes, in seconds."""
     with contextlib.suppress(ValueError):
         if 0.1 <= float(text) <= 86400:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: give 0.1 to 86400 s")
+    raise argparse.ArgumentTypeError(f"{text!r} is not an interval: give 0.1 to 86400 s")
 
 
 def parse_fraction(text: str) -> float:
+    """A number from 0 to below 1."""
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < 1:
             return float(text)
@@ -76,35 +78,40 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_positive_int(text: str) -> int:
+    """A whole number from 1 on."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 
 def parse_line_count(text: str) -> int:
+    """A number of lines, from 0 on."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
     return int(text)
 
 
 def parse_days(text: str) -> float:
+    """A number of days, from 0 on."""
     try:
         days = float(text)
     except ValueError:
         days = -1.0
     if not 0 <= days < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of days")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days")
     return days
 
 
 def parse_seconds(text: str) -> float:
+    """A number of seconds above 0."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 def parse_lease_s(text: str) -> float:
+    """A lease in seconds that is longer than the interval in which workers renew it."""
     with contextlib.suppress(ValueError):
         if float(text) >= 6:
             return float(text)
@@ -112,7 +119,7 @@ def parse_lease_s(text: str) -> float:
 
 
 class ParagraphHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Prose is folded to the terminal; a paragraph with indented lines stays as it is written."""
+    """Wraps prose to the terminal; a paragraph with indented lines stays as it is written."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         import textwrap

@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 
 
 def doctor(words: list[str]) -> int:
+    """`echelon doctor`: check this machine."""
     parser = make_parser(
         "doctor",
-        "Look at this machine: Python, torch, driver, GPUs, disks, limits, network, clients. Then "
+        "Check this machine: Python, torch, driver, GPUs, disks, limits, network, clients. Then "
         "train a step on every device and all-reduce across them (without one, on two processes of "
         "the CPU).",
         """\
 Each check is ok, warn (a training runs, but not as it could), fail (it does not run) or – (nothing
-to check here), with the command that mends it. The exit code is 8 if any check fails, else 0.
+to check here), with the command that fixes it. The exit code is 8 if any check fails, else 0.
 Piped: state, check, what was found and what to do, between tabs.
 
 --json prints {version: 1, host, echelon, python, worst: ok, warn or fail,
 checks: [{check, state: ok, warn, fail or none, found, do}]}.""",
     )
-    parser.add_argument("--no-smoke", action="store_true", help="only look, train nothing")
+    parser.add_argument("--no-smoke", action="store_true", help="only check, train nothing")
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
@@ -37,9 +38,10 @@ checks: [{check, state: ok, warn, fail or none, found, do}]}.""",
 
 
 def preflight(words: list[str]) -> int:
+    """`echelon preflight`: check the nodes of a job."""
     parser = make_parser(
         "preflight",
-        "Look at the very nodes that a job will use, before it does: echelon preflight launch=ssh "
+        "Check the very nodes that a job will use, before it does: echelon preflight launch=ssh "
         "'launch.hosts=[a,b]', or launch=slurm launch.nodes=2. launch.preflight=true does the same "
         "before a training.",
         """\

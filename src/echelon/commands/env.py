@@ -9,6 +9,7 @@ from echelon.commands.arguments import make_parser, parse_days
 
 
 def env(words: list[str]) -> int:
+    """`echelon env build|show|clean`."""
     parser = make_parser(
         "env",
         "The environment that a source folder asks for: build it, show it, clean the cache.",

@@ -13,8 +13,9 @@ _KNOWN_KEYS = ("rank", "world_size", "master", "replica.devices")
 
 
 def explain(words: list[str]) -> int:
+    """`echelon explain`: print the world of this process and why."""
     parser = make_parser(
-        "explain", "Say which world this process would be part of, and which variables decided it."
+        "explain", "Show which world this process would be part of, and which variables decided it."
     )
     parser.add_argument("overrides", nargs="*", metavar="rank=R world_size=N master=HOST:PORT")
     parser.add_argument("--json", action="store_true")
@@ -23,6 +24,7 @@ def explain(words: list[str]) -> int:
 
 
 def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str]) -> int:
+    """Detect the world from these variables and print it; returns the exit code."""
     from echelon.gpus import count_visible_gpus
     from echelon.world import detect, detection_to_dict, render_detection
 
@@ -46,14 +48,14 @@ def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """A few keys, read without Hydra, which would take longer than the answer."""
+    """The few keys that matter here, read without Hydra, which would take longer than the answer."""
     given = dict(word.partition("=")[::2] for word in overrides)
     unknown = [k for k in given if k not in _KNOWN_KEYS]
     if unknown:
         raise EchelonError(
             *(
                 Fault(
-                    f"{k}={given[k]} says nothing about the world",
+                    f"{k}={given[k]} is not about the world",
                     "give rank=, world_size=, master= or replica.devices=",
                 )
                 for k in unknown
@@ -63,10 +65,11 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _parse_int(given: Mapping[str, str], key: str) -> int | None:
+    """The whole number of a key; None if it was not given."""
     text = given.get(key)
     if text is None:
         return None
     try:
         return int(text)
     except ValueError:
-        raise EchelonError(Fault(f"{key}={text} is no whole number", f"write {key}=3")) from None
+        raise EchelonError(Fault(f"{key}={text} is not a whole number", f"write {key}=3")) from None

@@ -6,6 +6,7 @@ from echelon.commands.arguments import make_parser, parse_gpu_count, parse_inter
 
 
 def gpus(words: list[str]) -> int:
+    """`echelon gpus`: who uses the GPUs, here or on other machines."""
     parser = make_parser(
         "gpus",
         "Show the GPUs of this machine, or of others, and every process on them.",

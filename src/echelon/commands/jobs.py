@@ -1,4 +1,4 @@
-"""Runs on their machines."""
+"""`echelon jobs`, `logs`, `attach` and `cancel`: runs on their machines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from echelon.commands.arguments import RUN_HELP, add_dir_argument, make_parser, 
 
 
 def jobs(words: list[str]) -> int:
+    """`echelon jobs`: the status of runs."""
     parser = make_parser(
         "jobs",
         "Show runs, the newest first: those that are active and the last ten.",
         "states:\n"
-        "  queued, requeued       waits for its machines, for the first time or to go on\n"
+        "  queued, requeued       waits for its machines, at first or to continue\n"
         "  starting, running      at work\n"
         "  finished               all steps were made\n"
-        "  preempted, cancelled   stopped on request, all saved; `echelon resume` goes on\n"
+        "  preempted, cancelled   stopped on request, saved; `echelon resume` continues\n"
         "  failed                 the line below says why\n"
-        "  lost                   what should be there is gone without a word\n\n"
+        "  lost                   its process or job is gone and recorded no end\n\n"
         "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
     )
     parser.add_argument(
@@ -34,10 +35,11 @@ def jobs(words: list[str]) -> int:
 
 
 def logs(words: list[str]) -> int:
+    """`echelon logs`: the logs of a run, merged in order of time."""
     parser = make_parser(
         "logs",
-        "Show what the ranks of a run said, and its agents and batch script, in order of time.",
-        "One rank alone is shown as it was written; several, line by line after who said it.",
+        "Show the logs of a run's ranks, its agents and its batch script, merged in order of time.",
+        "One rank alone is shown as it was written; of several, each line begins with its rank.",
     )
     parser.add_argument("run", help=RUN_HELP)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
@@ -71,10 +73,11 @@ def logs(words: list[str]) -> int:
 
 
 def attach(words: list[str]) -> int:
+    """`echelon attach`: follow a run to its end."""
     parser = make_parser(
         "attach",
-        "Follow a run as if it had been started here: what rank 0 says, to the end. The exit code "
-        "is the training's. Ctrl-C detaches; the run goes on.",
+        "Follow a run as if it had been started here: the output of rank 0, to the end. The exit "
+        "code is the training's. Ctrl-C detaches; the run goes on.",
     )
     parser.add_argument("run", help=RUN_HELP)
     add_dir_argument(parser)
@@ -86,6 +89,7 @@ def attach(words: list[str]) -> int:
 
 
 def cancel(words: list[str]) -> int:
+    """`echelon cancel`: ask runs to save and end."""
     parser = make_parser(
         "cancel",
         "Ask runs to save and end, and not to be queued again. `echelon resume RUN` goes on later.",

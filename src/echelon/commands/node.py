@@ -8,6 +8,7 @@ from echelon.commands.arguments import make_parser
 
 
 def node(words: list[str]) -> int:
+    """`echelon node`: be one node of a run."""
     parser = make_parser(
         "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
     )
@@ -15,7 +16,9 @@ def node(words: list[str]) -> int:
     parser.add_argument("--nodes", type=int, required=True)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--master", metavar="HOST:PORT", help="where node 0 listens")
-    where.add_argument("--tether", action="store_true", help="be told, and live on standard input")
+    where.add_argument(
+        "--tether", action="store_true", help="read messages on standard input, and end with it"
+    )
     parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
     parser.add_argument("--procs", type=int, help="processes here; default: as configured")
     given = parser.parse_args(words)

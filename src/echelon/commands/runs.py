@@ -1,4 +1,4 @@
-"""What came of runs."""
+"""`echelon runs`, `show` and `plot`: the results of runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from echelon.commands.arguments import add_dir_argument, make_parser, parse_frac
 
 
 def runs(words: list[str]) -> int:
+    """`echelon runs`: the table of runs and their results."""
     parser = make_parser(
         "runs",
-        "List runs and what came of them, the newest first: the notebook of results. `echelon "
-        "jobs` says how they stand on their machines.",
+        "List runs and their results, the newest first. `echelon jobs` shows their status on their "
+        "machines.",
         """\
 BEST is the value of trainer.best. TIME is the time at work: pauses and queues do not count.
 SETTINGS are those in which the runs shown differ from others of the same experiment.
@@ -45,9 +46,10 @@ in seconds since 1970; a folder that cannot be read has the state `broken`.""",
 
 
 def show(words: list[str]) -> int:
+    """`echelon show`: one run and its curves."""
     parser = make_parser(
         "show",
-        "Show one run: what it was, what came of it, its curves, and what to type next.",
+        "Show one run: its settings, results and curves, and what to type next.",
         """\
 --json prints {version: 1, run, folder, experiment, entry, program, state, note, started, trained_s,
 launcher, job, host, nodes, world, step, total_steps, settings: {those that are not the defaults},
@@ -64,6 +66,7 @@ snapshots: [{step, best, folder}], files: {name: path}}. What is not known is nu
 
 
 def plot(words: list[str]) -> int:
+    """`echelon plot`: curves of several runs in one image or page."""
     parser = make_parser(
         "plot",
         "Draw the curves of runs together, a panel per metric, into a .png, .svg or .html file, "

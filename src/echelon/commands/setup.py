@@ -6,14 +6,15 @@ from echelon.commands.arguments import make_parser
 
 
 def setup(words: list[str]) -> int:
+    """`echelon setup ssh`: make a machine a host of launch=ssh."""
     parser = make_parser(
         "setup",
         "Make a machine a host of launch=ssh: a key if there is none, an entry in ssh's "
-        "configuration, and a look at its Python, torch and GPUs.",
+        "configuration, and a check of its Python, torch and GPUs.",
         """\
 Nothing that exists is touched: not a key, not an entry. What will be written is shown first; at a
 terminal it asks, elsewhere it needs --yes and else stops with code 2. The exit code is 8 if the
-host cannot be reached or is not ready yet; then mend what it says and type the same again.""",
+host cannot be reached or is not ready yet; then fix what it reports and type the same again.""",
     )
     parser.add_argument("what", choices=["ssh"])
     parser.add_argument("host", metavar="HOST", help="a name or address; USER@HOST, HOST:PORT")

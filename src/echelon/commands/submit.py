@@ -8,6 +8,7 @@ from echelon.commands.arguments import make_parser, split_at_double_dash
 
 
 def submit(words: list[str]) -> int:
+    """`echelon submit`: run the commands of a file as jobs."""
     parser = make_parser(
         "submit",
         "Run the commands of a file as Slurm jobs: one run for each, several as an array, in the "
@@ -76,9 +77,10 @@ def submit(words: list[str]) -> int:
 
 
 def wandb_job(words: list[str]) -> int:
+    """`echelon wandb-job`: be the job of a wandb agent, or one of its trials."""
     parser = make_parser(
         "wandb-job",
-        "Run a command that calls `wandb agent` as a job. Batch scripts call this; nobody types it.",
+        "Run a command that calls `wandb agent` as a job. Batch scripts call this.",
     )
     parser.add_argument("run", help="the run's folder")
     parser.add_argument("--master", metavar="HOST:PORT", required=True)

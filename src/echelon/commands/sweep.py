@@ -1,4 +1,4 @@
-"""Sweeps."""
+"""`echelon sweep` and `echelon sweep show`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from echelon.commands.arguments import (
 
 
 def sweep(words: list[str]) -> int:
+    """`echelon sweep FILE`: search for the best settings."""
     if words[:1] == ["show"]:
         return sweep_show(words[1:])
     parser = make_parser(
         "sweep",
         "Search for the best settings: a file in wandb's format, with Optuna here (no account, no "
         "server) or on wandb's server. Every trial is a whole run, on any launcher. The same "
-        "command typed again goes on. `echelon sweep show NAME` shows what came of it.",
+        "command typed again continues. `echelon sweep show NAME` shows the results.",
         """\
 parameters are settings by their names: lr, trainer.batch_size, seed; nested ones are dotted. An
 experiment is given by experiment=NAME, here or in a `command` of `echelon train`, or by `program:
@@ -52,9 +53,9 @@ far go on, the others save and end; strict judges from the first trial on, else 
         metavar="SECONDS",
         help="a worker of another host that is silent for so long has lost its trial (default: 30)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would happen and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print what would happen and stop")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--wait", action="store_true", help="slurm: look on to the end")
+    parser.add_argument("--wait", action="store_true", help="slurm: watch to the end")
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--slot", default="0", help=argparse.SUPPRESS)
     add_dir_argument(parser)
@@ -84,7 +85,7 @@ far go on, the others save and end; strict judges from the first trial on, else 
 
 
 def sweep_show(words: list[str]) -> int:
-
+    """`echelon sweep show NAME`: the results of a sweep."""
     parser = make_parser(
         "sweep show",
         "Show a sweep: its best trials, what failed and, once 8 are finished, which parameters "

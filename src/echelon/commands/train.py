@@ -1,4 +1,4 @@
-"""Training: a run, an old one, somebody else's program, a node of one."""
+"""`echelon train`, `echelon resume` and `echelon run`: what starts a run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
+    """`echelon train`, and the command line of a user's file, whose experiment is `own`."""
     from echelon.config.untrusted import drop_trial_arguments, read_trial
 
     trial = read_trial(os.environ)
@@ -66,6 +67,7 @@ def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> s
 
 
 def _describe_experiment_settings(words: Sequence[str], own: UserExperiment | None) -> str:
+    """The settings of the experiment, if help was asked for."""
     from echelon.config.settings_help import render_bundled_settings, render_user_settings
     from echelon.entrypoint import split_experiment_path
 
@@ -77,6 +79,7 @@ def _describe_experiment_settings(words: Sequence[str], own: UserExperiment | No
 
 
 def run(words: list[str]) -> int:
+    """`echelon run`: any program on the same machines."""
     parser = make_parser(
         "run",
         "Run any program on one process, many, or many machines: echelon run launch=slurm "
@@ -102,6 +105,7 @@ def run(words: list[str]) -> int:
 
 
 def resume(words: list[str]) -> int:
+    """`echelon resume`: continue an old run."""
     parser = make_parser("resume", "Go on with a run where its newest valid snapshot is.")
     parser.add_argument("run", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")

@@ -95,7 +95,7 @@ def _read_cluster_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]
     ]
     numbers = {n: env.get(n, "") for n in ("MASTER_PORT", "WORLD_SIZE", "NODE_RANK")}
     faults += [
-        Fault(f"{name}={text} is no whole number", f"set it to {_REQUIRED_VARIABLES[name]}")
+        Fault(f"{name}={text} is not a whole number", f"set it to {_REQUIRED_VARIABLES[name]}")
         for name, text in numbers.items()
         if text and not text.isdecimal()
     ]

@@ -38,8 +38,8 @@ from echelon.runs.run_folder import Run
 class LaunchServices:
     """What launchers call of packages above this one.
 
-    The entry point passes them as plain functions, so that `launch` imports neither `train`, `jobs`,
-    `preflight` nor `submit`, and none of them is imported before it is needed.
+    The entry point passes them as plain functions, so that `launch` does not import `train`,
+    `jobs`, `preflight` or `submit`, and none of them is imported before it is needed.
     """
 
     train_in_process: Callable[[Config], int]
@@ -106,7 +106,7 @@ class Launcher(ABC):
     def start_multirun(
         self, configs: Sequence[Config], dry_run: bool, start_run: Callable[[Config, bool], int]
     ) -> int:
-        """Start the runs of `--multirun`, by default one after the other; returns the worst code."""
+        """Start the runs of `--multirun`, by default one by one; returns the highest exit code."""
         return max(collect_until_stopped(start_run(config, dry_run) for config in configs))
 
 

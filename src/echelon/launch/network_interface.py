@@ -1,4 +1,7 @@
-"""The network interface that leads to the first node, for NCCL and gloo."""
+"""The network interface that leads to the first node, for NCCL and gloo.
+
+Both guess badly on machines with several interfaces, and then hang.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def find_interface_to(host: str) -> str | None:
-    """The interface with this machine's address on the route to a host; on that host itself, the
-    one that has the address the others know."""
+    """The interface that has this machine's address on the route to a host.
+
+    On that host itself it is the interface with the address that the others know. None if there is
+    no route.
+    """
     address = find_local_address(host)
     if address is not None and address.startswith("127.") and not _is_loopback_name(host):
         address = find_local_address(_UNUSED_ADDRESS)  # Debian gives a machine's own name 127.0.1.1
@@ -27,17 +33,18 @@ def find_interface_to(host: str) -> str | None:
 
 
 def plan_interface_variables(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """What a plan can say of them."""
+    """The variables as a plan can show them before any node was asked."""
     text = chosen or "(that of each node's route to the first)"
     return {name: chosen or env.get(name, text) for name in INTERFACE_VARIABLES}
 
 
 def find_outward_address() -> str | None:
-    """This machine's own, on its default route."""
+    """This machine's address on its default route; None without one."""
     return find_local_address(_UNUSED_ADDRESS)
 
 
 def find_local_address(host: str) -> str | None:
+    """This machine's address on the route to a host; None without one. Nothing is sent."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -48,4 +55,5 @@ def find_local_address(host: str) -> str | None:
 
 
 def _is_loopback_name(host: str) -> bool:
+    """Whether a host name means the machine one is on."""
     return host in ("localhost", "127.0.0.1")

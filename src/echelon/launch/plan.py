@@ -1,5 +1,8 @@
-"""What a launch will do, before it does: who runs where, and what is started. Pure: the same
-configuration gives the same text, and no GPU, Slurm or network is asked."""
+"""What a launch will do, before it does: which rank runs where, and what is started.
+
+Plans are pure: the same configuration gives the same plan, and no GPU, Slurm or network is asked.
+So `--dry-run` can show them anywhere.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class LaunchMachine(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One machine of the world."""
+    """One machine of the world, and where it meets the others."""
 
     rank: int = 0
     node_count: int = 1
@@ -52,6 +55,8 @@ class RankPlacement(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchPlan:
+    """What will happen, as `--dry-run` prints it and `--dry-run --json` gives it."""
+
     launcher: str
     places: tuple[RankPlacement, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -64,9 +69,11 @@ class LaunchPlan:
     """The batch script."""
 
     def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values for JSON."""
         return asdict(self) | {"places": [place._asdict() for place in self.places]}
 
     def print_plan(self, as_json: bool) -> None:
+        """Print the plan, as text or as JSON."""
         print(json.dumps(self.to_dict(), indent=2) if as_json else "\n".join(self._render_lines()))
 
     def _render_lines(self) -> Iterator[str]:
@@ -81,11 +88,13 @@ class LaunchPlan:
             yield from ("", "script:", *(f"  {line}" for line in self.script.splitlines()))
 
     def _render_shape(self) -> str:
+        """How many processes on how many devices each, where that is more than one."""
         each, count = len(self.places[0].devices), len(self.places)
         kind = "stages" if self.places[0].devices[0].startswith("cpu") else "devices"
         return f": {count} process{'es' * (count > 1)} × {each} {kind}" if each > 1 else ""
 
     def _render_rows(self) -> Iterator[tuple[str, ...]]:
+        """A row per rank; in a large world one per node."""
         if len(self.places) <= _MAX_LISTED_RANKS:
             for place in self.places:
                 row = (
@@ -108,10 +117,12 @@ class LaunchPlan:
 
 
 def _format_span(first: int, last: int) -> str:
+    """`3`, or `4–7`."""
     return str(first) if first == last else f"{first}–{last}"
 
 
 def render_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Lines with the cells of each column below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
@@ -120,7 +131,7 @@ def render_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 def place_ranks(
     hosts: Sequence[str], procs: Sequence[int], gpus: int, devices_per_replica: int = 1
 ) -> tuple[RankPlacement, ...]:
-    """Ranks fill node by node; with no GPU, a rank is on its node's CPU."""
+    """Where each rank will be: ranks fill node by node. Without a GPU a rank is on its node's CPU."""
     found: list[RankPlacement] = []
     rule = DeviceRule(gpus, devices_per_replica)
     for host, count in zip(hosts, procs, strict=True):
@@ -130,7 +141,8 @@ def place_ranks(
 
 
 def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> tuple[str, ...]:
-    """The step that says so; of replicas of one device, the table says enough."""
+    """The step of a plan that leaves devices idle. With one device per replica the table shows
+    enough."""
     each = config.replica.devices
     left = visible_devices - procs * each
     given = f"launch.procs={procs} × replica.devices={each}"
@@ -142,6 +154,7 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
 
 
 def describe_failure_policy(config: Config) -> str:
+    """The step of a plan that says what happens after a failure."""
     if not config.launch.max_restarts:
         return "on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts
@@ -150,6 +163,7 @@ def describe_failure_policy(config: Config) -> str:
 
 
 def describe_workload(config: Config) -> str:
+    """What the processes run: a program or an experiment."""
     if config.program:
         return shlex.join(config.program)
     shared = ", one model shared out between all ranks (fsdp)"

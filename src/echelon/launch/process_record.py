@@ -1,7 +1,7 @@
-"""The process a run depends on: written down by itself, recognised by others, asked to end.
+"""The process that a run depends on: recorded by itself, recognised and signalled by others.
 
-A number alone is not enough, because numbers are given again. With the time of its birth and the
-boot it was born in, a process is never taken for another.
+A process id alone is not enough, because ids are used again. With its start time and the boot it
+was started in, a process is never taken for another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.utils.processes import read_stat_fields
 
 
 def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any]:
-    """What a launcher writes into the status of a run that it is about to start from here."""
+    """What a launcher writes into the status of a run that it is about to start from this process."""
     return {
         "state": "starting",
         "launcher": launcher,
@@ -34,12 +34,13 @@ def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any
 
 
 def identify_this_process() -> dict[str, Any]:
+    """The record of this process, as it goes into a run's status."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "born": _read_birth(pid)}
 
 
 def is_alive(process: object) -> bool | None:
-    """None: it cannot be told from this machine."""
+    """Whether the recorded process is running; None if that cannot be known from this machine."""
     if not isinstance(process, Mapping) or process.get("host") != socket.gethostname():
         return None
     pid = process.get("pid")
@@ -47,8 +48,11 @@ def is_alive(process: object) -> bool | None:
 
 
 def send_signal(process: Mapping[str, Any], number: signal.Signals) -> bool:
-    """Whether it was there to get the signal. The handle is taken before the look, so that what
-    was looked at is what gets it."""
+    """Send a signal to the recorded process; returns whether it was there.
+
+    The handle is opened before the check, so that the process that was checked is the one that gets
+    the signal.
+    """
     try:
         handle = os.pidfd_open(process["pid"])
     except ProcessLookupError:
@@ -65,7 +69,7 @@ def send_signal(process: Mapping[str, Any], number: signal.Signals) -> bool:
 
 
 def _read_birth(pid: int) -> str | None:
-    """None when there is no such process, or only what is left of it."""
+    """Start time and boot of a process; None if it does not exist, or is a zombie."""
     fields = read_stat_fields(pid)
     if fields is None or fields[0] in "ZX":
         return None

@@ -1,8 +1,8 @@
-"""Who this process is: rank, size, node, master and devices, and why it is thought so.
+"""Who this process is: rank, size, node, master and devices, and what that was concluded from.
 
 Everything is read from a mapping of variables that is passed in. Nothing here imports torch, opens
-a socket or asks the machine, so `echelon explain` answers in a blink, and a dump of somebody
-else's variables explains their world as well as ours.
+a socket or asks the machine. So `echelon explain` answers at once, and a copy of somebody else's
+variables explains their world as well as ours.
 """
 
 from echelon.world.detect import detect

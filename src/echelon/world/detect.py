@@ -1,7 +1,7 @@
-"""From variables to a world.
+"""From environment variables to a world.
 
-The first launcher whose variables are all there decides; the gaps it leaves are filled and
-marked as guesses; whatever else was set is listed as ignored, with the reason.
+The first launcher whose variables are all there decides. The gaps it leaves are filled and marked
+as guesses. Whatever else was set is listed as ignored, with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def detect(
     devices_per_replica: int = 1,
     share_devices: bool = False,
 ) -> Detection:
-    """Who this process is. Everything that is wrong is raised at once, as one EchelonError."""
+    """The world of a process with these variables, with the reasons for every field.
+
+    `rank`, `world_size` and `master` are what was typed, and win over all variables. Everything
+    that is wrong is raised at once, as one EchelonError.
+    """
     draft = WorldDraft(env)
     if rank is not None or world_size is not None:
         source = None
@@ -69,6 +73,7 @@ def detect(
 
 
 def _read_explicit(draft: WorldDraft, rank: int | None, world_size: int | None) -> None:
+    """Take the rank and the world size that were typed."""
     draft.source = "explicit"
     draft.reasons["source"] = "rank= and world_size= win over all variables"
     if rank is None or world_size is None:
@@ -91,7 +96,7 @@ def _read_explicit(draft: WorldDraft, rank: int | None, world_size: int | None) 
 
 
 def _read_variables(draft: WorldDraft) -> LauncherVariables | None:
-    """Read the source that decides; None where the process is alone."""
+    """Read the variables of the launcher that decides; returns it, or None for a single process."""
     env = draft.env
     source = choose_launcher(env)
     if source is None:
@@ -112,6 +117,7 @@ def _read_variables(draft: WorldDraft) -> LauncherVariables | None:
 
 
 def _describe_evidence(draft: WorldDraft, source: LauncherVariables) -> str:
+    """The variables by which the launcher was recognised."""
     names = [source.find_variable(draft.env, f) for f in ("agent", "step", "rank", "size")]
     found = [name for name in names if name]
     draft.variables_read.update(found)
@@ -119,6 +125,7 @@ def _describe_evidence(draft: WorldDraft, source: LauncherVariables) -> str:
 
 
 def _read_single_process(draft: WorldDraft) -> None:
+    """No launcher: one process."""
     draft.reasons["source"] = "no launcher variables make a world"
     draft.set_value("rank", 0, "one process")
     draft.set_value("size", 1, "one process")
@@ -129,7 +136,7 @@ def _read_single_process(draft: WorldDraft) -> None:
 def _report_missing_variables(
     draft: WorldDraft, source: LauncherVariables, missing: list[str]
 ) -> None:
-    """Some of a launcher's variables without the others: nobody can tell what was meant."""
+    """Some variables of a launcher are set without the others, so nobody knows what was intended."""
     names = [name for names in source.variables.values() for name in names if name in draft.env]
     found = ", ".join(draft.quote_variable(name) for name in names)
     absent = " and ".join(missing)
@@ -141,7 +148,7 @@ def _report_missing_variables(
     )
 
 
-# ---- what single sources say in their own way --------------------------------------------------
+# ---- what single launchers do in their own way -------------------------------------------------
 
 
 def _read_plain_rank(draft: WorldDraft) -> None:
@@ -156,6 +163,7 @@ def _read_plain_rank(draft: WorldDraft) -> None:
 
 
 def _set_one_process_per_node(draft: WorldDraft, because: str) -> None:
+    """Fill in local rank, node rank and node count where every node has one process."""
     draft.set_value("local_rank", 0, because)
     draft.set_value("local_size", 1, because)
     for name, same in (("node_rank", "rank"), ("nodes", "size")):
@@ -164,6 +172,7 @@ def _set_one_process_per_node(draft: WorldDraft, because: str) -> None:
 
 
 def _read_cluster_nodes(draft: WorldDraft) -> None:
+    """The general-purpose cluster's WORLD_SIZE counts nodes."""
     if "size" in draft.values:
         draft.reasons["size"] += ": WORLD_SIZE counts nodes here"
     _set_one_process_per_node(draft, "one process per node")
@@ -199,7 +208,7 @@ EXTRA_READERS: dict[str, Callable[[WorldDraft], None]] = {
 
 
 def _fill_gaps(draft: WorldDraft, master: str | None) -> None:
-    """Whatever the source left open, certain where one machine is certain, else a guess."""
+    """Fill what the launcher left open: certain where all ranks are on one machine, else a guess."""
     have, rank, size = draft.values, draft.values["rank"], draft.values["size"]
     together = _why_single_machine(draft, master)
     put = draft.set_value if together else draft.set_guess
@@ -234,7 +243,7 @@ def _why_single_machine(draft: WorldDraft, master: str | None) -> str | None:
 
 
 def _check_ranges(draft: WorldDraft) -> None:
-    """Each rank below its size; both are named as they were set."""
+    """Check that each rank is below its size; both are named as they were set."""
     for small, large in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "nodes")):
         low, high = draft.reasons[small], draft.reasons[large]
         if draft.values[large] < 1:
@@ -257,7 +266,7 @@ def _check_ranges(draft: WorldDraft) -> None:
 
 
 def _decide_device_rule(draft: WorldDraft, rule: DeviceRule) -> DeviceRule:
-    """The rule for this process, with its reason; a fault where devices are too few."""
+    """The device rule of this process, with its reason; a fault where devices are too few."""
     if rule.per_replica < 1:
         draft.add_fault(f"{rule.per_replica} devices per replica is too few", "give 1 or more")
     if draft.faults:
@@ -269,13 +278,14 @@ def _decide_device_rule(draft: WorldDraft, rule: DeviceRule) -> DeviceRule:
             draft.reasons["devices"] = f"each task sees only its own: {cut}"
             return DeviceRule(rule.visible, rule.per_replica, rule.share, own=True)
     draft.reasons["devices"] = _describe_device_reason(rule, local_rank)
-    # A guessed local rank is no reason to refuse: placed() will look again.
+    # A guessed local rank is not a reason to refuse: `with_hosts` checks again.
     if not draft.is_guess and (fault := rule.find_fault(local_rank)):
         draft.faults.append(fault)
     return rule
 
 
 def _describe_device_reason(rule: DeviceRule, local_rank: int) -> str:
+    """Why this process gets these devices."""
     if not rule.visible:
         stages = f": {rule.per_replica} stages of one CPU" if rule.per_replica > 1 else ""
         return f"no CUDA device is visible{stages}"
@@ -284,10 +294,11 @@ def _describe_device_reason(rule: DeviceRule, local_rank: int) -> str:
     return f"local rank {local_rank}{each}, {rule.visible} visible{shared}"
 
 
-# ---- what is told -------------------------------------------------------------------------------
+# ---- what is reported ---------------------------------------------------------------------------
 
 
 def _list_reasons(world: World, draft: WorldDraft) -> tuple[DetectionReason, ...]:
+    """Every decided field with its reason, for `echelon explain`."""
     names = ("source", *WORLD_FIELDS, "master", "devices")
     shown = {"devices": ", ".join(world.devices), "master": world.master or "none"}
     return tuple(
@@ -322,8 +333,9 @@ def _explain_ignored(
     names: tuple[str, ...],
     name: str,
 ) -> str | None:
+    """Why one variable was not read; None if that is not worth a line."""
     if source is winner:
-        # Two names of one fact that say the same are not worth a line.
+        # Two variables with the same value for one field are not worth a line.
         read = [
             n for n in names if n in draft.variables_read and draft.env[n] != draft.env.get(name)
         ]
@@ -338,6 +350,7 @@ def _explain_ignored(
 
 
 def _explain_ignored_master(draft: WorldDraft, world: World) -> str:
+    """Why MASTER_ADDR and MASTER_PORT were not read."""
     if world.master is None:
         return "one process meets nobody"
     return "master= decides" if draft.source != "explicit" else "rank= needs master=HOST:PORT"

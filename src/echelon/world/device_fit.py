@@ -1,9 +1,9 @@
 """The one rule of whether processes fit onto devices, and the sentences that report a misfit.
 
-A process holds `devices_per_replica` devices of its own, unless sharing was asked for. Everybody who
-has to decide this asks here: the configuration (launch.gpus_per_node), a launcher's plan (the
-devices visible on this machine), a host of launch=ssh, a node that joins a run, and a single rank
-that looks for its devices.
+A process holds `devices_per_replica` devices of its own, unless sharing was asked for. Whoever has
+to decide this asks here: the configuration (launch.gpus_per_node), a launcher's plan (the devices
+visible on this machine), a host of launch=ssh, a node that joins a run, and a single rank that
+needs to know its devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A world in the making."""
+"""A world that is still being detected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.world.launcher_variables import Env
 
 @dataclass
 class WorldDraft:
-    """What is known and why, which variables were read, what is wrong."""
+    """What is known so far and why, which variables were read, and which faults were found."""
 
     env: Env
     source: str = "single process"
@@ -22,22 +22,25 @@ class WorldDraft:
     is_guess: bool = False
 
     def set_value(self, name: str, value: int, because: str) -> None:
+        """Set a field, with the reason."""
         self.values[name], self.reasons[name] = value, because
 
     def set_guess(self, name: str, value: int, because: str) -> None:
+        """Set a field that may turn out to be another once the processes have met."""
         self.is_guess = True
         self.set_value(name, value, f"a guess: {because}")
 
     def add_fault(self, what: str, do: str) -> None:
+        """Note a fault; all of them are raised together at the end."""
         self.faults.append(Fault(what, do))
 
     def quote_variable(self, name: str) -> str:
-        """A variable as it is set; it then counts as read."""
+        """A variable as it is set, NAME=VALUE; it then counts as read."""
         self.variables_read.add(name)
         return f"{name}={self.env[name]}"
 
     def read_integer(self, name: str) -> int | None:
-        """A variable's whole number, or a fault."""
+        """The whole number in a variable, or None and a fault."""
         quoted, raw = self.quote_variable(name), self.env[name].strip()
         if not raw:
             self.add_fault(f"{name} is set, but empty", f"unset {name}, or give it its number")

@@ -1,4 +1,4 @@
-"""The launchers, each one table from a field of the world to the variables that say it."""
+"""The launchers that Echelon recognises: for each, the variables that give the fields of a world."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """One launcher: which variable says which field (the first one that is set is read)."""
+    """One launcher: the variables of each field, of which the first that is set is read."""
 
     name: str
     variables: Mapping[str, tuple[str, ...]]
     explain_refusal: Callable[[Env], str | None] = lambda env: None
-    """Why these variables, though set, say nothing about this process."""
+    """Why these variables, though set, do not describe this process; None if they do."""
 
     def find_variable(self, env: Env, field: str) -> str | None:
-        """The variable that says a field here."""
+        """The variable that gives a field here; None if none is set."""
         return next((name for name in self.variables.get(field, ()) if name in env), None)
 
     def list_missing(self, env: Env) -> list[str]:
-        """The variables without which there is no rank or no size."""
+        """The variables that are missing for a rank or a size."""
         return [self.variables[f][0] for f in ("rank", "size") if not self.find_variable(env, f)]
 
     def is_partly_set(self, env: Env) -> bool:
-        """Whether somebody meant this source, complete or not."""
+        """Whether any of its main variables is set, complete or not."""
         return any(self.find_variable(env, f) for f in ("rank", "size", "local_rank"))
 
 
 def _refuse_pmi(env: Env) -> str | None:
-    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, and no local rank: the step says more. An
+    """Why PMI's variables are not used, where srun set them."""
+    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, and no local rank: the step has more. An
     # mpiexec inside a step (it starts its own daemons by srun) is recognised by its local rank.
     if slurm_variables.explain_not_a_step(env) or PMI.find_variable(env, "local_rank"):
         return None
@@ -41,11 +42,13 @@ def _refuse_pmi(env: Env) -> str | None:
 
 
 def _refuse_torchrun(env: Env) -> str | None:
+    """Why torchrun's variables are not used, where there is only WORLD_SIZE."""
     # WORLD_SIZE alone is the general-purpose cluster's, or exported by a Slurm script.
     return None if "RANK" in env or "LOCAL_RANK" in env else "says nothing without RANK"
 
 
 def _refuse_cluster(env: Env) -> str | None:
+    """Why the cluster's variables are not used, where ranks are set."""
     ranks = [name for name in ("RANK", "LOCAL_RANK") if name in env]
     return f"{ranks[0]} is set: these are not one process per node" if ranks else None
 
@@ -112,7 +115,7 @@ NEVER_READ_VARIABLES = {
 
 
 def choose_launcher(env: Env) -> LauncherVariables | None:
-    """The first source that has its rank and size, else the first that has a part of them."""
+    """The first launcher that has its rank and size, else the first that has a part of them."""
     usable_launchers = [source for source in KNOWN_LAUNCHERS if not source.explain_refusal(env)]
     complete_launchers = [source for source in usable_launchers if not source.list_missing(env)]
     if complete_launchers[:1] == [TORCHRUN] and "LOCAL_RANK" not in env:
@@ -129,5 +132,6 @@ def choose_launcher(env: Env) -> LauncherVariables | None:
 
 
 def _names_same_rank(source: LauncherVariables, env: Env) -> bool:
+    """Whether a launcher gives the same rank and size as RANK and WORLD_SIZE."""
     names = source.find_variable(env, "rank"), source.find_variable(env, "size")
     return [env[name] for name in names if name] == [env["RANK"], env["WORLD_SIZE"]]

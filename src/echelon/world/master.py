@@ -1,4 +1,4 @@
-"""Where the processes of a world meet."""
+"""Where the processes of a world meet: MASTER_ADDR and MASTER_PORT, or what stands for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 def find_master(
     draft: WorldDraft, source: LauncherVariables | None, master: str | None
 ) -> str | None:
-    """Where the processes meet; None for one process."""
+    """HOST:PORT where the processes meet; None for one process, or where a fault was noted."""
     if draft.values.get("size", 2) == 1:
         draft.reasons["master"] = "one process meets nobody"
         return None
@@ -23,7 +23,7 @@ def find_master(
         draft.reasons["master"] = f"master={master}" if master is not None else "the default"
         return _parse_explicit_master(draft, master if master is not None else LOOPBACK)
     if source is None or (source.list_missing(draft.env) and source is not CLUSTER):
-        return None  # half a world is told as that; its master would only be more of the same
+        return None  # the missing variables are reported; a missing master is the same fault
     host, port = _find_host(draft, source), _find_port(draft, source)
     draft.reasons["master"] = ", ".join(because for _, because in (host, port) if because)
     # The brackets keep an IPv6 address apart from its port.
@@ -32,6 +32,7 @@ def find_master(
 
 
 def _parse_explicit_master(draft: WorldDraft, text: str) -> str:
+    """The address that was typed as master=HOST:PORT."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]]+)(?::([0-9]+))?", text)
     if not match:
         draft.add_fault(
@@ -45,7 +46,7 @@ def _parse_explicit_master(draft: WorldDraft, text: str) -> str:
 
 
 def _find_host(draft: WorldDraft, source: LauncherVariables) -> tuple[str, str]:
-    """The master's host and the reason; a fault where nothing says it."""
+    """The master's host and the reason; a fault where no variable gives it."""
     if "MASTER_ADDR" in draft.env:
         host, quoted = draft.env["MASTER_ADDR"].strip(), draft.quote_variable("MASTER_ADDR")
         if not host:
@@ -71,6 +72,7 @@ def _find_host(draft: WorldDraft, source: LauncherVariables) -> tuple[str, str]:
 
 
 def _first_step_host(draft: WorldDraft) -> tuple[str, str]:
+    """The first host of the Slurm step."""
     listed = draft.env.get("SLURM_STEP_NODELIST", "")
     try:
         host = slurm_variables.expand_hostlist(listed)[0]
@@ -84,6 +86,7 @@ def _first_step_host(draft: WorldDraft) -> tuple[str, str]:
 
 
 def _find_port(draft: WorldDraft, source: LauncherVariables) -> tuple[int, str]:
+    """The master's port and the reason; a fault where no variable gives it."""
     if "MASTER_PORT" in draft.env:
         port = draft.read_integer("MASTER_PORT")
         quoted = draft.quote_variable("MASTER_PORT")
@@ -103,11 +106,13 @@ def _find_port(draft: WorldDraft, source: LauncherVariables) -> tuple[int, str]:
 
 
 def _check_port(draft: WorldDraft, port: int, quoted: str) -> None:
+    """Note a fault if this is not a port."""
     if not 1 <= port <= 65535:
         draft.add_fault(f"{quoted}: {port} is not a port", "give a number from 1 to 65535")
 
 
 def _is_mpi(source: LauncherVariables) -> bool:
+    """Whether the launcher is an MPI's."""
     return source in (OPEN_MPI, PMI)
 
 

@@ -1,4 +1,4 @@
-"""A detection as a table to read and as JSON."""
+"""A detected world as a table to read and as JSON, for `echelon explain`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DITTO_MARK = '"'
 
 
 def detection_to_dict(detection: Detection) -> dict[str, Any]:
-    """Plain dicts, lists, strings and numbers: what goes in comes back from JSON the same."""
+    """The detection as plain dicts, lists, strings and numbers; a round trip through JSON changes
+    nothing."""
     world = asdict(detection.world)
     world["devices"] = list(detection.world.devices)
     return {
@@ -27,7 +28,7 @@ def detection_to_dict(detection: Detection) -> dict[str, Any]:
 
 
 def render_detection(detection: Detection) -> RenderableType:
-    """The decision in a line, the table behind it, and what was seen and ignored."""
+    """The decision in a line, the table of its reasons, and what was ignored."""
     from rich.console import Group
     from rich.text import Text
 
@@ -46,6 +47,7 @@ def render_detection(detection: Detection) -> RenderableType:
 
 
 def _render_headline(detection: Detection) -> str:
+    """The decision in one line."""
     world = detection.world
     if world.size > 1:
         return _render_place(world)
@@ -57,6 +59,7 @@ def _render_headline(detection: Detection) -> str:
 
 
 def _render_place(world: World) -> str:
+    """Which rank this process is, on which devices and node."""
     return (
         f"rank {world.rank} of {world.size} on {', '.join(world.devices)}, "
         f"node {world.node_rank} of {world.nodes}, from {world.source}"
@@ -64,6 +67,7 @@ def _render_place(world: World) -> str:
 
 
 def _make_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    """A table in which a repeated reason is a ditto mark."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -74,7 +78,7 @@ def _make_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Tab
         table.add_column(name, overflow="fold")
     above = ""
     for *cells, why in rows:
-        # Text, not markup: a host list like n[1-3] is no style.
+        # Text, not markup: a host list like n[1-3] is not markup.
         table.add_row(*map(Text, cells), Text(DITTO_MARK if why == above else why))
         above = why
     return table

@@ -18,7 +18,7 @@ TERMINAL_VARIABLES = ("SLURM_PTY_PORT", "SLURM_PTY_WIN_ROW")
 
 
 def explain_not_a_step(env: Mapping[str, str]) -> str | None:
-    """Why this process is no task of a step, or None where it is one.
+    """Why this process is not a task of a step, or None where it is one.
 
     The variables of the allocation (SLURM_NTASKS among them) are also set in a `salloc` shell and
     in the batch script itself, where exactly one process runs.
@@ -47,10 +47,11 @@ def _is_in_terminal(env: Mapping[str, str]) -> bool:
 
 
 def find_lost_task_fault(env: Mapping[str, str]) -> Fault | None:
-    """A terminal's variables on a task that is not the first: never one process, so say it.
+    """The fault of a task that has a terminal's variables and is not the first; None if all is
+    well.
 
     Only task 0 of a step has the terminal. Taking the others for single processes would start the
-    same training several times over.
+    same training several times.
     """
     task = env.get("SLURM_PROCID", "0")
     found = [name for name in TERMINAL_VARIABLES if name in env]
@@ -67,33 +68,33 @@ def find_lost_task_fault(env: Mapping[str, str]) -> Fault | None:
 def expand_hostlist(text: str) -> list[str]:
     """The hosts of a Slurm host list: `n[1-3,7],gpu-[01-04]` → n1, n2, n3, n7, gpu-01 …
 
-    Raises ValueError where the text is no host list.
+    Raises ValueError where the text is not a host list.
     """
     return [host for word in _split_hostlist(text) for host in _expand_word(word)]
 
 
 def _split_hostlist(text: str) -> list[str]:
-    """Cut at the commas outside brackets."""
+    """Split at the commas outside brackets."""
     words = re.findall(r"(?:[^\[\],]|\[[^\[\]]*\])+", text)
     if ",".join(words) != text:
-        raise ValueError(f"{text!r} is no Slurm host list")
+        raise ValueError(f"{text!r} is not a Slurm host list")
     return words
 
 
 def _expand_word(word: str) -> list[str]:
-    """One word with any number of brackets; the last bracket counts fastest, as in Slurm."""
+    """Expand one word with any number of brackets; the last bracket counts fastest, as in Slurm."""
     pieces = re.split(r"\[([^\]]*)\]", word)
     choices = [_expand_ranges(p) if i % 2 else [p] for i, p in enumerate(pieces)]
     return ["".join(parts) for parts in product(*choices)]
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """`1-3,7` → 1, 2, 3, 7; the width of the first number is kept (`08-10` → 08, 09, 10)."""
+    """`1-3,7` → 1, 2, 3, 7. The width of the first number is kept: `08-10` → 08, 09, 10."""
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{text!r} is no range of hosts")
+            raise ValueError(f"{text!r} is not a range of hosts")
         first, last = match[1], match[2] or match[1]
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers
@@ -105,25 +106,25 @@ def parse_tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise ValueError(f"{text!r} is no list of tasks per node")
+            raise ValueError(f"{text!r} is not a list of tasks per node")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def derive_step_port(env: Mapping[str, str]) -> int:
-    """The same port on every task of a step, another one for the next step or job.
+    """A port that is the same on every task of a step, and another one for the next step or job.
 
-    Below 32768, where Linux begins to hand out ports of its own accord.
+    It is below 32768, where Linux begins to give ports to clients.
     """
     step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
     return 20000 + zlib.crc32(step.encode()) % 12000
 
 
 def find_device_cut_variable(env: Mapping[str, str], needed_devices: int) -> str | None:
-    """The variable that says each task is shown its own devices only, or None.
+    """The variable that shows that each task sees only its own devices, or None.
 
-    `needed` is what all tasks of this node hold together: where the step holds that many here
-    while a task sees only its share, the share was cut for it (--gpus-per-task, --gpu-bind).
+    `needed_devices` is what all tasks of this node hold together. Where the step holds that many
+    here while a task sees only its share, the share was cut for it (--gpus-per-task, --gpu-bind).
     """
     if env.get("SLURM_GPUS_PER_TASK"):
         return f"SLURM_GPUS_PER_TASK={env['SLURM_GPUS_PER_TASK']}"

@@ -1,4 +1,4 @@
-"""The values a detection is made of."""
+"""The values of a detected world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeviceRule:
     """The scheduler shows each process its own devices only, so all count from 0."""
 
     def find_fault(self, local_rank: int) -> Fault | None:
-        """Why this local rank gets no devices of its own, if it does not."""
+        """Why this local rank gets no devices of its own; None if it does."""
         procs = 1 if self.own else local_rank + 1  # the local ranks up to this one
         misfit = find_misfit(self.visible, self.per_replica, procs, self.share)
         if misfit is None:
@@ -44,7 +44,8 @@ class DeviceRule:
         )
 
     def device_names(self, local_rank: int) -> tuple[str, ...]:
-        """The devices of a local rank; past the last visible one they begin again."""
+        """The devices of a local rank. Past the last visible one they begin again, for ranks that
+        share."""
         if not self.visible:
             stages = range(self.per_replica)
             return tuple(f"cpu stage {i}" for i in stages) if len(stages) > 1 else ("cpu",)
@@ -77,13 +78,14 @@ class World:
     devices: tuple[str, ...]
     settled: bool = True
     """False: the variables do not say who shares a machine, so the local rank, the nodes and the
-    devices are a guess until :meth:`placed` is told every rank's host."""
+    devices are a guess until :meth:`with_hosts` is given the host of every rank."""
     rule: DeviceRule = DeviceRule()
 
     def with_hosts(self, hosts: Sequence[str]) -> World:
-        """This world, given the host of every rank: nodes count in the order of their first rank.
+        """This world, given the host of every rank; nodes are numbered in the order of their first
+        rank.
 
-        Devices follow the new local rank; an :class:`EchelonError` says when there are too few.
+        Devices follow the new local rank. Raises an EchelonError when they are too few.
         """
         if len(hosts) != self.size:
             raise ValueError(f"{len(hosts)} hosts for a world of {self.size}")

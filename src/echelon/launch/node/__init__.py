@@ -1,1 +1,1 @@
-"""What runs on one node: the torchrun agent, the fork server, the rendezvous and the lifeline."""
+"""One node of a run: its agent, the rendezvous with the other nodes, and the workers it forks."""

@@ -1,4 +1,9 @@
-"""torchrun's elastic agent, with workers forked from a zygote and one root cause at the end."""
+"""torchrun's elastic agent, with workers from a fork server and one root cause at the end.
+
+torch's `SimpleElasticAgent` does the rendezvous, assigns ranks and counts restarts. The subclass
+here says how a worker is started, watched and ended, and decides which failure of an attempt was
+the first.
+"""
 
 from __future__ import annotations
 
@@ -52,24 +57,27 @@ class NodeJob:
     run: Run
     node: NodeSpec
     entrypoint: str
-    """MODULE:FUNCTION that a worker is."""
+    """MODULE:FUNCTION that a worker calls."""
     hang_s: float
     program: list[str] = field(default_factory=list)
-    """Somebody else's program; else the run's experiment."""
+    """The words of a program to run instead of the experiment."""
     is_plain: bool = False
-    """Whether the program is left alone with who it is."""
+    """Whether the program gets no variables of torchrun's (mode=plain)."""
 
     @property
     def shows_rank_0(self) -> bool:
-        """Whether the agent puts rank 0's log on the screen; an experiment does so itself."""
+        """Whether the agent prints rank 0's log. An experiment prints by itself; a program does not
+        know that it should."""
         return bool(self.program)
 
 
 class NodeAgent(SimpleElasticAgent):
     """Starts and watches the workers of this node.
 
-    torch's agent does rendezvous, ranks and restarts; this class says how a worker is started,
-    watched and ended.
+    After `run` has returned, `failure` is the first failure of the newest attempt, of whatever
+    node, or None. The methods that begin with an underscore and are named by torch
+    (`_start_workers`, `_monitor_workers`, `_stop_workers`, `_shutdown`) are called by torch's
+    agent.
     """
 
     def __init__(
@@ -83,37 +91,38 @@ class NodeAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=300)
         self._tcp_store = store
         self._port = store.port
-        """Where the workers find a store."""
+        """Of the store that the workers are given."""
         self._fork_server = fork_server
         self._lifeline = lifeline
         self._job = job
         self._run = job.run
         self._attempt = -1
         self._pids: dict[int, int] = {}
-        """Local rank → process."""
+        """Local rank → process id."""
         self._exit_codes: dict[int, int] = {}
-        """Local rank → exit code, of those that ended."""
+        """Local rank → exit code, of the workers that have ended."""
         self._ranks: dict[int, int] = {}
         """Local rank → rank."""
         self._interrupts = 0
         self._stop_signal: signal.Signals | None = None
-        """The signal that asked for a stop."""
+        """The first stop signal that came, if one did."""
         self._unsignalled_ranks: list[int] = []
-        """Local ranks that would not know of it yet."""
+        """Local ranks to which a stop signal has yet to be sent."""
         self._has_reported_done = False
-        """Whether the other nodes know that the ranks of this one have ended."""
+        """Whether this node has counted itself as done, in this attempt."""
         self._heartbeat_watch = HeartbeatReader(self._heartbeat_file, spec.local_world_size)
         self._log_stamps = LogStamps(self._run, job.node, [], job.shows_rank_0)
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
 
     def was_killed(self, local_rank: int) -> bool:
-        """Whether it ended without a chance to say its last words."""
+        """Whether this local rank ended by a signal, without a chance to print its last lines."""
         return self._exit_codes.get(local_rank, -signal.SIGKILL) < 0
 
-    # --- what torch's agent calls ---
+    # --- called by torch's agent ---
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers of one attempt; returns their process ids by local rank."""
         self._attempt += 1
         self._pids, self._exit_codes, self._unsignalled_ranks, self._has_reported_done = (
             {},
@@ -134,7 +143,7 @@ class NodeAgent(SimpleElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
         if self._fork_server.is_gone:
             self._fork_server = self._fork_server.start_replacement()
-        with contextlib.suppress(ForkServerGone):  # the codes say so
+        with contextlib.suppress(ForkServerGone):  # the exit codes show it
             for worker in worker_group.workers:
                 self._fork_server.start_worker(self._make_spawn_request(worker, worker_group))
             while len(self._pids) < len(worker_group.workers):
@@ -143,7 +152,12 @@ class NodeAgent(SimpleElasticAgent):
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with contextlib.suppress(ForkServerGone):  # the codes say what became of the workers
+        """Look at the workers once; torch's agent calls this twenty times a second.
+
+        Returns FAILED as soon as a rank of this or another node has failed or hangs, SUCCEEDED when
+        the ranks of all nodes have ended well, else HEALTHY.
+        """
+        with contextlib.suppress(ForkServerGone):  # the exit codes show what became of the workers
             self._process_events()
         self._log_stamps.record_growth()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
@@ -167,7 +181,8 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _are_all_nodes_done(self) -> bool:
-        """On every node: until then a rank elsewhere may yet fail, and all start again."""
+        """Whether the ranks of every node have ended. Until then a rank of another node may still
+        fail, and then all start again."""
         attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
         done = attempt.add("nodes done", 0 if self._has_reported_done else 1)
         self._has_reported_done = True
@@ -187,7 +202,12 @@ class NodeAgent(SimpleElasticAgent):
         return self._run.heartbeat_file(self._job.node.rank)
 
     def _choose_store_port(self) -> int:
-        """A program that starts again would find the keys of its last life in the same store."""
+        """The port of the store that the workers are given.
+
+        Experiments use the agents' own store, under keys of their attempt. A program that is
+        started again would find the keys of its previous attempt there, so each restart gets a
+        store of its own.
+        """
         if not self._job.program or self._attempt == 0:
             return self._tcp_store.port
         key = f"port/{self._attempt}"
@@ -197,6 +217,8 @@ class NodeAgent(SimpleElasticAgent):
         return int(self._tcp_store.get(key))
 
     def _make_spawn_request(self, worker: Any, group: WorkerGroup) -> WorkerSpawnRequest:
+        """What the fork server is told to start: torchrun's variables, the function to call, the
+        log file."""
         rank = worker.global_rank
         variables = {
             "RANK": rank,
@@ -216,7 +238,7 @@ class NodeAgent(SimpleElasticAgent):
             variables = {}
         elif group.spec.local_world_size > 1:
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        if self._job.program:  # what it prints is read while it runs, and after it was killed
+        if self._job.program:  # its log is read while it runs, and after it was killed
             variables["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "1")
         log = None if rank == 0 and not self._job.program else str(self._run.rank_log_file(rank))
         return WorkerSpawnRequest(
@@ -228,6 +250,10 @@ class NodeAgent(SimpleElasticAgent):
         )
 
     def _process_events(self) -> None:
+        """Take in what the fork server reports: workers that started and workers that exited.
+
+        Raises ForkServerGone when it has died; its workers died with it.
+        """
         by_pid = {pid: local_rank for local_rank, pid in self._pids.items()}
         for event in self._fork_server.read_events():
             if "started" in event:
@@ -235,16 +261,17 @@ class NodeAgent(SimpleElasticAgent):
                 by_pid[event["started"]] = event["local_rank"]
                 self._unsignalled_ranks.append(event["local_rank"])
                 self._forward_stop_signal()
-            elif event.get("exited") in by_pid:  # else one of an attempt before, slow to die
+            elif event.get("exited") in by_pid:  # else a worker of an earlier attempt
                 self._exit_codes[by_pid[event["exited"]]] = self._interpret_exit_code(event["code"])
-            elif "gone" in event:  # and by the zygote's death so are the workers
+            elif "gone" in event:  # and the workers died with it
                 self._exit_codes |= {
                     r: -signal.SIGKILL for r in self._ranks if r not in self._exit_codes
                 }
                 raise ForkServerGone
 
     def _interpret_exit_code(self, code: int) -> int:
-        """A program that a signal ends, which we passed on, did as it was told."""
+        """The exit code of a worker, with a program that was ended by the stop signal we forwarded
+        counted as preempted: it did what it was asked to."""
         was_requested = (
             self._job.program
             and self._stop_signal
@@ -253,9 +280,10 @@ class NodeAgent(SimpleElasticAgent):
         return Exit.PREEMPTED if was_requested else code
 
     def _kill_all_workers(self) -> None:
+        """Kill all workers with what they started, and wait a few seconds for their exit codes."""
         deadline = time.monotonic() + _KILL_WAIT_S
         for local_rank, pid in self._pids.items():
-            _send_signal_to_group(pid, signal.SIGKILL)  # also what a dead worker left behind
+            _send_signal_to_group(pid, signal.SIGKILL)  # also what a dead worker has left
             if local_rank not in self._exit_codes:
                 _send_signal(pid, signal.SIGKILL)
         while len(self._exit_codes) < len(self._pids) and time.monotonic() < deadline:
@@ -266,7 +294,8 @@ class NodeAgent(SimpleElasticAgent):
     # --- what went wrong ---
 
     def _first_failure(self, failed: dict[int, int]) -> Failure | None:
-        """Here, on another node, or of all at once."""
+        """The first failure of this attempt: here, on another node, or of a rank for which all
+        others wait."""
         if failed:
             return self._find_cause(failed)
         if verdict := self._lifeline.find_failure(self._attempt):
@@ -274,14 +303,19 @@ class NodeAgent(SimpleElasticAgent):
         stuck = self._lifeline.find_hung_rank(self._attempt, self._job.hang_s)
         here = {rank: local_rank for local_rank, rank in self._ranks.items()}
         if stuck is None or stuck.rank not in here:
-            return None  # of a rank elsewhere, its own agent tells more
+            return None  # the agent of its own node knows more about it
         local_rank = here[stuck.rank]
         return self._make_hang_failure(
             local_rank, stuck, self._heartbeat_watch.read_all()[local_rank]
         )
 
     def _find_cause(self, failed: dict[int, int]) -> Failure:
-        """What a rank said first; else the rank that died without a word."""
+        """The failure that a rank reported through the store; else that of a rank that died
+        silently.
+
+        A rank that was killed by a signal is blamed before one with an exit code: the others often
+        fail because they lost it.
+        """
         attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
         if attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
@@ -295,13 +329,14 @@ class NodeAgent(SimpleElasticAgent):
         elif self._job.program:
             words = (
                 "" if rank == 0 else self._log_stamps.read_last_lines(rank)
-            )  # rank 0's are on the screen
+            )  # rank 0's are on the screen already
             code = failed[silent_rank] if failed[silent_rank] > 0 else cause.exit
             cause = replace(cause, detail=cause.detail or words, exit=code, of_program=True)
-        attempt.compare_set("failure", "", cause.to_json())  # ranks elsewhere wait to hear it
+        attempt.compare_set("failure", "", cause.to_json())  # other ranks wait for it
         return cause
 
     def _collect_heartbeats(self) -> RankHeartbeats:
+        """The heartbeats of the living ranks of this node, as lifelines send them."""
         now, signs = time.monotonic(), self._heartbeat_watch.read_all()
         return [
             {
@@ -319,6 +354,7 @@ class NodeAgent(SimpleElasticAgent):
     def _make_hang_failure(
         self, local_rank: int, hung_rank: HungRank, heartbeat: HeartbeatRecord
     ) -> Failure:
+        """The failure of a rank for which all others wait, with its Python stack if it gives one."""
         pid = self._pids[local_rank]
         if _is_stopped(pid):
             detail = (
@@ -333,7 +369,8 @@ class NodeAgent(SimpleElasticAgent):
         return Failure(hung_rank.rank, socket.gethostname(), heartbeat.step, summary, detail)
 
     def _dump_stack(self, rank: int, pid: int) -> str:
-        """The worker's faulthandler writes it, whatever the worker is stuck in."""
+        """Ask a worker for its Python stack. Its faulthandler writes it, whatever the worker is
+        stuck in."""
         _send_signal(pid, signal.SIGQUIT)
         deadline = time.monotonic() + _STACK_WAIT_S
         file = self._run.stack_file(rank)
@@ -344,9 +381,12 @@ class NodeAgent(SimpleElasticAgent):
         return f"Rank {rank} gave no stack."
 
     def _announce_failure(self) -> None:
+        """Append the failure to the logs of the local ranks, and print that a restart follows, if
+        one does."""
         assert self.failure is not None
         if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h\x1b[K")  # the bar of a killed rank 0 had hidden the cursor
+            # The progress bar of a killed rank 0 left the cursor hidden.
+            sys.stderr.write("\x1b[?25h\x1b[K")
         for worker in self._worker_group.workers:
             log, words = self._run.rank_log_file(worker.global_rank), str(self.failure)
             with contextlib.suppress(OSError):  # the disk may be full
@@ -360,13 +400,16 @@ class NodeAgent(SimpleElasticAgent):
     # --- signals ---
 
     def install_signal_handlers(self) -> None:
+        """Handle the stop signals from now on, and unblock them: whoever started this process
+        blocked them until then, so that none was lost."""
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])  # see `echelon node`
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by what started us
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass it on. The ranks agree, save and exit; a second Ctrl-C does not wait for that."""
+        """Forward a stop signal to the workers. The ranks agree on a step, save and exit; a second
+        Ctrl-C does not wait for that."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             self._kill_all_workers()
@@ -376,7 +419,8 @@ class NodeAgent(SimpleElasticAgent):
         self._forward_stop_signal()
 
     def _forward_stop_signal(self) -> None:
-        """Once to each worker, also to one that starts later; a handler may come in between."""
+        """Send the stop signal once to each worker, also to one that starts later. A signal handler
+        may interrupt this method and call it again."""
         while self._stop_signal and self._unsignalled_ranks:
             with contextlib.suppress(IndexError):
                 local_rank = self._unsignalled_ranks.pop()
@@ -385,6 +429,7 @@ class NodeAgent(SimpleElasticAgent):
 
 
 def make_worker_spec(rendezvous: FixedRendezvous, procs: int, max_restarts: int) -> WorkerSpec:
+    """torch's description of the workers of one node."""
     return WorkerSpec(
         role="echelon",
         local_world_size=procs,
@@ -396,15 +441,18 @@ def make_worker_spec(rendezvous: FixedRendezvous, procs: int, max_restarts: int)
 
 
 def _send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def _send_signal_to_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process group that may be gone already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
 def _is_stopped(pid: int) -> bool:
+    """Whether a process is halted, by SIGSTOP or a debugger."""
     fields = read_stat_fields(pid)
     return fields is not None and fields[0] in "Tt"

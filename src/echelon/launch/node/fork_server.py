@@ -1,9 +1,9 @@
 """A process that has imported torch once and forks workers from then on.
 
 torch takes seconds to import and most of a worker's memory. Forked workers share both, and a
-restart costs milliseconds. The zygote has one thread, never touches a device and runs no user
-code, so that its children start clean. It speaks JSON over a socket; when the agent goes, it goes,
-and the workers with it.
+restart costs milliseconds. The fork server has one thread, never touches a device and runs no user
+code, so that its children start clean. It exchanges JSON messages with the agent over a socket.
+When the agent dies, the fork server dies, and the workers with it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,19 @@ class WorkerSpawnRequest:
     """MODULE:FUNCTION, called with the arguments; it ends the process and never returns."""
     arguments: list[str]
     log_file: str | None
-    """Where its output goes; None: to the screen."""
+    """Where its output goes; None: to the terminal."""
 
 
 class ForkServerGone(Exception):
-    """The process that starts workers was killed."""
+    """The fork server was killed, and its workers with it."""
 
 
 class ForkServer:
-    """The agent's handle."""
+    """The agent's handle of its fork server.
+
+    It is made before the agent's process starts threads: a process with threads cannot be forked
+    cleanly, and then a new interpreter has to import torch a second time.
+    """
 
     def __init__(self, preload: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,6 +71,7 @@ class ForkServer:
         ours.setblocking(False)
 
     def start_worker(self, request: WorkerSpawnRequest) -> None:
+        """Send the request to start a worker; `read_events` reports its process id."""
         self._socket.setblocking(True)
         try:
             self._socket.send(json.dumps(asdict(request)).encode())
@@ -76,7 +81,8 @@ class ForkServer:
         self._socket.setblocking(False)
 
     def read_events(self) -> Iterator[dict[str, Any]]:
-        """What happened since the last call: {"started": pid, …}, {"exited": pid, "code": n}."""
+        """What happened since the last call: {"started": pid, "local_rank": n}, {"exited": pid,
+        "code": n}, and {"gone": pid} once the fork server has died."""
         while True:
             try:
                 message = self._socket.recv(_MAX_MESSAGE_BYTES)
@@ -91,15 +97,16 @@ class ForkServer:
             yield json.loads(message)
 
     def wait_for_event(self, timeout_s: float) -> None:
-        """Sleep until there is news."""
+        """Sleep until there is something to read, or the time is over."""
         select.select([self._socket], [], [], timeout_s)
 
     def start_replacement(self) -> ForkServer:
-        """Another one, after this one was killed."""
+        """A new fork server, after this one was killed."""
         self.close()
         return ForkServer(self._preload)
 
     def close(self) -> None:
+        """End the fork server, which ends when its socket closes, and reap it."""
         self._socket.close()
         try:
             os.waitpid(self.pid, 0)
@@ -141,29 +148,33 @@ def _count_openblas_threads() -> int:
 
 
 def _spawn_fork_server(channel: socket.socket, preload: Sequence[str]) -> int:
+    """Start the fork server in a new interpreter; returns its process id."""
     code = "from echelon.launch.node.fork_server import main; main()"
     command = [sys.executable, "-c", code, str(channel.fileno()), *preload]
     return subprocess.Popen(command, pass_fds=[channel.fileno()]).pid
 
 
 def main() -> None:
+    """The main program of a fork server that was not forked: the socket's number, then what to
+    import."""
     number, *preload = sys.argv[1:]
     _serve_forks(socket.socket(fileno=int(number)), preload)
 
 
-# --- inside the zygote ---
+# --- inside the fork server ---
 
 
 def _serve_forks(channel: socket.socket, preload: Sequence[str]) -> None:
-    """Never returns."""
+    """Be the fork server; never returns."""
     try:
         die_with_parent(os.getppid())
-        # The agent decides. A worker inherits this: what comes early waits until it listens.
+        # The agent decides who stops. Workers inherit the mask, so that a signal that comes early
+        # waits until the worker handles it.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         for name in preload:
             importlib.import_module(name)
         gc.collect()
-        gc.freeze()  # a collection in a child would copy the pages they share
+        gc.freeze()  # a garbage collection in a child would copy the pages they share
         _answer_requests(channel)
     except ConnectionError:  # the agent has gone
         pass
@@ -174,6 +185,7 @@ def _serve_forks(channel: socket.socket, preload: Sequence[str]) -> None:
 
 
 def _answer_requests(channel: socket.socket) -> None:
+    """Fork a worker for each request and report each that exits, until the agent closes its end."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -201,6 +213,7 @@ def _answer_requests(channel: socket.socket) -> None:
 
 
 def _reap_children() -> Iterator[tuple[int, int]]:
+    """Process id and exit code of each child that has exited."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -215,10 +228,10 @@ def _reap_children() -> Iterator[tuple[int, int]]:
 
 
 def _become_worker(request: WorkerSpawnRequest) -> None:
-    """Never returns."""
+    """Be a worker: set it up and call its entrypoint; never returns."""
     try:
         die_with_parent(os.getppid())
-        os.setpgid(0, 0)  # its own children end with it, by the agent's hand
+        os.setpgid(0, 0)  # so that the agent can kill what it starts, too
         signal.set_wakeup_fd(-1)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -232,6 +245,7 @@ def _become_worker(request: WorkerSpawnRequest) -> None:
 
 
 def _set_up_worker(variables: Mapping[str, str], log: str | None) -> None:
+    """Set variables, standard streams and the number of threads."""
     os.environ.update(variables)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if log is not None:

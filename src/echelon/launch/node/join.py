@@ -1,4 +1,4 @@
-"""`echelon node`: this machine as one node of a run that another one planned."""
+"""`echelon node`: this machine as one node of a run that another machine planned."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def join_run(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
 ) -> int:
+    """Take part in the run of this folder as one of `nodes` nodes; returns the exit code of the
+    run.
+
+    `find_master` returns HOST:PORT of node 0, and may wait until that is known. `rank` is the
+    number of this node, by default that of the Slurm step. `on_port` is called with the port of
+    node 0's store once it is open, and `report_failure` with the first failure of the world, on
+    node 0.
+    """
     run = Run(Path(folder))
     if not run.config_file.exists():
         raise EchelonError(
@@ -60,7 +68,11 @@ def join_run(
 
 
 def _record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
-    """Node 0's code is the run's; srun's is that of the worst node, perhaps of a dead one."""
+    """Run the node and leave its exit code in the run folder.
+
+    Node 0's code is the run's: `srun` returns that of the worst node, which may be one that was
+    killed.
+    """
     code = int(Exit.FAILED)
     try:
         code = run_node()

@@ -1,7 +1,8 @@
-"""The agents of several nodes hold one connection each to node 0's: who dies, is cut off or
-hangs is noticed and named there, and everyone hears of it at once.
+"""How nodes learn that another one died, was cut off or hangs.
 
-Lines of JSON, nothing else. torch's store cannot tell that a client has gone; a connection can.
+The agent of every node holds one TCP connection to node 0's agent and exchanges lines of JSON over
+it. A closed connection or silence is a lost node. Node 0 decides which failure was the first and
+tells everybody at once. torch's store cannot do this: it does not know when a client is gone.
 """
 
 from __future__ import annotations
@@ -22,58 +23,63 @@ from echelon.errors import Exit
 from echelon.runs.failure import Failure
 
 SILENCE_LIMIT_S = 14.0
-"""A node that is not heard for so long is down or cut off."""
+"""A node that sends nothing for so long is down or cut off."""
 _BEAT_INTERVAL_S = 1.0
 _AGREE_TIMEOUT_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
 _SEND_LOCK = threading.Lock()
 _EVERY_ATTEMPT = -1
-"""In place of an attempt: there is nobody to start another one with."""
+"""In place of an attempt: a lost node ends all of them, as nobody is left to restart with."""
 
 RankHeartbeats = list[dict[str, Any]]
 """What an agent knows of its living ranks: rank, beats, step, begun, still (seconds without a
 beat), stopped."""
 
 _STARTING_BEATS = 6
-"""While a rank has made fewer it is starting or at rest, and the others may wait for it."""
+"""A rank with no more heartbeats than this is still starting, and the others may wait for it."""
 _STARTING_PATIENCE = 8
 """So many times longer, but less than their collectives wait (train.group.meet)."""
 
 
 class HungRank(NamedTuple):
-    """The rank that keeps all others waiting."""
+    """The rank for which all others wait."""
 
     rank: int
     limit_s: float
 
 
 class SingleNodeLifeline:
-    """The lifeline of a world of one node: nobody to tell, nobody to lose."""
+    """The lifeline of a world of one node, which has nobody to inform; also the interface of the
+    others."""
 
     def __init__(self) -> None:
         self._failures: dict[int, Failure] = {}
         self._heartbeats: RankHeartbeats = []
 
     def begin_attempt(self, attempt: int) -> None:
+        """Forget the heartbeats of the attempt before."""
         pass
 
     def report_heartbeats(self, heartbeats: RankHeartbeats) -> None:
+        """Take the heartbeats of the ranks of this node."""
         self._heartbeats = heartbeats
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
-        """The failure that came first in the whole world, now that this one happened here."""
+        """The first failure of the whole world in this attempt, now that this one happened here."""
         return self._failures.setdefault(attempt, failure)
 
     def find_failure(self, attempt: int) -> Failure | None:
-        """The failure of another node, if there is one; a lost node ends every attempt."""
+        """The failure that is known of this attempt, if there is one. A lost node ends every
+        attempt."""
         return self._failures.get(_EVERY_ATTEMPT) or self._failures.get(attempt)
 
     def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
-        """The rank that keeps all others waiting, if nobody has moved for so long."""
+        """The rank for which all others wait, if no rank has moved for so long; else None."""
         return _find_hung_rank(self._heartbeats, hang_s)
 
     def leave(self) -> None:
-        """Nobody leaves before the others have heard the end."""
+        """Close the lifeline, on node 0 after the others have: nobody leaves before all know how it
+        ended."""
 
 
 @dataclass
@@ -86,19 +92,19 @@ class LifelinePeer:
     ranks: str = "?"
     last_heard: float = field(default_factory=time.monotonic)
     heartbeats: RankHeartbeats | None = None
-    """None: not heard in this attempt."""
+    """None: nothing was received in this attempt."""
     partial_line: bytes = b""
 
 
 class LifelineServer(SingleNodeLifeline):
-    """Node 0's end."""
+    """Node 0's end of all lifelines. A thread reads from them."""
 
     def __init__(self, address: str, nodes: int) -> None:
         super().__init__()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=nodes)
         self.key = f"{self._listener.getsockname()[1]} {secrets.token_hex(16)}"
-        """What the others need to come in."""
+        """What the other nodes need to connect: port and secret."""
         self._nodes = nodes
         self._peers: dict[int, LifelinePeer] = {}
         self._attempt = 0
@@ -137,6 +143,7 @@ class LifelineServer(SingleNodeLifeline):
             time.sleep(0.02)
 
     def _serve(self) -> None:
+        """Accept nodes and read from them; runs in a thread of its own."""
         while True:
             for key, _ in self._selector.select(timeout=_BEAT_INTERVAL_S / 2):
                 if key.data is None:
@@ -149,27 +156,29 @@ class LifelineServer(SingleNodeLifeline):
                     self._read_from_peer(key.data)
             for peer in list(self._peers.values()):
                 if time.monotonic() - peer.last_heard > SILENCE_LIMIT_S:
-                    self._lose_peer(peer, f"has not been heard for {SILENCE_LIMIT_S:g} s")
+                    self._lose_peer(peer, f"has sent nothing for {SILENCE_LIMIT_S:g} s")
 
     def _read_from_peer(self, peer: LifelinePeer) -> None:
+        """Read what a node has sent, line by line."""
         try:
             data = peer.connection.recv(1 << 16)
         except OSError:
             data = b""
         if not data:
-            self._lose_peer(peer, "ended without a word")
+            self._lose_peer(peer, "closed its connection")
             return
         *lines, peer.partial_line = (peer.partial_line + data).split(b"\n")
         for line in lines:
             try:
                 self._handle_message(peer, json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError):
-                self._lose_peer(peer, "sent something that is not ours")
+                self._lose_peer(peer, "sent something that is not a message of ours")
 
     def _handle_message(self, peer: LifelinePeer, message: dict[str, Any]) -> None:
+        """Handle one message of a node. The first has to prove with the key that it is one of ours."""
         peer.last_heard = time.monotonic()
         if peer.node < 0 and message.get("key") != self.key:
-            self._drop_peer(peer)  # a stranger
+            self._drop_peer(peer)  # not one of our nodes
             return
         if "key" in message:
             peer.node, peer.host = message["node"], message["host"]
@@ -187,6 +196,7 @@ class LifelineServer(SingleNodeLifeline):
             _send_line(peer.connection, {"alive": True})
 
     def _lose_peer(self, peer: LifelinePeer, how: str) -> None:
+        """Drop a node and report it as lost, unless it had said goodbye or all is over."""
         known = peer.node in self._peers
         self._drop_peer(peer)
         if known and not self._is_over:
@@ -198,18 +208,20 @@ class LifelineServer(SingleNodeLifeline):
             )
 
     def _drop_peer(self, peer: LifelinePeer) -> None:
+        """Close the connection to a node."""
         self._peers.pop(peer.node, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
+        """Send a message to every other node."""
         for peer in list(self._peers.values()):
             _send_line(peer.connection, message)
 
 
 class LifelineClient(SingleNodeLifeline):
-    """Every other node's end."""
+    """The end of every node but node 0. One thread reads, another sends heartbeats."""
 
     def __init__(self, host: str, key: str, node: int, on_lost: Callable[[Failure], None]) -> None:
         super().__init__()
@@ -234,7 +246,7 @@ class LifelineClient(SingleNodeLifeline):
 
     def report_heartbeats(self, heartbeats: RankHeartbeats) -> None:
         first, self._reported_heartbeats = heartbeats and not self._reported_heartbeats, heartbeats
-        if first:  # node 0 can name our ranks from now on
+        if first:  # from now on node 0 can name the ranks of this node
             self._send({"signs": heartbeats, "attempt": self._attempt})
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
@@ -255,13 +267,15 @@ class LifelineClient(SingleNodeLifeline):
         _send_line(self._connection, message)
 
     def _send_heartbeats(self) -> None:
+        """Send the heartbeats every second, and notice when node 0 is silent."""
         while not self._is_over:
             self._send({"signs": self._reported_heartbeats, "attempt": self._attempt})
             if time.monotonic() - self._last_heard > SILENCE_LIMIT_S:
-                self._lose_node_0(f"has not been heard for {SILENCE_LIMIT_S:g} s")
+                self._lose_node_0(f"has sent nothing for {SILENCE_LIMIT_S:g} s")
             time.sleep(_BEAT_INTERVAL_S)
 
     def _read_messages(self) -> None:
+        """Read node 0's messages until the connection ends."""
         text = b""
         while not self._is_over:
             try:
@@ -271,7 +285,7 @@ class LifelineClient(SingleNodeLifeline):
             except OSError:
                 data = b""
             if not data:
-                self._lose_node_0("ended without a word")
+                self._lose_node_0("closed its connection")
                 return
             self._last_heard = time.monotonic()
             *lines, text = (text + data).split(b"\n")
@@ -279,12 +293,14 @@ class LifelineClient(SingleNodeLifeline):
                 self._handle_message(json.loads(line))
 
     def _handle_message(self, message: dict[str, Any]) -> None:
+        """Keep what node 0 decided: a failure, or a rank that hangs."""
         if "failure" in message:
             self._failures.setdefault(message["attempt"], Failure(**message["failure"]))
         elif "stuck" in message:
             self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
 
     def _lose_node_0(self, how: str) -> None:
+        """Report node 0 as lost, once."""
         if not self._is_over:
             self._is_over = True
             self._on_lost(
@@ -302,6 +318,7 @@ def make_node_lost_failure(
     heartbeats: RankHeartbeats,
     rank: int | None = None,
 ) -> Failure:
+    """The failure of a world that lost a node."""
     step = max((s["step"] for s in heartbeats if s["begun"]), default=None)
     summary = (
         f"node {node} ({host}, rank {ranks}) {reason}: it is down, cut off, or its agent was killed"
@@ -311,23 +328,29 @@ def make_node_lost_failure(
 
 
 def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | None:
-    """Nobody moves: then the one with the fewest beats is the one the others wait for."""
+    """The rank for which all others wait, if no rank has moved for `hang_s` seconds.
+
+    It is the one with the fewest heartbeats, or one that is halted. While a rank is starting, the
+    limit is longer; while any rank moves, the world is only slow.
+    """
     if not hang_s or not any(s["begun"] for s in heartbeats):
         return None
     limit_s = hang_s
     if any(s["beats"] <= _STARTING_BEATS for s in heartbeats):
         limit_s *= _STARTING_PATIENCE if len(heartbeats) > 1 else math.inf
-    if any(s["still"] < limit_s for s in heartbeats):  # somebody is only slow
+    if any(s["still"] < limit_s for s in heartbeats):  # that rank is only slow
         return None
     return HungRank(min(heartbeats, key=lambda s: (not s["stopped"], s["beats"]))["rank"], limit_s)
 
 
 def _format_rank_span(ranks: list[int]) -> str:
+    """`3`, or `4–7`."""
     return str(ranks[0]) if len(ranks) == 1 else f"{min(ranks)}–{max(ranks)}" if ranks else ""
 
 
 def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Whole lines, from any thread; where one does not go through, the connection is of no use."""
+    """Send one message as a whole line, from any thread. If that fails the connection is closed,
+    and whoever reads from it notices."""
     line = json.dumps(message).encode() + b"\n"
     with _SEND_LOCK:
         try:

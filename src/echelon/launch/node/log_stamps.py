@@ -1,7 +1,8 @@
-"""When each log grew, noted by the agents, so that logs can be merged in order afterwards whatever
-wrote them; and, for a program that is not ours, rank 0's words on the screen.
+"""When each log grew, noted by the agent of its node.
 
-A line of logs/node-K.stamps is `unixtime name size`: by then, logs/name.log had that size.
+With these notes logs can be merged in order of time whatever wrote them, and stay plain text. A
+line of logs/node-K.stamps is `unixtime name size`: by then, logs/name.log had that size. For a
+program, which does not print by itself, rank 0's log is also copied to the screen.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ _MAX_READ_BYTES = 1 << 18
 
 
 class LogStamps:
+    """The logs of one node in one attempt."""
+
     def __init__(self, run: Run, node: NodeSpec, ranks: list[int], shows_rank_0: bool) -> None:
         self._run = run
         self._file = run.stamps_file(node.rank)
         batch = [run.job_log_file] if node.rank == 0 else []
         logs = [*batch, run.node_log_file(node.rank), *map(run.rank_log_file, ranks)]
-        # From nothing, though a log may be old: what it says already was said before now.
+        # From 0, though a log may be old: what it contains already was written before now.
         self._sizes = dict.fromkeys(logs, 0)
         self._start_sizes = {rank: _file_size_bytes(run.rank_log_file(rank)) for rank in ranks}
         self._shown_bytes = self._start_sizes.get(0, 0)
         self._shows_rank_0 = shows_rank_0
 
     def record_growth(self) -> None:
-        """Note what has grown; a few file sizes, many times a second."""
+        """Note which logs have grown. It is called many times a second and reads only file sizes."""
         lines = []
         for log, before in self._sizes.items():
             size = _file_size_bytes(log)
@@ -47,15 +50,16 @@ class LogStamps:
             self._print_rank_0()
 
     def read_last_lines(self, rank: int) -> str:
-        """The end of what a rank said in this attempt."""
+        """The last lines that a rank wrote in this attempt."""
         return "\n".join(self.read_attempt(rank).splitlines()[-_LAST_LINE_COUNT:])
 
     def read_attempt(self, rank: int) -> str:
-        """All that a rank said in this attempt, or the end of it where it is much."""
+        """What a rank wrote in this attempt, or the end of it where it is long."""
         size = _file_size_bytes(self._run.rank_log_file(rank))
         return self._read(rank, max(self._start_sizes[rank], size - _MAX_READ_BYTES))
 
     def _print_rank_0(self) -> None:
+        """Print what was added to rank 0's log."""
         size = self._sizes[self._run.rank_log_file(0)]
         if size > self._shown_bytes:
             sys.stdout.write(self._read(0, self._shown_bytes, size))

@@ -1,4 +1,4 @@
-"""Somebody else's program as a worker: it takes the place of this process."""
+"""A worker that is a program of somebody else: the program replaces this process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from echelon.utils.os_errors import describe_os_error
 
 
 def execute_program(*words: str) -> NoReturn:
+    """Replace this process by the program; exits with 127 if it cannot be executed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back by what started us
     try:
         os.execvp(words[0], words)

@@ -33,7 +33,8 @@ _POLL_INTERVAL_S = 0.02
 
 
 class FixedRendezvous(RendezvousHandler):
-    """All nodes, before each attempt."""
+    """torch's rendezvous for a list of nodes that is known beforehand: all of them meet before each
+    attempt."""
 
     def __init__(
         self, store: dist.TCPStore, run_id: str, node: NodeSpec, launch: LaunchConfig
@@ -44,17 +45,19 @@ class FixedRendezvous(RendezvousHandler):
         self._timeout_s = launch.join_timeout_s
         self._attempt = -1
         self.raise_if_failed: Callable[[int], None] = lambda attempt: None
-        """Called while waiting; raises when there is no use."""
+        """Called again and again while waiting, with the attempt; raises if waiting is useless."""
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all nodes of the next attempt. Raises an EchelonError if one is missing for too
+        long, or if two machines have the same node rank."""
         self._attempt += 1
         node = self._node
         arrivals = dist.PrefixStore(f"nodes/{self._attempt}", self._store)
         if arrivals.add(str(node.rank), 1) > 1:
             raise EchelonError(
                 Fault(
-                    f"node {node.rank} is here twice: two machines have this number",
-                    f"give the nodes the numbers 0 to {node.node_count - 1} (NODE_RANK)",
+                    f"node {node.rank} has joined twice: two machines have this node rank",
+                    f"give the nodes the ranks 0 to {node.node_count - 1} (NODE_RANK)",
                 ),
                 exit=Exit.RENDEZVOUS,
             )
@@ -70,12 +73,12 @@ class FixedRendezvous(RendezvousHandler):
         while not arrivals.check(["complete"]):
             self.raise_if_failed(self._attempt)
             if time.monotonic() > deadline:
-                all_nodes = range(self._node.node_count)
-                missing = [str(n) for n in all_nodes if not arrivals.check([str(n)])]
+                count = self._node.node_count
+                missing = [str(n) for n in range(count) if not arrivals.check([str(n)])]
                 raise EchelonError(
                     Fault(
-                        f"after {self._timeout_s:g} s only {self._node.node_count - len(missing)} of "
-                        f"{self._node.node_count} nodes are here; missing: node {', '.join(missing)}",
+                        f"after {self._timeout_s:g} s only {count - len(missing)} of {count} nodes "
+                        f"are here; missing: node {', '.join(missing)}",
                         "start the missing nodes, or wait longer with "
                         "launch.join_timeout_s=SECONDS",
                     ),
@@ -84,7 +87,10 @@ class FixedRendezvous(RendezvousHandler):
             time.sleep(_POLL_INTERVAL_S)
 
     def wait_for_key(self, key: str) -> str:
-        """What node 0 tells; it is waited for, but not when it has failed meanwhile."""
+        """The value that node 0 puts under a key of the store.
+
+        It is waited for, but `raise_if_failed` ends the wait when node 0 has failed meanwhile.
+        """
         deadline = time.monotonic() + _OPERATION_TIMEOUT_S
         while not self._store.check([key]) and time.monotonic() < deadline:
             self.raise_if_failed(0)
@@ -99,7 +105,8 @@ class FixedRendezvous(RendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        return 0  # who starts again has told the others why, through the lifeline
+        """Always 0: a node that starts again has announced why through the lifeline."""
+        return 0
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -118,12 +125,12 @@ class FixedRendezvous(RendezvousHandler):
 
 
 def open_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
-    """Node 0 hosts it, the others find it there."""
+    """The store of the agents: node 0 hosts it, the others connect to it."""
     return host_store(node) if node.rank == 0 else _connect_to_store(node, timeout_s)
 
 
 def host_store(node: NodeSpec) -> dist.TCPStore:
-    """On node 0's own address, reachable through that interface alone."""
+    """A store on node 0's own address, reachable through that interface alone."""
     listener = _bind_listener(node)
     return dist.TCPStore(
         node.master_host,
@@ -136,12 +143,16 @@ def host_store(node: NodeSpec) -> dist.TCPStore:
 
 
 def find_listening_address(node: NodeSpec) -> str:
-    """Node 0's own; all of them where its name leads back to itself alone, as Debian gives
-    127.0.1.1, or is that of a service or a router that leads here."""
+    """The address on which node 0 listens.
+
+    It is that of its name. It is every address where that name leads back to this machine alone
+    (Debian gives a machine's own name 127.0.1.1), or belongs to a service or a router that forwards
+    to this machine.
+    """
     try:
         family, _, _, _, where = socket.getaddrinfo(node.master_host, 0, type=socket.SOCK_STREAM)[0]
     except OSError:
-        return node.master_host  # binding will say what is wrong
+        return node.master_host  # binding reports what is wrong
     address = str(where[0])
     reached = node.node_count == 1 or node.master_host in ("localhost", address)
     if address.startswith("127.") and not reached:
@@ -156,6 +167,7 @@ def find_listening_address(node: NodeSpec) -> str:
 
 
 def _bind_listener(node: NodeSpec) -> socket.socket:
+    """A socket that listens on node 0's address and port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             find_listening_address(node), node.master_port, type=socket.SOCK_STREAM
@@ -167,7 +179,8 @@ def _bind_listener(node: NodeSpec) -> socket.socket:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"node 0 cannot listen at {node.master_host}:{node.master_port}: {describe_os_error(error)}",
+                f"node 0 cannot listen at {node.master_host}:{node.master_port}: "
+                f"{describe_os_error(error)}",
                 "give an address of node 0 and a free port: master=HOST:PORT, or MASTER_ADDR and "
                 "MASTER_PORT",
             ),
@@ -177,6 +190,7 @@ def _bind_listener(node: NodeSpec) -> socket.socket:
 
 
 def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
+    """A client of node 0's store, once node 0 listens."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -186,7 +200,8 @@ def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
             if time.monotonic() > deadline:
                 raise EchelonError(
                     Fault(
-                        f"node {node.rank} found no node 0 at {node.master_host}:{node.master_port} within "
+                        f"node {node.rank} found no node 0 at "
+                        f"{node.master_host}:{node.master_port} within "
                         f"{timeout_s:g} s ({describe_os_error(error)})",
                         "start node 0 there, open the port, or wait longer with "
                         "launch.join_timeout_s=SECONDS",
@@ -207,7 +222,11 @@ def compare_with_node_0(
     own_facts: Mapping[str, Any],
     wait_for_key: Callable[[str], str],
 ) -> None:
-    """Every node says what it is; one that differs from node 0 says in what, and all stop."""
+    """Check that this node has the torch version, the devices and the settings of node 0.
+
+    Every node publishes its facts; one that differs raises an EchelonError that names the
+    differences, and so all stop.
+    """
     facts = {
         "torch": torch.__version__,
         "host": socket.gethostname(),
@@ -220,7 +239,8 @@ def compare_with_node_0(
     node_0_facts = json.loads(wait_for_key("card/0"))
     faults = [
         Fault(
-            f"{what} {facts[key]} on {facts['host']} (node {node.rank}), but {node_0_facts[key]} on "
+            f"{what} {facts[key]} on {facts['host']} (node {node.rank}), but "
+            f"{node_0_facts[key]} on "
             f"{node_0_facts['host']} (node 0)",
             do,
         )

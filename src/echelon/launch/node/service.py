@@ -39,10 +39,11 @@ _PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon
 """DDP and torch's optimizers import torch._dynamo on first use, in every process."""
 
 ResolveRun: TypeAlias = "Callable[[dist.Store, Callable[[str], str]], Run]"
-"""From the store, and a way to wait for what node 0 puts there."""
+"""From the store, and a function that waits for what node 0 puts there, to the run's folder."""
 
 
 def print_failure(failure: Failure) -> None:
+    """Print a failure as the last thing on the screen."""
     print(f"\n{failure}", file=sys.stderr, flush=True)
 
 
@@ -53,11 +54,15 @@ def run_node(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
 ) -> int:
-    """Start this node's workers and watch them to the end; the exit code is the training's."""
+    """Start this node's workers and watch them to the end; returns the exit code of the run.
+
+    `resolve_run` returns the folder of the run once the store is open. `on_port` is called with the
+    port of the store. `report_failure` shows the first failure of the world, on node 0.
+    """
     import torch  # noqa: F401  once: what is forked from here shares it
 
     fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
-    # From here on threads may start; the zygote imports the rest at the same time.
+    # From here on threads may start; the fork server imports the rest at the same time.
     from echelon.launch.node.rendezvous import open_store
 
     store = open_store(node, config.launch.join_timeout_s)
@@ -67,7 +72,7 @@ def run_node(
 
 
 class _NodeService:
-    """One node's part in a run."""
+    """One node's part in a run: it opens the lifeline, runs the agent and records how it ended."""
 
     def __init__(
         self,
@@ -90,6 +95,10 @@ class _NodeService:
         self._run: Run | None = None
 
     def run(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
+        """Run the agent to its end; returns the exit code of the run.
+
+        Whatever is raised here is told to the other nodes, which would otherwise wait for this one.
+        """
         try:
             self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
@@ -98,7 +107,7 @@ class _NodeService:
             result = agent.run()
         except _WorldFailed as verdict:
             return self._finish_failed(verdict.failure)
-        except Exception as error:  # a full disk, a store that went away: the others must hear it
+        except Exception as error:  # a full disk, a store that went away: the other nodes must know
             first_rank = self._node.rank * self._node.procs
             failure = failures.failure_from_exception(error, first_rank, None)
             return self._finish_failed(self._lifeline.agree_on_failure(0, failure))
@@ -116,6 +125,7 @@ class _NodeService:
         return code
 
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
+        """The agent, once this node has compared itself with node 0."""
         from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
         from echelon.launch.node.rendezvous import compare_with_node_0
 
@@ -134,7 +144,8 @@ class _NodeService:
         return agent
 
     def _count_restarts_left(self, run: Run) -> int:
-        """Over all jobs of a run; node 0 counts and tells the others, as they fail together."""
+        """Restarts that are left, over all jobs of a run. Node 0 counts and tells the others,
+        because all nodes restart together."""
         if self._config.launch.kind != "slurm":
             return self._config.launch.max_restarts
         if self._node.rank == 0:
@@ -142,11 +153,13 @@ class _NodeService:
         return int(self._rendezvous.wait_for_key("restarts"))
 
     def _raise_if_failed(self, attempt: int) -> None:
+        """Raise if the lifeline knows of a failure in this attempt."""
         if verdict := self._lifeline.find_failure(attempt):
             raise _WorldFailed(verdict)
 
     def _finish_failed(self, failure: Failure) -> int:
-        """The whole story is told once, by node 0."""
+        """Record and report a failure; returns the exit code. The whole story is printed once, by
+        node 0."""
         if self._node.rank == 0:
             self._record_failure(failure)
             self._lifeline.leave()
@@ -157,26 +170,36 @@ class _NodeService:
         return failure.exit
 
     def _exit_without_node_0(self, failure: Failure) -> None:
-        """There is nothing to go on with; the workers end with this process."""
+        """End this process when node 0 is lost. There is nothing to continue with, and the main
+        thread may be waiting for node 0; the workers end with this process."""
         self._record_failure(failure)
         self._report_failure(failure)
         os._exit(failure.exit)
 
     def _record_failure(self, failure: Failure) -> None:
+        """Write the failure into the status of the run, and on Slurm whether it may be queued
+        again."""
         if self._run is not None:
             self._run.update_status(state="failed", step=failure.step, failure=asdict(failure))
             requeue.request_requeue_after(self._run, self._config.launch, failure)
 
 
 def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Set for every worker of a node, before torch is imported: its thread pools read it."""
+    """The variables that are set for every worker before torch is imported, whose thread pools read
+    them.
+
+    With several processes on a node each gets one thread, unless the user has set another number.
+    """
     threads = config.launch.threads or (1 if procs > 1 else None)
     return {"OMP_NUM_THREADS": str(threads)} if threads and "OMP_NUM_THREADS" not in env else {}
 
 
 def make_network_variables(config: Config, host: str, env: Mapping[str, str]) -> dict[str, str]:
-    """What a person has set stays; else the interface of the route to the first node, and quiet
-    about names that cannot be looked up."""
+    """The variables by which NCCL and gloo find their network interface.
+
+    What a person has set stays. Else it is the interface of the route to node 0. torch is told not
+    to warn of host names that cannot be looked up.
+    """
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     name = config.launch.interface or network_interface.find_interface_to(host)
     wanted = quiet | (dict.fromkeys(network_interface.INTERFACE_VARIABLES, name) if name else {})
@@ -195,7 +218,8 @@ def _collect_node_facts(config: Config) -> dict[str, object]:
 
 
 def _record_start(run: Run, node: NodeSpec, config: Config) -> None:
-    """What was typed elsewhere, for ssh and Slurm, has been noted there."""
+    """Write the start of the run into its status. For ssh and Slurm the launching command has done
+    that."""
     kind, world = config.launch.kind, node.node_count * node.procs
     if node.rank != 0 or kind == "ssh":
         return
@@ -208,21 +232,23 @@ def _record_start(run: Run, node: NodeSpec, config: Config) -> None:
 
 
 def _print_wandb_hints(run: Run) -> None:
-    """Killed, it could not say how to send what wandb keeps in its files."""
+    """Print how to send what wandb keeps in its files. Rank 0 prints it at its end, but was killed."""
     for line in format_rows(wandb_run.get_summary_rows(run)):
         print(line, file=sys.stderr, flush=True)
 
 
 def _record_program_state(run: Run, node: NodeSpec, config: Config, state: str) -> None:
-    """An experiment says so itself."""
+    """Write the state of a program into the status. An experiment does so itself."""
     if config.program and node.rank == 0:
         run.update_status(state=state)
 
 
-# --- hearing of each other ---
+# --- the other nodes ---
 
 
 class _WorldFailed(Exception):
+    """The lifeline reported a failure while this node was waiting."""
+
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.summary)
         self.failure = failure
@@ -231,6 +257,7 @@ class _WorldFailed(Exception):
 def _open_lifeline(
     store: dist.TCPStore, node: NodeSpec, on_lost: Callable[[Failure], None]
 ) -> SingleNodeLifeline:
+    """The connection by which the nodes learn of each other's failures; see `lifeline.py`."""
     if node.node_count == 1:
         return SingleNodeLifeline()
     from echelon.launch.node.rendezvous import find_listening_address

@@ -1,4 +1,4 @@
-"""The batch script of a run: readable, complete, runnable by hand with `sbatch`."""
+"""The batch script of a run: readable, complete, and runnable by hand with `sbatch`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SRUN_WAIT_S = 10
 
 @dataclass(frozen=True)
 class ScriptEnvironment:
-    """What a submission adds to a program: the folder it is in, and lines that make and enter its
-    environment. They may call `fail CODE`."""
+    """What a submission adds to a program: the folder it runs in, and lines that make and enter its
+    environment. The lines may call `fail CODE`."""
 
     folder: Path | None = None
     setup_lines: tuple[str, ...] = ()
 
 
 def render_script(config: Config, run: Run, environment: ScriptEnvironment | None = None) -> str:
-    """Of one run."""
+    """The script of one run."""
     _require_plain_path(run.folder)
     where = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
     words = shlex.join(program_words(config, *_world_shape(config)))
@@ -45,8 +45,8 @@ def render_script(config: Config, run: Run, environment: ScriptEnvironment | Non
 def render_array_script(
     config: Config, listing: Path, count: int, environment: ScriptEnvironment | None = None
 ) -> str:
-    """Of many runs that are alike; each task finds its folder in the listing, and there the words
-    of its program."""
+    """The script of an array of equal runs. Each task finds its folder in the listing, and there
+    the words of its program."""
     _require_plain_path(listing.parent)
     at_once = f"%{config.launch.max_parallel}" if config.launch.max_parallel else ""
     where = [
@@ -65,13 +65,14 @@ def render_array_script(
 
 
 def write_program_words(config: Config, run: Run) -> None:
-    """For the script of an array: each ended by the one character that no word can have."""
+    """Write the words of a program for the script of an array, each ended by NUL, which no word can
+    contain."""
     words = program_words(config, *_world_shape(config))
     run.arguments_file.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
 
 
 def _require_plain_path(folder: Path) -> None:
-    """What Slurm would read as something else in the name of a log."""
+    """Refuse characters that Slurm would interpret in the name of a log."""
     if any(character in str(folder) for character in '"%\\\n'):
         raise EchelonError(
             Fault(
@@ -82,19 +83,21 @@ def _require_plain_path(folder: Path) -> None:
 
 
 def count_processes_per_node(config: Config) -> int:
-    """On each node."""
+    """How many processes run on each node."""
     launch = config.launch
     return launch.procs or default_process_count(launch.gpus_per_node or 0, config.replica.devices)
 
 
 def _world_shape(config: Config) -> tuple[int, int]:
-    """Nodes, and GPUs or processes on each, as programs are told."""
+    """Nodes, and GPUs or processes on each, as programs are told by `launch.nodes_flag` and
+    `gpus_flag`."""
     return config.launch.nodes, config.launch.gpus_per_node or count_processes_per_node(config)
 
 
 def _render_script(
     config: Config, where: list[str], begin: list[str], words: str, scene: ScriptEnvironment | None
 ) -> str:
+    """The script, from its first lines and its step."""
     procs = count_processes_per_node(config)
     return "\n".join(
         [
@@ -111,7 +114,7 @@ def _render_script(
             'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
             "",
-            "# TERM: preempted or cancelled. Whether the run goes on is then for Slurm to say.",
+            "# TERM: preempted or cancelled. Slurm decides whether the run continues.",
             "trap 'stopped=1' TERM",
             "",
             *_render_start(config, list(_render_step(config, procs, words))),
@@ -130,11 +133,13 @@ def _render_script(
 
 
 def may_requeue(config: Config) -> bool:
-    """A program that is not asked to go on would be killed by the signal that tells of the end."""
+    """Whether the job may be queued again. A program that does not ask for it would be killed by
+    the signal that announces the end of its time."""
     return not config.program or (config.launch.max_requeues > 0 and config.mode != "wandb")
 
 
 def _render_requeue(config: Config) -> Iterator[str]:
+    """The lines that queue the job again if the run is not done."""
     yield "  # Out of time with everything saved, or a node lost: go on in another job."
     yield f"  if {_render_requeue_condition(config)}; then"
     yield f'    rm -f "$run/{REQUEUE_FILE}"'
@@ -150,10 +155,11 @@ _REQUEUE_LINES = (
 
 
 def _render_start(config: Config, lines: list[str]) -> Iterator[str]:
+    """The lines that run the step, after the preflight if there is one."""
     if not config.launch.preflight:
         yield from (*lines, "code=$?")
         return
-    yield "# launch.preflight: look at these very nodes first."
+    yield "# launch.preflight: check the nodes of this job first."
     yield f'{python_command(config)} -m echelon preflight --run "$run"'
     yield "code=$?"
     yield 'if [ "$code" -eq 0 ]; then'
@@ -162,8 +168,11 @@ def _render_start(config: Config, lines: list[str]) -> Iterator[str]:
 
 
 def _render_requeue_condition(config: Config) -> str:
-    """Agents count how often. Of a program's tasks this script knows only how they ended: as ours
-    would, or by the signal that told them of the end."""
+    """The shell condition under which the run continues in another job.
+
+    Agents count how often. Of a program's tasks the script knows only how they ended: with our exit
+    code, or by the signal that announced the end.
+    """
     saved = f'[ "$code" -eq {int(Exit.PREEMPTED)} ]'
     if not is_started_by_srun(config):
         return f'{saved} || [ -e "$run/{REQUEUE_FILE}" ]'
@@ -178,7 +187,7 @@ def is_started_by_srun(config: Config) -> bool:
 
 
 def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
-    """The program, with the flags appended that it wants to be told the world by."""
+    """The words of the program, with the flags appended by which it is told the world."""
     launch = config.launch
     words = list(config.program)
     if launch.nodes_flag:
@@ -189,10 +198,12 @@ def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
 
 
 def count_tasks_per_node(config: Config, procs: int) -> int:
+    """How many tasks `srun` starts on each node: an agent, or every process of a program."""
     return procs if is_started_by_srun(config) and config.mode != "plain" else 1
 
 
 def _sbatch_options(config: Config, procs: int) -> Iterator[str]:
+    """The options in the script's head."""
     launch = config.launch
     tasks = count_tasks_per_node(config, procs)
     yield f"--nodes={launch.nodes}"
@@ -214,7 +225,7 @@ def _sbatch_options(config: Config, procs: int) -> Iterator[str]:
 
 
 def srun_options(config: Config) -> list[str]:
-    """Those by which srun asks for the same nodes as the batch job would."""
+    """The options by which `srun` asks for the same nodes as the batch job would."""
     of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
     options = [
@@ -226,11 +237,12 @@ def srun_options(config: Config) -> list[str]:
 
 
 def _count_cpus(launch: LaunchConfig, procs: int) -> int:
-    """Of a node: one for each process, where not GPUs decide by the rules of the cluster."""
+    """CPUs of a node: as set, else one per process. With GPUs the cluster's own rules decide."""
     return launch.cpus_per_node or (0 if launch.gpus_per_node else procs)
 
 
 def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
+    """The option that asks for GPUs in the way this cluster wants it (`launch.gpu_request`)."""
     count = launch.gpus_per_node or 0
     if launch.gpu_request == "gres":
         return f"--gres=gpu:{count}"
@@ -238,6 +250,7 @@ def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
 
 
 def _render_setup(launch: LaunchConfig) -> list[str]:
+    """The lines of `launch.setup` and `launch.secrets`."""
     lines = ["", "# launch.setup", _SETUP_ERROR_TRAP, *launch.setup, "trap - ERR"]
     secrets = _render_secrets(launch.secrets) if launch.secrets else ()
     return [*(lines if launch.setup else ()), *secrets]
@@ -252,7 +265,8 @@ that were never written for it."""
 
 
 def _render_secrets(file: str) -> Iterator[str]:
-    """By the job itself, so that nothing of them is in a script, a log or the queue."""
+    """Lines by which the job reads the secrets itself, so that nothing of them is in a script, a
+    log or the queue."""
     where = shlex.quote(str(Path(file).expanduser().absolute()))
     yield from ("", "# launch.secrets: KEY=VALUE lines of a file that is its owner's alone.")
     yield f'case "$(stat -Lc %a:%u {where})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
@@ -266,6 +280,7 @@ def _render_secrets(file: str) -> Iterator[str]:
 
 
 def _render_environment(environment: ScriptEnvironment) -> Iterator[str]:
+    """The lines that enter the folder and the environment of a submission."""
     if environment.folder:
         yield ""
         yield "# The code as it was when this was submitted."
@@ -275,6 +290,7 @@ def _render_environment(environment: ScriptEnvironment) -> Iterator[str]:
 
 
 def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
+    """The lines that start the processes."""
     if is_started_by_srun(config):
         return _render_tasks_step(config, procs, words)
     return (
@@ -283,12 +299,14 @@ def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
 
 
 def python_command(config: Config) -> str:
-    """Ours. A program's folder may hold files named like modules; -P does not look there."""
+    """The interpreter of Echelon. With -P it does not import modules from the program's folder,
+    where files may be named like ours."""
     safe = " -P" if config.program and sys.version_info >= (3, 11) else ""
     return f"{shlex.quote(sys.executable)}{safe}"
 
 
 def render_agents_step(config: Config) -> Iterator[str]:
+    """The step of one agent per node."""
     yield "# One agent per node, which starts that node's processes and watches them."
     yield f'{_srun_command(config, 1)} --wait={_SRUN_WAIT_S} --output="$run/logs/node-%n.log" \\'
     yield f"  {python_command(config)} -m echelon node \\"
@@ -296,12 +314,14 @@ def render_agents_step(config: Config) -> Iterator[str]:
 
 
 def _render_wandb_step(config: Config, words: str) -> Iterator[str]:
+    """The step of one wandb agent on the first node."""
     yield "# One wandb agent, on this first node; what its trial runs is started on all of them."
-    yield f'{python_command(config)} -m echelon wandb-job "$run" --master "$master:$port" -- {words}'
+    job = f'{python_command(config)} -m echelon wandb-job "$run"'
+    yield f'{job} --master "$master:$port" -- {words}'
 
 
 def srun_step_command(config: Config, run: Run, master: str) -> list[str]:
-    """A step of a job that runs one trial of a sweep after another: the same agents."""
+    """The step that runs one trial in a job that runs one trial of a sweep after another."""
     launch = config.launch
     cpus = _count_cpus(launch, count_processes_per_node(config))
     return [
@@ -318,8 +338,10 @@ def srun_step_command(config: Config, run: Run, master: str) -> list[str]:
 def render_sweep_script(
     config: Config, logs: Path, command: Sequence[str], preflight_command: Sequence[str], count: int
 ) -> str:
-    """Of an array whose tasks each run one trial of a sweep after another; `look` is the preflight
-    of such a job."""
+    """The script of an array whose tasks each run one trial of a sweep after another.
+
+    `command` is the worker, and `preflight_command` checks the nodes of such a job.
+    """
     _require_plain_path(logs)
     procs = count_processes_per_node(config)
     name = logs.parent.name
@@ -333,7 +355,7 @@ def render_sweep_script(
             *_render_setup(config.launch),
             *(_render_preflight(preflight_command) if config.launch.preflight else ()),
             "",
-            "# TERM: preempted or cancelled. Whether the worker goes on is then for Slurm to say.",
+            "# TERM: preempted or cancelled. Slurm decides whether it continues.",
             "trap 'stopped=1' TERM",
             "",
             "# It takes trials until there are none; each is a step that fills this job.",
@@ -356,11 +378,14 @@ def render_sweep_script(
 
 
 def _render_preflight(preflight_command: Sequence[str]) -> Iterator[str]:
-    yield from ("", "# launch.preflight: look at these very nodes first.")
+    """The lines that check the nodes before the worker starts."""
+    yield from ("", "# launch.preflight: check the nodes of this job first.")
     yield f'{shlex.join(preflight_command)} || fail "$?"'
 
 
 def _srun_command(config: Config, tasks: int) -> str:
+    """`srun` with the options that every step has. Since Slurm 22.05 a step does not inherit the
+    CPUs per task and, on some clusters, neither the environment."""
     # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
     known = _count_cpus(config.launch, count_processes_per_node(config))
     cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if known else ""
@@ -368,6 +393,7 @@ def _srun_command(config: Config, tasks: int) -> str:
 
 
 def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
+    """The step of one task per process of a program, which reads its rank from Slurm's variables."""
     per_node = count_tasks_per_node(config, procs)
     yield "# One task per process; the program finds its place in Slurm's variables."
     yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'

@@ -1,4 +1,4 @@
-"""Many runs at once as Slurm job arrays: one question to the controller per array."""
+"""Many runs at once as Slurm job arrays, so that the controller is asked once per array."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _DEFAULT_MAX_ARRAY_SIZE = 1001
 
 
 class JobArray(NamedTuple):
-    """What is submitted at once."""
+    """The runs that are submitted by one call of sbatch."""
 
     configs: Sequence[Config]
     listing: Path
-    """The file that says which folder each task works in."""
+    """The file with the folder of each task, one a line."""
     script: str
 
 
 def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
-    """All as one array, or as few as the cluster takes."""
+    """Submit all runs as one array, or as few as the cluster takes; returns the exit code."""
     _require_equal_launch(configs)
     if read_max_array_size(os.environ) <= 1:
         raise EchelonError(
@@ -47,7 +47,7 @@ def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
 def plan_arrays(
     configs: Sequence[Config], scene: batch_script.ScriptEnvironment | None = None
 ) -> list[JobArray]:
-    """Of runs that Slurm need not tell apart."""
+    """The arrays of runs that differ in nothing that Slurm has to know."""
     found = []
     for part in _chunks(configs, read_max_array_size(os.environ) - 1):
         listing = _listing_path(part)
@@ -57,7 +57,7 @@ def plan_arrays(
 
 
 def queue_array(array: JobArray) -> tuple[str, list[Run]]:
-    """Submit it: its number, and its runs."""
+    """Submit an array; returns its job id and its runs."""
     configs, listing, text = array
     created_runs = [run_folder.create_run(config) for config in configs]
     listing.write_text(
@@ -78,6 +78,7 @@ def queue_array(array: JobArray) -> tuple[str, list[Run]]:
 
 
 def _listing_path(configs: Sequence[Config]) -> Path:
+    """The file that lists the folders of an array's runs, in the folder of the first."""
     return Run.from_config(configs[0]).array_file
 
 
@@ -87,7 +88,7 @@ def _chunks(configs: Sequence[Config], size: int) -> Iterator[Sequence[Config]]:
 
 
 def _require_equal_launch(configs: Sequence[Config]) -> None:
-    """The tasks of an array are alike in all that Slurm must know."""
+    """Refuse runs that differ in a setting of launch: the tasks of an array are alike for Slurm."""
     if any(config.launch != configs[0].launch for config in configs):
         raise EchelonError(
             Fault(
@@ -98,7 +99,7 @@ def _require_equal_launch(configs: Sequence[Config]) -> None:
 
 
 def read_max_array_size(env: Mapping[str, str]) -> int:
-    """From the cluster's own file where it can be read, without asking the controller."""
+    """MaxArraySize from the cluster's own file where it can be read, without asking the controller."""
     for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
         try:
             text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""

@@ -32,7 +32,7 @@ from echelon.runs import run_folder
 from echelon.runs.run_folder import Run
 
 _LOST_ANSWER_TIMEOUT_S = 120.0
-"""So long a controller that went away is given to come back and tell what it took."""
+"""How long a controller that went away has to come back and answer whether it took a job."""
 
 
 class SlurmLauncher(Launcher):
@@ -68,8 +68,8 @@ class SlurmLauncher(Launcher):
                 shlex.join(submit),
                 f"{each}: {describe_workload(config)}",
                 describe_failure_policy(config),
-                f"{launch.signal_lead_s} s before the end of its time the run saves, and the script "
-                "queues it again",
+                f"{launch.signal_lead_s} s before the end of its time the run saves, and the "
+                "script queues it again",
             ),
             (submit,),
             batch_script.render_script(config, run),
@@ -103,7 +103,8 @@ class SlurmLauncher(Launcher):
 
 
 def _plan_variables(config: Config, procs: int, here: LaunchMachine) -> dict[str, str]:
-    """Agents choose the interface; tasks of srun's have none but the one that was set."""
+    """The variables that a plan shows. Agents choose the interface; tasks of srun get only one that
+    was set."""
     chosen = config.launch.interface
     if batch_script.is_started_by_srun(config):
         return dict.fromkeys(network_interface.INTERFACE_VARIABLES, chosen) if chosen else {}
@@ -113,6 +114,7 @@ def _plan_variables(config: Config, procs: int, here: LaunchMachine) -> dict[str
 
 
 def require_sbatch(instead: str = "type the command on a login node") -> None:
+    """Refuse a machine without Slurm's commands; `instead` says what to do about it."""
     if shutil.which("sbatch") is None:
         raise EchelonError(
             Fault(
@@ -123,7 +125,7 @@ def require_sbatch(instead: str = "type the command on a login node") -> None:
 
 
 def queue_run(config: Config, text: str) -> tuple[str, Run]:
-    """Submit one run: its job's number, and its folder."""
+    """Submit one run; returns its job id and its folder."""
     run = run_folder.create_run(config)
     run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
     run.script_file.chmod(0o755)
@@ -134,20 +136,23 @@ def queue_run(config: Config, text: str) -> tuple[str, Run]:
 
 
 def record_queued(run: Run, config: Config) -> None:
-    """Before the job is there: once it is, its status is its own to write."""
+    """Write `queued` into the status before the job exists. Once it does, the job writes its own
+    status."""
     world = config.launch.nodes * batch_script.count_processes_per_node(config)
     begun = make_starting_status("slurm", config.launch.nodes, world)
     run.update_status(**begun | {"state": "queued", "process": None, "starts": []})
 
 
 def require_slurm_accepts(text: str) -> None:
-    """Slurm is asked before anything is written: a partition that is not there, too many nodes."""
+    """Ask Slurm whether it would take this script, before anything is written: the partition may
+    not exist, or have too few nodes."""
     done = run_slurm_command("sbatch", "--test-only", input=text)
     if done.returncode:
         raise _make_refusal(done.stderr)
 
 
 def _make_refusal(words: str) -> EchelonError:
+    """The error for a job that Slurm does not take, with its own reasons."""
     lines = [line.removeprefix("sbatch: ") for line in words.splitlines() if line.strip()]
     reasons = [line for line in lines if "error" in line or "failure" in line] or lines
     return EchelonError(
@@ -160,6 +165,7 @@ def _make_refusal(words: str) -> EchelonError:
 
 
 def _require_not_queued(config: Config) -> None:
+    """Refuse a run whose job is in the queue or running."""
     run = Run.from_config(config)
     job = run.read_job_id()
     word = query_queue([job] if job else []).states.get(job)
@@ -174,7 +180,11 @@ def _require_not_queued(config: Config) -> None:
 
 
 def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run]) -> str:
-    """Once: when the answer is lost, the queue is asked whether the job is there."""
+    """Call sbatch once; returns the job id.
+
+    When the answer is lost, the queue is asked whether the job is there: submitting again could
+    queue it twice.
+    """
     before = time.time()
     done = run_slurm_command(*command)
     job = done.stdout.strip().partition(";")[0]
@@ -188,7 +198,8 @@ def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run])
 
 
 def _find_in_queue(name: str, since: float) -> str | None:
-    """Whether the controller took the job before it went away; it is waited for."""
+    """The id of a job that the controller took before its answer was lost; a controller that went
+    away is waited for."""
     deadline = time.monotonic() + _LOST_ANSWER_TIMEOUT_S
     done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
     while done.returncode and time.monotonic() < deadline:

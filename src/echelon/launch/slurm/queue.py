@@ -1,4 +1,4 @@
-"""Asking Slurm about jobs: its queue, and its accounts where they are kept."""
+"""Asking Slurm about jobs: its queue, and its accounting where the cluster keeps one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WAITING_STATES = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
 
 
 class SlurmJobState(NamedTuple):
-    """Slurm's word for a job."""
+    """The state of a job, in Slurm's words."""
 
     state: str
     reason: str = ""
-    """Why it waits."""
+    """Why it is pending."""
 
     @property
     def is_active(self) -> bool:
@@ -30,12 +30,16 @@ class SlurmJobState(NamedTuple):
 
 
 class SlurmQueueAnswer(NamedTuple):
+    """What the queue answered. A job that is not in `states` is gone only when `error` is empty."""
+
     states: dict[str, SlurmJobState]
     error: str = ""
-    """Why there is no answer. A job that is not in `words` is gone only when this is empty."""
+    """Why there is no answer; empty if there is one."""
 
 
 def run_slurm_command(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. One that does not answer, or does not exist, is a result with an
+    exit code and a sentence in `stderr`, not an exception."""
     try:
         return subprocess.run(
             words,
@@ -54,7 +58,8 @@ def run_slurm_command(*words: str, input: str | None = None) -> subprocess.Compl
 
 
 def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
-    """Jobs in the queue, and those that ended so lately that Slurm still knows them."""
+    """The states of jobs in the queue, and of those that ended so lately that Slurm still knows
+    them."""
     if not jobs:
         return SlurmQueueAnswer({})
     done = run_slurm_command(
@@ -62,13 +67,13 @@ def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
     )
     lines = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2]
     words = {job: SlurmJobState(state, "" if why == "None" else why) for job, state, why in lines}
-    # Of one job that is long gone squeue says that its number is invalid; of several, nothing.
+    # Of a single job that is long gone squeue says "invalid" and fails; of several, nothing.
     silent = done.returncode != 0 and "Invalid job id" not in done.stderr
     return SlurmQueueAnswer(words, last_error_line(done) if silent else "")
 
 
 def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
-    """How jobs ended; empty on a cluster that keeps no accounts."""
+    """How jobs ended; empty on a cluster without accounting."""
     if not jobs:
         return {}
     done = run_slurm_command(
@@ -81,18 +86,19 @@ def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
 
 
 def _join_job_ids(jobs: Sequence[str]) -> str:
-    """An array is asked for once, not task by task."""
+    """Job ids for a command line. An array is asked for once, not task by task."""
     return ",".join(sorted({job.partition("_")[0] for job in jobs}))
 
 
 def read_job_id(env: Mapping[str, str]) -> str | None:
-    """The name by which Slurm's commands know the job that this process is part of."""
+    """The id by which Slurm's commands know the job that this process is part of; None outside a
+    job."""
     if array := env.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{env.get('SLURM_ARRAY_TASK_ID')}"
     return env.get("SLURM_JOB_ID")
 
 
 def last_error_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The last of Slurm's words about why not."""
+    """The last line that a Slurm command printed about its failure."""
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"{done.args[0]} ended with {done.returncode}"

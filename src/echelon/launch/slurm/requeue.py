@@ -1,7 +1,7 @@
-"""Whether a run that ended may start again in another job, and when it has to stop doing so.
+"""Whether a run that ended may start again in another job.
 
-The batch script requeues; the agents decide, because they know why the run ended. They say so with
-a file in the run folder, since the exit status of `srun` may be that of a node that was killed.
+The batch script requeues; the agents decide, because they know why the run ended. They leave a file
+in the run folder, since the exit status of `srun` may be that of a node that was killed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from echelon.runs.run_folder import Run
 
 REQUEUE_FILE = "requeue"
 _MAX_STARTS_FROM_ONE_STEP = 3
-"""So many starts in a row from one step, and it is not worth another."""
+"""After so many starts in a row from one step another would be in vain."""
 
 
 def record_start(run: Run, launch: LaunchConfig) -> int:
-    """Note a job's start; the failures that are left to it, or an error that ends the run."""
+    """Record the start of a job of this run; returns how many failures are left to it.
+
+    Raises an EchelonError that ends the run when it was preempted or has failed too often, or does
+    not progress.
+    """
     with contextlib.suppress(OSError):
         (run.folder / REQUEUE_FILE).unlink()
     status = run.read_status()
@@ -41,8 +45,8 @@ def record_start(run: Run, launch: LaunchConfig) -> int:
     if len(latest) == _MAX_STARTS_FROM_ONE_STEP and len(set(latest)) == 1:
         raise EchelonError(
             Fault(
-                f"run {run.name} was started {_MAX_STARTS_FROM_ONE_STEP} times in a row from step {latest[0]} "
-                "and got no further",
+                f"run {run.name} was started {_MAX_STARTS_FROM_ONE_STEP} times in a row from step "
+                f"{latest[0]} and got no further",
                 "save more often (trainer.save.minutes=5), give it more time (launch.time), or "
                 "look at the end of its log",
             ),
@@ -55,7 +59,7 @@ def _classify_ending(status: dict[str, Any]) -> str:
     """How the last job of this run ended: preempted, lost, failed, or "" when all is well."""
     state = status.get("state")
     if state == "running":
-        return "lost"  # killed without a word, with its node
+        return "lost"  # killed with its node, before it could record an end
     if state == "failed":
         lost = (status.get("failure") or {}).get("exit") == Exit.NODE_LOST
         return "lost" if lost else "failed"
@@ -63,10 +67,12 @@ def _classify_ending(status: dict[str, Any]) -> str:
 
 
 def _count_endings(starts: list[dict[str, Any]], *endings: str) -> int:
+    """How many starts followed one of these endings."""
     return sum(start["after"] in endings for start in starts)
 
 
 def _make_limit_error(run: Run, how: str, key: str, limit: int) -> EchelonError:
+    """The error for a run that has reached a limit."""
     return EchelonError(
         Fault(
             f"run {run.name} {how}, and {key}={limit}",
@@ -77,7 +83,8 @@ def _make_limit_error(run: Run, how: str, key: str, limit: int) -> EchelonError:
 
 
 def request_requeue_after(run: Run, launch: LaunchConfig, failure: Failure) -> None:
-    """A lost node may be replaced by another one; what the code did wrong, it would do again."""
+    """Ask the batch script for another job if a node was lost, which another node may replace. A
+    fault of the code would occur again."""
     if launch.kind != "slurm" or failure.exit != Exit.NODE_LOST:
         return
     if (

@@ -1,1 +1,1 @@
-"""launch=ssh: plain hosts, one agent on each, which live as long as the launcher does."""
+"""launch=ssh: plain hosts. An ssh session per host starts an agent there and keeps it alive."""

@@ -1,5 +1,4 @@
-"""For hosts that do not share the run folder: code and configuration go there, what the run made
-comes back."""
+"""For hosts that do not share the run folder: code and configuration go there, results come back."""
 
 from __future__ import annotations
 
@@ -24,9 +23,10 @@ from echelon.utils.text import format_bytes
 
 _MAX_CODE_BYTES = 100_000_000
 _SENT_SNAPSHOTS = 2
-"""The newest, and one more should it be damaged."""
+"""The newest, and one more in case it is damaged."""
 _SET_ASIDE_SCRIPT = 'mv "$0" "$0.$1" 2>/dev/null; true'
-_RECEIVE_SCRIPT = """mkdir -p "$0/logs" && rm -rf "$0/code-$1" && tar -xof - -C "$0" --keep-newer-files &&
+_RECEIVE_SCRIPT = """mkdir -p "$0/logs" && rm -rf "$0/code-$1" &&
+tar -xof - -C "$0" --keep-newer-files &&
 mv -f "$0/.config-$1" "$0/config.json"
 """
 """Hosts may share the folder with each other, so each has its own names until the last, atomic
@@ -37,7 +37,7 @@ _SEND_BACK_SCRIPT = (
 
 
 class RemoteRunFolder(NamedTuple):
-    """The run's folder on one such host."""
+    """The run's folder on one host that does not share it."""
 
     launch: LaunchConfig
     host: str
@@ -47,12 +47,14 @@ class RemoteRunFolder(NamedTuple):
     """What a command there reads before anything else: its variables."""
 
     def make_argv(self, script: str, word: str) -> list[str]:
+        """The ssh command that runs a shell script with the folder as $0 and a word as $1."""
         words = ["sh", "-c", script, str(self.run.folder), word]
         return remote_command.make_argv(self.launch, self.host, ("/", "/"), words)
 
 
 def find_code_folder(config: Config) -> Path | None:
-    """What a host needs beside Echelon: the folder of the experiment's file, else this one."""
+    """The folder that a host needs beside Echelon: that of the experiment's file, else the working
+    directory; None for a bundled experiment."""
     if file := find_experiment_file(config):
         return Path(file).parent
     ours = str(config.experiment.get("entry", "")).startswith("echelon.")
@@ -60,7 +62,10 @@ def find_code_folder(config: Config) -> Path | None:
 
 
 def list_code_files(config: Config, run: Run) -> dict[str, Path]:
-    """All in that folder that is somebody's work; an error says what is too much."""
+    """All files of that folder that are worth sending, by their relative names.
+
+    Raises an EchelonError when they are more than should be sent.
+    """
     folder = find_code_folder(config)
     found: dict[str, Path] = {}
     sizes = Counter[str]()
@@ -83,6 +88,7 @@ def list_code_files(config: Config, run: Run) -> dict[str, Path]:
 
 
 def _walk_code(folder: Path, runs: Path) -> Iterator[Path]:
+    """The files below a folder, without caches, environments and runs."""
     for where, folders, files in os.walk(folder):
         here = Path(where)
         folders[:] = [f for f in folders if here / f != runs and not is_ignored(here / f)]
@@ -91,14 +97,18 @@ def _walk_code(folder: Path, runs: Path) -> Iterator[Path]:
 
 
 def set_aside_old_run(remote: RemoteRunFolder, suffix: str) -> None:
-    """A folder of that name is of another run. Done on all hosts before anything is sent, so that
-    one does not set aside what another has just been sent."""
+    """Rename a folder of the same name on a host; it belongs to another run.
+
+    This is done on all hosts before anything is sent, because hosts may share the folder with each
+    other.
+    """
     command = remote.make_argv(_SET_ASIDE_SCRIPT, suffix)
     subprocess.run(command, input=remote.first_line, capture_output=True)
 
 
 def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | None:
-    """Code, configuration and, to the first node, what the run has so far."""
+    """Send code, configuration and, to the first node, the history of the run; returns the fault,
+    if any."""
     command = remote.make_argv(_RECEIVE_SCRIPT, str(remote.node))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
@@ -111,7 +121,7 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
             for name, path in code.items():
                 tar.add(path, f"code-{remote.node}/{name}", recursive=False)
     except BrokenPipeError:
-        pass  # it says why
+        pass  # the far end has printed why
     except OSError as error:  # half of the code must not pass for all of it
         process.kill()
         process.communicate()
@@ -130,20 +140,23 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
 
 
 def _list_history(run: Run) -> Iterator[Path]:
+    """What a run that is continued needs: status, metrics, logs and its newest snapshots."""
     yield from (p for p in (run.status_file, run.metrics_file, run.logs_folder) if p.exists())
     yield from sorted(run.snapshots_folder.glob("step-*"))[-_SENT_SNAPSHOTS:]
 
 
 def fetch_results(remote: RemoteRunFolder) -> str:
-    """What the run made there, to here; why not, if it cannot be had. The newer file wins: a host
-    may have old logs of what another one does now."""
+    """Bring back what the run made on a host; returns why that failed, or "".
+
+    The newer file wins: a host may have old logs of a node that another one has now.
+    """
     command = remote.make_argv(_SEND_BACK_SCRIPT, "./logs" if remote.node else ".")
     take = ["tar", "-xof", "-", "-C", str(remote.run.folder), "--keep-newer-files"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as sender:
         assert sender.stdin is not None
         assert sender.stderr is not None
-        with contextlib.suppress(OSError):  # it says why
+        with contextlib.suppress(OSError):  # the far end prints why
             sender.stdin.write(remote.first_line)
             sender.stdin.close()
         receiver = subprocess.run(take, stdin=sender.stdout, capture_output=True)

@@ -1,4 +1,4 @@
-"""Ask every host at once whether it can take part; every fault is told, and nothing is started."""
+"""Ask every host at once whether it can take part. Every fault is reported, and nothing is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 @dataclass(frozen=True)
 class HostReport:
-    """What `host_probe.probe_host` returns there."""
+    """What a host answered; see `host_probe.probe_host`."""
 
     python: str
     executable: str
@@ -46,7 +46,7 @@ class HostReport:
 def check_hosts(
     config: Config, hosts: list[SshHost], run: Run, variables: Mapping[str, str]
 ) -> list[HostReport]:
-    """What each host says, or an error with every fault of every host."""
+    """The reports of all hosts. Raises an EchelonError with every fault of every host."""
     with shared_folder_token(run.folder.parent) as token:
         words = [
             sys.executable,
@@ -85,14 +85,14 @@ def check_hosts(
 
 
 def find_experiment_file(config: Config) -> str:
-    """The file of the user's experiment, if it is one."""
+    """The file of the user's experiment; "" if it is a bundled one."""
     file = str(config.experiment.get("entry", "")).rpartition(":")[0]
     return file if file.endswith(".py") else ""
 
 
 @contextlib.contextmanager
 def shared_folder_token(folder: Path) -> Iterator[Path]:
-    """A file nobody else could have: who sees it shares the folder."""
+    """A file in a folder that nobody else could have: a host that sees it shares the folder."""
     token = folder / f".echelon-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,6 +154,7 @@ def explain_ssh_failure(
 
 
 def _find_faults(config: Config, host: SshHost, report: HostReport, run: Run) -> Iterator[Fault]:
+    """What keeps a host that answered from taking part."""
     here = {"torch": importlib.metadata.version("torch"), "echelon": __version__}
     for package, ours in here.items():
         theirs = getattr(report, package)
@@ -181,6 +182,7 @@ def _find_faults(config: Config, host: SshHost, report: HostReport, run: Run) ->
 def _find_folder_faults(
     config: Config, host: SshHost, report: HostReport, run: Run
 ) -> Iterator[Fault]:
+    """What is missing in the folders of a host."""
     if not report.shared and not report.writable:
         yield Fault(
             f"{host.name} does not share the run folder {run.folder}, and cannot make one there",
@@ -201,6 +203,7 @@ def _find_folder_faults(
 
 
 def _find_unequal_devices(hosts: list[SshHost], reports: list[HostReport]) -> Iterator[Fault]:
+    """The fault of hosts that would get different numbers of processes."""
     counts = {h.name: r.devices for h, r in zip(hosts, reports, strict=True) if h.procs is None}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,4 +1,4 @@
-"""The machines of launch=ssh, as they were typed or as a file lists them."""
+"""The hosts of launch=ssh, as they were typed or as a hostfile lists them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from echelon.utils.os_errors import describe_os_error
 
 
 class SshHost(NamedTuple):
+    """One host, and how many processes it gets."""
+
     name: str
     """As ssh knows it."""
     procs: int | None
@@ -22,7 +24,7 @@ class SshHost(NamedTuple):
 
 
 def list_hosts(launch: LaunchConfig) -> list[SshHost]:
-    """Those of launch.hosts, then those of the file; node 0 is the first."""
+    """The hosts of `launch.hosts`, then those of `launch.hostfile`; node 0 is the first."""
     hosts = [SshHost(name, launch.procs) for name in launch.hosts]
     if launch.hostfile:
         hosts += _read_hostfile(Path(launch.hostfile), launch.procs)
@@ -38,6 +40,7 @@ def list_hosts(launch: LaunchConfig) -> list[SshHost]:
 
 
 def _read_hostfile(path: Path, procs: int | None) -> list[SshHost]:
+    """The hosts of a file. Raises an EchelonError with the faults of all lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -58,6 +61,7 @@ def _read_hostfile(path: Path, procs: int | None) -> list[SshHost]:
 
 
 def _parse_lines(text: str, path: Path, procs: int | None) -> Iterator[SshHost | Fault]:
+    """A host or a fault for each line that is not empty."""
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -65,7 +69,7 @@ def _parse_lines(text: str, path: Path, procs: int | None) -> Iterator[SshHost |
         slots = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
         if not is_safe_host(words[0]) or (len(words) > 1 and slots is None):
             yield Fault(
-                f"{path}, line {number}: {line.strip()!r} is no host",
+                f"{path}, line {number}: {line.strip()!r} is not a host",
                 "write HOST or HOST slots=PROCESSES, and `#` before a comment",
             )
         else:

@@ -1,6 +1,7 @@
-"""What a host says of itself, before anything is started there.
+"""What a host reports of itself before anything is started there.
 
-The text of this file is sent to the host's Python, which may lack Echelon: it needs nothing else.
+The text of this file is sent to the host's Python, which may lack Echelon, so it needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ import sys
 def probe_host(
     cwd: str = "/", run: str = "/", token: str = "", entry: str = ""
 ) -> dict[str, object]:
-    """Return what is installed, and whether the folders of a run are there.
-
-    `cwd` is the launcher's working directory, `run` the run folder, `token` a file that only hosts
-    with the same file system can see, `entry` the file of the user's experiment.
-    """
+    """Versions, devices and folders of this host."""
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -35,7 +32,7 @@ def probe_host(
 
 
 def _installed_version(package: str) -> str | None:
-    """As its installer noted it: importing torch would take seconds."""
+    """The version that the installer recorded: importing torch would take seconds."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,6 +40,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def _probe_echelon() -> dict[str, object]:
+    """Version of Echelon and number of visible devices."""
     try:
         from echelon import __version__
         from echelon.gpus import count_visible_gpus
@@ -52,7 +50,7 @@ def _probe_echelon() -> dict[str, object]:
 
 
 def _nearest_folder(path: str) -> str:
-    """The folder that exists, of a path that need not."""
+    """The nearest folder above a path that exists."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path

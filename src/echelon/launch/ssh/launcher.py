@@ -78,7 +78,7 @@ class SshLauncher(Launcher):
         )
 
     def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
-        """Only the batch: how many processes there will be, the hosts have yet to say."""
+        """Only the batch: the hosts decide later how many processes there will be."""
         return find_batch_faults(config, plan)
 
     def check_trackers(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> None:
@@ -125,18 +125,21 @@ class SshLauncher(Launcher):
 
 
 def _describe_process_count(hosts: list[SshHost], each: int) -> str:
+    """How many processes a host gets, in words."""
     if all(host.procs for host in hosts):
         return "as many processes as planned"
     return f"one process for {'each visible device' if each == 1 else f'every {each} devices'}"
 
 
 def _resolve_run(config: Config) -> Run:
+    """The folder of the run, which has a name by now."""
     assert config.run.name is not None
     return Run(Path(config.run.dir).absolute() / config.run.name)
 
 
 def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, ...]:
-    """Where the number of devices decides, and nobody was asked yet, a host is one line."""
+    """Where each rank will be. Where the number of devices decides, nobody was asked yet, so a host
+    is one line."""
     if config.program and config.mode == "plain":
         hosts = [host._replace(procs=1) for host in hosts]
     names = [host.name for host in hosts]
@@ -152,10 +155,12 @@ def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, .
 
 
 def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
+    """Names of devices before it is known whether the host has GPUs."""
     return tuple(f"cuda:{first + i} or {stage}" for i, stage in enumerate(stages))
 
 
 def _node_command(config: Config, hosts: list[SshHost], node: int, run: Run) -> tuple[str, ...]:
+    """The ssh command that runs the agent of one node."""
     procs = hosts[node].procs
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
     words += ["--node-rank", str(node), *(["--procs", str(procs)] if procs else [])]
@@ -171,6 +176,7 @@ def _send_files(
     code: Mapping[str, Path],
     new: bool,
 ) -> None:
+    """Send code and configuration to the hosts that do not share the run folder; raises all faults."""
     with ThreadPoolExecutor(max(1, len(separate_hosts))) as pool:
         if new:
             suffix = time.strftime("%Y%m%d-%H%M%S")
@@ -190,7 +196,10 @@ def _send_files(
 
 
 def _report_outcome(run: Run, outcome: sessions.SshOutcome, missing: dict[str, str]) -> int:
-    """The status says the same as the exit code, whoever wrote it last; the cause comes last."""
+    """Write the outcome into the status, print its cause last, and return the exit code.
+
+    The status agrees with the exit code, whoever wrote it last.
+    """
     code = outcome.code
     states: dict[int, str] = {Exit.OK: "finished", Exit.PREEMPTED: "preempted"}
     run.update_status(state=states.get(code, "failed"), failure=outcome.failure)

@@ -1,5 +1,8 @@
-"""How a command is said to another machine: one argv for all to see, and the variables, some of
-which are secrets, on its standard input."""
+"""How a command is run on another host.
+
+Its words are one ssh command, which everybody may see. Its variables, some of which are secrets, go
+to its standard input.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 def make_argv(
     launch: LaunchConfig, host: str, folders: tuple[str, str], words: Sequence[str]
 ) -> list[str]:
-    """Run words on a host, in the first folder that is there."""
+    """The ssh command that runs words on a host, in the first of two folders that exists there."""
     remote_command = shlex.join(["exec", "sh", "-c", _REMOTE_START, "sh", *folders, *words])
     ssh_command = split_ssh_command(launch.ssh, "launch.ssh")
     return [*build_ssh_prefix(ssh_command, host), remote_command]
@@ -38,7 +41,10 @@ def make_argv(
 
 
 def select_variables(env: Mapping[str, str], extra_names: Sequence[str]) -> dict[str, str]:
-    """The variables that go along; of those wanted, the ones that are set."""
+    """The variables that go along to the hosts, and those of `extra_names` that are set.
+
+    Raises an EchelonError for names and values that cannot be sent.
+    """
     chosen = {
         name: value
         for name, value in env.items()
@@ -54,7 +60,7 @@ def select_variables(env: Mapping[str, str], extra_names: Sequence[str]) -> dict
         if "\n" in value
     ]
     faults += [
-        Fault(f"launch.carry: {name!r} is no name of a variable", "use letters, digits and _")
+        Fault(f"launch.carry: {name!r} is not the name of a variable", "use letters, digits and _")
         for name in extra_names
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
     ]
@@ -64,6 +70,6 @@ def select_variables(env: Mapping[str, str], extra_names: Sequence[str]) -> dict
 
 
 def encode_variables(variables: Mapping[str, str]) -> bytes:
-    """What `_START` reads before anything else."""
+    """The line that the remote shell reads before anything else; it sets the variables."""
     words = (f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     return os.fsencode(" ".join(["export", *words]) + "\n")

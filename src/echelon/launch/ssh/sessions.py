@@ -1,4 +1,4 @@
-"""The near end of launch=ssh: one ssh per host, all of their words on one screen, one outcome."""
+"""The near end of launch=ssh: one ssh per host, all output on one screen, one outcome."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from echelon.utils.processes import die_with_parent
 _ALIVE_INTERVAL_S = 2.0
 _TICK_S = 0.2
 _GRACE_S = 10.0
-"""For the others to say why and to end, once one host has failed; where that is known, less."""
+"""How long the others have to report why and to end, once one host has failed; less if the
+reason is known."""
 _KILL_S = 3.0
 _SUCCESS_CODES = (Exit.OK, Exit.PREEMPTED)
 
 
 class SshOutcome(NamedTuple):
+    """How the run on all hosts ended."""
+
     code: int
     cause: str
     """What the screen ends with; empty if all went well."""
@@ -43,13 +46,13 @@ class SshOutcome(NamedTuple):
 
 @dataclass(eq=False)
 class SshSession:
-    """One host's agent, at the end of an ssh."""
+    """The agent of one host, at the far end of an ssh."""
 
     node: int
     host: str
     process: subprocess.Popen[bytes]
     code: int | None = None
-    """Once it has ended and all it said was read."""
+    """Set once it has ended and all its output was read."""
 
     def __post_init__(self) -> None:
         assert self.process.stdout is not None
@@ -61,24 +64,24 @@ class SshSession:
         self.partial_lines = dict.fromkeys(self.streams, b"")
         """The beginnings of lines."""
         self.last_stderr_lines: deque[str] = deque(maxlen=20)
-        """Of what it said on standard error."""
+        """Of its standard error."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Short enough to be written whole, whichever thread writes."""
+        """Send a message. It is short enough to be written whole, whichever thread writes."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # who reads the other end notices that it is gone
             os.write(self.process.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     @property
     def is_lost(self) -> bool:
-        """It ended as no agent ends by itself: ssh failed, or somebody killed."""
+        """Whether it ended as no agent ends by itself: ssh failed, or somebody killed it."""
         return self.code is None or self.code < 0 or self.code == SSH_FAILED or self.code > 128
 
 
 def start_sessions(
     hosts: Sequence[str], commands: Sequence[Sequence[str]], first_line: bytes
 ) -> list[SshSession]:
-    """All at once; `first` is what each one reads before anything else."""
+    """Start all sessions at once; `first_line` sets the variables of each."""
     sessions = [
         SshSession(
             node,
@@ -89,7 +92,7 @@ def start_sessions(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                start_new_session=True,  # a Ctrl-C is ours to pass on
+                start_new_session=True,  # Ctrl-C is forwarded by this process
                 preexec_fn=partial(die_with_parent, os.getpid()),
             ),
         )
@@ -118,6 +121,7 @@ class SshSessions:
         self._is_stopping = False
 
     def wait_for_all(self) -> SshOutcome:
+        """Print what the hosts print until all sessions have ended; returns the outcome."""
         for session in self._sessions:
             for stream in session.streams:
                 self._selector.register(stream, selectors.EVENT_READ, session)
@@ -140,13 +144,15 @@ class SshSessions:
             session.send(message)
 
     def _send_alive(self) -> None:
+        """Tell the hosts every two seconds that this process is alive."""
         while any(self._running()):
             self._send_to_running({"alive": True})
             time.sleep(_ALIVE_INTERVAL_S)
 
-    # --- what they say ---
+    # --- output ---
 
     def _read(self, session: SshSession, stream: IO[bytes]) -> None:
+        """Read what a host has printed and print whole lines of it."""
         data = os.read(stream.fileno(), 1 << 16)
         *lines, rest = (session.partial_lines[stream] + data).split(b"\n")
         if not data:
@@ -157,6 +163,7 @@ class SshSessions:
             self._print_line(session, stream, line.decode(errors="replace"))
 
     def _print_line(self, session: SshSession, stream: IO[bytes], line: str) -> None:
+        """Print a line after the name of its host, or handle the message in it."""
         text, message = split_message(line)
         if message is not None:
             self._handle_message(session, message)
@@ -169,6 +176,7 @@ class SshSessions:
         screen.flush()
 
     def _handle_message(self, session: SshSession, message: dict[str, Any]) -> None:
+        """Handle a message of a node: the address of node 0, or a failure."""
         if "meet" in message:
             for other in self._sessions[1:]:
                 other.send(message)
@@ -178,6 +186,7 @@ class SshSessions:
     # --- how they end ---
 
     def _reap(self, session: SshSession) -> None:
+        """Note the exit code of a session that has ended, once all its output was read."""
         open_streams = {key.fileobj for key in self._selector.get_map().values()}
         if open_streams & set(session.streams) or session.process.poll() is None:
             return
@@ -187,7 +196,8 @@ class SshSessions:
             self._deadline = time.monotonic() + (_KILL_S if self._reported_failure else _GRACE_S)
 
     def _end_overdue(self) -> None:
-        """Who has not ended in time is ended, by its tether, then by a lack of one."""
+        """End sessions that outlast a failure: first by a message to their watchdog, then by
+        killing ssh."""
         if time.monotonic() < self._deadline:
             return
         self._deadline = time.monotonic() + _KILL_S
@@ -196,6 +206,7 @@ class SshSessions:
             session.send({"kill": True}) if self._kill_rounds == 1 else session.process.kill()
 
     def _make_outcome(self) -> SshOutcome:
+        """The outcome, from what failed first."""
         if self._interrupts >= 2:
             words = "stopped at once; the last snapshot is intact"
             failure = Failure(0, self._sessions[0].host, None, words, "", int(Exit.INTERRUPTED))
@@ -215,8 +226,9 @@ class SshSessions:
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
+        """Forward stop signals while in this context. Ctrl-Z is ignored: a halted process could not
+        tell the hosts that it is alive."""
         before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
-        # Halted with Ctrl-Z we could not say that we are alive.
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
             yield
@@ -225,7 +237,8 @@ class SshSessions:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Once: the ranks agree, save and end. A second Ctrl-C does not wait for that."""
+        """Forward the first stop signal: the ranks agree, save and end. A second Ctrl-C does not
+        wait."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             self._deadline = 0.0
@@ -235,11 +248,12 @@ class SshSessions:
 
 
 def _describe_silent_end(session: SshSession) -> Failure:
-    """For an agent that did not live to tell what went wrong."""
+    """The failure of a node whose agent did not live to report one."""
     who = f"node {session.node} ({session.host})"
     error_lines = [line for line in session.last_stderr_lines if line.startswith("error: ")]
     if session.code == SSH_FAILED:
-        summary = f"the connection to {who} is lost: {join_last_lines(chr(10).join(session.last_stderr_lines))}"
+        last_lines = join_last_lines("\n".join(session.last_stderr_lines))
+        summary = f"the connection to {who} is lost: {last_lines}"
     elif session.is_lost:
         summary = f"{who} was killed"
     else:

@@ -1,8 +1,8 @@
-"""The far end of launch=ssh: `echelon node --tether` lives as long as its launcher speaks to it.
+"""The far end of launch=ssh: `echelon node --tether` lives as long as its launcher sends messages.
 
-Two processes. This one reads the launcher's lines on standard input, imports nothing heavy and
-waits for nobody, so that whatever the agent is stuck in, a cut link or a dead launcher ends the
-node. The other, its child, is the agent.
+There are two processes. This one is the watchdog: it reads the launcher's messages from standard
+input, imports nothing heavy and waits for nobody. So whatever the agent is stuck in, a cut link or
+a dead launcher ends the node. The other process, its child, is the agent.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
 
 SILENCE_LIMIT_S = 15.0
-"""Without a word for so long the link is cut, though nobody closed it."""
+"""After so long without a message the link is cut, though nobody closed it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_TIMEOUT_S = 5.0
 
 
 def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> int:
-    """Be a node until it ends, is told to, or is cut off; the exit code is its agent's."""
-    # What the agent leaves behind becomes our child, and is ended with us.
+    """Be a node until it ends, is told to end, or is cut off; returns the exit code of its agent."""
+    # What outlives the agent becomes a child of this process, and is killed with it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     theirs, ours = os.pipe()
     here = os.getpid()
@@ -58,7 +58,7 @@ def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> i
 
 
 class _NodeWatchdog:
-    """The launcher's lines, and the agent's life."""
+    """Reads the launcher's messages and watches the agent."""
 
     def __init__(self, agent: int, master_pipe: int) -> None:
         self._agent = agent
@@ -70,6 +70,7 @@ class _NodeWatchdog:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def watch_until_end(self) -> int:
+        """Wait for the agent's end, or end early when the launcher is gone; returns the exit code."""
         text = b""
         while (code := self._reap_agent()) is None:
             left_s = self._last_heard + SILENCE_LIMIT_S - time.monotonic()
@@ -87,7 +88,8 @@ class _NodeWatchdog:
         return code
 
     def _reap_agent(self) -> int | None:
-        """The agent's exit code, once it has one; orphans are ours to reap too."""
+        """The agent's exit code once it has one. Orphans are children of this process too, and are
+        reaped."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._agent:
@@ -96,7 +98,7 @@ class _NodeWatchdog:
         return None
 
     def _handle_message(self, message: dict[str, Any]) -> bool:
-        """Whether to go on."""
+        """Handle a message of the launcher; returns whether to continue."""
         if "meet" in message:
             os.write(self._master_pipe, message["meet"].encode() + b"\n")
         elif "signal" in message:
@@ -105,7 +107,7 @@ class _NodeWatchdog:
 
 
 def _kill_descendants() -> None:
-    """Nothing of this node outlives it, not even what a program put into the background."""
+    """Kill everything that this node has started, also what a program put into the background."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
@@ -121,16 +123,18 @@ def _kill_descendants() -> None:
 
 
 def _become_agent(parent: int) -> None:
+    """Make this child process the agent: no input, stop signals blocked, lines printed at once."""
     die_with_parent(parent)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # A wish to stop that comes early waits until the agent listens.
+    # A stop signal that comes early waits until the agent handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # rank 0 inherits it
 
 
 def _wait_for_master(nodes: int, rank: int, master_pipe: int) -> str:
-    """Node 0 is where we are, at a port it will choose; the others are told."""
+    """HOST:PORT of node 0. Node 0 itself uses its own address and a port that it will choose; the
+    others read it from the watchdog."""
     if rank == 0:
         return f"{find_own_address(nodes)}:0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -140,7 +144,10 @@ def _wait_for_master(nodes: int, rank: int, master_pipe: int) -> str:
 
 
 def find_own_address(nodes: int) -> str:
-    """The one we were reached at; from outside, if the launcher is on this very machine."""
+    """The address at which ssh reached this machine.
+
+    If the launcher is on this very machine, it is the address by which others reach it.
+    """
     if nodes == 1:
         return "127.0.0.1"
     reached = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2].partition("%")[0]
@@ -150,13 +157,15 @@ def find_own_address(nodes: int) -> str:
 
 
 def _report_port(nodes: int, port: int) -> None:
+    """Send the launcher the address of node 0's store."""
     _send_to_launcher({"meet": f"{find_own_address(nodes)}:{port}"})
 
 
 def _report_failure(failure: Failure) -> None:
-    """The launcher shows it when all hosts have said what they had to say."""
+    """Send the launcher the failure. It prints it after everything that the hosts still print."""
     _send_to_launcher({"failure": asdict(failure)})
 
 
 def _send_to_launcher(message: dict[str, Any]) -> None:
+    """Print a message, marked so that the launcher finds it among what programs print."""
     send_message(message)
