@@ -1,4 +1,4 @@
-"""Experiments for test_gpu_capture.py."""
+"""Experiments for test_cuda_capture.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from echelon.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 
-EXPERIMENTS = Path(__file__).parent / "captured.py"
+EXPERIMENTS = Path(__file__).parent / "capture_experiments.py"
 SIZES = ["trainer.log_steps=1", "trainer.epochs=2", "trainer.batch_size=32"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-ALONE = Path(__file__).parent / "sharded_alone.py"
+ALONE = Path(__file__).parent / "fsdp_single_rank.py"
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_tensors_move_to_the_device_when_they_fit() -> None:
 
 
 def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
-    """One GPU has one rank of NCCL; the wishes and the loss ride on its all-reduce."""
+    """One GPU has one rank of NCCL; requests and loss travel with its all-reduce."""
     from echelon.config.schema import TrainerConfig
     from echelon.data.batches import Batch
     from echelon.experiment.definition import Experiment

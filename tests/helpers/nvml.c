@@ -1,5 +1,5 @@
 /* A stand-in for NVIDIA's management library, driven by the file `scene` beside it, which is read
-   again whenever it changes. Built by scenes.py; -DNEWEST=1 or 2 leaves out newer process lists.
+   again whenever it changes. Built by fake_nvml.py; -DNEWEST=1 or 2 leaves out newer process lists.
 
    init CODE                       what nvmlInit answers
    driver 550.54.15

@@ -217,12 +217,12 @@ class TensorSource:
                 gathered = tuple(t.index_select(0, rows).to(device) for t in self.tensors)
                 if self.storage_device.type != "cpu":
                     starts = accumulate(sizes, initial=0)
-                    for start, mine in zip(starts, sizes, strict=False):
-                        yield BlockSlice(gathered, start, mine)
+                    for start, count in zip(starts, sizes, strict=False):
+                        yield BlockSlice(gathered, start, count)
                     continue
                 pieces = zip(*(torch.split(t, sizes) for t in gathered), strict=True)
-                for data, mine in zip(pieces, sizes, strict=True):
-                    yield Batch(tuple(map(_align_memory, data)) if mine else None, mine)
+                for data, count in zip(pieces, sizes, strict=True):
+                    yield Batch(tuple(map(_align_memory, data)) if count else None, count)
 
 
 def _align_memory(piece: Tensor) -> Tensor:

@@ -243,11 +243,11 @@ class EpochOrder:
 
     def _draw_indices(self, first: int, stop: int) -> tuple[Tensor, list[int]]:
         """Returns this rank's indices of a run of batches, and the number of them in each batch."""
-        mine = compute_share(first, self.batch_size, self.size, self.rank, self.world_size)
-        within = torch.arange(mine.start, mine.stop, device=self.device)
+        share = compute_share(first, self.batch_size, self.size, self.rank, self.world_size)
+        within = torch.arange(share.start, share.stop, device=self.device)
         offsets = torch.arange(stop - first, device=self.device) * self.batch_size
         positions = (offsets.unsqueeze(1) + within).flatten()
-        counts = [len(mine)] * (stop - first)
+        counts = [len(share)] * (stop - first)
         if not self.shuffle:
             return positions, counts
         return map_positions(positions, self.size, self.seed, self.epoch), counts

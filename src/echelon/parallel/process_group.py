@@ -109,8 +109,8 @@ class RankGroup:
         if self.store is None:
             return
         first = self.share_from_rank0("config", json.dumps(config.to_dict()))
-        mine, theirs = flatten(config.to_dict()), flatten(json.loads(first))
-        different = {k: v for k, v in find_differences(mine, theirs).items() if k != "rank"}
+        own, rank0 = flatten(config.to_dict()), flatten(json.loads(first))
+        different = {k: v for k, v in find_differences(own, rank0).items() if k != "rank"}
         if different:
             raise EchelonError(
                 *(

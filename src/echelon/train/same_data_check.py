@@ -30,18 +30,15 @@ def require_same_data(experiment: Experiment, group: RankGroup) -> None:
     tensors."""
     if group.store is None:
         return
-    mine = {
-        name: _summarize_data(getattr(experiment, name)) for name in ("train_data", "eval_data")
-    }
-    theirs = json.loads(group.share_from_rank0("data", json.dumps(mine)))
+    own = {name: _summarize_data(getattr(experiment, name)) for name in ("train_data", "eval_data")}
+    rank0 = json.loads(group.share_from_rank0("data", json.dumps(own)))
     faults = [
         Fault(
-            f"{name} is not the same on all ranks: "
-            f"{_describe_difference(mine[name], theirs[name])}",
+            f"{name} is not the same on all ranks: {_describe_difference(own[name], rank0[name])}",
             _REMEDY,
         )
-        for name in mine
-        if mine[name] != theirs[name]
+        for name in own
+        if own[name] != rank0[name]
     ]
     if faults:
         raise EchelonError(*faults, exit=Exit.USAGE)
@@ -71,8 +68,8 @@ def _read_bytes(rows: Any) -> bytes:
     return raw
 
 
-def _describe_difference(mine: list[Any], theirs: list[Any]) -> str:
+def _describe_difference(own: list[Any], rank0: list[Any]) -> str:
     """Says how this rank's data differs from rank 0's."""
-    if mine[0] != theirs[0]:
-        return f"{mine[0]:,} samples here, {theirs[0]:,} on rank 0"
+    if own[0] != rank0[0]:
+        return f"{own[0]:,} samples here, {rank0[0]:,} on rank 0"
     return "its first or last sample is another one than on rank 0"

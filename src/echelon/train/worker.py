@@ -142,9 +142,9 @@ class RankWorker:
     def _open_run(self, run: Run, world: World) -> None:
         """Opens rank 0's log and marks the run as running."""
         self.output.log_to(run.rank_log_file(0))
-        mine = {} if self.has_agent else make_starting_status("inline", world.nodes, world.size)
+        start = {} if self.has_agent else make_starting_status("inline", world.nodes, world.size)
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
-        run.update_status(**mine | now, launch_id=get_launch_id(os.environ))
+        run.update_status(**start | now, launch_id=get_launch_id(os.environ))
 
     def _require_saved(self, outcome: Exit) -> None:
         """Raises where a finished run could not save its last state.
@@ -277,14 +277,14 @@ def _warn_about_cpu(config: Config, world: World) -> None:
 
 def _agree_on_run(config: Config, group: RankGroup) -> Run:
     """Returns the run of this world. Rank 0 creates the folder; the others receive its path."""
-    mine = ""
+    folder = ""
     if group.world.rank == 0:
-        mine = str(
+        folder = str(
             (
                 run_folder.find_restarted_run(config, os.environ) or run_folder.create_run(config)
             ).folder
         )
-    return Run(Path(group.share_from_rank0("run", mine)))
+    return Run(Path(group.share_from_rank0("run", folder)))
 
 
 def _is_connection_error(error: BaseException) -> bool:
