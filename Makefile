@@ -18,11 +18,11 @@ demo: $(READY)  ## train a toy on two processes and look at it
 	@.venv/bin/echelon train launch=local launch.procs=2 hidden=64 samples=8192 trainer.epochs=6
 	@echo "  here      . .venv/bin/activate  puts echelon on the PATH"
 
-test: check     ## everything that runs on a CPU
+test: $(READY)  ## everything that runs on a CPU
 	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) slow-here slow-cluster
 
 # Side by side: all of them wait more than they compute.
-slow-here: $(READY)
+slow-here: check
 	$(PYTEST) tests --ignore=tests/cluster -n 2 --dist worksteal -m $(SLOW) < /dev/null
 
 slow-cluster: $(READY)

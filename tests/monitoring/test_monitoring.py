@@ -48,6 +48,7 @@ def lines(done: Trained) -> list[dict[str, float]]:
 # --- speed ---
 
 
+@pytest.mark.slow
 def test_the_split_of_a_step_in_one_process(tmp_path: Path) -> None:
     done = trained(tmp_path, 1)
     assert done.codes == [0], done.said
@@ -164,6 +165,7 @@ def test_a_stop_within_a_profile(tmp_path: Path) -> None:
     assert "the run ended within steps 6 to 505: no profile" in ended.err
 
 
+@pytest.mark.slow
 def test_a_profile_longer_than_the_run(tmp_path: Path) -> None:
     done = trained(tmp_path, 1, "trainer.profile=8", "trainer.steps=12")
     assert done.codes == [2]
@@ -181,6 +183,7 @@ TRIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", TRIED)
 def test_out_of_memory(tmp_path: Path, how: str) -> None:
     done = trained(tmp_path, 1, f"full={how}", "trainer.save.steps=4")
@@ -199,6 +202,7 @@ def test_out_of_memory(tmp_path: Path, how: str) -> None:
     assert done.said.rstrip().endswith("after step 8")
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_an_evaluation(tmp_path: Path) -> None:
     """Smaller pieces of a step would not help."""
     done = trained(tmp_path, 1, "full=host", "at=0", "trainer.save.steps=4")
@@ -225,6 +229,7 @@ def test_out_of_memory_in_the_larger_of_two_pieces(tmp_path: Path) -> None:
     assert "trainer.accumulate=4 (the numbers stay)" in said
 
 
+@pytest.mark.slow
 def test_out_of_memory_of_a_model_on_several_devices(tmp_path: Path) -> None:
     words = ("full=host", "replica.devices=2", "trainer.batch_size=8")
     done = train_world(tmp_path, 1, *words, experiment=slow_rank_experiment.placed)

@@ -79,6 +79,7 @@ def take_variables(of_agent: Mapping[str, str], rank: int) -> None:
     os.environ.update(of_agent if rank == 0 else {"WANDB_MODE": "disabled"})
 
 
+@pytest.mark.slow
 def test_every_rank_is_given_what_rank_0_took(tmp_path: Path, traced: Path) -> None:
     given = {"lr": 0.5, "trainer": {"batch_size": 4.0}}
     ranks = trained(tmp_path, given, ECHELON_TEST_TRACE=str(traced))
@@ -91,6 +92,7 @@ def test_every_rank_is_given_what_rank_0_took(tmp_path: Path, traced: Path) -> N
     assert run.read_config().track.wandb.swept == ["lr", "trainer.batch_size"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
