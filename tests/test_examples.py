@@ -13,7 +13,7 @@ from pathlib import Path
 
 import command_runner
 import pytest
-from command_runner import EXAMPLES, TORCHRUN, Done, curve, evaluations, only_run, status
+from command_runner import EXAMPLES, TORCHRUN, CommandResult, curve, evaluations, only_run, status
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
@@ -33,7 +33,7 @@ def default_port() -> Iterator[None]:
         yield
 
 
-def _trained(done: Done, folder: Path, steps: int) -> Path:
+def _trained(done: CommandResult, folder: Path, steps: int) -> Path:
     assert done.code == 0, done.err
     assert done.left == []
     run = only_run(folder)

@@ -29,7 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import report
-from command_runner import ECHELON, QUICK, TWO, Started, metrics, started, steps_seen, workers
+from command_runner import (
+    ECHELON,
+    QUICK,
+    TWO,
+    RunningCommand,
+    metrics,
+    started,
+    steps_seen,
+    workers,
+)
 from rich.progress import Progress
 
 from echelon.tracking.metrics_line import SPEED_METRICS
@@ -54,13 +63,13 @@ class Hang(Exception):
     """What should have come did not; the text is what the run said."""
 
 
-def wait_for(what: Callable[[], Any], running: Started, limit_s: float) -> float:
+def wait_for(what: Callable[[], Any], running: RunningCommand, limit_s: float) -> float:
     """Seconds until it is so."""
     begun = time.monotonic()
     while not what():
         waited = time.monotonic() - begun
         if waited > limit_s or running.process.poll() is not None:
-            raise Hang(f"after {waited:.1f} s: {running.told()[-3000:]}")
+            raise Hang(f"after {waited:.1f} s: {running.read_output()[-3000:]}")
         time.sleep(_POLL_S)
     return time.monotonic() - begun
 
@@ -96,7 +105,7 @@ def restarts(
 
 def _kill_workers(
     run: Path,
-    running: Started,
+    running: RunningCommand,
     kills: int,
     limit_s: float,
     rng: random.Random,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from command_runner import ECHELON, Started, started, until
+from command_runner import ECHELON, RunningCommand, started, until
 
 from echelon.sweep.sweep_folder import SweepFolder
 from echelon.sweep.trial_store import TrialStore
@@ -90,7 +90,7 @@ def disturbed(
 
 
 def _kill_in(
-    running: Started,
+    running: RunningCommand,
     first: Path,
     kills: int,
     pause_s: float,
@@ -153,7 +153,7 @@ def main() -> int:
     words = [*ECHELON, "sweep", str(file), "--parallel", "2", "launch.threads=1", "--name"]
     begun = time.monotonic()
     with started([*words, "calm"], folder) as running:
-        assert running.wait(END_S).code == 0, running.told()
+        assert running.wait(END_S).code == 0, running.read_output()
     calm_s = time.monotonic() - begun
     rng = random.Random(given.seed)
     pause_s = min(given.pause_s, calm_s / 2)  # so that a quick machine is disturbed as well

@@ -6,27 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import command_line as desks
 import pytest
 import slurm_cluster
+from command_line import CommandLine, open_command_line
 
 
 @pytest.fixture(scope="session")
-def cluster(used: list[slurm_cluster.Cluster]) -> Iterator[slurm_cluster.Cluster]:
+def cluster(used: list[slurm_cluster.TestCluster]) -> Iterator[slurm_cluster.TestCluster]:
     """Three hosts under Slurm, without accounting."""
     with _running(slurm_cluster.PLAIN, used) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def accounted(used: list[slurm_cluster.Cluster]) -> Iterator[slurm_cluster.Cluster]:
+def accounted(used: list[slurm_cluster.TestCluster]) -> Iterator[slurm_cluster.TestCluster]:
     """Another three, with accounting; both kinds run side by side."""
     with _running(slurm_cluster.ACCOUNTED, used) as started:
         yield started
 
 
 @pytest.fixture
-def healthy(used: list[slurm_cluster.Cluster]) -> Iterator[None]:
+def healthy(used: list[slurm_cluster.TestCluster]) -> Iterator[None]:
     """For tests that cut cables or kill nodes: the next test finds them whole."""
     yield
     for each in used:
@@ -35,21 +35,21 @@ def healthy(used: list[slurm_cluster.Cluster]) -> Iterator[None]:
 
 
 @pytest.fixture
-def desk(cluster: slurm_cluster.Cluster, tmp_path: Path) -> Iterator[desks.Desk]:
+def command_line(cluster: slurm_cluster.TestCluster, tmp_path: Path) -> Iterator[CommandLine]:
     """A place to type commands at."""
-    with desks.opened(cluster, tmp_path) as opened:
+    with open_command_line(cluster, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
-def used() -> list[slurm_cluster.Cluster]:
+def used() -> list[slurm_cluster.TestCluster]:
     return []
 
 
 @contextmanager
 def _running(
-    kind: slurm_cluster.Kind, used: list[slurm_cluster.Cluster]
-) -> Iterator[slurm_cluster.Cluster]:
+    kind: slurm_cluster.ClusterKind, used: list[slurm_cluster.TestCluster]
+) -> Iterator[slurm_cluster.TestCluster]:
     """A developer's cluster is left running; one started here ends with the session."""
     was_up = slurm_cluster.is_up(kind)
     started = slurm_cluster.start(kind)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from slurm_cluster import EMPTY_S, Cluster, wait_until
+from slurm_cluster import EMPTY_S, TestCluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -18,14 +18,14 @@ STAYS = "sleep 1739"
 """Nobody else's: jobs of other tests may just be ending."""
 
 
-def test_slurm_sees_three_nodes_with_their_gpus(cluster: Cluster) -> None:
+def test_slurm_sees_three_nodes_with_their_gpus(cluster: TestCluster) -> None:
     lines = cluster.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %c %G %t").splitlines()
     facts = [line.rsplit(" ", 1) for line in lines]
     assert [node for node, _ in facts] == [f"{node} 4 gpu:4" for node in cluster.nodes]
     assert {state for _, state in facts} <= {"idle", "mix", "alloc", "comp"}
 
 
-def test_a_job_runs_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_runs_on_two_hosts(cluster: TestCluster, tmp_path: Path) -> None:
     wrap = ["--wait", "-N2", "-o", "out", "--wrap", "srun hostname"]
     cluster.slurm("sbatch", *wrap, cwd=tmp_path)
     names = (tmp_path / "out").read_text().split()
@@ -33,7 +33,7 @@ def test_a_job_runs_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     assert set(names) <= set(cluster.nodes)
 
 
-def test_jobs_beside_each_other_get_different_gpus(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_beside_each_other_get_different_gpus(cluster: TestCluster, tmp_path: Path) -> None:
     wrap = "echo $CUDA_VISIBLE_DEVICES; while ! test -e go; do sleep 0.1; done"
     words = ["-w", cluster.nodes[0], "--gpus-per-node=2", "--wrap", wrap]
     outputs = [tmp_path / "a", tmp_path / "b"]
@@ -44,7 +44,7 @@ def test_jobs_beside_each_other_get_different_gpus(cluster: Cluster, tmp_path: P
     assert sorted(output.read_text() for output in outputs) == ["0,1\n", "2,3\n"]
 
 
-def test_ssh_needs_no_question_from_outside_or_between_hosts(cluster: Cluster) -> None:
+def test_ssh_needs_no_question_from_outside_or_between_hosts(cluster: TestCluster) -> None:
     for node in cluster.nodes:
         assert cluster.ssh(node, "hostname").stdout.split() == [node]
     first, second, _ = cluster.nodes
@@ -52,14 +52,14 @@ def test_ssh_needs_no_question_from_outside_or_between_hosts(cluster: Cluster) -
     assert inner.stdout.split() == [second]
 
 
-def test_ssh_refuses_a_host_that_pretends(cluster: Cluster) -> None:
+def test_ssh_refuses_a_host_that_pretends(cluster: TestCluster) -> None:
     first, second, _ = cluster.nodes
     done = cluster.ssh(first, "-o", f"HostKeyAlias={second}", "true")
     assert "Host key verification failed" in done.stderr
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_cut_cable_cuts_one_host_off(cluster: Cluster) -> None:
+def test_a_cut_cable_cuts_one_host_off(cluster: TestCluster) -> None:
     first, second, third = cluster.nodes
     assert _reaches(cluster, first, second)
     cluster.link(second, "down")
@@ -69,13 +69,13 @@ def test_a_cut_cable_cuts_one_host_off(cluster: Cluster) -> None:
     wait_until(lambda: _reaches(cluster, first, second))
 
 
-def _reaches(cluster: Cluster, here: str, there: str) -> bool:
+def _reaches(cluster: TestCluster, here: str, there: str) -> bool:
     probe = f"exec 3<>/dev/tcp/{cluster.addresses[there]}/22"
     return cluster.on(here, "timeout", "2", "bash", "-c", probe).returncode == 0
 
 
 @pytest.mark.usefixtures("healthy")
-def test_healing_mends_cables_and_nodes(cluster: Cluster) -> None:
+def test_healing_mends_cables_and_nodes(cluster: TestCluster) -> None:
     first, second, third = cluster.nodes
     cluster.link(first, "down")
     cluster.kill_node(second)
@@ -85,7 +85,7 @@ def test_healing_mends_cables_and_nodes(cluster: Cluster) -> None:
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_slow_cable_still_carries(cluster: Cluster) -> None:
+def test_a_slow_cable_still_carries(cluster: TestCluster) -> None:
     cluster.netem(cluster.nodes[0], "rate 1mbit")
     shaped = cluster.on(cluster.nodes[0], "tc", "qdisc", "show", "dev", "eth0").stdout
     assert "rate 1Mbit" in shaped
@@ -93,7 +93,7 @@ def test_a_slow_cable_still_carries(cluster: Cluster) -> None:
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_killed_node_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_node_comes_back(cluster: TestCluster, tmp_path: Path) -> None:
     node = cluster.nodes[-1]
     words = ["--parsable", "-w", node, "-o", "/dev/null", "--wrap", "exec sleep 7654"]
     job = cluster.slurm("sbatch", "--no-requeue", *words, cwd=tmp_path).strip()
@@ -107,7 +107,7 @@ def test_a_killed_node_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     cluster.slurm("scancel", job)
 
 
-def test_a_job_outlives_the_controller(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_outlives_the_controller(cluster: TestCluster, tmp_path: Path) -> None:
     go = tmp_path / "go"
     wrap = f"while ! test -e {go}; do sleep 0.1; done; echo done"
     job = cluster.slurm("sbatch", "--parsable", "-o", "out", "--wrap", wrap, cwd=tmp_path).strip()
@@ -119,7 +119,7 @@ def test_a_job_outlives_the_controller(cluster: Cluster, tmp_path: Path) -> None
     assert (tmp_path / "out").read_text() == "done\n"
 
 
-def test_a_spare_job_gives_way(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_spare_job_gives_way(cluster: TestCluster, tmp_path: Path) -> None:
     everything = ["-N3", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap"]
     cluster.wait_until_empty()
     low = ["-p", "spare", *everything, "srun sleep 1000"]
@@ -131,33 +131,33 @@ def test_a_spare_job_gives_way(cluster: Cluster, tmp_path: Path) -> None:
     cluster.slurm("scancel", spare)
 
 
-def test_without_accounting_sacct_says_so(cluster: Cluster) -> None:
+def test_without_accounting_sacct_says_so(cluster: TestCluster) -> None:
     assert "accounting storage is disabled" in slurm_cluster.run(["sacct"], cluster.env, 30).stderr
 
 
-def test_with_accounting_sacct_knows_a_job(accounted: Cluster, tmp_path: Path) -> None:
+def test_with_accounting_sacct_knows_a_job(accounted: TestCluster, tmp_path: Path) -> None:
     words = ["--parsable", "--wait", "-o", "/dev/null", "--wrap", "exit 3"]
     submitted = slurm_cluster.run(["sbatch", *words], accounted.env, 60, tmp_path)
     query = ["sacct", "-X", "-n", "-P", "-j", submitted.stdout.strip(), "-o", "State,ExitCode"]
     wait_until(lambda: accounted.slurm(*query).split() == ["FAILED|3:0"])
 
 
-def test_a_network_in_use_is_refused(cluster: Cluster, spare_folder: Path) -> None:
-    kind = slurm_cluster.Kind(spare_folder, ("--prefix", "other", "--net", _net_of(cluster)))
+def test_a_network_in_use_is_refused(cluster: TestCluster, spare_folder: Path) -> None:
+    kind = slurm_cluster.ClusterKind(spare_folder, ("--prefix", "other", "--net", _net_of(cluster)))
     done = slurm_cluster.manage(kind, "up", *kind.options)
     assert done.returncode == slurm_cluster.EXIT_CANNOT_BE_MADE
     assert "in use" in done.stderr
     assert not spare_folder.exists()
 
 
-def _net_of(cluster: Cluster) -> str:
+def _net_of(cluster: TestCluster) -> str:
     return cluster.addresses[cluster.nodes[0]].rpartition(".")[0]
 
 
 def test_a_cluster_that_cannot_be_made_skips_unless_required(
     monkeypatch: pytest.MonkeyPatch, spare_folder: Path
 ) -> None:
-    kind = slurm_cluster.Kind(spare_folder, ("--prefix", "NOT A NAME"))
+    kind = slurm_cluster.ClusterKind(spare_folder, ("--prefix", "NOT A NAME"))
     monkeypatch.delenv("ECHELON_REQUIRE_CLUSTER", raising=False)
     with pytest.raises(pytest.skip.Exception, match="--prefix has to be"):
         slurm_cluster.start(kind)
@@ -170,16 +170,16 @@ def test_down_spares_a_folder_that_holds_something_else(spare_folder: Path) -> N
     spare_folder.mkdir()
     (spare_folder / "thesis").touch()
     assert (
-        slurm_cluster.manage(slurm_cluster.Kind(spare_folder), "up").returncode
+        slurm_cluster.manage(slurm_cluster.ClusterKind(spare_folder), "up").returncode
         == slurm_cluster.EXIT_CANNOT_BE_MADE
     )
-    slurm_cluster.manage(slurm_cluster.Kind(spare_folder), "down")
+    slurm_cluster.manage(slurm_cluster.ClusterKind(spare_folder), "down")
     assert (spare_folder / "thesis").exists()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["", "folder_lost"])
 def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
-    kind = slurm_cluster.Kind(spare_folder, ("--prefix", "gone", "--net", "10.213.39"))
+    kind = slurm_cluster.ClusterKind(spare_folder, ("--prefix", "gone", "--net", "10.213.39"))
     before = _traces(spare_folder)
     short = slurm_cluster.start(kind)
     assert _traces(spare_folder) != before

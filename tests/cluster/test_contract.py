@@ -9,11 +9,19 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import command_line as desks
 import pytest
-from command_line import FAULTY, REGRESSION, Desk, curve, evaluations, logs, told
-from command_runner import Done, Started, free_port
-from slurm_cluster import Cluster
+from command_line import (
+    FAULTY,
+    REGRESSION,
+    CommandLine,
+    curve,
+    evaluations,
+    logs,
+    normalize_log,
+    open_command_line,
+)
+from command_runner import CommandResult, RunningCommand, free_port
+from slurm_cluster import TestCluster
 
 from echelon.errors import Exit
 from echelon.runs.run_folder import Run
@@ -44,40 +52,40 @@ class Launcher:
 
     name: str
     ranks: int
-    start: Callable[[Desk, tuple[str, ...]], list[Started]]
+    start: Callable[[CommandLine, tuple[str, ...]], list[RunningCommand]]
     """The command or, for `env`, one per node; the first one shows rank 0."""
-    stop: Callable[[Desk, list[Started]], None]
+    stop: Callable[[CommandLine, list[RunningCommand]], None]
 
-    def wait(self, started: list[Started]) -> list[Done]:
+    def wait(self, started: list[RunningCommand]) -> list[CommandResult]:
         return [each.wait() for each in started]
 
 
-def _typed(*launch: str) -> Callable[[Desk, tuple[str, ...]], list[Started]]:
-    return lambda desk, words: [desk.start("train", *launch, *words)]
+def _typed(*launch: str) -> Callable[[CommandLine, tuple[str, ...]], list[RunningCommand]]:
+    return lambda command_line, words: [command_line.start("train", *launch, *words)]
 
 
-def _by_ssh(desk: Desk, words: tuple[str, ...]) -> list[Started]:
-    hosts = ",".join(desk.cluster.nodes[:2])
-    launch = (f"launch.hosts=[{hosts}]", f"launch.ssh='ssh -F {desk.cluster.ssh_config}'")
-    carry = f"launch.carry=[{','.join(desk.variables)}]"
-    return [desk.start("train", "launch=ssh", *launch, carry, *words)]
+def _by_ssh(command_line: CommandLine, words: tuple[str, ...]) -> list[RunningCommand]:
+    hosts = ",".join(command_line.cluster.nodes[:2])
+    launch = (f"launch.hosts=[{hosts}]", f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'")
+    carry = f"launch.carry=[{','.join(command_line.variables)}]"
+    return [command_line.start("train", "launch=ssh", *launch, carry, *words)]
 
 
-def _by_env(desk: Desk, words: tuple[str, ...]) -> list[Started]:
-    return desk.env_world("train", "launch=env", *words, port=free_port())
+def _by_env(command_line: CommandLine, words: tuple[str, ...]) -> list[RunningCommand]:
+    return command_line.env_world("train", "launch=env", *words, port=free_port())
 
 
-def _terminate_first(desk: Desk, started: list[Started]) -> None:
+def _terminate_first(command_line: CommandLine, started: list[RunningCommand]) -> None:
     started[0].process.send_signal(signal.SIGTERM)
 
 
-def _terminate_last(desk: Desk, started: list[Started]) -> None:
+def _terminate_last(command_line: CommandLine, started: list[RunningCommand]) -> None:
     started[-1].process.send_signal(signal.SIGTERM)
 
 
-def _cancel(desk: Desk, started: list[Started]) -> None:
+def _cancel(command_line: CommandLine, started: list[RunningCommand]) -> None:
     """A signal to one of its processes would only queue the job again."""
-    assert desk.type("cancel", "a").code == Exit.OK
+    assert command_line.type("cancel", "a").code == Exit.OK
 
 
 SLURM = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "--wait")
@@ -99,27 +107,27 @@ def _next(launcher: Launcher) -> Launcher:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def whole(cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Never stopped, on two processes of one machine."""
-    with desks.opened(cluster, tmp_path_factory.mktemp("whole")) as desk:
-        done = desk.type("train", "launch=local", "launch.procs=2", REGRESSION, *SETTINGS)
+    with open_command_line(cluster, tmp_path_factory.mktemp("whole")) as command_line:
+        done = command_line.type("train", "launch=local", "launch.procs=2", REGRESSION, *SETTINGS)
         assert done.code == Exit.OK, done.err
-        yield desk.run()
+        yield command_line.run()
 
 
 @ANY
 def test_a_run_stopped_under_one_goes_on_under_another(
-    launcher: Launcher, whole: Run, desk: Desk
+    launcher: Launcher, whole: Run, command_line: CommandLine
 ) -> None:
     # All launchers tell the last rank, and it goes no further before it has heard it.
-    desk.variables = {"ECHELON_TEST_FAULT": f"{launcher.ranks - 1}:20:hear"}
-    started = launcher.start(desk, (REGRESSION, *SETTINGS))
-    desk.wait_for_step(5)
-    launcher.stop(desk, started)
+    command_line.variables = {"ECHELON_TEST_FAULT": f"{launcher.ranks - 1}:20:hear"}
+    started = launcher.start(command_line, (REGRESSION, *SETTINGS))
+    command_line.wait_for_step(5)
+    launcher.stop(command_line, started)
     for done in launcher.wait(started):
         assert done.code == Exit.PREEMPTED, done.err
         assert done.left == []
-    run, stopped = desk.run(), desk.step()
+    run, stopped = command_line.run(), command_line.step()
     status = run.read_status()
     assert (status["state"], status["step"], status["failure"]) == ("preempted", stopped, None)
     assert run.find_newest_step() == stopped < STEPS
@@ -127,9 +135,9 @@ def test_a_run_stopped_under_one_goes_on_under_another(
         launcher.stop is _terminate_last  # rank 0 heard it from rank 1
     )
 
-    desk.variables = {}
+    command_line.variables = {}
     other = _next(launcher)
-    for done in other.wait(other.start(desk, (REGRESSION, *SETTINGS))):
+    for done in other.wait(other.start(command_line, (REGRESSION, *SETTINGS))):
         assert done.code == Exit.OK, done.err
         assert done.left == []
     status = run.read_status()
@@ -151,23 +159,25 @@ def _require_same_logs(run: Run, whole: Run, ranks: int) -> None:
     mine, theirs = logs(run, ranks), logs(whole, 2)
     assert not run.rank_log_file(ranks).exists()
     first, went_on = mine[0].split("resuming run a after step ")
-    last_words = told(theirs[0].partition(f"evaluated after step {STEPS}")[2])
-    assert told(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
+    last_words = normalize_log(theirs[0].partition(f"evaluated after step {STEPS}")[2])
+    assert normalize_log(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
     assert "everything is saved" in first
-    assert all(told(log) == [] for log in mine[1:])
+    assert all(normalize_log(log) == [] for log in mine[1:])
 
 
 @ANY
-def test_a_failure_is_reported_in_the_same_words(launcher: Launcher, desk: Desk) -> None:
+def test_a_failure_is_reported_in_the_same_words(
+    launcher: Launcher, command_line: CommandLine
+) -> None:
     guilty = launcher.ranks - 1
-    host = _host_of(launcher, guilty, desk)
+    host = _host_of(launcher, guilty, command_line)
     fault = ("fault=error", f"on={guilty}", "at=5", "trainer.batch_size=8", "trainer.log_steps=1")
-    first, *others = launcher.wait(launcher.start(desk, (FAULTY, "run.name=a", *fault)))
+    first, *others = launcher.wait(launcher.start(command_line, (FAULTY, "run.name=a", *fault)))
     assert first.code == Exit.FAILED, first.err
     for done in others:
         assert done.code == Exit.FAILED, done.err
         assert f"rank {guilty} on {host} failed" in done.err
-    status = desk.run().read_status()
+    status = command_line.run().read_status()
     failure = status["failure"]
     assert (status["state"], status["step"]) == ("failed", 4)
     assert (failure["rank"], failure["host"], failure["step"]) == (guilty, host, 4)
@@ -176,13 +186,13 @@ def test_a_failure_is_reported_in_the_same_words(launcher: Launcher, desk: Desk)
     assert first.left == []
     report = f"{failure['detail'].rstrip()}\n\nrank {guilty} on {host} failed after step 4: {ERROR}"
     screen = re.sub(r"(?m)^(srun: error|job \d+): .*\n", "", first.out + first.err)
-    for text in (screen, *logs(desk.run(), launcher.ranks)):
+    for text in (screen, *logs(command_line.run(), launcher.ranks)):
         assert text.rstrip().endswith(report), text
 
 
-def _host_of(launcher: Launcher, rank: int, desk: Desk) -> str:
+def _host_of(launcher: Launcher, rank: int, command_line: CommandLine) -> str:
     away = launcher.name in ("env", "slurm", "ssh")
-    return desk.cluster.nodes[rank] if away else socket.gethostname()
+    return command_line.cluster.nodes[rank] if away else socket.gethostname()
 
 
 def test_the_suite_knows_every_launcher() -> None:

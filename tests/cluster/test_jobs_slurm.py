@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import command_line as desks
 import pytest
-from command_line import REGRESSION, Desk
+from command_line import REGRESSION, CommandLine, open_command_line
 from command_runner import until
 
 from echelon.errors import Exit
@@ -19,51 +18,51 @@ from echelon.errors import Exit
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
-def standing(desk: Desk, name: str = "a", **variables: Any) -> dict[str, Any]:
-    done = desk.type("jobs", "--json", **variables)
+def standing(command_line: CommandLine, name: str = "a", **variables: Any) -> dict[str, Any]:
+    done = command_line.type("jobs", "--json", **variables)
     assert done.code == 0, done.err
     (found,) = [job for job in json.loads(done.out) if job["run"] == name]
     return dict(found)
 
 
-def test_a_job_is_followed_over_a_requeue_and_cancelled(desk: Desk) -> None:
-    desk.variables["ECHELON_TEST_PAUSE_S"] = "0.05"
+def test_a_job_is_followed_over_a_requeue_and_cancelled(command_line: CommandLine) -> None:
+    command_line.variables["ECHELON_TEST_PAUSE_S"] = "0.05"
     words = ("launch.nodes=2", "launch.threads=1", "run.name=a", "trainer.log_steps=1")
     many = ("trainer.steps=100000", "trainer.batch_size=6", "eval_samples=0")
-    waiting = desk.start("train", "launch=slurm", "--wait", *words, *many, REGRESSION)
-    desk.job()
-    follower = desk.start("logs", "a", "-f")
-    desk.wait_for_step(3)
-    found = standing(desk)
-    assert (found["state"], found["job"]) == ("running", desk.job())
+    waiting = command_line.start("train", "launch=slurm", "--wait", *words, *many, REGRESSION)
+    command_line.job()
+    follower = command_line.start("logs", "a", "-f")
+    command_line.wait_for_step(3)
+    found = standing(command_line)
+    assert (found["state"], found["job"]) == ("running", command_line.job())
     assert (found["nodes"], found["world"], found["total_steps"]) == (2, 2, 100_000)
     assert found["step"] >= 3
 
-    desk.cluster.slurm("scontrol", "requeue", desk.job())
-    assert until(lambda: standing(desk)["state"] == "requeued", 120, "requeued")
-    desk.wait_for_more()
-    attached = desk.start("attach", "a")
-    until(lambda: "running" in attached.told(), 120, "attached")
-    assert "was asked to save and end" in desk.type("cancel", "a").out
+    command_line.cluster.slurm("scontrol", "requeue", command_line.job())
+    assert until(lambda: standing(command_line)["state"] == "requeued", 120, "requeued")
+    command_line.wait_for_more()
+    attached = command_line.start("attach", "a")
+    until(lambda: "running" in attached.read_output(), 120, "attached")
+    assert "was asked to save and end" in command_line.type("cancel", "a").out
     assert attached.wait().code == waiting.wait().code == Exit.PREEMPTED
-    assert standing(desk)["state"] == "cancelled"
-    assert "nothing to cancel" in desk.type("cancel", "a", "--now").out
+    assert standing(command_line)["state"] == "cancelled"
+    assert "nothing to cancel" in command_line.type("cancel", "a", "--now").out
 
     told = follower.wait()
     openings = [line for line in told.out.splitlines() if "100,000 steps" in line]
     assert (told.code, len(openings)) == (0, 2), told.out
     assert told.out.count("everything is saved") >= 1
-    desk.require_nothing_left()
+    command_line.require_nothing_left()
 
 
 @pytest.fixture(params=["cluster", "accounted"])
-def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
-    with desks.opened(request.getfixturevalue(request.param), tmp_path) as opened:
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommandLine]:
+    with open_command_line(request.getfixturevalue(request.param), tmp_path) as opened:
         opened.variables["KIND"] = request.param
         yield opened
 
 
-def test_a_job_that_left_the_queue_stands_as_its_cluster_knows(either: Desk) -> None:
+def test_a_job_that_left_the_queue_stands_as_its_cluster_knows(either: CommandLine) -> None:
     """The first is cancelled with Slurm's own command, the second with ours."""
     for name in "ab":
         held = ("launch=slurm", "launch.sbatch=[--hold]", f"run.name={name}")

@@ -7,10 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 
-import command_line as desks
 import pytest
-from command_line import FAULTY, Desk, curve
-from command_runner import Done, Started, free_port, until
+from command_line import FAULTY, START_S, CommandLine, curve
+from command_runner import CommandResult, RunningCommand, free_port, until
 from slurm_cluster import EMPTY_S
 
 from echelon.errors import Exit
@@ -34,62 +33,64 @@ WORLD = (
 )
 
 
-def _start(desk: Desk, *words: str) -> list[Started]:
+def _start(command_line: CommandLine, *words: str) -> list[RunningCommand]:
     """Node 0 and node 1, training."""
-    world = desk.env_world("train", "launch=env", *WORLD, *words, port=free_port())
-    desk.wait_for_step(15)
+    world = command_line.env_world("train", "launch=env", *WORLD, *words, port=free_port())
+    command_line.wait_for_step(15)
     return world
 
 
 def _notice(what: str, seen: Callable[[], object], limit_s: float) -> None:
     """`pytest -s` shows the figure beside its limit, which a busy machine may exceed."""
     began = time.monotonic()
-    until(seen, desks.START_S, f"{what} is noticed")
+    until(seen, START_S, f"{what} is noticed")
     print(f"{what}: noticed in {time.monotonic() - began:.1f} s, of {limit_s:g}")
 
 
 # --- what a restart mends ---
 
 
-def test_a_rank_that_loops_dies_or_stops_is_named_and_all_nodes_start_again(desk: Desk) -> None:
-    node_0, node_1, _ = desk.cluster.nodes
-    once = f"once={desk.folder / 'once'}"
+def test_a_rank_that_loops_dies_or_stops_is_named_and_all_nodes_start_again(
+    command_line: CommandLine,
+) -> None:
+    node_0, node_1, _ = command_line.cluster.nodes
+    once = f"once={command_line.folder / 'once'}"
     loop = ("fault=loop", "on=1", "at=40", once, "launch.hang_s=2", "launch.max_restarts=3")
-    world = _start(desk, *loop)
+    world = _start(command_line, *loop)
     first = world[0]
 
-    until(lambda: "3 restart(s) left" in first.told(), desks.START_S, "the loop is noticed")
-    told = first.told()
+    until(lambda: "3 restart(s) left" in first.read_output(), START_S, "the loop is noticed")
+    told = first.read_output()
     assert "no progress for 2 s (launch.hang_s=2), and every other rank waits for it" in told
     assert f"rank 1 on {node_1} failed after step 39" in told
     where = told.partition("Where rank 1 stands:")[2].partition("rank 1 on")[0]
     assert "in _loop" in where
 
-    desk.wait_for_more()
-    os.kill(desk.worker(node_1), signal.SIGKILL)
-    _notice("a killed rank", lambda: "2 restart(s) left" in first.told(), AT_ONCE_S)
-    assert f"rank 1 on {node_1} failed" in first.told().rpartition("The kernel kills")[2]
-    assert "killed by SIGKILL" in first.told().rpartition("The kernel kills")[2]
+    command_line.wait_for_more()
+    os.kill(command_line.worker(node_1), signal.SIGKILL)
+    _notice("a killed rank", lambda: "2 restart(s) left" in first.read_output(), AT_ONCE_S)
+    assert f"rank 1 on {node_1} failed" in first.read_output().rpartition("The kernel kills")[2]
+    assert "killed by SIGKILL" in first.read_output().rpartition("The kernel kills")[2]
 
-    desk.wait_for_more()
-    stopped = desk.worker(node_1)
+    command_line.wait_for_more()
+    stopped = command_line.worker(node_1)
     os.kill(stopped, signal.SIGSTOP)
-    _notice("a stopped rank", lambda: "1 restart(s) left" in first.told(), 2 + AT_ONCE_S)
-    last = first.told().rpartition("killed by SIGKILL")[2]
+    _notice("a stopped rank", lambda: "1 restart(s) left" in first.read_output(), 2 + AT_ONCE_S)
+    last = first.read_output().rpartition("killed by SIGKILL")[2]
     assert f"Process {stopped} is stopped (SIGSTOP)" in last
     assert f"rank 1 on {node_1} failed" in last
 
     # With no restart left, the next one ends it, on both nodes.
-    desk.wait_for_more()
-    os.kill(desk.worker(node_0), signal.SIGSEGV)
+    command_line.wait_for_more()
+    os.kill(command_line.worker(node_0), signal.SIGSEGV)
     for done in _ended(world):
         assert done.code == Exit.FAILED
         assert f"rank 0 on {node_0} failed" in done.err.rstrip().splitlines()[-1]
-    assert desk.run().read_status()["failure"]["summary"] == "killed by SIGSEGV"
-    desk.require_nothing_left()
+    assert command_line.run().read_status()["failure"]["summary"] == "killed by SIGSEGV"
+    command_line.require_nothing_left()
 
 
-def _ended(world: list[Started], limit_s: float = desks.START_S) -> list[Done]:
+def _ended(world: list[RunningCommand], limit_s: float = START_S) -> list[CommandResult]:
     until(lambda: all(node.process.poll() is not None for node in world), limit_s, "all ended")
     return [node.wait() for node in world]
 
@@ -99,50 +100,50 @@ def _ended(world: list[Started], limit_s: float = desks.START_S) -> list[Done]:
 
 @pytest.mark.usefixtures("healthy")
 def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_at_once(
-    desk: Desk,
+    command_line: CommandLine,
 ) -> None:
-    node_1 = desk.cluster.nodes[1]
-    world = _start(desk, "launch.max_restarts=1")
-    desk.cluster.link(node_1, "down")
+    node_1 = command_line.cluster.nodes[1]
+    world = _start(command_line, "launch.max_restarts=1")
+    command_line.cluster.link(node_1, "down")
     time.sleep(2)  # a hundred steps
     assert all(node.process.poll() is None for node in world)
-    desk.cluster.link(node_1, "up")
-    desk.wait_for_more()
-    assert "failed" not in desk.said()
+    command_line.cluster.link(node_1, "up")
+    command_line.wait_for_more()
+    assert "failed" not in command_line.recent_output()
 
-    os.kill(desk.agent(node_1), signal.SIGKILL)
+    os.kill(command_line.agent(node_1), signal.SIGKILL)
     _notice("a killed agent", world[0].process.poll, AT_ONCE_S)
     done = world[0].wait()
     assert done.code == Exit.NODE_LOST
     assert f"node 1 ({node_1}, rank 1) closed its connection" in done.err
-    failure = desk.run().read_status()["failure"]
+    failure = command_line.run().read_status()["failure"]
     assert (failure["rank"], failure["host"]) == (1, node_1)
     assert world[1].wait().code == -signal.SIGKILL
-    desk.require_nothing_left()
+    command_line.require_nothing_left()
 
 
-def test_a_killed_node_0_is_named_by_the_others(desk: Desk) -> None:
-    node_0 = desk.cluster.nodes[0]
-    world = _start(desk)
-    os.kill(desk.agent(node_0), signal.SIGKILL)
+def test_a_killed_node_0_is_named_by_the_others(command_line: CommandLine) -> None:
+    node_0 = command_line.cluster.nodes[0]
+    world = _start(command_line)
+    os.kill(command_line.agent(node_0), signal.SIGKILL)
     _notice("a killed node 0", world[1].process.poll, AT_ONCE_S)
     done = world[1].wait()
     assert done.code == Exit.NODE_LOST
     assert f"node 0 ({node_0}, rank 0 …) closed its connection" in done.err
-    assert desk.run().read_status()["state"] == "failed"
-    assert desk.run().read_status()["failure"]["host"] == node_0
-    desk.require_nothing_left()
+    assert command_line.run().read_status()["state"] == "failed"
+    assert command_line.run().read_status()["failure"]["host"] == node_0
+    command_line.require_nothing_left()
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_node_that_is_cut_off_is_named_by_both_sides(desk: Desk) -> None:
-    node_0, node_1, _ = desk.cluster.nodes
-    world = _start(desk)
-    desk.cluster.link(node_1, "down")
+def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine) -> None:
+    node_0, node_1, _ = command_line.cluster.nodes
+    world = _start(command_line)
+    command_line.cluster.link(node_1, "down")
     _notice("a node that is cut off", world[0].process.poll, CUT_OFF_S)
-    desk.require_nothing_left(node_0)
-    until(world[1].process.poll, desks.START_S, "the node that is cut off ends too")
-    desk.require_nothing_left()
+    command_line.require_nothing_left(node_0)
+    until(world[1].process.poll, START_S, "the node that is cut off ends too")
+    command_line.require_nothing_left()
     here, there = world[0].wait(), world[1].wait()
     assert (here.code, there.code) == (Exit.NODE_LOST, Exit.NODE_LOST)
     assert f"node 1 ({node_1}, rank 1) has sent nothing for 14 s" in here.err
@@ -153,47 +154,51 @@ def test_a_node_that_is_cut_off_is_named_by_both_sides(desk: Desk) -> None:
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(desk: Desk) -> None:
+def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(
+    command_line: CommandLine,
+) -> None:
     more = ("launch.nodes=2", "launch.procs=1", "launch.max_restarts=2")
-    following = desk.start("train", "launch=slurm", *more, *WORLD, "--wait")
-    desk.wait_for_step(15)
-    job = desk.job()
-    node_0, node_1 = desk.hosts(job)
-    os.kill(desk.worker(node_1), signal.SIGKILL)
-    log = desk.run().node_log_file(0)
+    following = command_line.start("train", "launch=slurm", *more, *WORLD, "--wait")
+    command_line.wait_for_step(15)
+    job = command_line.job()
+    node_0, node_1 = command_line.hosts(job)
+    os.kill(command_line.worker(node_1), signal.SIGKILL)
+    log = command_line.run().node_log_file(0)
     _notice("a killed rank", lambda: "2 restart(s) left" in log.read_text(), AT_ONCE_S)
     assert f"rank 1 on {node_1} failed" in log.read_text()
 
-    desk.wait_for_more()
-    desk.cluster.restart_controller()
-    desk.wait_for_more()
+    command_line.wait_for_more()
+    command_line.cluster.restart_controller()
+    command_line.wait_for_more()
 
-    desk.cluster.kill_node(node_1)
+    command_line.cluster.kill_node(node_1)
     lost = f"node 1 ({node_1}, rank 1) closed its connection"
     _notice("a killed node", lambda: lost in log.read_text(), CUT_OFF_S)
-    desk.wait_for_more(limit_s=EMPTY_S)  # the same job, on other nodes, where the snapshot was
-    assert desk.job() == job
-    assert node_1 not in desk.hosts(job)
-    steps = [step for step, _ in curve(desk.run())]
+    command_line.wait_for_more(
+        limit_s=EMPTY_S
+    )  # the same job, on other nodes, where the snapshot was
+    assert command_line.job() == job
+    assert node_1 not in command_line.hosts(job)
+    steps = [step for step, _ in curve(command_line.run())]
     assert steps == sorted(set(steps))
-    desk.cluster.slurm("scancel", job)
+    command_line.cluster.slurm("scancel", job)
     assert following.wait().code != Exit.OK
-    desk.require_nothing_left(node_0)
+    command_line.require_nothing_left(node_0)
 
 
 # --- who never comes ---
 
 
-def test_a_node_that_never_comes_is_named(desk: Desk) -> None:
-    hosts = desk.cluster.nodes
+def test_a_node_that_never_comes_is_named(command_line: CommandLine) -> None:
+    hosts = command_line.cluster.nodes
     words = ("train", "launch=env", *WORLD, "launch.join_timeout_s=2")
     here = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts[0]}
     alone = [
-        desk.start(*words, on=hosts[0], MASTER_PORT="21001", NODE_RANK="0", **here),
-        desk.start(*words, on=hosts[1], MASTER_PORT="21002", NODE_RANK="1", **here),
+        command_line.start(*words, on=hosts[0], MASTER_PORT="21001", NODE_RANK="0", **here),
+        command_line.start(*words, on=hosts[1], MASTER_PORT="21002", NODE_RANK="1", **here),
     ]
     first, other = (each.wait() for each in alone)
     assert (first.code, other.code) == (Exit.RENDEZVOUS, Exit.RENDEZVOUS)
     assert "after 2 s only 1 of 2 nodes are here; missing: node 1" in first.err
     assert f"node 1 found no node 0 at {hosts[0]}:21002 within 2 s" in other.err
-    desk.require_nothing_left()
+    command_line.require_nothing_left()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Desk
+from command_line import CommandLine
 from fake_nvml import Scene, gpu
-from sshd import sshd
+from sshd import start_sshd
 
 from echelon.errors import Exit
 from echelon.utils import text
@@ -38,9 +38,9 @@ int clock_gettime(clockid_t which, struct timespec *now) {
 """
 
 
-def words(desk: Desk, *more: str, config: Path | None = None) -> tuple[str, ...]:
-    hosts = ",".join(desk.cluster.nodes)
-    ssh = f"launch.ssh='ssh -F {config or desk.cluster.ssh_config}'"
+def words(command_line: CommandLine, *more: str, config: Path | None = None) -> tuple[str, ...]:
+    hosts = ",".join(command_line.cluster.nodes)
+    ssh = f"launch.ssh='ssh -F {config or command_line.cluster.ssh_config}'"
     return ("preflight", "--json", "launch=ssh", ssh, f"launch.hosts=[{hosts}]", *more)
 
 
@@ -51,29 +51,29 @@ def bad(report: dict[str, Any]) -> dict[tuple[str, str], str]:
     return {(check["host"], check["check"]): check["found"] for check in wrong}
 
 
-def test_sound_nodes_are_ready(desk: Desk) -> None:
-    done = desk.type(*words(desk))
+def test_sound_nodes_are_ready(command_line: CommandLine) -> None:
+    done = command_line.type(*words(command_line))
     report = json.loads(done.out)
     assert done.code == Exit.OK, bad(report)
     assert (report["ready"], report["launcher"], bad(report)) == (True, "ssh", {})
-    assert [node["host"] for node in report["nodes"]] == desk.cluster.nodes
+    assert [node["host"] for node in report["nodes"]] == command_line.cluster.nodes
     assert len(report["links"]) == 6, "each pair, both ways"
-    assert report["slowest"] in desk.cluster.nodes
+    assert report["slowest"] in command_line.cluster.nodes
     sums = [c["found"] for c in report["checks"] if c["check"] == "all-reduce"]
     assert len(sums) == 3
     assert all("the sum is right" in found for found in sums)
     assert done.left == []
-    assert list((desk.folder / "runs").iterdir()) == [], "no run, and no token left"
+    assert list((command_line.folder / "runs").iterdir()) == [], "no run, and no token left"
 
 
-def test_all_that_may_differ_on_a_node(desk: Desk, tmp_path: Path) -> None:
+def test_all_that_may_differ_on_a_node(command_line: CommandLine, tmp_path: Path) -> None:
     """One host whose world differs from that of the others: a name, torch's version, a file of ours
     and one of the user's, the clock, the folder of runs, a GPU that is lost."""
-    first, odd, _ = desk.cluster.nodes
-    desk.folder = tmp_path / "work"
+    first, odd, _ = command_line.cluster.nodes
+    command_line.folder = tmp_path / "work"
     for folder in ("work", "only", "faults"):
         (tmp_path / folder).mkdir()
-    wrong = desk.cluster.addresses[first].rpartition(".")[0] + ".99"
+    wrong = command_line.cluster.addresses[first].rpartition(".")[0] + ".99"
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{wrong} {first}\n")
     metadata = tmp_path / "faults" / "torch-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
@@ -84,12 +84,14 @@ def test_all_that_may_differ_on_a_node(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "old_text.py").write_text(Path(text.__file__).read_text() + "# old\n")
     driver = Scene(tmp_path / "driver", gpu(0), gpu(1, code=15)).library.parent
     more = f"SetEnv LD_LIBRARY_PATH={driver} LD_PRELOAD={clock_ahead(tmp_path)}\n"
-    with sshd(desk.cluster, odd, [2225], ANOTHER_WORLD, tmp_path, more):
+    with start_sshd(command_line.cluster, odd, [2225], ANOTHER_WORLD, tmp_path, more):
         config = tmp_path / "config"
-        config.write_text(f"Host {odd}\n    Port 2225\n" + desk.cluster.ssh_config.read_text())
+        config.write_text(
+            f"Host {odd}\n    Port 2225\n" + command_line.cluster.ssh_config.read_text()
+        )
         python = f"{tmp_path / 'only'}:{OURS}"
         experiment = f"experiment={mine}:experiment"
-        done = desk.type(*words(desk, experiment, config=config), PYTHONPATH=python)
+        done = command_line.type(*words(command_line, experiment, config=config), PYTHONPATH=python)
     assert done.code == Exit.NOT_READY, done.out + done.err
     report = json.loads(done.out)
     found = bad(report)
@@ -114,40 +116,46 @@ def clock_ahead(folder: Path) -> Path:
     return library
 
 
-def test_a_closed_port_and_a_host_that_is_not_there(desk: Desk, tmp_path: Path) -> None:
-    first, second, _ = desk.cluster.nodes
-    with closed(desk, second, desk.cluster.addresses[first]):
+def test_a_closed_port_and_a_host_that_is_not_there(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    first, second, _ = command_line.cluster.nodes
+    with closed(command_line, second, command_line.cluster.addresses[first]):
         config = tmp_path / "config"
-        nobody = desk.cluster.addresses[first].rpartition(".")[0] + ".99"
-        gone = f"Host {desk.cluster.nodes[2]}\n    HostName {nobody}\n    ConnectTimeout 2\n"
-        config.write_text(gone + desk.cluster.ssh_config.read_text())
-        done = desk.type(*words(desk, config=config))
+        nobody = command_line.cluster.addresses[first].rpartition(".")[0] + ".99"
+        gone = (
+            f"Host {command_line.cluster.nodes[2]}\n    HostName {nobody}\n    ConnectTimeout 2\n"
+        )
+        config.write_text(gone + command_line.cluster.ssh_config.read_text())
+        done = command_line.type(*words(command_line, config=config))
     assert done.code == Exit.NOT_READY, done.out + done.err
     found = bad(json.loads(done.out))
     assert found[second, "tcp"].startswith(f"cannot reach {first} (")
     assert "permission denied" in found[second, "tcp"]
-    assert "cannot be reached: ssh: connect to host" in found[desk.cluster.nodes[2], "start"]
+    assert (
+        "cannot be reached: ssh: connect to host" in found[command_line.cluster.nodes[2], "start"]
+    )
     assert done.left == []
 
 
 @contextmanager
-def closed(desk: Desk, host: str, address: str) -> Iterator[None]:
+def closed(command_line: CommandLine, host: str, address: str) -> Iterator[None]:
     """TCP from a host to an address, but for the ports of daemons."""
     rule = ("to", address, "ipproto", "tcp", "dport", "1024-65534", "prohibit")
-    made = desk.cluster.on(host, "ip", "rule", "add", *rule)
+    made = command_line.cluster.on(host, "ip", "rule", "add", *rule)
     if made.returncode:
         pytest.skip(f"this kernel has no such rule: {made.stderr.strip()}")
     try:
         yield
     finally:
-        desk.cluster.on(host, "ip", "rule", "del", *rule)
+        command_line.cluster.on(host, "ip", "rule", "del", *rule)
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_slow_link_is_blamed_on_its_node(desk: Desk) -> None:
-    last = desk.cluster.nodes[-1]
-    desk.cluster.netem(last, "rate 1mbit")
-    done = desk.type(*words(desk))
+def test_a_slow_link_is_blamed_on_its_node(command_line: CommandLine) -> None:
+    last = command_line.cluster.nodes[-1]
+    command_line.cluster.netem(last, "rate 1mbit")
+    done = command_line.type(*words(command_line))
     assert done.code == Exit.NOT_READY, done.out + done.err
     report = json.loads(done.out)
     assert report["slowest"] == last
@@ -157,22 +165,22 @@ def test_a_slow_link_is_blamed_on_its_node(desk: Desk) -> None:
     assert done.left == []
 
 
-def test_a_job_looks_at_its_own_nodes_first(desk: Desk) -> None:
+def test_a_job_looks_at_its_own_nodes_first(command_line: CommandLine) -> None:
     """An interface that one of them lacks: the training does not start."""
-    first = desk.cluster.nodes[0]
+    first = command_line.cluster.nodes[0]
     launch = ("launch=slurm", "launch.nodes=2", "launch.interface=fast0")
     make = ("ip", "link", "add", "fast0", "type", "bridge")
-    assert desk.cluster.on(first, *make).returncode == 0
+    assert command_line.cluster.on(first, *make).returncode == 0
     try:
-        desk.cluster.on(first, "ip", "link", "set", "fast0", "up")
-        nodes = f"launch.sbatch=['--nodelist={','.join(desk.cluster.nodes[:2])}']"
+        command_line.cluster.on(first, "ip", "link", "set", "fast0", "up")
+        nodes = f"launch.sbatch=['--nodelist={','.join(command_line.cluster.nodes[:2])}']"
         train = ("train", *launch, nodes, "launch.preflight=true", "run.name=a", "--wait")
-        done = desk.type(*train)
+        done = command_line.type(*train)
     finally:
-        desk.cluster.on(first, "ip", "link", "del", "fast0")
-    run = desk.run()
+        command_line.cluster.on(first, "ip", "link", "del", "fast0")
+    run = command_line.run()
     said = run.job_log_file.read_text()
-    second = desk.cluster.nodes[1]
+    second = command_line.cluster.nodes[1]
     assert f"fail\t{second}\tinterface\tthere is no interface fast0 that is up" in said
     assert done.code == Exit.NOT_READY, said + done.err
     assert run.exit_code_file.read_text().strip() == str(int(Exit.NOT_READY))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Desk
+from command_line import CommandLine
 from command_runner import until
 from fake_nvml import NOBODY_HERE, Scene, gpu, process
 
@@ -15,11 +15,11 @@ from echelon.errors import Exit
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
-def test_hosts_over_ssh(desk: Desk) -> None:
+def test_hosts_over_ssh(command_line: CommandLine) -> None:
     """They have no driver, and say so; one that is not there is a row too."""
-    first, second, *_ = desk.cluster.nodes
-    ssh = f"ssh -F {desk.cluster.ssh_config}"
-    done = desk.type("gpus", "--hosts", f"{first},{second},gone", "--ssh", ssh)
+    first, second, *_ = command_line.cluster.nodes
+    ssh = f"ssh -F {command_line.cluster.ssh_config}"
+    done = command_line.type("gpus", "--hosts", f"{first},{second},gone", "--ssh", ssh)
     assert (done.code, done.out) == (Exit.NO_GPU, "")
     here, there, gone = done.err.splitlines()
     assert here == f"{first}: no GPU: there is no NVIDIA driver (libnvidia-ml.so.1 is not found)"
@@ -27,30 +27,36 @@ def test_hosts_over_ssh(desk: Desk) -> None:
     assert gone.startswith("gone: no GPU: cannot be reached: ssh: ")
 
 
-def test_nodes_of_my_jobs(desk: Desk, tmp_path: Path) -> None:
-    assert desk.type("gpus", "--slurm").code == Exit.NOT_FOUND, "no job, no node"
+def test_nodes_of_my_jobs(command_line: CommandLine, tmp_path: Path) -> None:
+    assert command_line.type("gpus", "--slurm").code == Exit.NOT_FOUND, "no job, no node"
     scene = Scene(tmp_path / "driver", gpu(0, use=11), gpu(1), process(NOBODY_HERE, on=1, gib=7))
-    job = desk.cluster.slurm("sbatch", "--parsable", "-N2", "-o/dev/null", "--wrap", "sleep 300")
+    job = command_line.cluster.slurm(
+        "sbatch", "--parsable", "-N2", "-o/dev/null", "--wrap", "sleep 300"
+    )
     number = job.strip()
     try:
         running = ("squeue", "-h", "-j", number, "-t", "RUNNING", "-o", "%i")
-        until(lambda: desk.cluster.slurm(*running).strip(), 60, "running")
-        hosts = desk.hosts(number)
-        done = desk.type("gpus", "--slurm", "--json", LD_LIBRARY_PATH=str(scene.library.parent))
+        until(lambda: command_line.cluster.slurm(*running).strip(), 60, "running")
+        hosts = command_line.hosts(number)
+        done = command_line.type(
+            "gpus", "--slurm", "--json", LD_LIBRARY_PATH=str(scene.library.parent)
+        )
     finally:
-        desk.cluster.slurm("scancel", number)
+        command_line.cluster.slurm("scancel", number)
     assert done.code == Exit.OK, done.err
     nodes = json.loads(done.out)["nodes"]
     assert [node["host"] for node in nodes] == hosts
     assert [[g["use_percent"] for g in node["gpus"]] for node in nodes] == [[11, 0], [11, 0]]
 
 
-def test_a_partition(desk: Desk) -> None:
-    ssh = f"ssh -F {desk.cluster.ssh_config}"
-    name = desk.cluster.slurm("sinfo", "-h", "-o", "%R").split()[0]
-    done = desk.type("gpus", "--slurm", name, "--ssh", ssh)
+def test_a_partition(command_line: CommandLine) -> None:
+    ssh = f"ssh -F {command_line.cluster.ssh_config}"
+    name = command_line.cluster.slurm("sinfo", "-h", "-o", "%R").split()[0]
+    done = command_line.type("gpus", "--slurm", name, "--ssh", ssh)
     assert done.code == Exit.NO_GPU
-    assert [line.split(":")[0] for line in done.err.splitlines()] == sorted(desk.cluster.nodes)
-    unknown = desk.type("gpus", "--slurm", f"{name}x")
+    assert [line.split(":")[0] for line in done.err.splitlines()] == sorted(
+        command_line.cluster.nodes
+    )
+    unknown = command_line.type("gpus", "--slurm", f"{name}x")
     assert unknown.code == Exit.NOT_FOUND
     assert f"did you mean '{name}'?" in unknown.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command_line import REGRESSION, START_S, Desk, curve, evaluations
+from command_line import REGRESSION, START_S, CommandLine, curve, evaluations
 from command_runner import until
 
 from echelon.errors import Exit
@@ -31,31 +31,33 @@ QUEUES_S = 180.0
 """Slurm starts a requeued job after ten seconds or more, on our cluster."""
 
 
-def test_one_run_over_three_jobs(desk: Desk) -> None:
-    desk.variables = {"ECHELON_TEST_FAULT": "1:20:hear"}  # twenty steps a job, and then a signal
+def test_one_run_over_three_jobs(command_line: CommandLine) -> None:
+    command_line.variables = {
+        "ECHELON_TEST_FAULT": "1:20:hear"
+    }  # twenty steps a job, and then a signal
     words = (*SLURM, *NUMBERS, CONTAINER, "launch.partition=spare", "run.name=a", "--wait")
-    following = desk.start("train", *words)
-    desk.wait_for_step(5)
-    job, run = desk.job(), desk.run()
+    following = command_line.start("train", *words)
+    command_line.wait_for_step(5)
+    job, run = command_line.job(), command_line.run()
 
     # USR2, as Slurm sends it before the end of the time: the script requeues.
-    desk.cluster.slurm("scancel", "--signal=USR2", job)
+    command_line.cluster.slurm("scancel", "--signal=USR2", job)
     until(lambda: run.read_status()["state"] == "preempted", START_S, "saved")
     saved = run.read_status()["step"]
     assert run.find_newest_step() == saved
     said = f"stopped by SIGUSR2 after step {saved}"  # after the status, so it may still come
     until(lambda: said in run.rank_log_file(0).read_text(), START_S, said)
-    desk.cluster.wait_for_job(job, "PENDING")
-    _goes_on(desk, saved)
-    assert desk.job() == job
+    command_line.cluster.wait_for_job(job, "PENDING")
+    _goes_on(command_line, saved)
+    assert command_line.job() == job
 
     # Somebody more important: Slurm sends TERM and requeues.
     other = ("-N3", "--exclusive", "-p", "high", "-o", "/dev/null", "--parsable", "--wrap", "true")
-    desk.cluster.slurm("sbatch", *other, cwd=desk.folder)
+    command_line.cluster.slurm("sbatch", *other, cwd=command_line.folder)
     until(lambda: run.read_status()["state"] == "preempted", START_S, "saved again")
     assert run.find_newest_step() == run.read_status()["step"] > saved
     saved = run.find_newest_step()
-    _goes_on(desk, saved)
+    _goes_on(command_line, saved)
     assert [start["after"] for start in run.read_status()["starts"]] == [
         "",
         "preempted",
@@ -64,60 +66,60 @@ def test_one_run_over_three_jobs(desk: Desk) -> None:
     assert [start["step"] for start in run.read_status()["starts"]][-1] == saved
 
     # Cancelled is cancelled: saved, and not queued again.
-    desk.cluster.slurm("scancel", job)
+    command_line.cluster.slurm("scancel", job)
     done = following.wait()
     assert done.code != Exit.OK
-    desk.cluster.wait_for_job(job, "CANCELLED")
+    command_line.cluster.wait_for_job(job, "CANCELLED")
     assert run.read_status()["state"] == "preempted"
-    assert run.find_newest_step() == desk.step() > saved
+    assert run.find_newest_step() == command_line.step() > saved
     assert run.rank_log_file(0).read_text().count("resuming run a after step") == 2
-    desk.require_nothing_left()
+    command_line.require_nothing_left()
 
     # Here it goes on to the end, and nobody sees what happened to it.
-    desk.variables = {}
+    command_line.variables = {}
     local = ("launch=local", "launch.procs=2", *NUMBERS)
     for name in ("a", "whole"):
-        assert desk.type("train", *local, f"run.name={name}").code == Exit.OK
-    assert curve(run) == curve(desk.run("whole"))
-    assert evaluations(run) == evaluations(desk.run("whole"))
+        assert command_line.type("train", *local, f"run.name={name}").code == Exit.OK
+    assert curve(run) == curve(command_line.run("whole"))
+    assert evaluations(run) == evaluations(command_line.run("whole"))
 
 
-def _goes_on(desk: Desk, saved: int) -> None:
+def _goes_on(command_line: CommandLine, saved: int) -> None:
     """After that step, with the log of before."""
-    log = desk.run().rank_log_file(0)
+    log = command_line.run().rank_log_file(0)
     said = f"resuming run a after step {saved}"
     until(lambda: said in log.read_text(), QUEUES_S, said)
     assert log.read_text().startswith("run a: ")
-    desk.wait_for_step(saved + 3)
+    command_line.wait_for_step(saved + 3)
 
 
-def test_a_run_that_gets_no_further_is_not_queued_for_ever(desk: Desk) -> None:
+def test_a_run_that_gets_no_further_is_not_queued_for_ever(command_line: CommandLine) -> None:
     """Three jobs in a row from one step; two of them only stand in its status."""
     held = (*SLURM, *NUMBERS, "launch.sbatch=['--hold']", "run.name=a", "--wait")
-    following = desk.start("train", *held)
-    job, run = desk.job(), desk.run()
+    following = command_line.start("train", *held)
+    job, run = command_line.job(), command_line.run()
     before = [{"after": why, "step": 0, "time": 0.0} for why in ("", "preempted")]
     run.update_status(state="preempted", starts=before)
-    desk.cluster.slurm("scontrol", "release", job)
+    command_line.cluster.slurm("scontrol", "release", job)
     done = following.wait()
     assert done.code == Exit.FAILED
     assert "run a was started 3 times in a row from step 0 and got no further" in done.out
     assert "hint: save more often (trainer.save.minutes=5)" in done.out
     assert "Traceback" not in done.out
     assert run.read_status()["state"] == "failed"
-    desk.cluster.wait_for_job(job, "FAILED")
-    desk.require_nothing_left()
+    command_line.cluster.wait_for_job(job, "FAILED")
+    command_line.require_nothing_left()
 
 
 @pytest.mark.campaign
-def test_the_time_limit_is_heeded(desk: Desk) -> None:
+def test_the_time_limit_is_heeded(command_line: CommandLine) -> None:
     """Slurm counts in minutes, and sends the signal up to one of them early."""
-    desk.variables = {"ECHELON_TEST_PAUSE_S": "0.5"}
+    command_line.variables = {"ECHELON_TEST_PAUSE_S": "0.5"}
     limits = ("launch.time='0:02:00'", "launch.signal_lead_s=30", "run.name=a")
-    started = desk.start("train", *SLURM, *NUMBERS, *limits, "--wait")
+    started = command_line.start("train", *SLURM, *NUMBERS, *limits, "--wait")
     done = started.wait(600)
     assert done.code == Exit.OK, done.err
-    log = desk.run().rank_log_file(0).read_text()
+    log = command_line.run().rank_log_file(0).read_text()
     assert log.count("stopped by SIGUSR2") == log.count("resuming run a after step ") >= 1
-    assert len(desk.run().read_status()["starts"]) >= 2
-    assert [step for step, _ in curve(desk.run())] == list(range(1, STEPS + 1))
+    assert len(command_line.run().read_status()["starts"]) >= 2
+    assert [step for step, _ in curve(command_line.run())] == list(range(1, STEPS + 1))

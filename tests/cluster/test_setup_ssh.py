@@ -11,18 +11,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ECHELON, Desk
+from command_line import ECHELON, CommandLine
 from slurm_cluster import LIMIT_S
-from sshd import HIDE, sshd
+from sshd import HIDE, start_sshd
 
 from echelon.errors import Exit
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
-def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
-    host, address = desk.cluster.nodes[0], desk.cluster.addresses[desk.cluster.nodes[0]]
-    keys, home = desk.cluster.kind.folder / "ssh", tmp_path / "home"
+def test_a_rented_machine_becomes_a_host(command_line: CommandLine, tmp_path: Path) -> None:
+    host, address = (
+        command_line.cluster.nodes[0],
+        command_line.cluster.addresses[command_line.cluster.nodes[0]],
+    )
+    keys, home = command_line.cluster.kind.folder / "ssh", tmp_path / "home"
     real = tmp_path / "dotfiles" / "config"
     real.parent.mkdir()
     known = f"[{address}]:2226 {(keys / f'host_{host}.pub').read_text()}"
@@ -38,16 +41,18 @@ def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
         *("--key", str(key), "--config", str(config)),
     )
     own = f"AuthorizedKeysFile {home}/.ssh/authorized_keys {keys}/authorized_keys\n"
-    with sshd(desk.cluster, host, [2226], 'exec "$@"', tmp_path, f"{own}SetEnv HOME={home}\n"):
+    with start_sshd(
+        command_line.cluster, host, [2226], 'exec "$@"', tmp_path, f"{own}SetEnv HOME={home}\n"
+    ):
         home.mkdir()
-        asked = desk.type(*words)
+        asked = command_line.type(*words)
         assert asked.code == Exit.USAGE, asked.err
         assert "nothing was written: there is no terminal to ask at" in asked.err
         assert "    HostName" in asked.out
         assert "Host pod" not in real.read_text()
         assert not key.parent.exists()
 
-        closed = desk.type(*words, "--yes")
+        closed = command_line.type(*words, "--yes")
         assert closed.code == Exit.NOT_READY, closed.out + closed.err
         assert "pod does not take the key yet" in closed.err
         public = Path(f"{key}.pub").read_text().strip()
@@ -59,7 +64,7 @@ def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
         assert written.startswith(common + "  IdentityAgent none\n\nHost pod\n")
 
         real.write_text(f"{written}IdentityFile {keys / 'client'}\n")  # another way in
-        installed = desk.type(*words, "--install", "--yes")
+        installed = command_line.type(*words, "--install", "--yes")
         assert installed.code == Exit.OK, installed.out + installed.err
         authorized = home / ".ssh" / "authorized_keys"
         assert authorized.read_text() == f"{public}\n"
@@ -76,12 +81,16 @@ def test_a_rented_machine_becomes_a_host(desk: Desk, tmp_path: Path) -> None:
         assert subprocess.run(by_the_key_alone, timeout=60).returncode == 0
 
 
-def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path) -> None:
-    host = desk.cluster.nodes[0]
-    with sshd(desk.cluster, host, [2227], HIDE, Path(sys.executable).parent):
+def test_a_host_without_echelon_is_told_how_to_get_it(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    host = command_line.cluster.nodes[0]
+    with start_sshd(command_line.cluster, host, [2227], HIDE, Path(sys.executable).parent):
         config = tmp_path / "config"
-        config.write_text(f"Host {host}\n    Port 2227\n" + desk.cluster.ssh_config.read_text())
-        done = desk.type("setup", "ssh", host, "--config", str(config))
+        config.write_text(
+            f"Host {host}\n    Port 2227\n" + command_line.cluster.ssh_config.read_text()
+        )
+        done = command_line.type("setup", "ssh", host, "--config", str(config))
     assert done.code == Exit.NOT_READY, done.out + done.err
     assert f"{host} is known to ssh already" in done.out
     assert f"fail\techelon\tlaunch=ssh starts {sys.executable}, which is not there" in done.out
@@ -89,8 +98,8 @@ def test_a_host_without_echelon_is_told_how_to_get_it(desk: Desk, tmp_path: Path
     assert "once that is mended:  echelon train launch=ssh" in done.out
 
 
-def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> None:
-    address = desk.cluster.addresses[desk.cluster.nodes[0]]
+def test_at_a_terminal_it_asks_and_so_does_ssh(command_line: CommandLine, tmp_path: Path) -> None:
+    address = command_line.cluster.addresses[command_line.cluster.nodes[0]]
     config, key, known = tmp_path / "config", tmp_path / "key", tmp_path / "known"
     common = f"Host *\n  UserKnownHostsFile {known}\n  GlobalKnownHostsFile none\n"
     config.write_text(common + "  IdentityAgent none\n")
@@ -118,16 +127,20 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(desk: Desk, tmp_path: Path) -> No
     assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"  # type: ignore[comparison-overlap]
 
 
-def test_a_key_that_asks_for_its_passphrase_needs_an_agent(desk: Desk, tmp_path: Path) -> None:
-    host = desk.cluster.nodes[0]
+def test_a_key_that_asks_for_its_passphrase_needs_an_agent(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    host = command_line.cluster.nodes[0]
     key, config = tmp_path / "key", tmp_path / "config"
     make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(key)]
     subprocess.run(make, check=True, timeout=60)
-    with sshd(desk.cluster, host, [2228], 'exec "$@"', tmp_path, f"AuthorizedKeysFile {key}.pub\n"):
+    with start_sshd(
+        command_line.cluster, host, [2228], 'exec "$@"', tmp_path, f"AuthorizedKeysFile {key}.pub\n"
+    ):
         own = f"Host {host}\n  Port 2228\n  IdentityFile {key}\n  BatchMode no\n"
-        theirs = desk.cluster.ssh_config.read_text()
+        theirs = command_line.cluster.ssh_config.read_text()
         config.write_text(
-            own + theirs.replace(str(desk.cluster.kind.folder / "ssh/client"), "none")
+            own + theirs.replace(str(command_line.cluster.kind.folder / "ssh/client"), "none")
         )
         words = ("setup", "ssh", host, "--config", str(config))
         code, said = conversation(words, (f"Enter passphrase for key '{key}': ", "secret\n"))
@@ -160,11 +173,11 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_an_entry_further_up_that_wins_is_told(desk: Desk, tmp_path: Path) -> None:
+def test_an_entry_further_up_that_wins_is_told(command_line: CommandLine, tmp_path: Path) -> None:
     config, key = tmp_path / "config", tmp_path / "key"
     config.write_text("Host *\n  User somebody\n")
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     words = ("setup", "ssh", "u@192.0.2.1", "--key", str(key), "--config", str(config), "--yes")
-    done = desk.type(*words)
+    done = command_line.type(*words)
     assert done.code == Exit.NOT_READY
     assert "user of 192.0.2.1 is somebody, not u: an entry further up" in done.err

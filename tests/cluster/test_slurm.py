@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from command_line import START_S, Desk
+from command_line import START_S, CommandLine
 from command_runner import EXAMPLES, is_a_sentence_and_a_hint, until
-from slurm_cluster import Cluster
+from slurm_cluster import TestCluster
 
 from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
@@ -28,7 +28,7 @@ TELL = (
 )
 
 
-def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
+def test_two_jobs_at_once_are_what_their_dry_runs_said(command_line: CommandLine) -> None:
     """The first one on two nodes with two GPUs each, where rank 3 fails; the second on one node."""
     words = (
         *("run", "launch=slurm", "launch.nodes=2", "launch.gpus_per_node=2", "run.name=a"),
@@ -38,16 +38,16 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
     told = "until grep -qs 'a  b' runs/a/logs/rank-$n.log; do sleep 0.1; done"  # their last words
     fail = f"if test $RANK = 3; then for n in 0 1 2; do {told}; done; exit 7; fi"
     program = ("--", "bash", "-c", TELL + fail)
-    planned = json.loads(desk.type(*words, "--dry-run", "--json", *program).out)
-    assert not (desk.folder / "runs").exists()
-    following = desk.start(*words, "--wait", *program)
+    planned = json.loads(command_line.type(*words, "--dry-run", "--json", *program).out)
+    assert not (command_line.folder / "runs").exists()
+    following = command_line.start(*words, "--wait", *program)
     second = ("run", "launch=slurm", "run.name=b", "launch.interface=lo", "--", "bash", "-c", TELL)
-    submitted = desk.type(*second)
+    submitted = command_line.type(*second)
     assert submitted.code == Exit.OK, submitted.err
-    job_b = desk.job("b")
-    assert submitted.out.startswith(f"job {job_b}: run b in {desk.run('b').folder}\n")
+    job_b = command_line.job("b")
+    assert submitted.out.startswith(f"job {job_b}: run b in {command_line.run('b').folder}\n")
 
-    run, job = desk.run(), desk.job()
+    run, job = command_line.run(), command_line.job()
     assert run.script_file.read_text() == planned["script"]
     assert planned["commands"] == [["sbatch", "--parsable", str(run.script_file)]]
     ranks = [place["rank"] for place in planned["places"]]
@@ -57,11 +57,11 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
 
     # Its exit status is the program's, to us and to Slurm.
     assert done.code == 7
-    desk.cluster.wait_for_job(job, "FAILED")
-    told = desk.cluster.slurm("scontrol", "show", "job", job)
+    command_line.cluster.wait_for_job(job, "FAILED")
+    told = command_line.cluster.slurm("scontrol", "show", "job", job)
     assert "ExitCode=7:0" in told
     assert "Comment=hello" in told
-    hosts = _hosts(desk, told)
+    hosts = _hosts(command_line, told)
     assert f"rank 3 on {hosts[1]} failed: exited with code 7" in done.out
 
     # A log of every rank and of every node, though there was no folder for them.
@@ -71,52 +71,54 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(desk: Desk) -> None:
         mine = [f"{rank} of 4 on {hosts[rank // 2]}", "eth0 eth0", "devices 0,1", f"port {port}"]
         assert text.splitlines()[:5] == [*mine, "a  b"]
     assert [run.node_log_file(node).exists() for node in range(3)] == [True, True, False]
-    assert (desk.folder / "made").exists()  # the script runs where the command was typed
+    assert (command_line.folder / "made").exists()  # the script runs where the command was typed
 
     # The other one had a port of its own, and its script runs by hand.
-    desk.cluster.wait_for_job(job_b, "COMPLETED")
-    desk.cluster.slurm("sbatch", "--wait", str(desk.run("b").script_file), cwd=desk.folder)
-    lines = desk.run("b").rank_log_file(0).read_text().splitlines()
+    command_line.cluster.wait_for_job(job_b, "COMPLETED")
+    command_line.cluster.slurm(
+        "sbatch", "--wait", str(command_line.run("b").script_file), cwd=command_line.folder
+    )
+    lines = command_line.run("b").rank_log_file(0).read_text().splitlines()
     assert len(lines) == 10
     assert lines[1] == lines[6] == "lo lo"
     ports = {line for line in lines if line.startswith("port")} | {f"port {port}"}
     assert len(ports) == 3
 
 
-def _hosts(desk: Desk, told: str) -> list[str]:
+def _hosts(command_line: CommandLine, told: str) -> list[str]:
     listed = told.partition(" NodeList=")[2].split()[0]
-    return desk.cluster.slurm("scontrol", "show", "hostnames", listed).split()
+    return command_line.cluster.slurm("scontrol", "show", "hostnames", listed).split()
 
 
-def test_a_port_in_use_is_reported(desk: Desk) -> None:
-    first, second, _ = desk.cluster.nodes
+def test_a_port_in_use_is_reported(command_line: CommandLine) -> None:
+    first, second, _ = command_line.cluster.nodes
     where = f"launch.sbatch=['--hold','--nodelist={first},{second}']"
     words = ("train", "launch=slurm", "launch.nodes=2", where, "run.name=a", "--wait")
-    following = desk.start(*words)
-    job = desk.job()
+    following = command_line.start(*words)
+    job = command_line.job()
     port = 20_000 + int(job) % 10_000
-    address = desk.cluster.addresses[first]
+    address = command_line.cluster.addresses[first]
     listen = f"import socket; s = socket.create_server(('{address}', {port})); print(1, flush=True)"
     hold = "while s.accept(): pass"
-    taken = desk.program(sys.executable, "-c", f"{listen}\n{hold}", on=first)
-    until(lambda: taken.told() == "1\n", START_S, "the port is taken")
-    desk.cluster.slurm("scontrol", "release", job)
+    taken = command_line.program(sys.executable, "-c", f"{listen}\n{hold}", on=first)
+    until(lambda: taken.read_output() == "1\n", START_S, "the port is taken")
+    command_line.cluster.slurm("scontrol", "release", job)
     until(lambda: following.process.poll() is not None, START_S, "the job ends")
     taken.end()
     done = following.wait()
     assert done.code == Exit.RENDEZVOUS
     assert f"node 0 cannot listen at {first}:{port}: address already in use" in done.out
     assert "Traceback" not in done.out
-    desk.require_nothing_left()
+    command_line.require_nothing_left()
 
 
-def test_the_example_script_on_one_node_and_on_two(desk: Desk) -> None:
-    examples = desk.folder / "examples"
+def test_the_example_script_on_one_node_and_on_two(command_line: CommandLine) -> None:
+    examples = command_line.folder / "examples"
     shutil.copytree(EXAMPLES, examples, ignore=shutil.ignore_patterns("logs", "runs"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     at = ("sbatch", "--wait", "--parsable", f"--chdir={examples}")
     script = str(examples / "sbatch_run.sh")
-    jobs = [desk.program(*at, *n, script, PATH=path) for n in ([], ["-N", "2"])]
+    jobs = [command_line.program(*at, *n, script, PATH=path) for n in ([], ["-N", "2"])]
     for how_many, started in zip(("one process", "2 processes"), jobs, strict=True):
         done = started.wait()
         log = examples / "logs" / f"{done.out.strip()}.log"  # nobody had made the folder
@@ -143,7 +145,7 @@ def test_the_example_script_on_one_node_and_on_two(desk: Desk) -> None:
 def test_what_slurm_refuses_leaves_nothing(
     word: str,
     says: str,
-    cluster: Cluster,
+    cluster: TestCluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -163,7 +165,7 @@ def test_what_slurm_refuses_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def _jobs(cluster: Cluster) -> list[str]:
+def _jobs(cluster: TestCluster) -> list[str]:
     return slurm_cluster.run(
         ["squeue", "-h", "-t", "all", "-o", "%i"], cluster.env, 30
     ).stdout.split()
@@ -178,12 +180,12 @@ def _jobs(cluster: Cluster) -> list[str]:
     ],
 )
 def test_gpus_are_asked_for_as_the_cluster_wants(
-    asks: str, gets: str, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    asks: str, gets: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(desk.folder)
-    monkeypatch.setenv("SLURM_CONF", str(desk.cluster.slurm_conf))
+    monkeypatch.chdir(command_line.folder)
+    monkeypatch.setenv("SLURM_CONF", str(command_line.cluster.slurm_conf))
     words = ["launch=slurm", "launch.gpus_per_node=2", "launch.sbatch=['--hold']", "run.name=a"]
     assert (
         run_guarded(lambda: run_command(["train", *words, f"launch.gpu_request={asks}"])) == Exit.OK
     )
-    assert gets in desk.cluster.slurm("scontrol", "show", "job", desk.job())
+    assert gets in command_line.cluster.slurm("scontrol", "show", "job", command_line.job())

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import fake_nvml
 import pytest
-from command_line import FAULTY, REGRESSION, Desk, curve
+from command_line import FAULTY, REGRESSION, CommandLine, curve
 from command_runner import children, is_a_sentence_and_a_hint, until
-from sshd import HIDE, sshd
+from sshd import HIDE, start_sshd
 
 from echelon.config.compose import compose
 from echelon.config.schema import Config, LaunchConfig
@@ -39,48 +39,48 @@ OURS = os.environ.get("PYTHONPATH", "")
 NASTY = """it's "a" $(touch oops) folder"""
 
 
-def ssh(desk: Desk) -> str:
-    return f"launch.ssh='ssh -F {desk.cluster.ssh_config}'"
+def ssh(command_line: CommandLine) -> str:
+    return f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'"
 
 
-def two(desk: Desk) -> tuple[str, ...]:
-    return ssh(desk), f"launch.hosts=[{','.join(desk.cluster.nodes[:2])}]"
+def two(command_line: CommandLine) -> tuple[str, ...]:
+    return ssh(command_line), f"launch.hosts=[{','.join(command_line.cluster.nodes[:2])}]"
 
 
 @pytest.fixture
-def nasty(desk: Desk) -> Desk:
-    desk.folder = desk.folder / NASTY
-    desk.folder.mkdir()
-    return desk
+def nasty(command_line: CommandLine) -> CommandLine:
+    command_line.folder = command_line.folder / NASTY
+    command_line.folder.mkdir()
+    return command_line
 
 
 # --- as it should be ----------------------------------------------------------------------------
 
 
-def test_two_hosts_give_the_curve_of_one_machine(nasty: Desk) -> None:
-    desk, (first, second, _) = nasty, nasty.cluster.nodes
-    hostfile = desk.folder / "my hosts"
+def test_two_hosts_give_the_curve_of_one_machine(nasty: CommandLine) -> None:
+    command_line, (first, second, _) = nasty, nasty.cluster.nodes
+    hostfile = command_line.folder / "my hosts"
     hostfile.write_text(f"# two each\n{first} slots=2\n\n{second} slots=2  # the other\n")
-    done = desk.type(*WORDS, *SHORT, ssh(desk), "launch.hostfile='my hosts'")
+    done = command_line.type(*WORDS, *SHORT, ssh(command_line), "launch.hostfile='my hosts'")
     assert done.code == Exit.OK, done.err
     assert done.left == []
     assert all(line.startswith((f"{first} │", f"{second} │")) for line in done.err.splitlines())
     assert f"{first} │ run a: 12 steps" in done.err
-    assert [path.name for path in desk.folder.iterdir() if path.name == "oops"] == []
-    status = desk.run().read_status()
+    assert [path.name for path in command_line.folder.iterdir() if path.name == "oops"] == []
+    status = command_line.run().read_status()
     assert (status["state"], status["launcher"], status["world"]) == ("finished", "ssh", 4)
     assert status["hosts"] == [first, second]
-    there = curve(desk.run())
-    local = desk.type(*WORDS, *SHORT, "launch=local", "launch.procs=4", "run.name=b")
+    there = curve(command_line.run())
+    local = command_line.type(*WORDS, *SHORT, "launch=local", "launch.procs=4", "run.name=b")
     assert local.code == Exit.OK, local.err
-    assert there == curve(desk.run("b"))
+    assert there == curve(command_line.run("b"))
 
 
-def test_secrets_arrive_and_are_nowhere_to_be_read(desk: Desk) -> None:
+def test_secrets_arrive_and_are_nowhere_to_be_read(command_line: CommandLine) -> None:
     canary = secrets.token_hex(16)
     script = "printenv CANARY | wc -c; sleep 2; sleep 1001 & setsid sleep 1002 & exit 3"
-    words = ("run", "launch=ssh", "run.name=a", *two(desk), "launch.carry=[CANARY]")
-    command = desk.start(*words, "--", "sh", "-c", script, CANARY=canary)
+    words = ("run", "launch=ssh", "run.name=a", *two(command_line), "launch.carry=[CANARY]")
+    command = command_line.start(*words, "--", "sh", "-c", script, CANARY=canary)
     seen = 0
     while command.process.poll() is None:
         seen += canary in _all_command_lines()
@@ -90,7 +90,7 @@ def test_secrets_arrive_and_are_nowhere_to_be_read(desk: Desk) -> None:
     assert "│ 33" in done.out, done.err
     assert done.code == 3, done.err
     assert done.left == [], "not even what a program put into the background"
-    texts = [path.read_bytes() for path in desk.folder.rglob("*") if path.is_file()]
+    texts = [path.read_bytes() for path in command_line.folder.rglob("*") if path.is_file()]
     assert not [text for text in texts if canary.encode() in text]
     assert canary not in done.out + done.err
 
@@ -124,9 +124,9 @@ def test_names_that_are_options_reach_no_ssh(tmp_path: Path) -> None:
         list_hosts(LaunchConfig(kind="ssh", hostfile="nowhere"))
 
 
-def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -> None:
-    desk, first = nasty, nasty.cluster.nodes[0]
-    with extended(desk, tmp_path) as config:
+def test_all_faults_of_all_hosts_are_told_at_once(nasty: CommandLine, tmp_path: Path) -> None:
+    command_line, first = nasty, nasty.cluster.nodes[0]
+    with extended(command_line, tmp_path) as config:
         torch, gpus = tmp_path / "torch", tmp_path / "gpus"
         metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 9.9.9\\n"
         _write(config, torch / "torch-9.9.9.dist-info" / "METADATA", metadata)
@@ -134,8 +134,10 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -
         _send(config, gpus / fake_nvml.NAME, fake_nvml.built())
         words = (*WORDS, *SHORT, f"launch.ssh='ssh -F {config}'")
         there = f"launch.hosts=[{first},gone,liar,bare,apart]"
-        done = desk.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")
-        unequal = desk.type(*words, f"launch.hosts=[{first},apart]", LD_LIBRARY_PATH=str(gpus))
+        done = command_line.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")
+        unequal = command_line.type(
+            *words, f"launch.hosts=[{first},apart]", LD_LIBRARY_PATH=str(gpus)
+        )
     assert f"the hosts differ in their visible devices: {first} 0, apart 4" in unequal.err
     assert done.code == Exit.USAGE
     assert is_a_sentence_and_a_hint(done.err), done.err
@@ -145,7 +147,7 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: Desk, tmp_path: Path) -
     assert "Host key verification failed." in liar
     assert bare.startswith(f"error: {sys.executable} is not there on bare:")
     assert apart.startswith("error: torch is 9.9.9 on apart, but")
-    assert list((desk.folder / "runs").iterdir()) == [], "no run, and no token left"
+    assert list((command_line.folder / "runs").iterdir()) == [], "no run, and no token left"
     assert done.left == []
 
 
@@ -176,25 +178,27 @@ def experiment(cfg):
 """
 
 
-def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(nasty: Desk, tmp_path: Path) -> None:
-    desk = nasty
-    (desk.folder / "neighbour.py").write_text(NEIGHBOUR)
-    (desk.folder / "mine.py").write_text(EXPERIMENT)
-    (desk.folder / ".git").mkdir()
-    (desk.folder / ".git" / "big").write_bytes(bytes(1000))
+def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(
+    nasty: CommandLine, tmp_path: Path
+) -> None:
+    command_line = nasty
+    (command_line.folder / "neighbour.py").write_text(NEIGHBOUR)
+    (command_line.folder / "mine.py").write_text(EXPERIMENT)
+    (command_line.folder / ".git").mkdir()
+    (command_line.folder / ".git" / "big").write_bytes(bytes(1000))
     words = (*WORDS, "experiment=mine.py:experiment", "trainer.batch_size=6")
-    with extended(desk, tmp_path) as config:
+    with extended(command_line, tmp_path) as config:
         words = (*words, f"launch.ssh='ssh -F {config}'")  # type: ignore[assignment]
-        hosts = f"launch.hosts=[apart,twin,{desk.cluster.nodes[0]}]"
-        done = desk.type(*words, hosts, "trainer.steps=8")
+        hosts = f"launch.hosts=[apart,twin,{command_line.cluster.nodes[0]}]"
+        done = command_line.type(*words, hosts, "trainer.steps=8")
         assert done.code == Exit.OK, done.err
-        run = desk.run()
+        run = command_line.run()
         assert f"apart │ built from {run.code_folder(0)}/mine.py" in done.out
         assert not list(run.folder.glob("code-*")), "they are over there"
         assert (run.read_status()["state"], run.read_status()["step"]) == ("finished", 8)
         assert run.find_newest_step() == 8
         assert [run.rank_log_file(rank).exists() for rank in range(3)] == [True] * 3
-        again = desk.type(*words, "launch.hosts=[twin,apart]", "trainer.steps=12")
+        again = command_line.type(*words, "launch.hosts=[twin,apart]", "trainer.steps=12")
         assert again.code == Exit.OK, again.err
         assert "resuming run a after step 8" in again.err
         assert [step for step, _ in curve(run)] == list(range(1, 13))
@@ -230,64 +234,64 @@ def test_too_much_code_is_not_sent(tmp_path: Path) -> None:
 # --- ends ---------------------------------------------------------------------------------------
 
 
-def test_what_is_printed_is_run_and_nothing_is_left_when_it_is_killed(nasty: Desk) -> None:
-    desk, hosts = nasty, nasty.cluster.nodes[:2]
-    words = (*WORDS, *LONG, *two(desk), "launch.procs=2")
-    plan = json.loads(desk.type(*words, "--dry-run", "--json").out)
+def test_what_is_printed_is_run_and_nothing_is_left_when_it_is_killed(nasty: CommandLine) -> None:
+    command_line, hosts = nasty, nasty.cluster.nodes[:2]
+    words = (*WORDS, *LONG, *two(command_line), "launch.procs=2")
+    plan = json.loads(command_line.type(*words, "--dry-run", "--json").out)
     assert [place["host"] for place in plan["places"]] == [hosts[0]] * 2 + [hosts[1]] * 2
     for host, command in zip(hosts, plan["commands"], strict=True):
         assert command[command.index("--") + 1 : -1] == [host]
-    launcher = desk.start(*words).process
-    desk.wait_for_step(3)
+    launcher = command_line.start(*words).process
+    command_line.wait_for_step(3)
     sessions = [_words(pid) for pid in children(launcher.pid)]
     assert sorted(sessions) == sorted(plan["commands"])
     launcher.kill()
-    desk.require_nothing_left()
+    command_line.require_nothing_left()
 
 
 def _words(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
 
 
-def test_a_silent_link_ends_the_host_and_the_run(desk: Desk) -> None:
+def test_a_silent_link_ends_the_host_and_the_run(command_line: CommandLine) -> None:
     """A halted ssh is one, and disturbs nobody else on these hosts."""
-    second = desk.cluster.nodes[1]
-    command = desk.start(*WORDS, *LONG, *two(desk))
-    desk.wait_for_step(3)
+    second = command_line.cluster.nodes[1]
+    command = command_line.start(*WORDS, *LONG, *two(command_line))
+    command_line.wait_for_step(3)
     (session,) = [pid for pid in children(command.process.pid) if second in _words(pid)]
     os.kill(session, signal.SIGSTOP)
-    desk.require_nothing_left(second)
+    command_line.require_nothing_left(second)
     done = command.wait()
     assert done.code == Exit.NODE_LOST, done.err
     assert f"node 1 ({second}, rank 1) closed its connection" in done.last_lines
-    status = desk.run().read_status()
+    status = command_line.run().read_status()
     assert (status["state"], status["failure"]["exit"]) == ("failed", Exit.NODE_LOST)
     assert done.left == []
 
 
-def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
+def test_one_interrupt_saves_and_two_stop_at_once(command_line: CommandLine) -> None:
     carry = "launch.carry=[ECHELON_TEST_PAUSE_S,ECHELON_TEST_FAULT]"
     endless = (REGRESSION, "trainer.batch_size=6", "trainer.steps=1000000")
-    words = (*WORDS, *endless, *two(desk), carry, "trainer.save.epochs=null")
-    command = desk.start(*words, ECHELON_TEST_PAUSE_S="0.1")
-    desk.wait_for_step(3)
+    words = (*WORDS, *endless, *two(command_line), carry, "trainer.save.epochs=null")
+    command = command_line.start(*words, ECHELON_TEST_PAUSE_S="0.1")
+    command_line.wait_for_step(3)
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
     assert done.code == Exit.PREEMPTED, done.err
-    saved = desk.run().find_newest_step()
-    assert saved == desk.run().read_status()["step"] >= 3
+    saved = command_line.run().find_newest_step()
+    assert saved == command_line.run().read_status()["step"] >= 3
     assert "stopped by SIGINT" in done.err
     assert done.left == []
 
-    command = desk.start(*words, ECHELON_TEST_FAULT="0:5:wait")
-    desk.wait_for_step(saved + 4)
+    command = command_line.start(*words, ECHELON_TEST_FAULT="0:5:wait")
+    command_line.wait_for_step(saved + 4)
     command.process.send_signal(signal.SIGINT)
-    until(lambda: "Ctrl-C again stops at once" in command.told(), 120, "the first is heard")
+    until(lambda: "Ctrl-C again stops at once" in command.read_output(), 120, "the first is heard")
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
     assert done.code == Exit.INTERRUPTED, done.err
     assert done.last_lines.endswith("stopped at once; the last snapshot is intact")
-    assert desk.run().find_newest_step() == saved
+    assert command_line.run().find_newest_step() == saved
     assert done.left == []
 
 
@@ -295,15 +299,15 @@ def test_one_interrupt_saves_and_two_stop_at_once(desk: Desk) -> None:
 
 
 @contextmanager
-def extended(desk: Desk, hidden: Path) -> Iterator[str]:
+def extended(command_line: CommandLine, hidden: Path) -> Iterator[str]:
     """A configuration of ssh that knows `apart` and its `twin`, where `hidden` is another folder,
     `bare`, which has no Python, `gone`, which is not there, and `liar` with another's key."""
-    host = desk.cluster.nodes[-1]
+    host = command_line.cluster.nodes[-1]
     with (
-        sshd(desk.cluster, host, [2222, 2224], HIDE, hidden) as apart,
-        sshd(desk.cluster, host, [2223], HIDE, Path(sys.executable).parent) as bare,
+        start_sshd(command_line.cluster, host, [2222, 2224], HIDE, hidden) as apart,
+        start_sshd(command_line.cluster, host, [2223], HIDE, Path(sys.executable).parent) as bare,
     ):
-        first = desk.cluster.addresses[desk.cluster.nodes[0]]
+        first = command_line.cluster.addresses[command_line.cluster.nodes[0]]
         nobody = first.rpartition(".")[0] + ".99"
         aliases = f"""
 Host apart
@@ -325,9 +329,9 @@ Host liar
   HostKeyAlias {host}
 Host *
 """
-        common = desk.cluster.ssh_config.read_text()
+        common = command_line.cluster.ssh_config.read_text()
         options = [x for x in common.splitlines() if x.split()[0] not in _OF_A_HOST]
-        config = desk.cluster.kind.folder / "ssh" / f"config-{secrets.token_hex(4)}"
+        config = command_line.cluster.kind.folder / "ssh" / f"config-{secrets.token_hex(4)}"
         config.write_text(common + aliases + "\n".join(dict.fromkeys(options)) + "\n")
         try:
             yield str(config)

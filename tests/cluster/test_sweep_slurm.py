@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import wandb_server
-from command_line import START_S, Desk
+from command_line import START_S, CommandLine
 from command_runner import HERE, until
 from wandb_server import SWEEP
 
@@ -36,15 +36,15 @@ ACCOUNT = {"WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_
 OPTIONS = ("--parallel", "2", "--lease", "8", "--wait", "--json")
 
 
-def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
+def test_a_worker_that_is_killed_gives_its_trial_back(command_line: CommandLine) -> None:
     """To whoever is there first: the other one, after the lease, or itself, queued again."""
-    (desk.folder / "s.yml").write_text(FILE)
-    killed = desk.folder / "killed"  # no trial is over before somebody was
-    desk.variables = {"ECHELON_TEST_FAULT": "0:20:go", "ECHELON_TEST_AFTER": str(killed)}
+    (command_line.folder / "s.yml").write_text(FILE)
+    killed = command_line.folder / "killed"  # no trial is over before somebody was
+    command_line.variables = {"ECHELON_TEST_FAULT": "0:20:go", "ECHELON_TEST_AFTER": str(killed)}
     where = f"experiment={HERE / 'toy_experiments.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
-    following = desk.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
-    sweep = SweepFolder(desk.folder / "runs" / "s")
+    following = command_line.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
+    sweep = SweepFolder(command_line.folder / "runs" / "s")
     until(
         lambda: _saved(sweep.trial_run(0)) and _saved(sweep.trial_run(1)),
         START_S,
@@ -66,22 +66,26 @@ def test_a_worker_that_is_killed_gives_its_trial_back(desk: Desk) -> None:
     assert re.search(r"resuming run s-0 after step \d+", said), said
 
 
-def test_a_parent_that_is_killed_finds_its_trial_s_job_again(desk: Desk) -> None:
+def test_a_parent_that_is_killed_finds_its_trial_s_job_again(command_line: CommandLine) -> None:
     """On wandb's server. The job goes on meanwhile; a second one would be another run there."""
     pytest.importorskip("wandb")
-    (desk.folder / "s.yml").write_text(FILE)
+    (command_line.folder / "s.yml").write_text(FILE)
     where = f"experiment={HERE / 'toy_experiments.py'}:regression"
     words = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "launch.threads=1", where)
-    run = desk.run(f"{SWEEP}-trial0")
-    with wandb_server.serving(address=desk.address) as server:
+    run = command_line.run(f"{SWEEP}-trial0")
+    with wandb_server.serving(address=command_line.address) as server:
         server.sweep.trials = [{"lr": 0.1, "trainer": {"steps": 60, "evaluate": {"steps": 20}}}]
-        desk.variables = {"ECHELON_TEST_PAUSE_S": "0.1", "WANDB_BASE_URL": server.url, **ACCOUNT}
-        first = desk.start("sweep", "s.yml", *words, "--engine", "wandb")
-        until(lambda: desk.step(run.name), START_S, "it is at work")
+        command_line.variables = {
+            "ECHELON_TEST_PAUSE_S": "0.1",
+            "WANDB_BASE_URL": server.url,
+            **ACCOUNT,
+        }
+        first = command_line.start("sweep", "s.yml", *words, "--engine", "wandb")
+        until(lambda: command_line.step(run.name), START_S, "it is at work")
         job = run.read_job_id()
         first.process.kill()
         first.process.wait()
-        done = desk.type("sweep", "s.yml", *words, "--engine", "wandb", limit_s=END_S)
+        done = command_line.type("sweep", "s.yml", *words, "--engine", "wandb", limit_s=END_S)
         served = dict(server.runs)
         assert server.sweep.handed == ["trial0"]
     assert done.code == Exit.OK, done.err

@@ -1,4 +1,4 @@
-"""Where a person sits and types at the cluster, and what came of it.
+"""The command line of a person at the test cluster, and what their runs left.
 
 Commands are started with `command_runner.start`: everything they start, on any host and by any daemon,
 inherits a mark and is found by it.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import command_runner
 import slurm_cluster
-from command_runner import Done, Started, until
-from slurm_cluster import Cluster
+from command_runner import CommandResult, RunningCommand, until
+from slurm_cluster import TestCluster
 
 from echelon.runs.run_folder import Run
 from echelon.tracking import metrics_file
@@ -31,17 +31,17 @@ GONE_S = 30.0
 
 
 @dataclass
-class Desk:
-    cluster: Cluster
+class CommandLine:
+    cluster: TestCluster
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
-    started: list[Started] = field(default_factory=list)
+    started: list[RunningCommand] = field(default_factory=list)
 
-    def start(self, *words: str, on: str | None = None, **variables: str) -> Started:
+    def start(self, *words: str, on: str | None = None, **variables: str) -> RunningCommand:
         """`echelon WORDS`, here or on a host, in this folder."""
         return self.program(*ECHELON, *words, on=on, **variables)
 
-    def program(self, *words: str, on: str | None = None, **variables: str) -> Started:
+    def program(self, *words: str, on: str | None = None, **variables: str) -> RunningCommand:
         at = [sys.executable, str(slurm_cluster.PROGRAM), "--folder", str(self.cluster.kind.folder)]
         there = [*at, "exec", on, "--"] if on else []
         slurm = {"SLURM_CONF": str(self.cluster.slurm_conf)}
@@ -52,10 +52,12 @@ class Desk:
 
     def type(
         self, *words: str, on: str | None = None, limit_s: float = 180.0, **variables: str
-    ) -> Done:
+    ) -> CommandResult:
         return self.start(*words, on=on, **variables).wait(limit_s)
 
-    def env_world(self, *words: str, port: int, nodes: int = 2, **variables: str) -> list[Started]:
+    def env_world(
+        self, *words: str, port: int, nodes: int = 2, **variables: str
+    ) -> list[RunningCommand]:
         """The same command on each node, as `launch=env` wants it."""
         hosts = self.cluster.nodes[:nodes]
         same = {
@@ -85,7 +87,7 @@ class Desk:
         return max((line["step"] for line in lines if "loss" in line), default=0)
 
     def wait_for_step(self, step: int, name: str = "a", limit_s: float = START_S) -> None:
-        until(lambda: self.step(name) >= step, limit_s, f"step {step}; {self.said()}")
+        until(lambda: self.step(name) >= step, limit_s, f"step {step}; {self.recent_output()}")
 
     def wait_for_more(self, name: str = "a", limit_s: float = START_S) -> None:
         """It goes on."""
@@ -99,8 +101,8 @@ class Desk:
         told = self.cluster.slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
         return self.cluster.slurm("scontrol", "show", "hostnames", told).split()
 
-    def said(self) -> str:
-        return "\n".join(each.told()[-2000:] for each in self.started)
+    def recent_output(self) -> str:
+        return "\n".join(each.read_output()[-2000:] for each in self.started)
 
     # --- processes ---
 
@@ -137,17 +139,17 @@ class Desk:
 
 
 @contextmanager
-def opened(cluster: Cluster, folder: Path) -> Iterator[Desk]:
+def open_command_line(cluster: TestCluster, folder: Path) -> Iterator[CommandLine]:
     """Whatever a test does, no job and no process of it outlives the test."""
-    desk = Desk(cluster, folder)
+    command_line = CommandLine(cluster, folder)
     try:
-        yield desk
+        yield command_line
     finally:
         lines = cluster.slurm("squeue", "-h", "-o", "%i|%Z").splitlines()
         jobs = [line.split("|")[0] for line in lines if line.split("|")[1].startswith(str(folder))]
         if jobs:
             cluster.slurm("scancel", *jobs)
-        for each in desk.started:
+        for each in command_line.started:
             each.end()
 
 
@@ -169,7 +171,7 @@ def logs(run: Run, ranks: int) -> list[str]:
 _NOISE = re.compile(r"step \d+/|\[W.*hostname of the client socket")
 
 
-def told(text: str) -> list[str]:
+def normalize_log(text: str) -> list[str]:
     """A log without what differs from time to time: numbers, how often progress was shown, and
     what torch says of hosts that have no name."""
     lines = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]

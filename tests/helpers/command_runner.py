@@ -35,7 +35,7 @@ _OURS = re.compile(r'File ".*/src/echelon/.*", line')
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """A command that ended."""
 
     code: int
@@ -51,7 +51,7 @@ class Done:
 
 
 @dataclass
-class Started:
+class RunningCommand:
     """A command that runs, and everything it started, known by a variable they all inherit."""
 
     process: subprocess.Popen[bytes]
@@ -60,20 +60,22 @@ class Started:
     mark: str
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self, timeout_s: float = 180.0) -> Done:
+    def wait(self, timeout_s: float = 180.0) -> CommandResult:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.end()
-            raise AssertionError(f"still running after {timeout_s} s\n{self.told()}") from None
+            raise AssertionError(
+                f"still running after {timeout_s} s\n{self.read_output()}"
+            ) from None
         seconds = time.monotonic() - self.began
         with suppress(AssertionError):
             until(lambda: not marked(self.mark), _GONE_S, "gone")
         left = [_command_of(pid) for pid in marked(self.mark)]
         self.end()
-        return Done(code, _text(self.out), _text(self.err), left, seconds)
+        return CommandResult(code, _text(self.out), _text(self.err), left, seconds)
 
-    def told(self) -> str:
+    def read_output(self) -> str:
         return _text(self.out) + _text(self.err)
 
     def end(self) -> None:
@@ -83,7 +85,7 @@ class Started:
         self.process.wait()
 
 
-def start(words: Sequence[str], cwd: Path, **variables: str) -> Started:
+def start(words: Sequence[str], cwd: Path, **variables: str) -> RunningCommand:
     mark = uuid.uuid4().hex
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  read at the end
     env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
@@ -92,15 +94,17 @@ def start(words: Sequence[str], cwd: Path, **variables: str) -> Started:
     process = subprocess.Popen(
         list(words), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err
     )
-    return Started(process, out, err, mark)
+    return RunningCommand(process, out, err, mark)
 
 
-def run(words: Sequence[str], cwd: Path, timeout_s: float = 180.0, **variables: str) -> Done:
+def run(
+    words: Sequence[str], cwd: Path, timeout_s: float = 180.0, **variables: str
+) -> CommandResult:
     return start(words, cwd, **variables).wait(timeout_s)
 
 
 @contextmanager
-def started(words: Sequence[str], cwd: Path, **variables: str) -> Iterator[Started]:
+def started(words: Sequence[str], cwd: Path, **variables: str) -> Iterator[RunningCommand]:
     """Whatever a test does to it, nothing of it outlives the test."""
     command = start(words, cwd, **variables)
     try:
@@ -111,7 +115,7 @@ def started(words: Sequence[str], cwd: Path, **variables: str) -> Iterator[Start
 
 def together(
     commands: Sequence[Sequence[str]], cwd: Path, timeout_s: float = 180.0, **variables: str
-) -> list[Done]:
+) -> list[CommandResult]:
     """Commands started in this order without waiting, as by several people at once."""
     running = [start(words, cwd, **variables) for words in commands]
     try:

@@ -22,7 +22,7 @@ EMPTY_S = 240.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class ClusterKind:
     """Which cluster; several run side by side."""
 
     folder: Path
@@ -34,14 +34,16 @@ def default_folder() -> Path:
     return Path(os.environ.get("ECHELON_CLUSTER", "/tmp/echelon-cluster"))
 
 
-PLAIN = Kind(default_folder(), tuple(os.environ.get("ECHELON_CLUSTER_OPTIONS", "").split()))
-ACCOUNTED = Kind(
+PLAIN = ClusterKind(default_folder(), tuple(os.environ.get("ECHELON_CLUSTER_OPTIONS", "").split()))
+ACCOUNTED = ClusterKind(
     default_folder().with_name(default_folder().name + "-accounting"),
     ("--accounting", "--prefix", "acct", "--net", "10.213.40"),
 )
 
 
-def manage(kind: Kind, *words: str, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+def manage(
+    kind: ClusterKind, *words: str, limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROGRAM), "--folder", str(kind.folder), *words]
     return run(command, dict(os.environ), limit_s)
 
@@ -60,11 +62,11 @@ def run(
     )
 
 
-def is_up(kind: Kind) -> bool:
+def is_up(kind: ClusterKind) -> bool:
     return manage(kind, "status").returncode == 0
 
 
-def start(kind: Kind) -> Cluster:
+def start(kind: ClusterKind) -> TestCluster:
     """The cluster, made or repaired; the test is skipped where none can be made."""
     done = manage(kind, "up", *kind.options, limit_s=UP_S)
     if done.returncode == EXIT_CANNOT_BE_MADE:
@@ -72,7 +74,7 @@ def start(kind: Kind) -> Cluster:
             pytest.fail(done.stderr.strip(), pytrace=False)
         pytest.skip(done.stderr.strip())
     require(done)
-    return Cluster(kind, json.loads(require(manage(kind, "status", "--json"))))
+    return TestCluster(kind, json.loads(require(manage(kind, "status", "--json"))))
 
 
 def require(done: subprocess.CompletedProcess[str]) -> str:
@@ -90,10 +92,12 @@ def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         time.sleep(0.1)
 
 
-class Cluster:
+class TestCluster:
     """A running cluster. Methods that break something leave it to the fixture `healthy`."""
 
-    def __init__(self, kind: Kind, status: dict[str, object]) -> None:
+    __test__ = False  # not a class of tests, though pytest would think so by its name
+
+    def __init__(self, kind: ClusterKind, status: dict[str, object]) -> None:
         hosts, addresses = status["hosts"], status["addresses"]
         assert isinstance(hosts, list)
         assert isinstance(addresses, dict)

@@ -11,15 +11,20 @@ from pathlib import Path
 
 import slurm_cluster
 from command_runner import until
-from slurm_cluster import Cluster
+from slurm_cluster import TestCluster
 
 HIDE = 'mount -t tmpfs none "$0" && exec "$@"'
 """A folder is empty there."""
 
 
 @contextmanager
-def sshd(
-    cluster: Cluster, host: str, ports: Sequence[int], prepare: str, folder: Path, more: str = ""
+def start_sshd(
+    cluster: TestCluster,
+    host: str,
+    ports: Sequence[int],
+    prepare: str,
+    folder: Path,
+    more: str = "",
 ) -> Iterator[str]:
     """One more sshd of a host; its address. `prepare` is a script that ends with `exec "$@"`, and
     is given the folder as $0; `more` are lines that go before the others of its configuration."""

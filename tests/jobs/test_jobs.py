@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runner import ECHELON, Done, run, started, until
+from command_runner import ECHELON, CommandResult, run, started, until
 
 from echelon.errors import Exit
 from echelon.jobs import follow as following
@@ -30,7 +30,7 @@ LONG = ("train", "launch=local", "launch.procs=2", "run.name=a", "trainer.steps=
 NOT_THERE = {"host": socket.gethostname(), "pid": 1, "born": "another"}
 
 
-def echelon(folder: Path, *words: str, **variables: Any) -> Done:
+def echelon(folder: Path, *words: str, **variables: Any) -> CommandResult:
     return run([*ECHELON, *words], folder, **variables)
 
 
@@ -401,7 +401,7 @@ def test_attach_ends_as_the_program_does(tmp_path: Path, code: int) -> None:
     with started([*ECHELON, *words, wait], tmp_path) as program:
         until(lambda: Run(tmp_path / "runs/a").rank_log_file(0).exists(), 120, "a log")
         with started([*ECHELON, "attach", "a"], tmp_path) as attached:
-            until(lambda: "here" in attached.told(), 120, "attached")
+            until(lambda: "here" in attached.read_output(), 120, "attached")
             (tmp_path / "go").touch()
             done = attached.wait()
         assert program.wait().code == done.code == code

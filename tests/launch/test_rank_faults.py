@@ -12,7 +12,17 @@ from pathlib import Path
 
 import command_runner
 import pytest
-from command_runner import ECHELON, HERE, TORCHRUN, TWO, Done, curve, evaluations, only_run, status
+from command_runner import (
+    ECHELON,
+    HERE,
+    TORCHRUN,
+    TWO,
+    CommandResult,
+    curve,
+    evaluations,
+    only_run,
+    status,
+)
 
 FAULTY = HERE / "faulty_experiment.py"
 TRAIN = (*ECHELON, "train", f"experiment={FAULTY}:experiment", *TWO)
@@ -200,7 +210,7 @@ def test_when_the_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) 
 # --- without our agent ---
 
 
-def _by_hand(case: Case, folder: Path, *more: str, size: int = 2) -> list[Done]:
+def _by_hand(case: Case, folder: Path, *more: str, size: int = 2) -> list[CommandResult]:
     words = (
         *case.words,
         f"world_size={size}",

@@ -8,7 +8,7 @@ from typing import Any
 import command_runner
 import pytest
 import wandb_files
-from command_runner import ECHELON, HERE, TWO, Done, only_run
+from command_runner import ECHELON, HERE, TWO, CommandResult, only_run
 from wandb_server import ServedRun, Server, serving
 from worlds import Trained, train_world
 
@@ -97,7 +97,7 @@ def test_after_a_kill_and_a_resume_there_is_one_run_with_every_number(tmp_path: 
     _says_how_to_send(resumed, run)
 
 
-def _says_how_to_send(done: Done, run: Run) -> None:
+def _says_how_to_send(done: CommandResult, run: Run) -> None:
     [command] = [line for line in done.err.splitlines() if "wandb sync " in line]
     files = run.folder.glob("wandb/offline-run-*/*.wandb")
     with_rows = {

@@ -552,7 +552,7 @@ def _ranks(folder: Path, *words: list[str]) -> list[Ended]:
     )
 
 
-def _sentence(ended: Ended | command_runner.Done, code: Exit = Exit.RENDEZVOUS) -> str:
+def _sentence(ended: Ended | command_runner.CommandResult, code: Exit = Exit.RENDEZVOUS) -> str:
     text = ended.output if isinstance(ended, Ended) else ended.err
     assert ended.code == code, text
     assert is_a_sentence_and_a_hint(text), text
