@@ -45,7 +45,7 @@ class Fault(NamedTuple):
     what: str
     """One sentence: what was set and what was found."""
     do: str
-    """What to do about it, as concretely as can be said."""
+    """What to do about it, as concretely as possible."""
 
     def __str__(self) -> str:
         return f"{self.what}\n  hint: {self.do}"

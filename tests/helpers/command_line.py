@@ -1,7 +1,7 @@
 """The command line of a person at the test cluster, and what their runs left.
 
-Commands are started with `command_runner.start`: everything they start, on any host and by any daemon,
-inherits a mark and is found by it.
+Commands are started with `command_runner.start`: everything they start, on any host and by any
+daemon, inherits a mark and is found by it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ GONE_S = 30.0
 
 @dataclass
 class CommandLine:
+    """Types commands in a folder, on this machine or on hosts of the cluster."""
+
     cluster: TestCluster
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)

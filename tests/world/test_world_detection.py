@@ -756,7 +756,8 @@ def test_markup_in_values_is_shown_as_it_is() -> None:
 
 def test_no_torch_and_no_rich_until_rendering() -> None:
     code = (
-        "import sys; from echelon.world import detect, detection_to_dict; detection_to_dict(detect({})); "
+        "import sys; from echelon.world import detect, detection_to_dict; "
+        "detection_to_dict(detect({})); "
         "assert not {'torch', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ def env(words: list[str]) -> int:
     parser = make_parser(
         "env",
         "The environment that a source folder asks for: build it, show it, clean the cache.",
-        "The first of these files decides, and it is said: Pipfile (with its lock),\n"
+        "The first of these files decides, and is printed: Pipfile (with its lock),\n"
         "requirements.txt, uv.lock, pyproject.toml, environment.yml. It is built with uv where\n"
         "there is one (ECHELON_ENV_BUILDER=pip asks for pip), once, and kept in ~/.cache/echelon\n"
         "(ECHELON_CACHE) by what decides it.",

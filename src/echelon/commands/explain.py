@@ -48,7 +48,7 @@ def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """The few keys that matter here, read without Hydra, which would take longer than the answer."""
+    """The few keys that matter here, read without Hydra, whose import takes too long."""
     given = dict(word.partition("=")[::2] for word in overrides)
     unknown = [k for k in given if k not in _KNOWN_KEYS]
     if unknown:

@@ -49,7 +49,7 @@ def submit(words: list[str]) -> int:
     parser.add_argument(
         "--requeue",
         action="store_true",
-        help="commands that are out of time are told so (USR2), and queued again: they can resume",
+        help="commands that run out of time get USR2 and are queued again: they can resume",
     )
     parser.add_argument("--wait", action="store_true", help="until all are over")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")

@@ -131,7 +131,7 @@ def render_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 def place_ranks(
     hosts: Sequence[str], procs: Sequence[int], gpus: int, devices_per_replica: int = 1
 ) -> tuple[RankPlacement, ...]:
-    """Where each rank will be: ranks fill node by node. Without a GPU a rank is on its node's CPU."""
+    """Where each rank will be: ranks fill node by node; without GPUs they are on CPUs."""
     found: list[RankPlacement] = []
     rule = DeviceRule(gpus, devices_per_replica)
     for host, count in zip(hosts, procs, strict=True):

@@ -19,7 +19,7 @@ from echelon.utils.processes import read_stat_fields
 
 
 def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any]:
-    """What a launcher writes into the status of a run that it is about to start from this process."""
+    """What a launcher writes into the status of a run before it starts it from this process."""
     return {
         "state": "starting",
         "launcher": launcher,

@@ -136,7 +136,7 @@ def _read_single_process(draft: WorldDraft) -> None:
 def _report_missing_variables(
     draft: WorldDraft, source: LauncherVariables, missing: list[str]
 ) -> None:
-    """Some variables of a launcher are set without the others, so nobody knows what was intended."""
+    """Note the fault of a launcher of which only some variables are set."""
     names = [name for names in source.variables.values() for name in names if name in draft.env]
     found = ", ".join(draft.quote_variable(name) for name in names)
     absent = " and ".join(missing)
@@ -208,7 +208,7 @@ EXTRA_READERS: dict[str, Callable[[WorldDraft], None]] = {
 
 
 def _fill_gaps(draft: WorldDraft, master: str | None) -> None:
-    """Fill what the launcher left open: certain where all ranks are on one machine, else a guess."""
+    """Fill what the launcher left open: certain if all ranks are on one machine, else a guess."""
     have, rank, size = draft.values, draft.values["rank"], draft.values["size"]
     together = _why_single_machine(draft, master)
     put = draft.set_value if together else draft.set_guess

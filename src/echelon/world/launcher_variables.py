@@ -1,4 +1,4 @@
-"""The launchers that Echelon recognises: for each, the variables that give the fields of a world."""
+"""The launchers that are recognised: for each, the variables that give the fields of a world."""
 
 from __future__ import annotations
 

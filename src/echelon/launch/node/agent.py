@@ -354,7 +354,7 @@ class NodeAgent(SimpleElasticAgent):
     def _make_hang_failure(
         self, local_rank: int, hung_rank: HungRank, heartbeat: HeartbeatRecord
     ) -> Failure:
-        """The failure of a rank for which all others wait, with its Python stack if it gives one."""
+        """The failure of a rank for which all others wait, with its Python stack if possible."""
         pid = self._pids[local_rank]
         if _is_stopped(pid):
             detail = (

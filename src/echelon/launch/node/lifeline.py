@@ -38,7 +38,7 @@ beat), stopped."""
 _STARTING_BEATS = 6
 """A rank with no more heartbeats than this is still starting, and the others may wait for it."""
 _STARTING_PATIENCE = 8
-"""So many times longer, but less than their collectives wait (train.group.meet)."""
+"""So many times longer, but less than their collectives wait (parallel/process_group.py)."""
 
 
 class HungRank(NamedTuple):
@@ -175,7 +175,7 @@ class LifelineServer(SingleNodeLifeline):
                 self._lose_peer(peer, "sent something that is not a message of ours")
 
     def _handle_message(self, peer: LifelinePeer, message: dict[str, Any]) -> None:
-        """Handle one message of a node. The first has to prove with the key that it is one of ours."""
+        """Handle one message of a node. The first one must have the key."""
         peer.last_heard = time.monotonic()
         if peer.node < 0 and message.get("key") != self.key:
             self._drop_peer(peer)  # not one of our nodes

@@ -35,7 +35,7 @@ class LogStamps:
         self._shows_rank_0 = shows_rank_0
 
     def record_growth(self) -> None:
-        """Note which logs have grown. It is called many times a second and reads only file sizes."""
+        """Note which logs have grown. Called many times a second, it reads only file sizes."""
         lines = []
         for log, before in self._sizes.items():
             size = _file_size_bytes(log)

@@ -97,7 +97,7 @@ class _NodeService:
     def run(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
         """Run the agent to its end; returns the exit code of the run.
 
-        Whatever is raised here is told to the other nodes, which would otherwise wait for this one.
+        Whatever is raised here is reported to the other nodes, which would otherwise wait for this one.
         """
         try:
             self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
@@ -232,7 +232,7 @@ def _record_start(run: Run, node: NodeSpec, config: Config) -> None:
 
 
 def _print_wandb_hints(run: Run) -> None:
-    """Print how to send what wandb keeps in its files. Rank 0 prints it at its end, but was killed."""
+    """Print how to send what wandb keeps in its files, for a rank 0 that was killed."""
     for line in format_rows(wandb_run.get_summary_rows(run)):
         print(line, file=sys.stderr, flush=True)
 

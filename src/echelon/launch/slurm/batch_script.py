@@ -89,7 +89,7 @@ def count_processes_per_node(config: Config) -> int:
 
 
 def _world_shape(config: Config) -> tuple[int, int]:
-    """Nodes, and GPUs or processes on each, as programs are told by `launch.nodes_flag` and
+    """Nodes, and GPUs or processes on each, as programs get them by `launch.nodes_flag` and
     `gpus_flag`."""
     return config.launch.nodes, config.launch.gpus_per_node or count_processes_per_node(config)
 
@@ -187,7 +187,7 @@ def is_started_by_srun(config: Config) -> bool:
 
 
 def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
-    """The words of the program, with the flags appended by which it is told the world."""
+    """The words of the program, with the flags appended by which it learns the world."""
     launch = config.launch
     words = list(config.program)
     if launch.nodes_flag:
@@ -393,7 +393,7 @@ def _srun_command(config: Config, tasks: int) -> str:
 
 
 def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
-    """The step of one task per process of a program, which reads its rank from Slurm's variables."""
+    """The step of one task per process of a program, which reads Slurm's variables."""
     per_node = count_tasks_per_node(config, procs)
     yield "# One task per process; the program finds its place in Slurm's variables."
     yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'

@@ -99,7 +99,7 @@ def _require_equal_launch(configs: Sequence[Config]) -> None:
 
 
 def read_max_array_size(env: Mapping[str, str]) -> int:
-    """MaxArraySize from the cluster's own file where it can be read, without asking the controller."""
+    """MaxArraySize from the cluster's own file, so that the controller is not asked."""
     for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
         try:
             text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""

@@ -50,11 +50,11 @@ def run_slurm_command(*words: str, input: str | None = None) -> subprocess.Compl
             timeout=_COMMAND_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        said = f"{words[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s"
-        return subprocess.CompletedProcess(words, 1, "", said)
+        reason = f"{words[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s"
+        return subprocess.CompletedProcess(words, 1, "", reason)
     except OSError as error:
-        said = f"{words[0]} cannot be run here: {describe_os_error(error)}"
-        return subprocess.CompletedProcess(words, 127, "", said)
+        reason = f"{words[0]} cannot be run here: {describe_os_error(error)}"
+        return subprocess.CompletedProcess(words, 127, "", reason)
 
 
 def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:

@@ -1,4 +1,4 @@
-"""For hosts that do not share the run folder: code and configuration go there, results come back."""
+"""Hosts that do not share the run folder: code and configuration go there, results come back."""
 
 from __future__ import annotations
 

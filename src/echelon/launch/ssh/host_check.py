@@ -1,4 +1,4 @@
-"""Ask every host at once whether it can take part. Every fault is reported, and nothing is started."""
+"""Ask every host at once whether it can take part; all faults are reported together."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def explain_ssh_failure(
             "install the same environment at the same path on every host, or leave this one out",
         )
     return Fault(
-        f"{python} on {host.name} ended with {code}: {words or 'it said nothing'}",
+        f"{python} on {host.name} ended with {code}: {words or 'it printed nothing'}",
         f"try it: {launch.ssh} {host.name} {python} -V",
     )
 

@@ -176,7 +176,7 @@ def _send_files(
     code: Mapping[str, Path],
     new: bool,
 ) -> None:
-    """Send code and configuration to the hosts that do not share the run folder; raises all faults."""
+    """Send code and configuration to hosts that do not share the run folder; raises all faults."""
     with ThreadPoolExecutor(max(1, len(separate_hosts))) as pool:
         if new:
             suffix = time.strftime("%Y%m%d-%H%M%S")

@@ -38,7 +38,7 @@ _END_TIMEOUT_S = 5.0
 
 
 def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> int:
-    """Be a node until it ends, is told to end, or is cut off; returns the exit code of its agent."""
+    """Be a node until it ends, is told to end, or is cut off; returns its agent's exit code."""
     # What outlives the agent becomes a child of this process, and is killed with it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     theirs, ours = os.pipe()
@@ -70,7 +70,7 @@ class _NodeWatchdog:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def watch_until_end(self) -> int:
-        """Wait for the agent's end, or end early when the launcher is gone; returns the exit code."""
+        """Wait for the agent's end, or for that of the launcher; returns the exit code."""
         text = b""
         while (code := self._reap_agent()) is None:
             left_s = self._last_heard + SILENCE_LIMIT_S - time.monotonic()
