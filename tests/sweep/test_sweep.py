@@ -227,7 +227,7 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
         done = running.wait()
     assert done.code == Exit.PREEMPTED, done.err
     assert done.left == []
-    assert "the same command goes on" in done.err
+    assert "the same command continues" in done.err
 
     (tmp_path / "stopped").touch()
     done = run(words, tmp_path)
