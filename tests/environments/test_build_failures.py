@@ -75,7 +75,7 @@ def test_the_requirement_is_named_with_its_line(log: str) -> None:
     first = fault.what.splitlines()[0]
     assert ": No_Such.pkg==3 (more/base.txt:7)" in first
     assert log.rstrip().splitlines()[-1].strip() in fault.what
-    assert fault.do == "the whole log is in /kept.log"
+    assert fault.do == "read the whole log: /kept.log"
 
 
 def test_what_another_package_needs_is_said_to_be_that() -> None:

@@ -343,7 +343,7 @@ def test_bad_words_are_a_sentence(tmp_path: Path, environ: dict[str, str]) -> No
         folder, environ=environ | {"PIP_INDEX_URL": "http://m/", "PIP_TRUSTED_HOST": "m"}
     )
     assert "a colon or a line break" in wrong(folder, environ | {"ECHELON_CACHE": "/a:b"})
-    with pytest.raises(EchelonError, match="is no Python"):
+    with pytest.raises(EchelonError, match="did not report its version"):
         plan_environment(folder, environ=environ, python=str(tmp_path / "no-python"))
 
 
@@ -434,8 +434,8 @@ def test_show_says_what_decides(
         monkeypatch.setenv(name, value)
     assert run_guarded(lambda: run_command(["env", "show", "--source", str(folder)])) == Exit.OK
     said = capsys.readouterr().out
-    assert "decided by   requirements.txt" in said
-    assert "and not      pyproject.toml" in said
+    assert "from         requirements.txt" in said
+    assert "ignored      pyproject.toml" in said
     assert "not built yet" in said
     assert (
         run_guarded(lambda: run_command(["env", "show", "--source", str(folder), "--json"]))

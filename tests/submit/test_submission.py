@@ -225,7 +225,7 @@ touch {here}/once; echo 7
     )
     told = capsys.readouterr()
     assert told.out.startswith("job 7: run a-0 in")
-    assert "requirements.txt decides, not pyproject.toml" in told.err
+    assert "requirements.txt determines the environment; ignored: pyproject.toml" in told.err
     assert "error: full" in told.err
     assert "job 7: run a-0" in told.err
     assert "`scancel 7` takes it back" in told.err

@@ -1,7 +1,11 @@
-"""Environments of jobs: from a source folder's own files, made once, kept by what decides them.
+"""The Python environments of jobs: built once from a source folder's dependency files, then shared
+by every job with the same dependencies.
 
-Where several files could decide, the first of this order does, and it is said: `Pipfile`,
-`requirements.txt`, `uv.lock`, `pyproject.toml` (with a [project]), `environment.yml`.
+The first file in this order determines the environment, and the others are reported as ignored:
+`Pipfile`, `requirements.txt`, `uv.lock`, `pyproject.toml` (with a [project]), `environment.yml`.
+
+`plan_environment` reads the files and says what would be built, `build_environment` builds it, and
+`activation_lines` are the shell lines by which a batch script enters it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shell lines that put a job into its environment."""
+"""The shell lines by which a batch script enters its environment."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from echelon.environments.build_plan import EnvironmentPlan
 from echelon.environments.cache import EnvironmentPaths
 
 _LOCK_TIMEOUT_S = 60
+"""How long a job waits for `echelon env clean` to finish removing its environment."""
 
 
 def activation_lines(plan: EnvironmentPlan) -> list[str]:
-    """For a batch script, in bash, after it went to the copy of the source.
+    """Return the lines for a bash script that has changed into the job's copy of the source.
 
-    The shell keeps a shared lock for as long as it lives, so that `echelon env clean` sees the
-    job from any host that shares the cache. One that removes it just now is waited for: only
-    after these lines can be told whether it is there.
+    The shell holds a shared lock (`flock -s`) until it ends, so that `echelon env clean` on any
+    host that shares the cache sees that a job uses the environment. If a clean is removing it at
+    this moment, the lines wait for the lock: whether the environment exists is only certain after
+    them.
     """
     if plan.kind == "none":
         return []
-    place = EnvironmentPaths(plan.folder)
-    quoted, use = shlex.quote(str(place.folder)), shlex.quote(str(place.use_lock))
+    paths = EnvironmentPaths(plan.folder)
+    quoted, use = shlex.quote(str(paths.folder)), shlex.quote(str(paths.use_lock))
     return [
         f"touch -c -- {use} 2>/dev/null || :",
         f"if exec {{ECHELON_ENV_FD}}<{use}; then flock -s -w {_LOCK_TIMEOUT_S} "
@@ -33,7 +35,7 @@ def activation_lines(plan: EnvironmentPlan) -> list[str]:
 
 
 def _conda_lines(quoted: str) -> list[str]:
-    """What `conda activate` does for a prefix, without a shell that knows conda."""
+    """Return what `conda activate PREFIX` does, for a shell without conda's functions."""
     return [
         f"export CONDA_PREFIX={quoted} CONDA_DEFAULT_ENV={quoted}",
         f"for f in {quoted}/etc/conda/activate.d/*.sh; do "
@@ -42,8 +44,11 @@ def _conda_lines(quoted: str) -> list[str]:
 
 
 def _pythonpath_lines(plan: EnvironmentPlan) -> list[str]:
-    """A project's own package is not installed but found in the job's copy: an edit then needs no
-    new environment, and what was submitted is what runs."""
+    """Return the line that makes the project's own package importable from the job's copy.
+
+    The package is not installed into the environment. So an edit needs no new environment, and the
+    code that was submitted is the code that runs.
+    """
     if plan.kind not in ("pyproject", "uv.lock"):
         return []
     roots = '"$PWD/src:$PWD"' if (plan.source / "src").is_dir() else '"$PWD"'

@@ -1,8 +1,9 @@
-"""Building an environment, once, whoever asks for it and whatever happens on the way.
+"""Building an environment: once, by one process, with a result that is either complete or absent.
 
-It is built in its final place, for the paths of interpreters are written into its scripts: what is
-moved there afterwards does not start. A marker, written last and flushed, says that it is whole.
-Nothing without it is used; the next builder removes it.
+An environment is built in its final folder, because its scripts contain the absolute path of its
+interpreter and would not start after a move. A marker file is written last and flushed to disk; it
+certifies that the environment is complete. A folder without a marker is never used, and the next
+build removes it.
 """
 
 from __future__ import annotations
@@ -42,32 +43,41 @@ def _print_to_stderr(line: str) -> None:
 
 
 def build_environment(plan: EnvironmentPlan, print_line: PrintLine = _print_to_stderr) -> Path:
-    """The folder, built if it was not. Lines of the builders are said with two spaces before."""
+    """Build the environment unless it exists and works, and return its folder.
+
+    Concurrent calls, also on other hosts that share the cache, wait for each other. Output of pip,
+    uv or conda is passed to `print_line` indented by two spaces, progress of the build itself
+    without indentation.
+    """
     if plan.kind == "none":
         return plan.folder
-    place = EnvironmentPaths(plan.folder)
+    paths = EnvironmentPaths(plan.folder)
     try:
-        place.make_parent()
-        if not _is_usable(place, plan.key):
-            with wait_for_lock(place.lock, "this environment", print_line) as lock:
-                # Who held it before us has most likely built what we want.
-                if not _is_usable(place, plan.key):
-                    _build_locked(plan, place, lock, print_line)
-        place.use_lock.touch()
+        paths.make_parent()
+        if not _is_usable(paths, plan.key):
+            with wait_for_lock(paths.lock, "this environment", print_line) as lock:
+                # The previous holder of the lock has most likely built what we want.
+                if not _is_usable(paths, plan.key):
+                    _build_locked(plan, paths, lock, print_line)
+        paths.use_lock.touch()
     except OSError as error:
         raise unwritable_error(Path(error.filename or plan.folder), error) from error
     return plan.folder
 
 
-def _is_usable(place: EnvironmentPaths, key: str) -> bool:
-    """Beyond `stands`: the interpreter starts (its library may be gone), and no distribution has
-    lost its record. Cleaners of scratch file systems take the files first that nobody reads."""
-    if not place.is_ready(key):
+def _is_usable(paths: EnvironmentPaths, key: str) -> bool:
+    """Whether the environment is complete and still works.
+
+    Beyond `EnvironmentPaths.is_ready`, this starts the interpreter (its shared library may be gone)
+    and looks for the METADATA file of every distribution: cleaners of scratch file systems delete
+    the files first that nobody reads.
+    """
+    if not paths.is_ready(key):
         return False
-    names = place.read_marker().get("distributions", [])
-    if not all((place.folder / name / "METADATA").exists() for name in names):
+    names = paths.read_marker().get("distributions", [])
+    if not all((paths.folder / name / "METADATA").exists() for name in names):
         return False
-    command = [str(place.python()), "-I", "-S", "-c", "import os"]
+    command = [str(paths.python()), "-I", "-S", "-c", "import os"]
     try:
         return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -75,68 +85,77 @@ def _is_usable(place: EnvironmentPaths, key: str) -> bool:
 
 
 def _build_locked(
-    plan: EnvironmentPlan, place: EnvironmentPaths, lock: FileLock, print_line: PrintLine
+    plan: EnvironmentPlan, paths: EnvironmentPaths, lock: FileLock, print_line: PrintLine
 ) -> None:
-    _require_own_venv(plan, place)
-    if place.folder.exists():
-        print_line(f"removing {place.folder}: " + _explain_removal(plan, place))
-    place.building_marker.touch(0o600)
-    remove_environment(place)
-    what = ", ".join(file.name for file in plan.files) or plan.build_steps.requirements[0].text
-    print_line(f"building {place.folder} with {plan.builder}: {what}")
+    """Build in an empty folder and write the marker; on any failure, remove what was built.
+
+    The log is kept when the build fails. The inputs given to pip are always removed, as they may
+    contain passwords.
+    """
+    _require_own_venv(plan, paths)
+    if paths.folder.exists():
+        print_line(f"removing {paths.folder}: " + _explain_removal(plan, paths))
+    paths.building_marker.touch(0o600)
+    remove_environment(paths)
+    dependencies = (
+        ", ".join(file.name for file in plan.files) or plan.build_steps.requirements[0].text
+    )
+    print_line(f"building {paths.folder} with {plan.builder}: {dependencies}")
     began = time.time()
     try:
-        with place.log.open("w", encoding="utf-8", errors="replace") as log:
-            place.log.chmod(0o600)
-            _run_steps(plan, place, lock, log, print_line)
-        _require_python(plan, place)
-        _write_marker(plan, place, time.time() - began)
+        with paths.log.open("w", encoding="utf-8", errors="replace") as log:
+            paths.log.chmod(0o600)
+            _run_steps(plan, paths, lock, log, print_line)
+        _require_python(plan, paths)
+        _write_marker(plan, paths, time.time() - began)
     except BaseException:
-        shutil.rmtree(place.folder, ignore_errors=True)
-        place.building_marker.unlink(missing_ok=True)
+        shutil.rmtree(paths.folder, ignore_errors=True)
+        paths.building_marker.unlink(missing_ok=True)
         raise
     finally:
-        shutil.rmtree(place.inputs, ignore_errors=True)
-    place.building_marker.unlink(missing_ok=True)
-    place.log.unlink(missing_ok=True)
+        shutil.rmtree(paths.inputs, ignore_errors=True)
+    paths.building_marker.unlink(missing_ok=True)
+    paths.log.unlink(missing_ok=True)
     print_line(f"built in {time.time() - began:.1f} s")
 
 
-def _require_own_venv(plan: EnvironmentPlan, place: EnvironmentPaths) -> None:
-    """In the cache all is ours; a .venv in the source may be somebody's work."""
-    if place.folder.name != ".venv" or not place.folder.exists():
+def _require_own_venv(plan: EnvironmentPlan, paths: EnvironmentPaths) -> None:
+    """Raise if the folder is a .venv that Echelon did not make, or one that a job uses.
+
+    Everything in the cache is ours, but a .venv in the source folder may be somebody's work.
+    """
+    if paths.folder.name != ".venv" or not paths.folder.exists():
         return
-    if not place.read_marker() and not place.building_marker.exists():
+    if not paths.read_marker() and not paths.building_marker.exists():
         raise EchelonError(
             Fault(
-                f"{place.folder} is there already and was not made by echelon",
+                f"{paths.folder} exists and was not made by Echelon",
                 "remove it, or use --where cache",
             )
         )
-    with lock_if_unused(place.use_lock) as alone:
-        if not alone:
+    with lock_if_unused(paths.use_lock) as is_unused:
+        if not is_unused:
             raise EchelonError(
                 Fault(
-                    f"{place.folder} would have to be rebuilt, and a job runs in it",
-                    "wait for it, or keep environments apart with --where cache",
+                    f"{paths.folder} must be rebuilt, but a job is running in it",
+                    "wait for the job to end, or use --where cache, which keeps environments apart",
                 )
             )
 
 
-def _require_python(plan: EnvironmentPlan, place: EnvironmentPaths) -> None:
-    """Before the marker vouches for it."""
-    if not place.python().exists():
-        what = f"what {plan.files[0].name} lists has no python in it"
-        raise EchelonError(Fault(what, "add it to the dependencies"), exit=Exit.FAILED)
+def _require_python(plan: EnvironmentPlan, paths: EnvironmentPaths) -> None:
+    """Raise if the built environment has no interpreter, before the marker certifies it."""
+    if not paths.python().exists():
+        what = f"the environment of {plan.files[0].name} has no python"
+        raise EchelonError(Fault(what, "add python to the dependencies"), exit=Exit.FAILED)
 
 
-def _explain_removal(plan: EnvironmentPlan, place: EnvironmentPaths) -> str:
-    marker = place.read_marker()
+def _explain_removal(plan: EnvironmentPlan, paths: EnvironmentPaths) -> str:
+    """Return why an existing environment is about to be rebuilt."""
+    marker = paths.read_marker()
     if not marker:
-        return "its build broke off"
-    return (
-        "it does not work any more" if marker.get("key") == plan.key else "its files have changed"
-    )
+        return "its build did not finish"
+    return "it no longer works" if marker.get("key") == plan.key else "its files have changed"
 
 
 # --- running the builders ---
@@ -144,23 +163,30 @@ def _explain_removal(plan: EnvironmentPlan, place: EnvironmentPaths) -> str:
 
 def _run_steps(
     plan: EnvironmentPlan,
-    place: EnvironmentPaths,
+    paths: EnvironmentPaths,
     lock: FileLock,
     log: IO[str],
     print_line: PrintLine,
 ) -> None:
-    recipe, tool = plan.build_steps, None
-    if recipe.pipenv_environment:
-        print_line("Pipfile has no lock: its versions are chosen now; `pipenv lock` would fix them")
-        tool = build_environment(recipe.pipenv_environment, print_line)
-    place.inputs.mkdir(mode=0o700, exist_ok=True)
-    for name, text in recipe.inputs.items():
-        (place.inputs / name).write_text(text, encoding="utf-8")
-    first, *rest = recipe.steps
+    """Run every command of the plan, in order.
+
+    Where a Pipfile has no lock file, pipenv resolves it after the first step has made the
+    environment, and the remaining steps install from that lock.
+    """
+    build_steps, pipenv_folder = plan.build_steps, None
+    if build_steps.pipenv_environment:
+        print_line(
+            "Pipfile has no lock file: versions are resolved now; run `pipenv lock` to pin them"
+        )
+        pipenv_folder = build_environment(build_steps.pipenv_environment, print_line)
+    paths.inputs.mkdir(mode=0o700, exist_ok=True)
+    for name, text in build_steps.inputs.items():
+        (paths.inputs / name).write_text(text, encoding="utf-8")
+    first, *remaining_steps = build_steps.steps
     _run_step(first, plan, lock, log, print_line)
-    if tool:
-        _lock_pipfile(tool, plan, place, lock, log, print_line)
-    for step in rest:
+    if pipenv_folder:
+        _lock_pipfile(pipenv_folder, plan, paths, lock, log, print_line)
+    for step in remaining_steps:
         _run_step(step, plan, lock, log, print_line)
 
 
@@ -173,6 +199,7 @@ def _run_step(
     cwd: Path | None = None,
     **variables: str,
 ) -> None:
+    """Run one command, copy its output to the log and to `print_line`, and raise if it fails."""
     log.write(f"$ {hide_passwords(' '.join(step))}\n")
     try:
         process = subprocess.Popen(
@@ -185,13 +212,13 @@ def _run_step(
             encoding="utf-8",
             errors="replace",
             pass_fds=[lock.fileno()],
-            # A killed builder takes pip with it, which else would write into its successor's place.
+            # If the builder is killed, pip must die too: it would write into the next build.
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
         what = f"{step[0]} cannot be run: {describe_os_error(error)}"
         raise EchelonError(
-            Fault(what, "mend it, or take it from the PATH"), exit=Exit.FAILED
+            Fault(what, "fix the installation, or remove it from the PATH"), exit=Exit.FAILED
         ) from error
     try:
         assert process.stdout
@@ -216,25 +243,28 @@ def _run_step(
 
 
 def _lock_pipfile(
-    tool: Path,
+    pipenv_folder: Path,
     plan: EnvironmentPlan,
-    place: EnvironmentPaths,
+    paths: EnvironmentPaths,
     lock: FileLock,
     log: IO[str],
     print_line: PrintLine,
 ) -> None:
-    """In a copy: the source is not ours to write to. In the new environment, as pipenv would make
-    one of its own elsewhere."""
+    """Run `pipenv lock` and write the result as a requirements.txt for the next step.
+
+    It runs in a copy, because the source folder is not ours to write to, and with VIRTUAL_ENV set
+    to the new environment, because pipenv would otherwise create one of its own elsewhere.
+    """
     variables = {
-        "PIPENV_PIPFILE": str(place.inputs / "Pipfile"),
+        "PIPENV_PIPFILE": str(paths.inputs / "Pipfile"),
         "PIPENV_VERBOSITY": "-1",
         "PIPENV_NOSPIN": "1",
-        "VIRTUAL_ENV": str(place.folder),
+        "VIRTUAL_ENV": str(paths.folder),
     }
-    pipenv = (str(tool / "bin" / "pipenv"), "lock")
-    _run_step(pipenv, plan, lock, log, print_line, cwd=place.inputs, **variables)
+    pipenv = (str(pipenv_folder / "bin" / "pipenv"), "lock")
+    _run_step(pipenv, plan, lock, log, print_line, cwd=paths.inputs, **variables)
     parsed = ParsedDependencies()
-    file = place.inputs / "Pipfile.lock"
+    file = paths.inputs / "Pipfile.lock"
     pipfile.add_locked_packages(
         parsed,
         json.loads(file.read_text(encoding="utf-8")),
@@ -242,14 +272,18 @@ def _lock_pipfile(
         plan.source,
         plan.build_steps.environ,
     )
-    lines = "".join(f"{wanted.text}\n" for wanted in parsed.requirements)
-    (place.inputs / "requirements.txt").write_text(lines, encoding="utf-8")
+    lines = "".join(f"{requirement.text}\n" for requirement in parsed.requirements)
+    (paths.inputs / "requirements.txt").write_text(lines, encoding="utf-8")
 
 
 # --- the marker ---
 
 
-def _write_marker(plan: EnvironmentPlan, place: EnvironmentPaths, took_s: float) -> None:
+def _write_marker(plan: EnvironmentPlan, paths: EnvironmentPaths, took_s: float) -> None:
+    """Flush the environment to disk, then write the marker that certifies it.
+
+    The order matters: after a power cut no marker may certify files that are empty.
+    """
     marker = {
         "key": plan.key,
         "kind": plan.kind,
@@ -258,23 +292,24 @@ def _write_marker(plan: EnvironmentPlan, place: EnvironmentPaths, took_s: float)
         "files": [file.name for file in plan.files],
         "made": time.time(),
         "took_s": round(took_s, 1),
-        "bytes": measure_size(place.folder),
-        "distributions": _list_distributions(place),
+        "bytes": measure_size(paths.folder),
+        "distributions": _list_distributions(paths),
     }
-    place.use_lock.touch()
-    _sync_filesystem(place.folder)
-    write_json_atomically(place.marker, marker, durable=True)
+    paths.use_lock.touch()
+    _sync_filesystem(paths.folder)
+    write_json_atomically(paths.marker, marker, durable=True)
 
 
-def _list_distributions(place: EnvironmentPaths) -> list[str]:
-    found = place.folder.glob("lib/python*/site-packages/*.dist-info")
+def _list_distributions(paths: EnvironmentPaths) -> list[str]:
+    """Return the .dist-info folders that have METADATA, relative to the environment."""
+    found = paths.folder.glob("lib/python*/site-packages/*.dist-info")
     return sorted(
-        str(path.relative_to(place.folder)) for path in found if (path / "METADATA").exists()
+        str(path.relative_to(paths.folder)) for path in found if (path / "METADATA").exists()
     )
 
 
 def _sync_filesystem(folder: Path) -> None:
-    """The file system's pages, so that after a power cut no marker vouches for empty files."""
+    """Flush all pending writes of the file system that holds the folder (syncfs)."""
     file = os.open(folder, os.O_RDONLY)
     try:
         ctypes.CDLL(None).syncfs(file)

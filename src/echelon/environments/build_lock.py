@@ -16,19 +16,20 @@ from echelon.errors import EchelonError, Fault
 from echelon.utils.locks import FileLock, LocksUnsupportedError, describe_owner
 
 PrintLine = Callable[[str], None]
+"""Shows one line to the person who waits."""
 
 _RETRY_S = 0.2
 _REMIND_S = 60.0
 
 
 @contextlib.contextmanager
-def wait_for_lock(path: Path, what: str, say: PrintLine) -> Iterator[FileLock]:
-    """Hold the lock during the block; while another process has it, say so and wait."""
+def wait_for_lock(path: Path, what: str, print_line: PrintLine) -> Iterator[FileLock]:
+    """Hold the lock during the block. While another process holds it, print so and wait."""
     started = reported = time.monotonic()
     while (lock := try_lock(path)) is None:
         now = time.monotonic()
         if reported == started or now - reported > _REMIND_S:
-            say(f"waiting for {describe_owner(path)}, which has {what} under way")
+            print_line(f"waiting for {describe_owner(path)}, which is building {what}")
             reported = now
         time.sleep(_RETRY_S)
     try:

@@ -1,4 +1,8 @@
-"""What environment a source folder asks for: which file decides, where it is, what would be run."""
+"""The build plan of an environment: which file determines it, where it goes and which commands
+build it.
+
+Planning only reads: `echelon env show` and `--dry-run` print the plan, `build.py` executes it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,12 @@ from typing import Any, NamedTuple
 from echelon.environments import conda, pipfile, pyproject, requirements
 from echelon.environments.cache import EnvironmentPaths, environments_root
 from echelon.environments.cache_key import EnvironmentRequest, compute_key
-from echelon.environments.interpreter import Interpreter, check_python_version, find_interpreter
+from echelon.environments.interpreter import (
+    Interpreter,
+    PythonRequest,
+    check_python_version,
+    find_interpreter,
+)
 from echelon.environments.package_indexes import (
     apply_options,
     builder_environ,
@@ -33,46 +42,54 @@ KIND_BY_FILE = {
     "environment.yml": "conda",
     "environment.yaml": "conda",
 }
-"""The first that is there decides. A `pyproject.toml` is often there for its linters alone, so a
-`requirements.txt` comes first."""
+"""The first file that exists determines the environment. `requirements.txt` comes before
+`pyproject.toml`, which often exists only for the settings of linters."""
 _COMPANION_FILES = {"uv.lock": {"pyproject.toml"}, "Pipfile": {"Pipfile.lock"}}
-"""What belongs to the file that decides, and so has not lost to it."""
+"""Files that belong to the determining file and are therefore not reported as ignored."""
 LOCATIONS = ("cache", "source")
+"""The values of `--where`."""
 
 
 class BuildSteps(NamedTuple):
-    """What `build` needs beyond what is shown."""
+    """What `build_environment` needs beyond what the plan shows to the user."""
 
     steps: tuple[tuple[str, ...], ...] = ()
+    """The commands, in order."""
     inputs: Mapping[str, str] = {}
-    """Files for the builder, by name; they may hold passwords of URLs."""
+    """Content of the files given to pip or uv, by name; URLs in them may contain passwords."""
     environ: Mapping[str, str] = {}
+    """The environment variables of the commands."""
     requirements: tuple[RequirementLine, ...] = ()
+    """For error messages: which line of which file asked for a package."""
     pipenv_environment: EnvironmentPlan | None = None
-    """The environment with pipenv, where a Pipfile has no lock."""
+    """The environment that contains pipenv, if a Pipfile has no lock file."""
 
 
 @dataclass(frozen=True)
 class EnvironmentPlan:
+    """What will be built, from what, and where. `to_dict` is what `--json` prints."""
+
     source: Path
     kind: str
-    """pipfile, requirements, uv.lock, pyproject, conda or none"""
+    """pipfile, requirements, uv.lock, pyproject, conda or none."""
     files: tuple[Path, ...]
-    """What decides it."""
+    """The files that determine the environment."""
     ignored: tuple[Path, ...]
-    """Environment files that lost."""
+    """Dependency files that a file of higher priority displaced."""
     key: str
+    """The cache key."""
     folder: Path
-    """Where it is or will be."""
+    """Where the environment is or will be."""
     builder: str
-    """uv, pip, pipenv (which makes the lock that uv or pip then installs), conda, or empty"""
+    """uv, pip, conda, pipenv (which makes the lock file that uv or pip then installs), or empty."""
     commands: tuple[str, ...]
-    """What will be run, printable."""
+    """The commands that will run, as they would be typed."""
     ready: bool
-    """Built already, and valid."""
+    """Whether it is built already and valid."""
     build_steps: BuildSteps = field(default=BuildSteps(), repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields that `--json` prints."""
         return {
             "source": str(self.source),
             "kind": self.kind,
@@ -93,9 +110,15 @@ def plan_environment(
     python: str = sys.executable,
     venv_parent: Path | None = None,
 ) -> EnvironmentPlan:
-    """Pure but for reading: the same files, Python and settings give the same key anywhere, so a
-    copy of the source finds the environment of the original. `beside` is the folder whose .venv it
-    is to be, where that is not the copy's. Raises with all faults."""
+    """Read the dependency files of a source folder and plan its environment.
+
+    The same files, interpreter and pip settings give the same cache key on any machine, so a copy
+    of the source finds the environment of the original. `venv_parent` is the folder that gets the
+    .venv with `location="source"`, if that is not `source` itself but the folder it was copied
+    from.
+
+    Raises one EchelonError with all faults of all files.
+    """
     source = _check_arguments(Path(source), location)
     present = _find_dependency_files(source)
     if not present:
@@ -128,6 +151,7 @@ def plan_environment(
 
 
 def _check_arguments(source: Path, location: str) -> Path:
+    """Return the absolute source folder, or raise if it or the location does not exist."""
     if location not in LOCATIONS:
         raise EchelonError(Fault(f"where={location}", suggest_nearest(location, LOCATIONS)))
     if not source.is_dir():
@@ -139,14 +163,15 @@ def _check_arguments(source: Path, location: str) -> Path:
 
 
 def _find_dependency_files(source: Path) -> list[Path]:
+    """Return the dependency files of the source, by priority."""
     files = [source / name for name in KIND_BY_FILE if (source / name).is_file()]
     return [f for f in files if f.name != "pyproject.toml" or pyproject.is_project(f)]
 
 
 def _read_dependencies(
     kind: str, file: Path, source: Path, environ: Mapping[str, str]
-) -> tuple[ParsedDependencies, list[tuple[str, str, str]]]:
-    """What is wanted, and which Python."""
+) -> tuple[ParsedDependencies, list[PythonRequest]]:
+    """Return what a file requires, and which versions of Python it asks for."""
     if kind == "pipfile":
         parsed, content = pipfile.read_pipfile(source, environ)
         return parsed, pipfile.python_requests(content)
@@ -163,7 +188,7 @@ def _read_dependencies(
 def _choose_builder(
     kind: str, parsed: ParsedDependencies, environ: Mapping[str, str], interpreter: Interpreter
 ) -> tuple[str, str, Fault | None]:
-    """Its name, its path, and what is missing."""
+    """Return the builder's name, the path of its tool, and a fault if the tool is missing."""
     if kind == "conda":
         tool = conda.find_conda(environ)
         return "conda", tool or "", None if tool else conda.missing_conda_fault()
@@ -174,36 +199,37 @@ def _choose_builder(
             "",
             Fault(f"ECHELON_ENV_BUILDER={requested}", suggest_nearest(requested, ("uv", "pip"))),
         )
-    beside = Path(sys.executable).parent
-    uv = None if requested == "pip" else _find_uv(environ.get("PATH", ""), beside)
+    own_bin = Path(sys.executable).parent
+    uv = None if requested == "pip" else _find_uv(environ.get("PATH", ""), own_bin)
     if uv is None and (kind == "uv.lock" or requested == "uv"):
-        what = "uv.lock is for uv" if kind == "uv.lock" else "ECHELON_ENV_BUILDER=uv"
+        reason = "uv.lock is for uv" if kind == "uv.lock" else "ECHELON_ENV_BUILDER=uv"
         return (
             "",
             "",
             Fault(
-                f"{what}, and there is no uv on the PATH",
+                f"{reason}, and there is no uv on the PATH",
                 "install it (`pip install uv`), or write its list for pip on a machine that "
                 "has it: `uv export --no-dev --no-emit-project -o requirements.txt`",
             ),
         )
-    unlocked = kind == "pipfile" and not any(f.name == "Pipfile.lock" for f in parsed.files)
-    return "pipenv" if unlocked else "uv" if uv else "pip", uv or "", None
+    has_no_lock = kind == "pipfile" and not any(f.name == "Pipfile.lock" for f in parsed.files)
+    return "pipenv" if has_no_lock else "uv" if uv else "pip", uv or "", None
 
 
-def _find_uv(path: str, beside: Path) -> str | None:
-    """From the PATH, or from where Echelon itself is installed."""
-    return shutil.which("uv", path=path) or shutil.which("uv", path=str(beside))
+def _find_uv(path: str, own_bin: Path) -> str | None:
+    """Return the path of uv, from the PATH or from the environment that Echelon is installed in."""
+    return shutil.which("uv", path=path) or shutil.which("uv", path=str(own_bin))
 
 
 def _make_plan(request: EnvironmentRequest, in_source: Path | None = None) -> EnvironmentPlan:
+    """Complete the plan of a valid request."""
     key = compute_key(request)
     folder = in_source or environments_root(request.environ) / key
     _require_usable_path(folder)
-    recipe = _make_steps(request, folder)
-    commands = [shlex.join(step) for step in recipe.steps]
-    if recipe.pipenv_environment:
-        commands[1:1] = [*recipe.pipenv_environment.commands, "pipenv lock"]
+    build_steps = _make_steps(request, folder)
+    commands = [shlex.join(step) for step in build_steps.steps]
+    if build_steps.pipenv_environment:
+        commands[1:1] = [*build_steps.pipenv_environment.commands, "pipenv lock"]
     return EnvironmentPlan(
         source=request.source,
         kind=request.kind,
@@ -214,12 +240,15 @@ def _make_plan(request: EnvironmentRequest, in_source: Path | None = None) -> En
         builder=request.builder,
         commands=tuple(commands),
         ready=EnvironmentPaths(folder).is_ready(key),
-        build_steps=recipe,
+        build_steps=build_steps,
     )
 
 
 def _require_usable_path(folder: Path) -> None:
-    """PATH has no way to quote a colon, and no interpreter line holds a line break."""
+    """Raise if the folder cannot be on the PATH.
+
+    PATH cannot quote a colon, and a `#!` line cannot contain a line break.
+    """
     if any(sign in str(folder) for sign in ":\n\r"):
         raise EchelonError(
             Fault(
@@ -230,45 +259,47 @@ def _require_usable_path(folder: Path) -> None:
         )
 
 
-# --- what is run ---
+# --- the commands ---
 
 
 def _make_steps(request: EnvironmentRequest, folder: Path) -> BuildSteps:
+    """Return the commands, their input files and their environment variables."""
     paths = EnvironmentPaths(folder)
     environ = builder_environ(request.environ) | {
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_INPUT": "1",
     }
-    wanted = tuple(request.parsed.requirements)
+    requirements = tuple(request.parsed.requirements)
     if request.kind == "conda":
         step = conda.create_command(request.tool, request.parsed.files[0], folder)
         environ |= {"CONDA_ALWAYS_YES": "true", **request.indexes.environment_variables("pip")}
-        return BuildSteps((step,), {}, environ, wanted)
+        return BuildSteps((step,), {}, environ, requirements)
     installer = "uv" if request.tool else "pip"
     environ |= request.indexes.environment_variables(installer)
     environ |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "PIP_PROGRESS_BAR": "off"}
     if request.kind == "uv.lock":
         environ |= {"UV_PROJECT_ENVIRONMENT": str(folder)}
-        return BuildSteps((_uv_sync_command(request),), {}, environ, wanted)
+        return BuildSteps((_uv_sync_command(request),), {}, environ, requirements)
     inputs = {
-        "requirements.txt": _join_lines(wanted),
+        "requirements.txt": _join_lines(requirements),
         "constraints.txt": _join_lines(request.parsed.constraints),
     }
     if request.builder == "pipenv":
         inputs = {"Pipfile": (request.source / "Pipfile").read_text(encoding="utf-8-sig")}
     steps = [_venv_command(request, folder)]
-    if wanted:
+    if requirements:
         steps.append(_install_command(request, paths, installer))
     return BuildSteps(
         tuple(steps),
         inputs,
         environ,
-        wanted,
+        requirements,
         _plan_pipenv_environment(request) if request.builder == "pipenv" else None,
     )
 
 
 def _venv_command(request: EnvironmentRequest, folder: Path) -> tuple[str, ...]:
+    """Return the command that makes an empty virtual environment."""
     if request.tool:
         return (
             request.tool,
@@ -284,6 +315,7 @@ def _venv_command(request: EnvironmentRequest, folder: Path) -> tuple[str, ...]:
 def _install_command(
     request: EnvironmentRequest, paths: EnvironmentPaths, installer: str
 ) -> tuple[str, ...]:
+    """Return the command that installs the requirements."""
     python = str(paths.python())
     start = (request.tool, "pip", "install", "--python", python)
     words = [*(start if request.tool else (python, "-m", "pip", "install"))]
@@ -295,17 +327,23 @@ def _install_command(
 
 
 def _uv_sync_command(request: EnvironmentRequest) -> tuple[str, ...]:
-    """`--locked`, not `--frozen`: a lock that lacks what pyproject.toml has gained is an error now
-    and not an ImportError in the job."""
+    """Return the command that installs from uv.lock.
+
+    `--locked`, not `--frozen`: if pyproject.toml has gained a dependency since the lock file was
+    made, that is an error now instead of an ImportError in the job.
+    """
     words = (request.tool, "sync", "--locked", "--no-dev", "--no-install-project", "--no-editable")
     no_index = ("--no-index",) if request.indexes.no_index else ()
-    where = ("--python", request.interpreter.executable, "--project", str(request.source))
-    return (*words, *_refresh_options(request), *no_index, *where)
+    project_options = ("--python", request.interpreter.executable, "--project", str(request.source))
+    return (*words, *_refresh_options(request), *no_index, *project_options)
 
 
 def _refresh_options(request: EnvironmentRequest) -> tuple[str, ...]:
-    """uv would install a local project as it once built it: it looks for edits in its
-    pyproject.toml alone. What comes from an index is then asked for, and not fetched again."""
+    """Return `--refresh` if uv installs a local project.
+
+    uv would reuse the wheel it once built of the project, as it looks for edits in pyproject.toml
+    alone. With the option it also asks the index again, but downloads nothing twice.
+    """
     return (
         ("--refresh",)
         if request.tool and any(path.is_dir() for path in request.parsed.local_paths)
@@ -314,7 +352,7 @@ def _refresh_options(request: EnvironmentRequest) -> tuple[str, ...]:
 
 
 def _plan_pipenv_environment(parent: EnvironmentRequest) -> EnvironmentPlan:
-    """An environment like any other, with pipenv in it; built when it is needed, kept for later."""
+    """Plan an environment that contains pipenv; it is cached like any other."""
     parsed = ParsedDependencies(
         requirements=[RequirementLine("pipenv", parent.source / "Pipfile", 1)]
     )
@@ -327,4 +365,5 @@ def _plan_pipenv_environment(parent: EnvironmentRequest) -> EnvironmentPlan:
 
 
 def _join_lines(lines: tuple[RequirementLine, ...] | list[RequirementLine]) -> str:
+    """Return requirements as the text of a file, one per line."""
     return "".join(f"{line.text}\n" for line in lines)

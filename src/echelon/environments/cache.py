@@ -17,86 +17,97 @@ from echelon.utils.files import read_json_object
 from echelon.utils.os_errors import describe_os_error
 
 MARKER_NAME = ".echelon-env.json"
-"""Written last: an environment without it was never finished."""
+"""Written last, so an environment without this file was never completed."""
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
+    """Return the folder of all caches: ECHELON_CACHE, else `echelon` in the XDG cache folder."""
     if override := environ.get("ECHELON_CACHE"):
         return Path(override).absolute()
     xdg = environ.get("XDG_CACHE_HOME", "")
-    # The specification has relative ones ignored.
+    # The XDG specification says that relative paths are to be ignored.
     home = Path(xdg) if xdg.startswith("/") else Path(environ.get("HOME") or Path.home(), ".cache")
     return home.absolute() / "echelon"
 
 
 def environments_root(environ: Mapping[str, str]) -> Path:
+    """Return the folder that holds one folder per environment, named by its cache key."""
     return cache_root(environ) / "envs"
 
 
 @dataclass(frozen=True)
 class EnvironmentPaths:
-    """One environment's paths. What is about it stands beside it, as what builds an environment
-    wants an empty place."""
+    """The paths that belong to one environment.
+
+    Lock, log and other files are siblings of the folder, not inside it, because uv and conda want
+    an empty folder to build in. Those of a .venv are in `.echelon` beside it.
+    """
 
     folder: Path
 
     @property
     def marker(self) -> Path:
+        """The file that certifies a complete environment."""
         return self.folder / MARKER_NAME
 
     def _sibling(self, suffix: str) -> Path:
+        """Return the path of a file about this environment."""
         if self.folder.name == ".venv":
             return self.folder.parent / ".echelon" / f"venv.{suffix}"
         return self.folder.with_name(f"{self.folder.name}.{suffix}")
 
     @property
     def lock(self) -> Path:
-        """Held by who builds or removes it."""
+        """Locked exclusively by the process that builds or removes the environment."""
         return self._sibling("lock")
 
     @property
     def use_lock(self) -> Path:
-        """Shared by the jobs that run in it; its time of change is the last use."""
+        """Locked shared by every job that runs in the environment; its modification time is the
+        last use."""
         return self._sibling("use")
 
     @property
     def log(self) -> Path:
-        """What the last build said; kept when it failed."""
+        """Output of the last build; kept only if the build failed."""
         return self._sibling("log")
 
     @property
     def building_marker(self) -> Path:
-        """There while a build is under way, or after one that broke off."""
+        """Exists during a build, and after one that was killed."""
         return self._sibling("building")
 
     @property
     def inputs(self) -> Path:
-        """A folder for what is given to pip or uv; may hold secrets of the requirements."""
+        """The folder of the files given to pip or uv; they may contain passwords."""
         return self._sibling("inputs")
 
     def make_parent(self) -> None:
-        """The folder that all of these are in."""
+        """Create the folder that holds these files, readable by the owner only."""
         self.lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.lock.parent.name == ".echelon":
             (self.lock.parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
     def read_marker(self) -> dict[str, Any]:
-        """What the marker says; nothing where there is no finished environment."""
+        """Return the content of the marker; empty if the environment is not complete."""
         return read_json_object(self.marker) or {}
 
     def python(self) -> Path:
+        """Return the path of the environment's interpreter."""
         return self.folder / "bin" / "python"
 
     def is_ready(self, key: str) -> bool:
-        """Finished, for this key, and its interpreter was not taken away since."""
+        """Whether the environment is complete, was built for this cache key, and still has its
+        interpreter."""
         return self.read_marker().get("key") == key and os.access(self.python(), os.X_OK)
 
 
 def unwritable_error(path: Path, error: OSError) -> EchelonError:
+    """Return the error for a path of the cache that cannot be written."""
     return EchelonError(
         Fault(
             f"{path} cannot be written: {describe_os_error(error)}",
-            "free some space or ask for the permission, or set ECHELON_CACHE to another folder",
+            "free some space, get write permission, or set ECHELON_CACHE to another folder",
         )
     )
 
@@ -105,19 +116,21 @@ def unwritable_error(path: Path, error: OSError) -> EchelonError:
 
 
 class CachedEnvironment(NamedTuple):
-    """One environment of the cache, or what is left of one."""
+    """One environment in the cache, or the remains of one that was never completed."""
 
     paths: EnvironmentPaths
     marker: dict[str, Any]
-    """What its marker says; empty when it was never finished."""
+    """Content of its marker; empty if the build never finished."""
     last_used: float
-    """Seconds since 1970; a job that starts and a build that finds it ready set it."""
+    """Seconds since 1970, updated when a job starts in it and when a build finds it ready."""
 
     @property
     def key(self) -> str:
+        """The cache key, which is the folder's name."""
         return self.paths.folder.name
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields that `echelon env show --json` prints."""
         names = ("kind", "builder", "source", "files", "made", "took_s", "bytes")
         return {
             "key": self.key,
@@ -129,7 +142,7 @@ class CachedEnvironment(NamedTuple):
 
 
 def list_cached(environ: Mapping[str, str]) -> list[CachedEnvironment]:
-    """The last used first."""
+    """Return everything in the cache, the most recently used first."""
     root = environments_root(environ)
     names = os.listdir(root) if root.is_dir() else []
     keys = sorted({name.partition(".")[0] for name in names})
@@ -146,20 +159,31 @@ def clean_cache(
     dry_run: bool,
     print_line: PrintLine,
 ) -> int:
-    """Bytes freed. What is being built or run in stays, whatever was asked for."""
+    """Remove environments that were not used for `older_days`, or `everything`, and unfinished
+    ones.
+
+    Environments that are being built or that a job runs in are always kept. Returns the bytes
+    freed; files that uv's own cache shares by hard links do not count.
+    """
     freed = 0
-    for one in list_cached(environ):
-        too_old = time.time() - one.last_used > older_days * 86400
-        if one.marker and not (everything or too_old):
+    for environment in list_cached(environ):
+        is_too_old = time.time() - environment.last_used > older_days * 86400
+        if environment.marker and not (everything or is_too_old):
             continue
         try:
-            freed += _remove_if_unused(one, dry_run, print_line)
+            freed += _remove_if_unused(environment, dry_run, print_line)
         except OSError as error:
-            raise unwritable_error(Path(error.filename or one.paths.folder), error) from error
+            raise unwritable_error(
+                Path(error.filename or environment.paths.folder), error
+            ) from error
     return freed
 
 
 def _inspect_cached(paths: EnvironmentPaths) -> CachedEnvironment:
+    """Read the marker and the time of the last use.
+
+    Without a use lock, the newest of the other files tells when the environment was last touched.
+    """
     times = [0.0]
     for path in (paths.use_lock, paths.log, paths.folder):
         with contextlib.suppress(OSError):
@@ -169,20 +193,21 @@ def _inspect_cached(paths: EnvironmentPaths) -> CachedEnvironment:
 
 
 def _remove_if_unused(environment: CachedEnvironment, dry_run: bool, print_line: PrintLine) -> int:
-    place = environment.paths
-    lock = try_lock(place.lock)
+    """Remove one environment unless it is being built or used; return the bytes freed."""
+    paths = environment.paths
+    lock = try_lock(paths.lock)
     if lock is None:
         print_line(f"kept {environment.key}: it is being built")
         return 0
     try:
-        with lock_if_unused(place.use_lock) as alone:
-            if not alone:
-                print_line(f"kept {environment.key}: a job runs in it")
+        with lock_if_unused(paths.use_lock) as is_unused:
+            if not is_unused:
+                print_line(f"kept {environment.key}: a job is running in it")
                 return 0
-            freed = measure_size(place.folder, skip_hardlinks=True)
+            freed = measure_size(paths.folder, skip_hardlinks=True)
             if not dry_run:
-                remove_environment(place)
-                _remove_side_files(place)
+                remove_environment(paths)
+                _remove_side_files(paths)
             if environment.marker or freed:
                 print_line(
                     f"{'would remove' if dry_run else 'removed'} {environment.key}: {_describe_content(environment)}"
@@ -193,33 +218,42 @@ def _remove_if_unused(environment: CachedEnvironment, dry_run: bool, print_line:
 
 
 def _describe_content(environment: CachedEnvironment) -> str:
+    """Return which files of which source the environment was built from."""
     if not environment.marker:
-        return "its build broke off"
+        return "its build did not finish"
     return f"{', '.join(environment.marker.get('files', []))} of {environment.marker.get('source', '?')}"
 
 
 def _remove_side_files(paths: EnvironmentPaths) -> None:
-    """The lock last: who waits for it finds that the file is another one, and starts over."""
+    """Remove lock, log and inputs.
+
+    The lock file goes last: a process that waits for it then notices that the file was replaced,
+    and starts over.
+    """
     shutil.rmtree(paths.inputs, ignore_errors=True)
     for path in (paths.log, paths.building_marker, paths.use_lock, paths.lock):
         path.unlink(missing_ok=True)
 
 
 def measure_size(folder: Path, skip_hardlinks: bool = False) -> int:
-    """On the disk, in bytes; `alone` without what uv's cache shares by links."""
+    """Return the bytes on disk; `skip_hardlinks` leaves out files that uv's cache shares by hard
+    links."""
     total = 0
-    for where, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                state = os.lstat(os.path.join(where, name))
+                state = os.lstat(os.path.join(parent, name))
                 total += 0 if skip_hardlinks and state.st_nlink > 1 else state.st_blocks * 512
     return total
 
 
-def remove_environment(place: EnvironmentPaths) -> None:
-    """The marker first: killed at any moment, what is left is seen to be no environment."""
-    place.marker.unlink(missing_ok=True)
-    if place.folder.is_symlink():
-        place.folder.unlink()
-    elif place.folder.exists():
-        shutil.rmtree(place.folder)
+def remove_environment(paths: EnvironmentPaths) -> None:
+    """Delete the environment, its marker first.
+
+    If this is killed halfway, the remains have no marker and so do not count as an environment.
+    """
+    paths.marker.unlink(missing_ok=True)
+    if paths.folder.is_symlink():
+        paths.folder.unlink()
+    elif paths.folder.exists():
+        shutil.rmtree(paths.folder)

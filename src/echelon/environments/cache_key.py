@@ -1,5 +1,8 @@
-"""Digests of what an environment depends on. Nothing of it is written down but the digest: URLs
-and variables among it hold passwords."""
+"""The cache key of an environment: a digest of everything that determines what is installed.
+
+Two sources with the same key share one environment. Only the digest is stored, because the URLs and
+variables that go into it may contain passwords.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from echelon.errors import EchelonError
 from echelon.utils.ignore import is_ignored
 
 _BUILD_FOLDERS = {"build", "dist"}
-"""What installing a project leaves in it, besides its .egg-info."""
+"""What installing a project leaves in its folder, besides `*.egg-info`."""
 _MAX_HASHED_BYTES = 4_000_000
-"""Bytes; of a larger file in a project, which is data, size and time must do."""
+"""A larger file in a project is data: its size and modification time stand for its content."""
 
 
 class EnvironmentRequest(NamedTuple):
-    """All that is known when nothing is wrong."""
+    """Everything known about an environment once its files were read and found valid."""
 
     source: Path
     kind: str
@@ -36,17 +39,22 @@ class EnvironmentRequest(NamedTuple):
     indexes: PackageIndexes
     builder: str
     tool: str
-    """The path of uv or conda; of pip there is one in the environment."""
+    """The path of uv or conda; empty if pip installs, which the environment has itself."""
     environ: Mapping[str, str]
 
 
 def compute_key(request: EnvironmentRequest) -> str:
-    """Of what the builder is given, so that a comment or a linter's setting changes nothing."""
+    """Return the cache key.
+
+    It is computed from what the builder is given, not from the files themselves, so that a comment
+    or a linter's setting in them changes nothing. The order and form of the parts are fixed:
+    another key would rebuild every environment.
+    """
     hashes_whole_files = request.builder in ("pipenv", "conda") or request.kind == "uv.lock"
     contents = [
         [f.name, f.read_bytes().hex()] for f in request.parsed.files if f.name != "pyproject.toml"
     ]
-    # Folders of wheels in the source count by what is in them: a copy has them elsewhere.
+    # Wheel folders inside the source count by their content: a copy has them at another path.
     local_uris = {path.as_uri() for path in request.parsed.local_paths}
     links = tuple(link for link in request.indexes.find_links if link not in local_uris)
     python = [request.interpreter.platform, request.interpreter.machine, request.interpreter.libc]
@@ -74,25 +82,26 @@ def compute_key(request: EnvironmentRequest) -> str:
 
 
 def _hash_tool_settings(request: EnvironmentRequest) -> list[str]:
+    """Return digests of the settings files of uv or conda that change what is installed."""
     if request.kind == "conda":
         return _hash_conda_settings(request.environ)
     return _hash_uv_settings(request.source, request.environ) if request.tool else []
 
 
 def _compute_digest(parts: list[object]) -> str:
-    """Short enough for a folder's name, long enough that no two environments ever share one."""
+    """Return a digest that is short enough for a folder name, yet too long for collisions."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def _hash_tree(path: Path) -> list[tuple[str, str]]:
-    """Every file of a local project, by its content: it is installed as it is now."""
+    """Return name and digest of every file of a local project, which is installed as it is now."""
     if path.is_file():
         return [(path.name, _hash_file(path))]
     return [(os.path.relpath(file, path), _hash_file(file)) for file in sorted(_iter_files(path))]
 
 
 def _hash_uv_settings(source: Path, environ: Mapping[str, str]) -> list[str]:
-    """uv's own settings, which it looks for upwards from the source, and the user's."""
+    """Return digests of uv's settings: the user's, and the nearest above the source folder."""
     home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/"), ".config"))
     config_file = environ.get("UV_CONFIG_FILE")
     files = [
@@ -110,7 +119,7 @@ def _hash_uv_settings(source: Path, environ: Mapping[str, str]) -> list[str]:
 
 
 def _hash_conda_settings(environ: Mapping[str, str]) -> list[str]:
-    """Its channels and mirrors, where most have them."""
+    """Return digests of .condarc and .mambarc, which name channels and mirrors."""
     home = Path(environ.get("HOME", "/"))
     config_file = environ.get("CONDARC")
     files = [*([Path(config_file)] if config_file else []), home / ".condarc", home / ".mambarc"]
@@ -118,6 +127,7 @@ def _hash_conda_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def _read_tool_uv(file: Path) -> str | None:
+    """Return the table [tool.uv] of a pyproject.toml as text, or None if there is none."""
     try:
         table = (
             toml_files.as_table(toml_files.load_toml(file).get("tool")).get("uv")
@@ -125,25 +135,28 @@ def _read_tool_uv(file: Path) -> str | None:
             else None
         )
     except EchelonError:
-        return None  # a broken file above the source, which uv would pass by too
+        return None  # a broken file above the source: uv ignores it too
     return None if table is None else json.dumps(table, sort_keys=True, default=str)
 
 
 def _iter_files(folder: Path) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder):
-        folders[:] = [f for f in folders if not _is_product(f) and not is_ignored(Path(where, f))]
-        yield from (Path(where, name) for name in names if not name.endswith(".pyc"))
+    """Yield the files of a project, without caches and build products."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if not _is_product(f) and not is_ignored(Path(parent, f))]
+        yield from (Path(parent, name) for name in names if not name.endswith(".pyc"))
 
 
 def _is_product(folder_name: str) -> bool:
+    """Whether a folder is left behind by building the project."""
     return folder_name in _BUILD_FOLDERS or folder_name.endswith(".egg-info")
 
 
 def _hash_file(file: Path) -> str:
+    """Return a digest of the content, or a stand-in for what cannot or should not be read."""
     try:
         state = file.stat()
         if not stat.S_ISREG(state.st_mode):
-            return ""  # a pipe would be waited for
+            return ""  # reading a named pipe would block
         if state.st_size > _MAX_HASHED_BYTES:
             return f"{state.st_size} {state.st_mtime_ns}"
         return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""What `echelon env` prints."""
+"""What `echelon env show`, `echelon env build` and `echelon env clean` do and print."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from echelon.utils.text import format_age, format_bytes
 
 
 def show_environment(source: Path, location: str, python: str, as_json: bool) -> int:
+    """Print the build plan of a source folder and what the cache holds."""
     environment_plan, cached = (
         plan_environment(source, location, os.environ, python),
         list_cached(os.environ),
@@ -33,25 +34,31 @@ def show_environment(source: Path, location: str, python: str, as_json: bool) ->
     if as_json:
         print(
             json.dumps(
-                environment_plan.to_dict() | {"cache": [one.to_dict() for one in cached]}, indent=2
+                environment_plan.to_dict()
+                | {"cache": [environment.to_dict() for environment in cached]},
+                indent=2,
             )
         )
         return Exit.OK
     for name, text in _plan_rows(environment_plan):
         print(f"{name:<13}{text}")
     print(f"\n{len(cached)} in the cache, {environments_root(os.environ)}")
-    for one in cached:
-        print("  " + _format_cached(one))
+    for environment in cached:
+        print("  " + _format_cached(environment))
     return Exit.OK
 
 
 def make_environment(source: Path, location: str, python: str, as_json: bool, shell: bool) -> int:
-    """The folder, the plan or the shell lines on stdout; all else on stderr."""
+    """Build the environment of a source folder.
+
+    The folder, the plan (`--json`) or the activation lines (`--shell`) go to stdout, everything
+    else to stderr.
+    """
     environment_plan = plan_environment(source, location, os.environ, python)
-    with _open_progress() as say:
+    with _open_progress() as print_line:
         for line in list_warnings(environment_plan):
-            say(line)
-        build_environment(environment_plan, say)
+            print_line(line)
+        build_environment(environment_plan, print_line)
     if shell:
         print("\n".join(activation_lines(environment_plan)))
     elif as_json:
@@ -66,22 +73,24 @@ def make_environment(source: Path, location: str, python: str, as_json: bool, sh
 
 
 def clean_environments(older_days: float, everything: bool, dry_run: bool) -> int:
+    """Remove unused environments from the cache and print what that freed."""
     freed = clean_cache(os.environ, older_days, everything, dry_run, print)
     print(f"{'would free' if dry_run else 'freed'} {format_bytes(freed)}")
     return Exit.OK
 
 
 def list_warnings(plan: EnvironmentPlan) -> list[str]:
-    """What is not wrong, but should be known before a build."""
+    """Return what is not an error but should be known before a build."""
     if not plan.ignored:
         return []
     names = ", ".join(file.name for file in plan.ignored)
-    return [f"{plan.files[0].name} decides, not {names}"]
+    return [f"{plan.files[0].name} determines the environment; ignored: {names}"]
 
 
 @contextlib.contextmanager
 def _open_progress() -> Iterator[PrintLine]:
-    """At a terminal one line that changes; elsewhere every line, for a log."""
+    """Yield the function that prints progress: one changing line on a terminal, every line
+    elsewhere."""
     if not sys.stderr.isatty():
         yield lambda line: print(line, file=sys.stderr, flush=True)
         return
@@ -91,24 +100,25 @@ def _open_progress() -> Iterator[PrintLine]:
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
 
-        def say(line: str) -> None:
+        def print_line(line: str) -> None:
             if line.startswith("  "):
                 status.update(escape(line.strip()[: max(20, console.width - 4)]))
             else:
                 console.print(line, markup=False, soft_wrap=True)
 
-        yield say
+        yield print_line
 
 
 def _plan_rows(plan: EnvironmentPlan) -> Iterator[tuple[str, str]]:
+    """Yield the rows of `echelon env show` as label and text."""
     yield "source", str(plan.source)
     if plan.kind == "none":
-        yield "environment", "none: no file here asks for one"
+        yield "environment", "none: the source has no dependency file"
         return
     first, *more = (format_path(file, plan.source) for file in plan.files)
-    yield "decided by", first + (f", with {', '.join(more)}" if more else "")
+    yield "from", first + (f", with {', '.join(more)}" if more else "")
     if plan.ignored:
-        yield "and not", ", ".join(file.name for file in plan.ignored)
+        yield "ignored", ", ".join(file.name for file in plan.ignored)
     yield "environment", str(plan.folder)
     yield "state", _describe_state(plan)
     if not plan.ready:
@@ -117,18 +127,20 @@ def _plan_rows(plan: EnvironmentPlan) -> Iterator[tuple[str, str]]:
 
 
 def _describe_state(plan: EnvironmentPlan) -> str:
-    place = EnvironmentPaths(plan.folder)
-    marker = place.read_marker()
+    """Return whether the environment is ready, must be rebuilt or was not built yet."""
+    paths = EnvironmentPaths(plan.folder)
+    marker = paths.read_marker()
     if plan.ready:
         size, age = format_bytes(marker.get("bytes", 0)), format_age(marker.get("made", 0.0))
         return f"ready: {size}, built {age} with {marker.get('builder')}"
     if marker:
-        return "to be rebuilt: what decides it has changed, or its Python is gone"
-    failed = f"; the log of a failed build is {place.log}" if place.log.exists() else ""
+        return "to be rebuilt: its dependencies have changed, or its Python is gone"
+    failed = f"; the log of a failed build is {paths.log}" if paths.log.exists() else ""
     return f"not built yet{failed}"
 
 
 def _format_cached(environment: CachedEnvironment) -> str:
+    """Return the line of one environment in the cache."""
     if not environment.marker:
         return f"{environment.key}  unfinished"
     files = ", ".join(environment.marker.get("files", [])) or "a tool"

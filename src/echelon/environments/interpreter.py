@@ -1,4 +1,5 @@
-"""The Python that an environment is made of, and whether it is one that the source asks for."""
+"""The Python that an environment is built with, and whether it is the version that the source asks
+for."""
 
 from __future__ import annotations
 
@@ -18,20 +19,33 @@ from echelon.errors import EchelonError, Exit, Fault
 
 
 class Interpreter(NamedTuple):
+    """Everything about a Python that decides whether a package built for it works."""
+
     executable: str
     version: str
     build: str
     implementation: str
     base: str
-    """The real file, behind the links of virtual environments."""
+    """The real executable, behind the symbolic links of virtual environments."""
     prefix: Path
     platform: str
     machine: str
     libc: str
 
 
+class PythonRequest(NamedTuple):
+    """A version of Python that a file asks for."""
+
+    statement: str
+    """What the file says, for messages."""
+    rule: str
+    """How versions are compared: minor, exact or specifiers."""
+    version: str
+
+
 def find_interpreter(python: str, environ: Mapping[str, str]) -> Interpreter:
-    """Of our own for free; another one is asked."""
+    """Return the description of a Python. Our own is described in this process; another one is
+    started for it."""
     python = shutil.which(python, path=environ.get("PATH")) or python
     description = (
         interpreter_probe.describe_interpreter()
@@ -42,32 +56,39 @@ def find_interpreter(python: str, environ: Mapping[str, str]) -> Interpreter:
 
 
 def check_python_version(
-    interpreter: Interpreter, requests: list[tuple[str, str, str]], source: Path
+    interpreter: Interpreter, requests: list[PythonRequest], source: Path
 ) -> list[Fault]:
+    """Return a fault for every request that the interpreter does not meet."""
     return [
         Fault(
-            f"{said}, but the environment would be made with Python {interpreter.version} "
+            f"{request.statement}, but the environment would be made with Python {interpreter.version} "
             f"({interpreter.executable})",
             "give another with --python PATH (`uv python install VERSION` or the cluster's "
-            "modules bring one), or change the wish",
+            "modules provide one), or change the requested version",
         )
-        for said, how, version in [*requests, *_read_python_version_file(source)]
-        if not _matches(interpreter.version, how, version)
+        for request in [*requests, *_read_python_version_file(source)]
+        if not _matches(interpreter.version, request.rule, request.version)
     ]
 
 
-def _read_python_version_file(source: Path) -> list[tuple[str, str, str]]:
-    """Of .python-version, where it is a version: pyenv allows names of environments there."""
+def _read_python_version_file(source: Path) -> list[PythonRequest]:
+    """Return the version in .python-version, if it is one: pyenv also allows names of environments."""
     try:
         words = (source / ".python-version").read_text(encoding="utf-8-sig").split()
     except (OSError, UnicodeDecodeError):
         return []
     numbers = [w for w in words if re.fullmatch(r"\d+(\.\d+)*", w)]
-    return [(f".python-version asks for {numbers[0]}", "minor", numbers[0])] if numbers else []
+    if not numbers:
+        return []
+    return [PythonRequest(f".python-version asks for {numbers[0]}", "minor", numbers[0])]
 
 
 def _matches(version: str, rule: str, requested: str) -> bool:
-    """A patch version is only insisted on by who says `full`: no package differs by it."""
+    """Whether a version meets a request.
+
+    Requests for `3.11` accept any patch version, as no package depends on it. Only
+    `python_full_version` of a Pipfile compares it.
+    """
     if rule == "specifiers":
         try:
             return SpecifierSet(requested).contains(version, prereleases=True)
@@ -80,6 +101,7 @@ def _matches(version: str, rule: str, requested: str) -> bool:
 
 
 def _probe_interpreter(python: str) -> dict[str, Any]:
+    """Start a Python that has none of our packages and let it describe itself."""
     command = [python, "-I", str(Path(interpreter_probe.__file__))]
     try:
         done = subprocess.run(
@@ -89,7 +111,7 @@ def _probe_interpreter(python: str) -> dict[str, Any]:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise EchelonError(
             Fault(
-                f"{python} is no Python that could be asked for its version: {error}",
+                f"{python} did not report its version as a Python would: {error}",
                 "give the path of an interpreter with --python PATH",
             ),
             exit=Exit.NOT_FOUND,

@@ -1,7 +1,7 @@
-"""What a Python is, as far as packages can tell.
+"""Describes a Python as far as packages can depend on it.
 
-Also run as a script by the interpreter in question, which has nothing of ours: the standard
-library alone, in words that an old one understands.
+This file is also run as a script by the interpreter in question, which has none of our packages and
+may be old. So it uses the standard library alone, and no newer syntax.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 
 def describe_interpreter() -> dict[str, Any]:
+    """Return the fields of `interpreter.Interpreter`, except its executable, as plain data."""
     try:
         libc = os.confstr("CS_GNU_LIBC_VERSION")
     except (ValueError, OSError):
         libc = "".join(platform.libc_ver())
-    # A venv's python is a link; what it links to is what would be gone or replaced.
+    # A venv's python is a symbolic link; its target is what may disappear or be replaced.
     base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     return {
         "version": ".".join(map(str, sys.version_info[:3])),

@@ -1,8 +1,10 @@
-"""Where packages come from: pip's own settings, for pip and, in its words, for uv.
+"""Where packages come from: pip's own settings, applied to pip and translated for uv.
 
-uv reads neither pip.conf nor PIP_* variables, so that a cluster's mirror or proxy would be passed
-by. The files are read here rather than asked of `pip config list`, which takes half a second.
-URLs may hold passwords: they go to the builder by variables, and nowhere else.
+uv reads neither pip.conf nor PIP_* variables, so it would bypass a cluster's mirror or proxy. The
+files are parsed here because `pip config list` takes half a second.
+
+URLs may contain passwords. They are passed to the builder in environment variables and written
+nowhere.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _UV_RESOLUTION_VARIABLES = (
     *("UV_INDEX_STRATEGY", "UV_PRERELEASE", "UV_RESOLUTION", "UV_CONSTRAINT", "UV_OVERRIDE"),
     *("UV_EXCLUDE_NEWER", "UV_TORCH_BACKEND", "UV_NO_BINARY", "UV_NO_BUILD"),
 )
+"""uv's variables that change which packages are installed, and so are part of the cache key."""
 _UV_INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL")
+"""Those that name an index; if one is set, pip's index is not passed to uv."""
 _PIP_TARGET_SETTINGS = (
     "TARGET",
     "PREFIX",
@@ -33,36 +37,38 @@ _PIP_TARGET_SETTINGS = (
     "DRY_RUN",
     "REQUIRE_VIRTUALENV",
 )
-"""Settings of pip by which the packages would go to another place than the environment."""
+"""Settings of pip that would install the packages somewhere else than into the environment."""
 
 
 @dataclass(frozen=True)
 class PackageIndexes:
-    """As pip would have them from its files, its variables and the requirements."""
+    """Indexes and install options, as pip would have them from its files, variables and the
+    requirements."""
 
     url: str = field(default="", repr=False)
-    """Empty: PyPI."""
+    """The index; empty for PyPI."""
     extra: tuple[str, ...] = field(default=(), repr=False)
     find_links: tuple[str, ...] = field(default=(), repr=False)
     no_index: bool = False
     trusted_hosts: tuple[str, ...] = ()
-    """HOST or HOST:PORT, to be talked to without TLS."""
+    """HOST or HOST:PORT that may be used without TLS."""
     pre: bool = False
     require_hashes: bool = False
     prefer_binary: bool = False
     no_binary: tuple[str, ...] = ()
     only_binary: tuple[str, ...] = ()
     constraint: tuple[str, ...] = ()
-    """Files that pip's settings name, not the requirements."""
+    """Constraints files named by pip's settings, not by the requirements."""
     cert: str = ""
     client_cert: str = ""
     proxy: str = field(default="", repr=False)
     timeout_s: str = ""
     uv_variables: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """uv's own variables that decide something; who has set them means them."""
+    """uv's own variables that the user has set; they take precedence over pip's settings."""
 
     def cache_key_parts(self) -> list[object]:
-        """What an environment depends on, for its key; certificates and proxies are only ways."""
+        """Return what the cache key depends on. Certificates and proxies do not change what is
+        installed."""
         return [
             *(self.url, self.extra, self.find_links, self.no_index, self.pre, self.require_hashes),
             *(
@@ -75,10 +81,12 @@ class PackageIndexes:
         ]
 
     def list_urls(self) -> list[str]:
+        """Return every address that packages may come from."""
         return [url for url in (self.url, *self.extra, *self.find_links) if url]
 
     def install_options(self, builder: str) -> list[str]:
-        """Of `pip install` or `uv pip install`: what is no secret and has no variable in both."""
+        """Return options for `pip install` or `uv pip install`: those that are not secret and that
+        no variable can express in both."""
         flags = {
             "--no-index": self.no_index,
             "--pre": self.pre and builder == "pip",
@@ -92,10 +100,11 @@ class PackageIndexes:
         return words + [f"--constraint={file}" for file in self.constraint]
 
     def environment_variables(self, builder: str) -> dict[str, str]:
+        """Return the variables that carry these settings to `builder` (pip or uv)."""
         return self._uv_variables() if builder == "uv" else self._pip_variables()
 
     def _pip_variables(self) -> dict[str, str]:
-        named = {
+        variables = {
             "PIP_INDEX_URL": self.url,
             "PIP_EXTRA_INDEX_URL": " ".join(self.extra),
             "PIP_FIND_LINKS": " ".join(self.find_links),
@@ -105,10 +114,10 @@ class PackageIndexes:
             "PIP_PROXY": self.proxy,
             "PIP_DEFAULT_TIMEOUT": self.timeout_s,
         }
-        return {k: v for k, v in named.items() if v} | {"PIP_USER": "0"}
+        return {k: v for k, v in variables.items() if v} | {"PIP_USER": "0"}
 
     def _uv_variables(self) -> dict[str, str]:
-        named = {
+        variables = {
             "UV_INDEX_URL": self.url,
             "UV_EXTRA_INDEX_URL": " ".join(self.extra),
             "UV_FIND_LINKS": ",".join(self.find_links),
@@ -119,16 +128,17 @@ class PackageIndexes:
             "UV_HTTP_TIMEOUT": self.timeout_s,
         }
         if any(name in _UV_INDEX_VARIABLES for name, _ in self.uv_variables):
-            named |= {"UV_INDEX_URL": "", "UV_EXTRA_INDEX_URL": ""}
+            variables |= {"UV_INDEX_URL": "", "UV_EXTRA_INDEX_URL": ""}
         elif self.extra or self.find_links:
-            # pip takes the best version of all indexes, uv the first index that has the name.
+            # pip takes the best version of all indexes, uv the first index that has the package.
             # These settings were written for pip and must lead to the same packages.
-            named["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-        return {k: v for k, v in named.items() if v} | dict(self.uv_variables)
+            variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+        return {k: v for k, v in variables.items() if v} | dict(self.uv_variables)
 
 
 def read_pip_settings(environ: Mapping[str, str], prefix: Path) -> PackageIndexes:
-    """From pip's files and PIP_* variables, as `pip install` of that prefix would see them."""
+    """Return the settings that `pip install` of that prefix would use: pip.conf files, then PIP_*
+    variables."""
     values = _read_pip_files(environ, prefix) | _read_pip_variables(environ)
 
     def words(name: str) -> tuple[str, ...]:
@@ -160,7 +170,7 @@ def read_pip_settings(environ: Mapping[str, str], prefix: Path) -> PackageIndexe
 
 
 def builder_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """For a builder: without what would lead it or its Python to another place."""
+    """Return the variables for a builder, without those that would redirect it or its Python."""
     misleading = {f"PIP_{name}" for name in _PIP_TARGET_SETTINGS}
     misleading |= {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH", "UV_PYTHON"}
     misleading |= {"UV_PROJECT_ENVIRONMENT", "__PYVENV_LAUNCHER__", "PIPENV_ACTIVE"}
@@ -168,7 +178,8 @@ def builder_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def apply_options(indexes: PackageIndexes, options: Iterable[tuple[str, str]]) -> PackageIndexes:
-    """And what a requirements file says: its index takes the place of pip's, the rest is added."""
+    """Return the settings with the options of a requirements file: its index replaces pip's, other
+    options are added."""
     for name, value in options:
         match name:
             case "--index-url":
@@ -195,7 +206,8 @@ def apply_options(indexes: PackageIndexes, options: Iterable[tuple[str, str]]) -
 
 
 def is_insecure(url: str, trusted_hosts: Iterable[str]) -> bool:
-    """Whether packages from there could be anybody's: not loopback, and nobody said to trust it."""
+    """Whether packages from this URL could be tampered with: plain http, not to this machine, and
+    not trusted."""
     parts = urlsplit(url.partition("+")[2] if re.match(r"\w+\+", url) else url)
     if parts.scheme != "http":
         return False
@@ -209,17 +221,19 @@ def is_insecure(url: str, trusted_hosts: Iterable[str]) -> bool:
 
 
 def insecure_fault(url: str, location: str) -> Fault:
+    """Return the fault for packages over plain http."""
     host = urlsplit(url).hostname or "HOST"
     return Fault(
-        f"{location}: packages from {hide_passwords(url)} come over plain http, where anybody on the way can "
-        "change them",
-        f"use https, or say that you trust the way with --trusted-host {host} "
+        f"{location}: packages from {hide_passwords(url)} come over plain http, where anybody in the "
+        "network can change them",
+        f"use https, or declare that you trust the network with --trusted-host {host} "
         f"(or PIP_TRUSTED_HOST={host})",
     )
 
 
 def hide_passwords(text: str) -> str:
-    """Without the passwords that URLs in it carry, which may have an @ of their own."""
+    """Return the text with the credentials in its URLs replaced; a password may contain an @
+    itself."""
     return re.sub(r"(?<=://)[^/\s'\"]+@", "****@", text)
 
 
@@ -227,25 +241,26 @@ def hide_passwords(text: str) -> str:
 
 
 def _read_pip_files(environ: Mapping[str, str], prefix: Path) -> dict[str, str]:
-    """Sections merge over files; `install` wins over `global`."""
+    """Return the settings of all pip.conf files. Later files win, and [install] wins over [global]."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}}
     for file in _pip_files(environ, prefix):
         parser = configparser.RawConfigParser()
         try:
             parser.read_string(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, configparser.Error):
-            continue  # absent; or pip will say it better, as it reads the same file
-        for section, found in sections.items():
+            continue  # absent, or broken: then pip reports it, as it reads the same file
+        for section, merged in sections.items():
             if parser.has_section(section):
-                found.update(
+                merged.update(
                     (_normalize_name(name), value) for name, value in parser.items(section)
                 )
     return sections["global"] | sections["install"]
 
 
 def _pip_files(environ: Mapping[str, str], prefix: Path) -> list[Path]:
-    own = environ.get("PIP_CONFIG_FILE", "")
-    if own == os.devnull:
+    """Return pip.conf files in pip's order: system, user, prefix, PIP_CONFIG_FILE."""
+    config_file = environ.get("PIP_CONFIG_FILE", "")
+    if config_file == os.devnull:
         return []
     home = Path(environ.get("HOME") or Path.home())
     system = [d for d in (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":") if d]
@@ -256,15 +271,17 @@ def _pip_files(environ: Mapping[str, str], prefix: Path) -> list[Path]:
     return [
         *(Path(folder, "pip", "pip.conf") for folder in system),
         Path("/etc/pip.conf"),
-        *([] if own and Path(own).exists() else user),  # pip's rule
+        *([] if config_file and Path(config_file).exists() else user),  # as pip does
         prefix / "pip.conf",
-        *([Path(own)] if own else []),
+        *([Path(config_file)] if config_file else []),
     ]
 
 
 def _read_pip_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings in PIP_* variables."""
     return {_normalize_name(k[4:]): v for k, v in environ.items() if k.startswith("PIP_") and v}
 
 
 def _normalize_name(name: str) -> str:
+    """Return `index-url` for INDEX_URL, index_url and --index-url."""
     return name.lower().replace("_", "-").removeprefix("--")

@@ -1,7 +1,8 @@
-"""Pipfile and Pipfile.lock.
+"""Reading Pipfile and Pipfile.lock.
 
-A lock is a list of exact versions with their hashes, and is given to uv or pip as one: pipenv,
-which takes longer to fetch than most environments to build, is needed only to make a lock.
+A lock file is a list of exact versions with their hashes and is passed to uv or pip as such. pipenv
+itself, which takes longer to install than most environments take to build, is needed only to make a
+lock file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.environments import toml_files
+from echelon.environments.interpreter import PythonRequest
 from echelon.environments.requirements import (
     ParsedDependencies,
     RequirementLine,
@@ -25,13 +27,14 @@ _NOT_CATEGORIES = {
     *("source", "packages", "dev-packages", "requires", "scripts", "pipfile", "pipenv"),
     *("default", "develop"),
 }
+"""Top-level tables of a Pipfile that are not additional package categories."""
 _PYPI = {"name": "pypi", "url": "https://pypi.org/simple", "verify_ssl": True}
 
 
 def read_pipfile(
     source: Path, environ: Mapping[str, str]
 ) -> tuple[ParsedDependencies, dict[str, Any]]:
-    """What is wanted, from the lock where there is one; and the Pipfile itself."""
+    """Return the dependencies, from the lock file if there is one, and the content of the Pipfile."""
     file, lock = source / "Pipfile", source / "Pipfile.lock"
     pipfile = toml_files.load_toml(file)
     parsed = ParsedDependencies(files=[file])
@@ -56,18 +59,19 @@ def read_pipfile(
     return parsed, pipfile
 
 
-def python_requests(pipfile: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what is said, how it is compared, version)"""
+def python_requests(pipfile: Mapping[str, Any]) -> list[PythonRequest]:
+    """Return the versions of Python that the Pipfile asks for."""
     requires = toml_files.as_table(pipfile.get("requires"))
     return [
-        (f'Pipfile asks for {name} = "{requires[name]}"', how, str(requires[name]))
-        for name, how in (("python_version", "minor"), ("python_full_version", "exact"))
+        PythonRequest(f'Pipfile asks for {name} = "{requires[name]}"', rule, str(requires[name]))
+        for name, rule in (("python_version", "minor"), ("python_full_version", "exact"))
         if name in requires
     ]
 
 
 def compute_pipfile_hash(pipfile: Mapping[str, Any]) -> str:
-    """pipenv's own: a lock holds that of the Pipfile it was made from."""
+    """Return pipenv's own hash of a Pipfile, which a lock file records of the Pipfile it was made
+    from."""
     data = {
         "_meta": {
             "sources": pipfile.get("source", [_PYPI]),
@@ -88,7 +92,7 @@ def add_locked_packages(
     source: Path,
     environ: Mapping[str, str],
 ) -> None:
-    """The lock's packages as requirements, its sources as indexes."""
+    """Add the packages of a lock file as requirements, and its sources as indexes."""
     meta = toml_files.as_table(locked.get("_meta"))
     _add_sources(parsed, toml_files.as_tables(meta.get("sources")), lock, environ)
     packages = {
@@ -102,7 +106,7 @@ def add_locked_packages(
                 _format_requirement(name, entry), lock, toml_files.find_line(lock, name)
             )
         )
-    # With one package that no hash can be given for, pip refuses the hashes of all others.
+    # If one package has no hash, pip refuses the hashes of all others, so none is passed.
     if not all(entry.get("hashes") for entry in packages.values()):
         parsed.requirements[:] = [
             w._replace(text=w.text.partition(" --hash=")[0]) for w in parsed.requirements
@@ -110,6 +114,7 @@ def add_locked_packages(
 
 
 def _load_lock(lock: Path) -> dict[str, Any]:
+    """Return the content of a Pipfile.lock, or raise with the reason."""
     try:
         locked = json.loads(lock.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -120,6 +125,7 @@ def _load_lock(lock: Path) -> dict[str, Any]:
 
 
 def _is_stale(pipfile: Mapping[str, Any], locked: Mapping[str, Any]) -> bool:
+    """Whether the Pipfile was edited after the lock file was made."""
     recorded_hash = toml_files.as_table(toml_files.as_table(locked.get("_meta")).get("hash")).get(
         "sha256"
     )
@@ -132,11 +138,12 @@ def _add_sources(
     file: Path,
     environ: Mapping[str, str],
 ) -> None:
-    """The first is the index, the others are added to it. Their ${VARIABLES} hold passwords."""
+    """Add the first source as the index and the others as extra indexes, with ${VARIABLES}
+    expanded: they hold passwords."""
     for number, entry in enumerate(sources):
         raw = str(entry.get("url", ""))
         url = _expand_variables(raw, environ, parsed)
-        # Pip's own mirror is not passed by for the sake of a default nobody chose.
+        # PyPI is the default that pipenv writes: it must not override a mirror in pip's settings.
         if url.rstrip("/") == _PYPI["url"] and len(sources) == 1:
             continue
         parsed.urls.append((url, f"{file.name}:{toml_files.find_line(file, 'url')}"))
@@ -147,6 +154,7 @@ def _add_sources(
 
 
 def _expand_variables(text: str, environ: Mapping[str, str], parsed: ParsedDependencies) -> str:
+    """Return the text with $NAME and ${NAME} replaced, and record the names for the cache key."""
     for name in sorted(environ, key=len, reverse=True):
         for form in (f"${{{name}}}", f"${name}"):
             if form in text:
@@ -158,6 +166,7 @@ def _expand_variables(text: str, environ: Mapping[str, str], parsed: ParsedDepen
 def _check_local_path(
     parsed: ParsedDependencies, name: str, entry: Mapping[str, Any], file: Path, source: Path
 ) -> None:
+    """Record a local package or a URL; add a fault if the path is outside of the source folder."""
     path = str(entry.get("path") or entry.get("file") or "")
     if not path or "://" in path:
         if path:
@@ -171,17 +180,22 @@ def _check_local_path(
 
 
 def _format_requirement(name: str, entry: Mapping[str, Any]) -> str:
+    """Return one locked package as a line of a requirements file."""
     extras = f"[{','.join(entry['extras'])}]" if entry.get("extras") else ""
     markers = f" ; {entry['markers']}" if entry.get("markers") else ""
     hashes = "".join(f" --hash={value}" for value in entry.get("hashes", ()))
     if path := entry.get("path") or entry.get("file"):
         is_url = "://" in str(path)
-        start = f"{name}{extras} @ {path}" if is_url else f"./{path}{extras}".replace("././", "./")
-        return start + markers
+        requirement = (
+            f"{name}{extras} @ {path}" if is_url else f"./{path}{extras}".replace("././", "./")
+        )
+        return requirement + markers
     for system in ("git", "hg", "svn", "bzr"):
         if repository := entry.get(system):
-            below = f"#subdirectory={entry['subdirectory']}" if "subdirectory" in entry else ""
+            subdirectory = (
+                f"#subdirectory={entry['subdirectory']}" if "subdirectory" in entry else ""
+            )
             ref = f"@{entry['ref']}" if entry.get("ref") else ""
-            return f"{name}{extras} @ {system}+{repository}{ref}{below}{markers}"
+            return f"{name}{extras} @ {system}+{repository}{ref}{subdirectory}{markers}"
     version = entry.get("version", "")
     return f"{name}{extras}{'' if version == '*' else version}{markers}{hashes}"

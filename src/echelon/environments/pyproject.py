@@ -1,9 +1,9 @@
-"""pyproject.toml and uv.lock.
+"""Reading pyproject.toml and uv.lock.
 
-The project's dependencies are installed, not the project: a job finds its code in the copy it runs
-from (see `activate`). So the environment outlives every edit that does not touch a dependency;
-what is missed is the project's own console scripts and metadata (`-e .` in a requirements.txt
-brings them, at the price of an environment per edit).
+The project's dependencies are installed, not the project itself: a job imports the project from the
+copy it runs in (see `activate.py`). So the environment survives every edit that does not change a
+dependency. What is missing are the project's console scripts and metadata; `-e .` in a
+requirements.txt installs them, at the price of a new environment for every edit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from echelon.environments import toml_files
+from echelon.environments.interpreter import PythonRequest
 from echelon.environments.requirements import (
     ParsedDependencies,
     RequirementLine,
@@ -27,8 +28,11 @@ from echelon.errors import EchelonError, Fault
 
 
 def is_project(file: Path) -> bool:
-    """Many a pyproject.toml holds nothing but settings of linters. One that is broken may be meant
-    as a project: it is told of when it decides, and else is nobody's concern."""
+    """Whether a pyproject.toml declares a project.
+
+    Many contain nothing but settings of linters. A file that cannot be parsed counts as a project,
+    so that its fault is reported if it determines the environment.
+    """
     try:
         content = toml_files.load_toml(file)
     except EchelonError:
@@ -37,6 +41,7 @@ def is_project(file: Path) -> bool:
 
 
 def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
+    """Return the dependencies of [project], and the content of the file."""
     file = source / "pyproject.toml"
     pyproject = toml_files.load_toml(file)
     parsed = ParsedDependencies(files=[file])
@@ -61,8 +66,8 @@ def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
         try:
             Requirement(text)
         except InvalidRequirement as error:
-            what = f"pyproject.toml:{number}: {text!r} is no requirement: {error}"
-            parsed.faults.append(Fault(what.splitlines()[0], "mend the line"))
+            what = f"pyproject.toml:{number}: {text!r} is not a requirement: {error}"
+            parsed.faults.append(Fault(what.splitlines()[0], "fix the line"))
             continue
         url = text.partition("@")[2].partition(" ;")[0].strip()
         if url.startswith("file:"):
@@ -74,21 +79,31 @@ def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
     return parsed, pyproject
 
 
-def _check_uv_sources(wanted: list[RequirementLine], pyproject: dict[str, Any]) -> Iterator[Fault]:
-    """An index may have something else by that name."""
+def _check_uv_sources(
+    requirements: list[RequirementLine], pyproject: dict[str, Any]
+) -> Iterator[Fault]:
+    """Yield a fault for each dependency that [tool.uv.sources] redirects, which only a lock file
+    can follow.
+
+    Installed by name from an index, it could be a different package.
+    """
     uv = toml_files.as_table(toml_files.as_table(pyproject.get("tool")).get("uv"))
     sourced = {canonicalize_name(name) for name in toml_files.as_table(uv.get("sources"))}
-    for want in wanted:
-        if want.name in sourced:
+    for requirement in requirements:
+        if requirement.name in sourced:
             yield Fault(
-                f"pyproject.toml:{want.line_number}: [tool.uv.sources] says where {want.name} comes "
-                "from, which is followed only by a lock",
-                "run `uv lock`: uv.lock then decides",
+                f"pyproject.toml:{requirement.line_number}: [tool.uv.sources] says where {requirement.name} comes "
+                "from, which only a lock file can follow",
+                "run `uv lock`: the environment is then built from uv.lock",
             )
 
 
 def read_uv_lock(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
-    """uv itself installs from its lock; what is read here is for the key and for faults."""
+    """Return what uv.lock installs, and the content of pyproject.toml.
+
+    uv itself installs from its lock file; what is read here serves the cache key and the error
+    messages.
+    """
     lock, file = source / "uv.lock", source / "pyproject.toml"
     parsed = ParsedDependencies(files=[lock])
     if not file.is_file():
@@ -98,26 +113,29 @@ def read_uv_lock(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
         return parsed, {}
     parsed.files.append(file)
     pyproject = toml_files.load_toml(file)
-    # What uv compares its lock with; edits elsewhere in the file change no environment.
+    # uv compares its lock file with these; edits elsewhere in the file change no environment.
     project = toml_files.as_table(pyproject.get("project"))
     asked = [project.get(name) for name in ("dependencies", "requires-python")]
     parsed.extra_key = json.dumps([*asked, toml_files.as_table(pyproject.get("tool")).get("uv")])
     for package in toml_files.as_tables(toml_files.load_toml(lock).get("package")):
         name = str(package.get("name", ""))
         number = toml_files.find_line(lock, name)
-        where, origin = f"uv.lock:{number}", toml_files.as_table(package.get("source"))
+        location, origin = f"uv.lock:{number}", toml_files.as_table(package.get("source"))
         parsed.requirements.append(RequirementLine(name, lock, number))
-        parsed.urls += [(str(origin[k]), where) for k in ("registry", "url", "git") if k in origin]
+        parsed.urls += [
+            (str(origin[k]), location) for k in ("registry", "url", "git") if k in origin
+        ]
         for path in (str(origin[k]) for k in ("editable", "directory", "path") if k in origin):
             target = resolve_within(path, source)
             if target is None:
-                parsed.faults.append(outside_fault(path, where))
+                parsed.faults.append(outside_fault(path, location))
             elif path != ".":  # that is the project itself
                 parsed.local_paths.append(target)
     return parsed, pyproject
 
 
-def python_requests(pyproject: dict[str, Any]) -> list[tuple[str, str, str]]:
+def python_requests(pyproject: dict[str, Any]) -> list[PythonRequest]:
+    """Return the version of Python that requires-python asks for."""
     asked = toml_files.as_table(pyproject.get("project")).get("requires-python")
-    said = f'pyproject.toml asks for requires-python = "{asked}"'
-    return [(said, "specifiers", str(asked))] if asked else []
+    statement = f'pyproject.toml asks for requires-python = "{asked}"'
+    return [PythonRequest(statement, "specifiers", str(asked))] if asked else []

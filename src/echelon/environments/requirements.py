@@ -1,8 +1,8 @@
-"""Reading requirements files as pip does, with the place of every line kept for messages.
+"""Reading requirements files as pip does, remembering the location of every line for messages.
 
-All that pip and uv are given is what was read and checked here: includes followed, comments and
-continuations resolved, `-e` dropped, options taken out. So a byte-order mark, UTF-16 of a
-PowerShell redirection or a circular include never reach them.
+pip and uv are given only what was read and checked here: includes are followed, comments and
+continuations resolved, `-e` dropped, options collected. So a byte-order mark, UTF-16 from a
+PowerShell redirection or a circular include never reaches them.
 """
 
 from __future__ import annotations
@@ -38,49 +38,53 @@ _OPTIONS_WITH_VALUE = (
 _URL_PATTERN = re.compile(
     r"^(?:[\w.-]+\s*(?:\[[^]]*\])?\s*@\s*)?((?:\w+\+)?[a-z][\w.-]*:.*)$", re.I
 )
+"""A URL, or `name @ URL`."""
 _ARCHIVE_SUFFIXES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar")
 
 
 class RequirementLine(NamedTuple):
-    """One requirement and where it stands."""
+    """One requirement and where it is written."""
 
     text: str
-    """For pip and uv, as one line."""
+    """The requirement as one line for pip and uv."""
     file: Path
     line_number: int
 
     @property
     def name(self) -> str:
-        """Canonical; empty where the line does not tell, as for a path."""
+        """The canonical package name; empty if the line does not name one, as for a path."""
         found = re.match(r"[A-Za-z0-9][\w.-]*", self.text)
         is_path = self.text.startswith((".", "/")) or re.match(r"(\w+\+)?\w+:", self.text)
         return canonicalize_name(found[0]) if found and not is_path else ""
 
     def format_location(self, source: Path) -> str:
+        """Return FILE:LINE, relative to the source folder."""
         return f"{format_path(self.file, source)}:{self.line_number}"
 
 
 @dataclass
 class ParsedDependencies:
-    """All that a requirements file and its includes say."""
+    """Everything that a dependency file and the files it includes say."""
 
     files: list[Path] = field(default_factory=list)
     requirements: list[RequirementLine] = field(default_factory=list)
     constraints: list[RequirementLine] = field(default_factory=list)
     options: list[tuple[str, str]] = field(default_factory=list)
-    """Of indexes; to be merged with pip's own."""
+    """Index options, to be merged with pip's own settings."""
     urls: list[tuple[str, str]] = field(default_factory=list)
-    """Each URL that something would be fetched from, and where it stands."""
+    """Each URL that something would be downloaded from, and its location."""
     local_paths: list[Path] = field(default_factory=list)
-    """Projects and archives of the source that are installed."""
+    """Projects and archives inside the source folder that are installed."""
     variables: set[str] = field(default_factory=set)
-    """The ${NAMES} that occur."""
+    """Names of the ${VARIABLES} that occur; their values are part of the cache key."""
     extra_key: str = ""
-    """What else decides, as text."""
+    """Anything else that the cache key depends on, as text."""
     faults: list[Fault] = field(default_factory=list)
 
 
 class _LineContext(NamedTuple):
+    """Where a line is written; `str()` gives FILE:LINE for messages."""
+
     file: Path
     line_number: int
     source: Path
@@ -91,6 +95,7 @@ class _LineContext(NamedTuple):
 
 
 def read_requirements(file: Path, source: Path, environ: Mapping[str, str]) -> ParsedDependencies:
+    """Return everything that a requirements file and the files it includes say."""
     parsed = ParsedDependencies()
     _read_file(file, source, environ, False, (), parsed)
     return parsed
@@ -104,22 +109,25 @@ def add_line(
     source: Path,
     environ: Mapping[str, str],
 ) -> None:
-    """One that stands in a file of another kind."""
+    """Parse a requirement that is written in a file of another kind, such as environment.yml."""
     _parse_line(line, _LineContext(file, number, source, False), environ, (file,), parsed)
 
 
 def check_urls(parsed: ParsedDependencies, trusted_hosts: Iterable[str]) -> list[Fault]:
-    """After all options are known: a later --trusted-host vouches for an earlier line."""
+    """Return a fault for every insecure URL. Called when all options are known, as a later
+    --trusted-host also covers an earlier line."""
     hosts = [*trusted_hosts, *(value for name, value in parsed.options if name == "--trusted-host")]
     return [insecure_fault(url, where) for url, where in parsed.urls if is_insecure(url, hosts)]
 
 
 def format_path(file: Path, source: Path) -> str:
+    """Return the path relative to the source folder, if it is inside."""
     return str(file.relative_to(source)) if file.is_relative_to(source) else str(file)
 
 
 def decode_text(data: bytes) -> str:
-    """pip's rule: what the byte-order mark says, else UTF-8. Raises UnicodeDecodeError."""
+    """Return the text, decoded by pip's rule: as the byte-order mark says, else UTF-8. Raises
+    UnicodeDecodeError."""
     for mark, encoding in (
         (codecs.BOM_UTF8, "utf-8"),
         (codecs.BOM_UTF16_LE, "utf-16-le"),
@@ -131,20 +139,22 @@ def decode_text(data: bytes) -> str:
 
 
 def resolve_within(path: str, source: Path) -> Path | None:
-    """A local path, resolved; None where it leaves the source, whose copy would not have it."""
+    """Return the real path, or None if it is outside of the source folder: a copy of the source
+    would lack it."""
     resolved = Path(os.path.realpath(source / path))
     return resolved if resolved.is_relative_to(Path(os.path.realpath(source))) else None
 
 
 def outside_fault(path: str, location: str) -> Fault:
+    """Return the fault for a path outside of the source folder."""
     return Fault(
-        f"{location}: {path} is outside of the source folder, so the copy that a job runs from "
+        f"{location}: {path} is outside of the source folder, so the copy that a job runs in "
         "would not have it",
         "move it into the source folder, or publish it to an index or as a wheel",
     )
 
 
-# --- a file ---
+# --- files and lines ---
 
 
 def _read_file(
@@ -155,6 +165,7 @@ def _read_file(
     including: tuple[Path, ...],
     parsed: ParsedDependencies,
 ) -> None:
+    """Parse a file and the files it includes. `including` is the chain of files that led to it."""
     if file not in parsed.files:
         parsed.files.append(file)
     try:
@@ -163,12 +174,12 @@ def _read_file(
         is_os_error = isinstance(error, OSError)
         reason = describe_os_error(error) if is_os_error else "it is not UTF-8 text"
         parsed.faults.append(
-            Fault(f"{format_path(file, source)} cannot be read: {reason}", "mend the file")
+            Fault(f"{format_path(file, source)} cannot be read: {reason}", "fix the file")
         )
         return
-    if "\0" in text:  # no path or name has one
-        what = f"{format_path(file, source)} is no text file: it has a zero byte in it"
-        parsed.faults.append(Fault(what, "mend the file"))
+    if "\0" in text:  # no path or name contains one
+        what = f"{format_path(file, source)} is not a text file: it contains a zero byte"
+        parsed.faults.append(Fault(what, "fix the file"))
         return
     for number, raw in _iter_logical_lines(text):
         _parse_line(
@@ -187,6 +198,7 @@ def _parse_line(
     including: tuple[Path, ...],
     parsed: ParsedDependencies,
 ) -> None:
+    """Parse one logical line: an option or a requirement."""
     line = _expand_variables(raw, context, environ, parsed)
     if line.startswith("-"):
         _parse_options(line, context, environ, including, parsed)
@@ -195,7 +207,8 @@ def _parse_line(
 
 
 def _iter_logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Continuations joined, comments cut; a comment between ends the joining, as with pip."""
+    """Yield line number and text, with continuations joined and comments removed. As with pip, a
+    comment line ends a continuation."""
     joined, first = "", 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         is_comment = line.lstrip().startswith("#")
@@ -212,6 +225,7 @@ def _iter_logical_lines(text: str) -> Iterator[tuple[int, str]]:
 def _expand_variables(
     line: str, context: _LineContext, environ: Mapping[str, str], parsed: ParsedDependencies
 ) -> str:
+    """Return the line with ${NAME} replaced; add a fault for a variable that is not set."""
     for name in re.findall(r"\$\{([A-Z0-9_]+)\}", line):
         parsed.variables.add(name)
         if name in environ:
@@ -230,12 +244,11 @@ def _parse_options(
     including: tuple[Path, ...],
     parsed: ParsedDependencies,
 ) -> None:
+    """Parse a line of options, of which there may be several."""
     try:
         words = shlex.split(line)
     except ValueError as error:
-        parsed.faults.append(
-            Fault(f"{context}: {hide_passwords(line)!r}: {error}", "mend the line")
-        )
+        parsed.faults.append(Fault(f"{context}: {hide_passwords(line)!r}: {error}", "fix the line"))
         return
     while words:
         name, value, words = _split_option(words)
@@ -253,7 +266,7 @@ def _parse_options(
             )
             parsed.faults.append(
                 Fault(
-                    f"{context}: {hide_passwords(line)!r} is no option of a requirements file",
+                    f"{context}: {hide_passwords(line)!r} is not an option of a requirements file",
                     known,
                 )
             )
@@ -261,7 +274,8 @@ def _parse_options(
 
 
 def _split_option(words: list[str]) -> tuple[str, str, list[str]]:
-    """The first option with its value, spelt -rFILE, -r FILE, --x=VALUE or --x VALUE."""
+    """Return the first option, its value and the remaining words. It may be written -rFILE, -r
+    FILE, --x=VALUE or --x VALUE."""
     word, rest = words[0], words[1:]
     name, equals, value = word.partition("=")
     if word[:2] in _SHORT_OPTIONS and not word.startswith("--"):
@@ -280,8 +294,9 @@ def _read_include(
     including: tuple[Path, ...],
     parsed: ParsedDependencies,
 ) -> None:
+    """Read the file of a -r or -c option, if it is inside the source and not already being read."""
     if re.match(r"(https?|file):", value):
-        what = f"{context}: {hide_passwords(value)} is elsewhere, so that it cannot be told when it changes"
+        what = f"{context}: {hide_passwords(value)} is not in the source folder, so a change of it would go unnoticed"
         parsed.faults.append(Fault(what, "keep a copy of it in the source folder"))
         return
     relative = os.path.relpath(context.file.parent / value, context.source)
@@ -295,13 +310,16 @@ def _read_include(
             format_path(f, context.source) for f in (*including[including.index(target) :], target)
         )
         parsed.faults.append(
-            Fault(f"{context}: the files include each other in a circle: {chain}", "break it")
+            Fault(
+                f"{context}: the files include each other in a circle: {chain}",
+                "remove one of the includes",
+            )
         )
     elif not os.path.isfile(target):  # pathlib raises for a name that is too long
         parsed.faults.append(
             Fault(
-                f"{context}: {value} is included, and there is no such file",
-                f"make it, or edit {context}",
+                f"{context}: {value} is included, but does not exist",
+                f"create it, or edit {context}",
             )
         )
     else:
@@ -311,6 +329,7 @@ def _read_include(
 def _add_index_option(
     name: str, value: str, context: _LineContext, parsed: ParsedDependencies
 ) -> None:
+    """Record an option about indexes."""
     if name == "--find-links" and "://" not in value:
         value = _resolve_find_links(value, context, parsed)
     if name in ("--index-url", "--extra-index-url", "--find-links"):
@@ -319,7 +338,11 @@ def _add_index_option(
 
 
 def _resolve_find_links(value: str, context: _LineContext, parsed: ParsedDependencies) -> str:
-    """An absolute one is a place of the machine, like an index; a relative one is the source's."""
+    """Return the address of a --find-links folder.
+
+    An absolute path belongs to the machine, like an index; a relative one must be inside the
+    source.
+    """
     if os.path.isabs(value):
         return value
     beside = context.file.parent / value
@@ -335,6 +358,7 @@ def _resolve_find_links(value: str, context: _LineContext, parsed: ParsedDepende
 
 
 def _parse_requirement(line: str, context: _LineContext, parsed: ParsedDependencies) -> None:
+    """Record a requirement: a URL, a local path or a name with versions."""
     bare = re.split(r"\s+--?[a-z]", line, maxsplit=1)[0].strip()
     marker_less = bare.partition(" ;")[0].strip()
     if url := _URL_PATTERN.match(bare):
@@ -352,8 +376,8 @@ def _parse_requirement(line: str, context: _LineContext, parsed: ParsedDependenc
             reason = str(error).splitlines()[0]
             parsed.faults.append(
                 Fault(
-                    f"{context}: {hide_passwords(bare)!r} is no requirement: {reason}",
-                    "a line is a name with optional versions (numpy>=1.24,<3), a path in the "
+                    f"{context}: {hide_passwords(bare)!r} is not a requirement: {reason}",
+                    "write a name with optional versions (numpy>=1.24,<3), a path in the "
                     "source, or a URL",
                 )
             )
@@ -362,6 +386,7 @@ def _parse_requirement(line: str, context: _LineContext, parsed: ParsedDependenc
 
 
 def _add_url(url: str, line: str, context: _LineContext, parsed: ParsedDependencies) -> None:
+    """Record a requirement that is a URL; file: URLs are refused."""
     if url.lower().startswith("file:"):
         parsed.faults.append(outside_fault(url, str(context)))
         return
@@ -370,8 +395,10 @@ def _add_url(url: str, line: str, context: _LineContext, parsed: ParsedDependenc
 
 
 def _add_local_path(text: str, context: _LineContext, parsed: ParsedDependencies) -> None:
-    """A project or archive of the source. `-e` is gone by now: a link back to the source would
-    make jobs see later edits."""
+    """Record a project or archive of the source folder.
+
+    `-e` was already dropped: a link back to the source would let a job see later edits.
+    """
     if _URL_PATTERN.match(text) and "://" in text:
         _add_url(_URL_PATTERN.match(text)[1], text, context, parsed)  # type: ignore[index]
         return
@@ -383,7 +410,8 @@ def _add_local_path(text: str, context: _LineContext, parsed: ParsedDependencies
     elif not os.path.exists(target):
         parsed.faults.append(
             Fault(
-                f"{context}: there is no {path} in the source folder", f"make it, or edit {context}"
+                f"{context}: there is no {path} in the source folder",
+                f"create it, or edit {context}",
             )
         )
     else:
@@ -394,5 +422,6 @@ def _add_local_path(text: str, context: _LineContext, parsed: ParsedDependencies
 
 
 def _add_requirement(line: str, context: _LineContext, parsed: ParsedDependencies) -> None:
-    to = parsed.constraints if context.is_constraint else parsed.requirements
-    to.append(RequirementLine(line, context.file, context.line_number))
+    """Append the line to the constraints or to the requirements."""
+    target = parsed.constraints if context.is_constraint else parsed.requirements
+    target.append(RequirementLine(line, context.file, context.line_number))

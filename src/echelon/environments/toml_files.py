@@ -1,4 +1,4 @@
-"""TOML files of a source, or a sentence."""
+"""Reading TOML files of a source folder, and lenient access to their tables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ else:
 
 
 def load_toml(file: Path) -> dict[str, Any]:
+    """Return the content of a TOML file, or raise with the reason."""
     try:
         return dict(tomllib.loads(decode_text(file.read_bytes()).replace("\r\n", "\n")))
     except OSError as error:
         reason = describe_os_error(error)
-        raise EchelonError(Fault(f"{file} cannot be read: {reason}", "mend the file")) from error
+        raise EchelonError(Fault(f"{file} cannot be read: {reason}", "fix the file")) from error
     except ValueError as error:  # of TOML, or of UTF-8
-        raise EchelonError(Fault(f"{file} is not TOML: {error}", "mend the file")) from error
+        raise EchelonError(Fault(f"{file} is not TOML: {error}", "fix the file")) from error
 
 
 def find_line(file: Path, name: str) -> int:
-    """The first line where a package is spoken of; 1 where that cannot be told."""
+    """Return the number of the first line that mentions a package; 1 if that cannot be found."""
     start = re.compile(rf"(^|[\"'\s\[,]){re.escape(name)}($|[^\w.-])", re.I | re.M)
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     found = start.search(text)
@@ -36,9 +37,10 @@ def find_line(file: Path, name: str) -> int:
 
 
 def as_tables(value: Any) -> list[dict[str, Any]]:
-    """A list of tables, whatever somebody wrote there."""
+    """Return the tables of a list; whatever else is written there is left out."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def as_table(value: Any) -> dict[str, Any]:
+    """Return the value if it is a table, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,8 @@
 """MovieLens, three ways: ratings from a taste that is solved for, ratings from plain embeddings,
 and what a user rates next."""
 
+from typing import TypeAlias
+
 from echelon.recipes.movielens.matrix_factorization import MatrixFactorization
 from echelon.recipes.movielens.matrix_factorization import experiment as dot
 from echelon.recipes.movielens.next_item import NextItemModel
@@ -8,11 +10,14 @@ from echelon.recipes.movielens.next_item import experiment as ranking
 from echelon.recipes.movielens.ridge_regression import UserRidgeModel
 from echelon.recipes.movielens.ridge_regression import experiment as taste
 
-MODELS: dict[str, type[UserRidgeModel | MatrixFactorization | NextItemModel]] = {
+MovieModel: TypeAlias = UserRidgeModel | MatrixFactorization | NextItemModel
+"""Each has `from_weights` and `score_movies`, which `echelon recommend` calls."""
+
+MODELS: dict[str, type[MovieModel]] = {
     "taste": UserRidgeModel,
     "dot": MatrixFactorization,
     "ranking": NextItemModel,
 }
 """By the function that trains them."""
 
-__all__ = ["MODELS", "dot", "ranking", "taste"]
+__all__ = ["MODELS", "MovieModel", "dot", "ranking", "taste"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from echelon.recipes.movielens.data import Ratings
+    from echelon.recipes.movielens.experiments import MovieModel
     from echelon.snapshot.reader import Snapshot
 
 _MOVIELENS_MODULE = "echelon.recipes.movielens.experiments"
@@ -73,7 +74,7 @@ def compute_recommendations(run: Run, users: Sequence[int], k: int) -> list[User
 
 
 def _recommend_for_user(
-    model: Any, ratings: Ratings, names: list[str], user: int, k: int
+    model: MovieModel, ratings: Ratings, names: list[str], user: int, k: int
 ) -> UserRecommendations:
     import numpy as np
     import torch
@@ -84,7 +85,7 @@ def _recommend_for_user(
         rows = np.flatnonzero(ratings.users == dense)
         rows = rows[np.argsort(ratings.times[rows], kind="stable")]
         rated = torch.from_numpy(ratings.items[rows]).long()
-        scores = model.scores(dense, rated, torch.from_numpy(ratings.ratings[rows]))
+        scores = model.score_movies(dense, rated, torch.from_numpy(ratings.ratings[rows]))
         scores[rated] = -torch.inf
         k = min(k, ratings.num_items - len(np.unique(ratings.items[rows])))
     else:
