@@ -157,15 +157,15 @@ def test_every_fault_is_told_in_one_go() -> None:
     ]
     found = faults(words)
     starts = [
-        "'=' is no override",
-        "'lr=1,2' names several values",
+        "'=' is not an override",
+        "'lr=1,2' has several values",
         "launch=slrum: there is no such launch",
         "lrr=0.1: there is no such setting",
         "trainer.batch_size=big: ",
         "trainer.accumulate=0 is below 1",
         "trainer.save.minutes=-1.0 is not above 0",
         "track.progress=bars: there is no such choice",
-        "run.name='../up' is no name for a run",
+        "run.name='../up' is not a valid name for a run",
         "rank=1 is set without world_size",
     ]
     for start in starts:
@@ -211,7 +211,7 @@ def test_the_nearest_name_comes_first(word: str, nearest: str) -> None:
 @pytest.mark.parametrize("word", ["lr=1,2", "lr=range(1,3)", "launch=inline,local", "seed=glob(*)"])
 def test_sweeps_are_refused(word: str) -> None:
     [(what, do)] = faults([word]).items()
-    assert what == f"{word!r} names several values, and one run has one"
+    assert what == f"{word!r} has several values, but one run has one"
     assert do == "give a single value"
 
 
@@ -230,21 +230,21 @@ def test_a_section_is_not_a_value() -> None:
         (["trainer.batch_size=2", "rank=0", "world_size=3"], "smaller than the world of 3"),
         (["launch.procs=2"], "launch=inline is this one process"),
         (["launch=local", "rank=0", "world_size=2"], "starts one process by hand"),
-        (["rank=4", "world_size=4"], "rank=4 is outside a world of 4"),
+        (["rank=4", "world_size=4"], "rank=4 is outside of a world of 4"),
         (["world_size=4"], "world_size=4 is set without rank"),
         (["master=a:1"], "master=a:1 is set without rank and world_size"),
         (["trainer.epochs=null"], "trainer.epochs and trainer.steps are both null"),
         (["trainer.clip=0"], "trainer.clip=0.0 is not above 0"),
         (["seed=-1"], "seed=-1 is below 0"),
         (["replica.devices=0"], "replica.devices=0 is below 1"),
-        (["replica.blocks=[A,B]"], "replica.blocks=[A,B] names the layers to shard or to compute"),
+        (["replica.blocks=[A,B]"], "replica.blocks=[A,B] names the layers to shard or to"),
         (["replica.devices=2", "replica.kind=fsdp"], "replica.kind=fsdp shards layers"),
         (
             ["replica.kind=fsdp", "trainer.unused_parameters=true", "trainer.accumulate=2"],
             "trainer.unused_parameters=true and trainer.accumulate=2",
         ),
         (["replica.devices=2", "launch.share_devices=true"], "puts several processes on one"),
-        (["replica.devices=2", "trainer.capture=always"], "trainer.capture=always is of one"),
+        (["replica.devices=2", "trainer.capture=always"], "trainer.capture=always needs one"),
         (
             ["replica.devices=2", "launch=slurm", "launch.gpus_per_node=5"],
             "launch.gpus_per_node=5 does not divide by replica.devices=2",

@@ -177,7 +177,7 @@ def test_every_fault_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("id", ["", "../x", "a/b", "-x", "x" * 200, "a b"])
 def test_an_id_becomes_a_folder(id: str) -> None:
-    with pytest.raises(EchelonError, match="is no id of a run"):
+    with pytest.raises(EchelonError, match="is not the id of a run"):
         make_trial("me/pro/sw33p", id, {})
 
 

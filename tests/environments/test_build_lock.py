@@ -44,7 +44,7 @@ def test_who_waits_says_so_and_for_whom(tmp_path: Path) -> None:
         order.append("first")
     waiter.join(30)
     assert order == ["first", "second"]
-    assert lines == [f"waiting for {describe_owner(path)}, which is building this environment"]
+    assert lines == [f"waiting for {describe_owner(path)}, which has locked this environment"]
     assert f"process {os.getpid()} on " in lines[0]
 
 

@@ -121,7 +121,7 @@ def test_a_local_project_is_installed_as_it_is_never_linked_to(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("six\n\nnot a requirement!\n", "requirements.txt:3: 'not a requirement!' is not a requirem"),
+        ("six\n\nnot a requirement!\n", "requirements.txt:3: 'not a requirement!' is not a"),
         ("six>>1\n", "requirements.txt:1: 'six>>1' is not a requirement"),
         ("six\n-r gone.txt\n", "requirements.txt:2: gone.txt is included, but does not exist"),
         ("-c gone.txt\n", "requirements.txt:1: gone.txt is included, but does not exist"),

@@ -160,8 +160,8 @@ def test_names_that_are_options_or_paths_are_refused() -> None:
 
 
 def test_a_line_is_one_line() -> None:
-    assert "is no option of sbatch" in faults("launch.sbatch=['--mem=1\ntouch x']")
-    assert "is no option of sbatch" in faults("launch.sbatch=['touch x']")
+    assert "is not an option of sbatch" in faults("launch.sbatch=['--mem=1\ntouch x']")
+    assert "is not an option of sbatch" in faults("launch.sbatch=['touch x']")
     assert "is more than one line" in faults("launch.setup=['a\nb']")
 
 

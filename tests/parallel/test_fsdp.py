@@ -360,7 +360,7 @@ def test_by_the_command_that_a_person_types(
         echelon.load_weights("nothing")
     alone = run([*words, "launch=local", "launch.procs=1"], tmp_path)
     assert alone.code == 2
-    assert "there is one process" in alone.err
+    assert "there is only one process" in alone.err
 
 
 # --- what cannot be -----------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_by_the_command_that_a_person_types(
 @pytest.mark.parametrize(
     ("ranks", "words", "told"),
     [
-        (1, (FSDP,), "there is one process"),
+        (1, (FSDP,), "there is only one process"),
         (
             2,
             (FSDP, "sparse=true", "optimizer=adagrad"),

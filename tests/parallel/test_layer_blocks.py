@@ -179,7 +179,7 @@ def test_the_plan_says_that_the_model_is_shared_out() -> None:
 
 
 def test_the_plan_of_one_process_that_has_nobody_to_share_with() -> None:
-    with pytest.raises(EchelonError, match="there is one process"):
+    with pytest.raises(EchelonError, match="there is only one process"):
         InlineLauncher().plan(compose(["replica.kind=fsdp"]), LaunchMachine({}, "here", 0))
     of_two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     of_two |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -203,7 +203,7 @@ def test_what_came_is_kept_for_the_next_call(shelf: Shelf, packed: bytes) -> Non
     shelf.breaks_after = [70_000, 0]
     with pytest.raises(EchelonError, match=r"70,000 bytes are kept in file.zip.part") as caught:
         fetched(shelf)
-    assert "type the same again" in caught.value.faults[0].do
+    assert "type the same command again" in caught.value.faults[0].do
     assert fetched(shelf)[0] == packed
     assert shelf.asked[-1] == "bytes=70000-"
     assert fetched(shelf)[0] == packed
@@ -361,7 +361,7 @@ def test_a_zip_that_is_cut_damaged_or_something_else(packed: bytes) -> None:
     no_utf8 = zipped({"ratings.csv": RATINGS, "é": b""}).replace("é".encode(), b"\xff\xff")
     assert "given.zip is not a whole zip file" in refused(no_utf8)[0]
     assert refused(zipped({"names.csv": b"a,b\n"})) == [
-        "given.zip holds no ratings: looked for ratings.csv, ratings.dat, u.data"
+        "given.zip has no ratings: looked for ratings.csv, ratings.dat, u.data"
     ]
 
 
@@ -370,7 +370,7 @@ def test_what_is_in_the_way_is_not_touched() -> None:
     in_the_way = Path(f"data/{SMALL}/thesis.txt")
     in_the_way.parent.mkdir(parents=True)
     in_the_way.write_text("mine")
-    with pytest.raises(EchelonError, match="is there already and is no set of ratings"):
+    with pytest.raises(EchelonError, match="exists already and is not a MovieLens data set"):
         run_command(["data", "movielens", "--from", "given.zip"])
     assert in_the_way.read_text() == "mine"
     in_the_way.unlink()

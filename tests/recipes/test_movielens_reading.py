@@ -140,7 +140,8 @@ def test_a_second_start_reads_no_ratings(
     assert load_ratings(folder).fingerprint == first.fingerprint
     assert capsys.readouterr().err == "", "… and found the same"
     code = (
-        "import sys; from echelon.recipes.movielens.data import load_ratings; load_ratings(sys.argv[1]);"
+        "import sys; from echelon.recipes.movielens.data import load_ratings;"
+        "load_ratings(sys.argv[1]);"
         "assert not {'torch', 'pyarrow', 'polars', 'pandas'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=60)
@@ -249,7 +250,10 @@ def test_a_file_that_may_not_be_read(shared: Path) -> None:
         assert faults_of(folder) == [f"{folder}/ratings.csv cannot be read: permission denied"]
 
 
-_LOAD = "import sys; from echelon.recipes.movielens.data import load_ratings; print(len(load_ratings(sys.argv[1]).users))"
+_LOAD = (
+    "import sys; from echelon.recipes.movielens.data import load_ratings;"
+    "print(len(load_ratings(sys.argv[1]).users))"
+)
 
 
 def test_processes_at_once_prepare_once(tmp_path: Path) -> None:
@@ -345,9 +349,9 @@ def test_wrong_lines_of_older_formats(tmp_path: Path, name: str, content: str) -
     [
         (
             b"movieId,title,genres\n2,Two,Drama\nthree,Three,Drama\n",
-            "movies.csv, line 3 is no movie",
+            "movies.csv, line 3 is not a movie",
         ),
-        (b"movieId,title,genres\n2,Two\n", "movies.csv, line 2 is no movie"),
+        (b"movieId,title,genres\n2,Two\n", "movies.csv, line 2 is not a movie"),
         (b"movieId,title,genres\n2,Caf\xe9,Drama\n", "movies.csv is not UTF-8"),
     ],
 )

@@ -199,7 +199,7 @@ def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
         "python main.py", "launch=ssh", "launch.hosts=[a]"
     )
     for name in ("a b", "a\nb", "$(x)", ";", "-x", "x" * 101):
-        assert "is no name for a run" in told("python main.py", name=name)
+        assert "is not a valid name for a run" in told("python main.py", name=name)
     for script_ in (f"{'x' * 240}.py", "-x.py", ".py"):
         assert check_run_name(run_folder.generate_run_name(["python", script_])) is None
 
@@ -494,7 +494,7 @@ def test_the_typed_stands_above_the_project_above_the_user(here: Path) -> None:
         ("launch:\n  kind: slurm\n", "echelon.yaml:2: there is no default 'launch.kind'"),
         ("x: 1\n", "echelon.yaml:1: there is no default 'x'"),
         ("a: [\n", "echelon.yaml:2 cannot be read"),
-        ("- partition\n", "echelon.yaml is no list of settings"),
+        ("- partition\n", "echelon.yaml is not a mapping of settings"),
         ("wandb:\n  api_key: x\n", "echelon.yaml:2: wandb.api_key looks like a secret"),
         (f"wandb:\n  entity: {KEY}\n", "echelon.yaml:2: wandb.entity looks like a secret"),
         (f"launch:\n  setup: [export K={KEY}]\n", "echelon.yaml:2: launch.setup looks like"),

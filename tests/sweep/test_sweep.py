@@ -89,7 +89,7 @@ def typed(
         ("parameters: {trainer.epochs: {values: [1, -1]}}\n", (), "trainer.epochs=-1 is below 0"),
         ("parameters: {launch.procs: {values: [1]}}\n", (), "s.yml:2: the sweep sets launch.procs"),
         ("parameters: {lr: {value: 1}}\n", ("run.name=x",), "run.name=x is the same for all"),
-        ("parameters: {lr: {value: 1}}\n", ("--name", "a b"), "is no name for a run"),
+        ("parameters: {lr: {value: 1}}\n", ("--name", "a b"), "is not a valid name for a run"),
         ("parameters: {lr: {value: 1}}\n", ("experiment=nope",), "there is no such experiment"),
         ("parameters: {lr: {min: 2, max: 1}}\n", (), "s.yml:2: lr has min=2 > max=1"),
         ("parameters: {lr: {value: 1}}\n", ("launch.nodes=2",), "does not use it"),

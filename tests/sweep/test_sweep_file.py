@@ -128,7 +128,7 @@ def test_bands() -> None:
         ("  x: {values: [1, 2], probabilities: [1]}\n", "x has 2 values"),
         ("  x: {values: [1, 2], probabilities: [1, 1]}\n", "do not add up to 1"),
         ("  x: {value: '${oc.env:HOME}'}\n", "an interpolation"),
-        ("  x: {value: {_target_: os.system}}\n", "no plain value"),
+        ("  x: {value: {_target_: os.system}}\n", "not a plain value"),
         ("  x: {value: !!python/name:os.system ''}\n", "not YAML"),
         ("  x: 3\n", "x is 3, not a mapping"),
         ("  'a b': {value: 1}\n", "'a b' is not a name of a parameter"),

@@ -96,7 +96,7 @@ def test_every_rank_is_given_what_rank_0_took(tmp_path: Path, traced: Path) -> N
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"lr": {"_target_": "os.system"}}, "is no name of a setting"),
+        ({"lr": {"_target_": "os.system"}}, "is not the name of a setting"),
         ({"lr": "${oc.env:HOME}"}, "an interpolation"),
         ({"lrr": 0.1}, "did you mean 'lr'?"),
         ({"trainer.batch_size": 1}, "smaller than the world of 2"),

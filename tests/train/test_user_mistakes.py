@@ -111,7 +111,7 @@ def test_a_refused_run_name(name: str, told: Told, tmp_path: Path) -> None:
     code, text = told("train", f'run.name="{name}"')
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
-    assert f"run.name={name!r} is no name for a run" in text
+    assert f"run.name={name!r} is not a valid name for a run" in text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,5 @@
-"""Configuration: the schema, and its composition. The only room that knows Hydra."""
+"""The configuration: its schema, how it is composed from files and overrides, and its validation.
+This is the only package that imports Hydra."""
 
 from echelon.config.schema import (
     Config,

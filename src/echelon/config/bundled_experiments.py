@@ -1,4 +1,4 @@
-"""The bundled experiments as their files have them, without Hydra."""
+"""The bundled experiments, read from their YAML files without Hydra, which takes long to import."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any
 from echelon.config.schema import flatten
 
 _FOLDER = Path(__file__).parents[1] / "conf" / "experiment"
+"""Where the YAML files of the bundled experiments are."""
 _ENTRY_LINE = re.compile(r"^\s*entry:\s*(\S+)", re.MULTILINE)
 
 
 @cache
 def list_entries() -> dict[str, str]:
-    """What each is called, by its entry; from the text, as a list of runs must not wait for a
-    reader of YAML."""
+    """Return the name of each bundled experiment by its entry.
+
+    The entry is found in the text with a regular expression, because a list of runs must not wait
+    for the import of a YAML parser.
+    """
     files = {
         file.stem: _ENTRY_LINE.search(file.read_text(encoding="utf-8"))
         for file in _FOLDER.glob("*.yaml")
@@ -25,8 +29,11 @@ def list_entries() -> dict[str, str]:
 
 
 def read_defaults(entry: str) -> dict[str, Any]:
-    """Flat, the experiment's own by bare names; nothing for an experiment that is not ours, whose
-    code would have to be run to know."""
+    """Return the settings that a bundled experiment changes, as flat keys; its own settings have
+    bare names.
+
+    Returns nothing for a user's experiment: its code would have to run to know its settings.
+    """
     if entry not in list_entries():
         return {}
     from omegaconf import OmegaConf

@@ -1,7 +1,7 @@
-"""Compose a configuration once from files and overrides, and report every fault together.
+"""Composes the configuration from files and overrides, and reports all faults together.
 
-Hydra parses the overrides and composes the groups; each single value is then applied on its own,
-because Hydra stops at the first mistake and a person would rather hear of all of them.
+Hydra parses the overrides and composes the config groups. Each single value is then applied on its
+own, because Hydra stops at the first mistake.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BUNDLED_CONF_DIR = Path(__file__).parent.parent / "conf"
 
 @dataclass(frozen=True)
 class UserExperiment:
-    """An experiment of the user's: where it is and which settings it declares."""
+    """An experiment in a user's file: where it is and which settings it declares."""
 
     entry: str
     """FILE.py:FUNCTION."""
     settings: Mapping[str, Any] | type | None
-    """A dataclass or a mapping of defaults; None: any setting is taken."""
+    """A dataclass or a mapping of defaults; None if the experiment accepts any setting."""
 
 
 def compose(
@@ -49,17 +49,25 @@ def compose(
     program: Sequence[str] = (),
     defaults: UserDefaults = NO_DEFAULTS,
 ) -> Config:
-    """The frozen configuration, or one EchelonError with every fault."""
+    """Compose the configuration of a new run.
+
+    `conf_dir` is a user's folder of config groups, searched before the bundled one. `program` is
+    the command of `echelon run`, `defaults` are those of `echelon.yaml` files. Returns a frozen
+    Config, or raises one EchelonError with every fault.
+    """
     faults: list[Fault] = []
+    # 1. Overrides that choose a file of a group (launch=slurm) come first: Hydra composes them.
     parsed = list(_parse_overrides(overrides, faults))
     folders = [d for d in (conf_dir, BUNDLED_CONF_DIR) if d is not None]
     groups = _split_groups(parsed, folders, faults)
     if user_experiment is not None:
         groups.setdefault("experiment", "experiment=own")
     tree = _compose_groups(list(groups.values()), conf_dir, faults)
+    # 2. From here on types are checked. User defaults go below what was typed.
     base = _build_typed_config(tree, user_experiment, faults)
     for key, default in defaults.select_for_launcher(base.launch.kind).items():
         _set_value(base, key, default.value, f"{default.location}: {key}", faults, free=False)
+    # 3. Single values, each on its own, so that every fault is found.
     for override in parsed:
         if override.key_or_group not in groups:
             _apply_override(
@@ -72,7 +80,8 @@ def compose(
 
 
 def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path) -> Config:
-    """The configuration of an old run with a few values changed, still in its folder."""
+    """Return the configuration of an existing run with a few values changed; it stays in its
+    folder."""
     faults: list[Fault] = []
     base = _make_open_config(dict(config.experiment))
     unchanged = ("experiment", "rank", "program")
@@ -83,7 +92,7 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     parsed = list(_parse_overrides(overrides, faults))
     groups = _split_groups(parsed, [BUNDLED_CONF_DIR], faults)
     if groups.pop("experiment", None):
-        faults.append(Fault("a run keeps its experiment", "start a new run: echelon train"))
+        faults.append(Fault("a run cannot change its experiment", "start a new run: echelon train"))
     tree = _compose_groups(list(groups.values()), None, faults) if groups else {}
     for group in groups:
         base[group] = _make_open_config({})[group]
@@ -98,8 +107,11 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
 def apply_values(
     config: Config, values: Mapping[str, Any], user_experiment: UserExperiment | None
 ) -> Config:
-    """The same with a few values from outside in it, held to what is declared; `own` where the
-    experiment is not one of ours."""
+    """Return the configuration with values from an untrusted source, checked against what is
+    declared.
+
+    `user_experiment` is given if the experiment is not a bundled one.
+    """
     faults: list[Fault] = []
     declared = user_experiment.settings if user_experiment is not None else None
     settings = (
@@ -117,7 +129,7 @@ def apply_values(
 
 
 def _coerce_whole_float(base: DictConfig, key: str, value: Any) -> Any:
-    """A sweep's steps of 8.0 are meant for an integer as well."""
+    """Return 8 for 8.0 if the setting is an integer: sweep engines produce floats."""
     parent, _, name = (key if key.partition(".")[0] in base else f"experiment.{key}").rpartition(
         "."
     )
@@ -128,8 +140,10 @@ def _coerce_whole_float(base: DictConfig, key: str, value: Any) -> Any:
 
 
 def _validate(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:
+    """Return the frozen configuration, or raise all faults: those so far and those of
+    `find_faults`."""
     config = _freeze(base, faults)
-    if program:  # its words are its own: nothing in them is ours to resolve
+    if program:  # set here, so that OmegaConf does not resolve ${...} in a user's command
         config = dataclasses.replace(config, program=list(program), experiment={})
     faults.extend(find_faults(config))
     if faults:
@@ -138,6 +152,7 @@ def _validate(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()
 
 
 def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[Override]:
+    """Yield the overrides that can be parsed, and add a fault for each of the others."""
     parser = OverridesParser.create()
     for text in overrides:
         try:
@@ -145,20 +160,26 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
         except HydraException as error:
             faults.append(
                 Fault(
-                    f"{text!r} is no override: {str(error).splitlines()[0]}",
-                    "write KEY=VALUE, with quotes around what is special: 'KEY=\"a b\"'",
+                    f"{text!r} is not an override: {str(error).splitlines()[0]}",
+                    "write KEY=VALUE, and quote special characters: 'KEY=\"a b\"'",
                 )
             )
             continue
         if not override.key_or_group:
-            faults.append(Fault(f"{text!r} is no override: it names no key", "write KEY=VALUE"))
+            faults.append(Fault(f"{text!r} is not an override: it has no key", "write KEY=VALUE"))
         elif override.is_sweep_override():
             faults.append(
-                Fault(f"{text!r} names several values, and one run has one", "give a single value")
+                Fault(
+                    f"{text!r} has several values, but one run has one",
+                    "give a single value",
+                )
             )
-        elif "${" in text:  # it would be resolved into files that others read: a secret, say
+        elif "${" in text:  # it could copy a secret into files that others can read
             faults.append(
-                Fault(f"{text!r} is an interpolation, and values are plain data", "write the value")
+                Fault(
+                    f"{text!r} is an interpolation, but values must be plain data",
+                    "write the value",
+                )
             )
         else:
             yield override
@@ -167,7 +188,8 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
 def _split_groups(
     parsed: Sequence[Override], folders: Sequence[Path], faults: list[Fault]
 ) -> dict[str, str]:
-    """The overrides that choose a file of a group, checked against the files that are there."""
+    """Return the overrides that choose a file of a config group, checked against the files there
+    are."""
     known = {p.name for f in folders for p in f.iterdir() if p.is_dir() and p.name[0] not in "._"}
     chosen: dict[str, str] = {}
     for override in parsed:
@@ -195,7 +217,7 @@ def _split_groups(
 
 
 def _fallback_option(group: str) -> str:
-    """Something valid to go on with, so that the remaining faults are found too."""
+    """Return a valid choice in place of a wrong one, so that the remaining faults are found too."""
     fallback = {
         "experiment": "own",
         "launch": "inline",
@@ -206,13 +228,16 @@ def _fallback_option(group: str) -> str:
 
 
 def _compose_groups(overrides: list[str], conf_dir: Path | None, faults: list[Fault]) -> DictConfig:
+    """Return what Hydra composes from the chosen files, or raise with the reason."""
     try:
         composed = _run_hydra(tuple(overrides), conf_dir).copy()
     except (HydraException, OmegaConfBaseException) as error:
-        where = (conf_dir / "config.yaml") if conf_dir else BUNDLED_CONF_DIR
+        location = (conf_dir / "config.yaml") if conf_dir else BUNDLED_CONF_DIR
         raise EchelonError(
             *faults,
-            Fault(f"{where} does not compose: {error}", "mend that file, or the override it names"),
+            Fault(
+                f"{location} does not compose: {error}", "fix that file, or the override it names"
+            ),
         ) from error
     OmegaConf.set_struct(composed, False)
     return composed
@@ -220,6 +245,8 @@ def _compose_groups(overrides: list[str], conf_dir: Path | None, faults: list[Fa
 
 @functools.cache  # a thousand runs of one command differ in single values only
 def _run_hydra(overrides: tuple[str, ...], conf_dir: Path | None) -> DictConfig:
+    """Call Hydra's compose. Cached, because a thousand runs of one multirun differ only in single
+    values."""
     primary = "config" if conf_dir and (conf_dir / "config.yaml").exists() else "echelon"
     search = ("hydra.searchpath=[pkg://echelon.conf]",) if conf_dir else ()
     with _isolated_hydra(conf_dir or BUNDLED_CONF_DIR):
@@ -228,7 +255,8 @@ def _run_hydra(overrides: tuple[str, ...], conf_dir: Path | None) -> DictConfig:
 
 @contextlib.contextmanager
 def _isolated_hydra(folder: Path) -> Iterator[None]:
-    """Hydra keeps global state; a caller who uses Hydra too must find its own again."""
+    """Initialise Hydra for a folder, and restore its global state afterwards for a caller who uses
+    Hydra too."""
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -241,7 +269,7 @@ def _isolated_hydra(folder: Path) -> Iterator[None]:
 def _build_typed_config(
     tree: DictConfig, user_experiment: UserExperiment | None, faults: list[Fault]
 ) -> DictConfig:
-    """The schema with the files' values in it: types are checked from here on."""
+    """Return the schema as an OmegaConf tree with the values of the files in it."""
     if user_experiment is None:
         settings = _type_by_value(tree.pop("experiment", None) or {})
     else:
@@ -260,7 +288,7 @@ def _build_typed_config(
 
 
 def _make_open_config(settings: Any) -> DictConfig:
-    """The schema, with an experiment's settings where Config has a plain mapping."""
+    """Return the schema as an OmegaConf tree in which `experiment` holds typed settings."""
     open_config = dataclasses.make_dataclass(
         "OpenConfig", [("experiment", Any, None)], bases=(Config,), frozen=True
     )
@@ -272,8 +300,11 @@ def _make_open_config(settings: Any) -> DictConfig:
 
 
 def _unlock(node: DictConfig) -> None:
-    """Frozen dataclasses become read-only nodes, and adding an undeclared key to an experiment is
-    decided by us, not by OmegaConf."""
+    """Make a tree writable.
+
+    Frozen dataclasses become read-only nodes. Whether an undeclared key may be added to an
+    experiment is decided by `_set_value`, not by OmegaConf's struct flag.
+    """
     OmegaConf.set_readonly(node, False)
     OmegaConf.set_struct(node, False)
     for key in node:
@@ -283,7 +314,8 @@ def _unlock(node: DictConfig) -> None:
 
 
 def _type_by_value(settings: Mapping[str, Any]) -> DictConfig:
-    """A yaml file declares types by its values: `lr: 0.1` is a float and stays one."""
+    """Return settings as typed nodes: a YAML file declares types by its values, so `lr: 0.1` is a
+    float."""
     fields: list[Any] = [
         (str(k), type(v) if isinstance(v, (bool, int, float, str)) else Any, v)
         for k, v in settings.items()
@@ -296,13 +328,14 @@ def _type_by_value(settings: Mapping[str, Any]) -> DictConfig:
 
 
 def _flatten_node(tree: DictConfig) -> dict[str, Any]:
-    """Every value by its dotted key, interpolations as they are written."""
+    """Return every value by its dotted key, with interpolations as they are written."""
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     return flatten({str(key): value for key, value in plain.items()})
 
 
 def _apply_override(base: DictConfig, override: Override, free: bool, faults: list[Fault]) -> None:
+    """Apply one override of a single value."""
     key = override.key_or_group
     if override.is_delete():
         faults.append(Fault(f"~{key} deletes a setting", f"set it to null: {key}=null"))
@@ -314,12 +347,17 @@ def _apply_override(base: DictConfig, override: Override, free: bool, faults: li
 
 
 def _format_value(value: Any) -> str:
+    """Return a value as it would be typed."""
     return "null" if value is None else str(value).lower() if value in (True, False) else str(value)
 
 
 def _set_value(
     base: DictConfig, key: str, value: Any, label: str, faults: list[Fault], free: bool
 ) -> None:
+    """Set one value, or add a fault that begins with `label`.
+
+    `free` allows keys that the experiment does not declare.
+    """
     known = _flatten_node(base).keys()
     top = key.partition(".")[0]
     if top not in base:  # `lr=0.1` is short for `experiment.lr=0.1`
@@ -347,7 +385,8 @@ def _set_value(
 
 
 def _is_inside_mapping(base: DictConfig, key: str) -> bool:
-    """Whether the key lies in a mapping that an experiment declared, whose keys are its own."""
+    """Whether the key lies in a mapping that an experiment declares; such a mapping may have any
+    keys."""
     parent = key.rpartition(".")[0]
     if not parent.startswith("experiment."):
         return False
@@ -359,6 +398,7 @@ def _format_default(base: DictConfig, key: str) -> str:
 
 
 def _freeze(base: DictConfig, faults: list[Fault]) -> Config:
+    """Return the tree as a frozen Config."""
     try:
         plain = OmegaConf.to_container(base, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

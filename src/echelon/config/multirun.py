@@ -1,4 +1,4 @@
-"""Several runs from one line: `lr=0.1,0.2 seed=range(0,5)` is ten."""
+"""Several runs from one command: `lr=0.1,0.2 seed=range(0,5)` is ten."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from echelon.errors import EchelonError, Fault
 
 
 def expand_multirun(overrides: Sequence[str]) -> list[list[str]]:
-    """Every combination, the last one varying fastest; what cannot be read is left to compose."""
+    """Return the overrides of every combination, the last override varying fastest.
+
+    An override that cannot be parsed is passed on unchanged: `compose` reports it, together with
+    all other faults.
+    """
     choices = [_expand_override(word) for word in overrides]
     empty = [word for word, values in zip(overrides, choices, strict=True) if not values]
     if empty:
         raise EchelonError(
-            *(Fault(f"{word} lists no value, so there is no run", "list some") for word in empty)
+            *(
+                Fault(f"{word} lists no value, so there is no run", "list at least one")
+                for word in empty
+            )
         )
     return [list(words) for words in itertools.product(*choices)]
 
 
 def _expand_override(word: str) -> list[str]:
+    """Return one override for each value that a sweep such as `lr=0.1,0.2` lists."""
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:

@@ -1,7 +1,7 @@
-"""Every setting, with its type, its default and what it does, each documented under itself.
+"""Every setting with its type, default and explanation; the string under a setting is its help.
 
-Plain dataclasses and nothing else: workers read a resolved configuration with this file alone and
-never import Hydra.
+This module has plain dataclasses and imports nothing but the standard library: ranks read a
+resolved configuration with it and never import Hydra.
 """
 
 from __future__ import annotations
@@ -26,72 +26,79 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 @dataclass(frozen=True)
 class RunConfig:
+    """The run's name and folder."""
+
     name: str | None = None
-    """A named run typed again goes on where it was; without a name every start is a new run."""
+    """A run with the same name resumes; without a name every start is a new run."""
     dir: str = "runs"
-    """The folder that holds all runs."""
+    """The folder of all runs."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
+    """Where the processes run, and how they are started and supervised."""
+
     kind: str = "inline"
-    """Where the run happens: `inline` (this process), `local` (processes of this machine), `ssh`
+    """Where the run executes: `inline` (this process), `local` (processes on this machine), `ssh`
     (plain hosts), `slurm`, or `env` (this is one node of a cluster that sets MASTER_ADDR,
     MASTER_PORT, WORLD_SIZE, the number of nodes, and NODE_RANK)."""
     procs: int | None = None
-    """Processes to start on each machine; default: one per visible device, or per
-    replica.devices of them; 1 without."""
+    """Processes on each machine; default: one per visible device, or per replica.devices of them; 1
+    without devices."""
     max_restarts: int = 0
-    """How often a failed world is started again from its newest snapshot."""
+    """How often a failed run is restarted from its newest snapshot."""
     threads: int | None = None
-    """CPU threads of a process; default: torch's own for one process, 1 for several."""
+    """CPU threads of each process; default: torch's own for one process, 1 for several."""
     share_devices: bool = False
     """Allow several processes on one device."""
     join_timeout_s: float = 120.0
-    """How long processes wait for each other at the start."""
+    """How long processes wait for each other at the rendezvous."""
     hang_s: float = 60.0
-    """A rank that makes no progress for so long is reported and the world stopped; 0: never."""
+    """A rank without progress for so long is reported and the run stopped; 0: never."""
     preflight: bool = False
-    """local, ssh, slurm: look at the nodes first, as `echelon preflight` does, and train only if
-    nothing fails."""
+    """local, ssh, slurm: check the nodes first, as `echelon preflight` does, and train only if no
+    check fails."""
     interface: str | None = None
-    """Network interface for NCCL and gloo; default: that of the route to the first node."""
+    """Network interface for NCCL and gloo; default: the one with the route to the first node."""
     hosts: list[str] = field(default_factory=list)
-    """ssh: the machines, as `ssh` knows them; the first hosts the meeting point."""
+    """ssh: the machines, as `ssh` knows them; the rendezvous is on the first."""
     hostfile: str | None = None
     """ssh: a file with a line per machine, `HOST` or `HOST slots=PROCESSES`."""
     ssh: str = "ssh"
-    """ssh: the command, with options of your own: `ssh -F my_config`."""
+    """ssh: the command, with your own options: `ssh -F my_config`."""
     carry: list[str] = field(default_factory=list)
-    """ssh: more variables to carry over, beside PATH, PYTHONPATH and those of torch, NCCL, CUDA."""
+    """ssh: more environment variables to pass on, beside PATH, PYTHONPATH and those of torch, NCCL,
+    CUDA."""
     nodes: int = 1
-    """slurm: how many."""
+    """slurm: the number of nodes."""
     gpus_per_node: int | None = None
-    """slurm: GPUs to ask for on each node; as many processes, or as many as there are replicas of
-    replica.devices, unless launch.procs says otherwise."""
+    """slurm: GPUs to request on each node; one process each, or one per replica.devices of them,
+    unless launch.procs is set."""
     gpu_request: str = "gpus-per-node"
-    """slurm: how this cluster wants them asked for: gpus-per-node, gpus-per-task or gres."""
+    """slurm: the sbatch option by which this cluster takes GPU requests: gpus-per-node,
+    gpus-per-task or gres."""
     cpus_per_node: int | None = None
-    """slurm: CPUs to ask for on each node."""
+    """slurm: CPUs to request on each node."""
     partition: str | None = None
-    """slurm: where to queue; default: the cluster's own."""
+    """slurm: the partition; default: the cluster's own."""
     account: str | None = None
-    """slurm: who pays."""
+    """slurm: the account to charge."""
     time: str | None = None
-    """slurm: time limit of one job, e.g. '4:00:00'; a run goes on over as many as it needs."""
+    """slurm: time limit of one job, e.g. '4:00:00'; a run continues over as many jobs as it needs.
+    """
     signal_lead_s: int = 120
-    """slurm: how long before the end of its time a job is told to save and queue again."""
+    """slurm: how long before its time limit a job gets the signal to save and requeue."""
     max_requeues: int = 100
-    """slurm: how often a run that ran out of time or was preempted queues again."""
+    """slurm: how often a run is requeued after a time limit or a preemption."""
     sbatch: list[str] = field(default_factory=list)
     """slurm: more options of sbatch, e.g. ['--mem=64G','--constraint=a100']."""
     setup: list[str] = field(default_factory=list)
     """slurm: lines of the batch script before the training: modules, conda, venv."""
     max_parallel: int | None = None
-    """slurm: of the runs of an array, how many at a time."""
+    """slurm: how many runs of an array run at the same time."""
     secrets: str | None = None
-    """local, slurm: a file of KEY=VALUE lines that is yours alone (mode 0600); where the run
-    happens they become variables, and are written nowhere."""
+    """local, slurm: a file of KEY=VALUE lines that only you can read (mode 0600). They become
+    environment variables of the run and are written nowhere."""
     nodes_flag: str | None = None
     """run: append this flag with the number of nodes to the program, e.g. --num_nodes."""
     gpus_flag: str | None = None
@@ -100,7 +107,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Interval:
-    """A cadence; the units may be combined, and what comes first counts."""
+    """How often something happens; units may be combined, and the first that is due counts."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -109,86 +116,90 @@ class Interval:
 
 @dataclass(frozen=True)
 class TrainerConfig:
+    """The training loop: how long, with which batch, and how often to log, evaluate and save."""
+
     epochs: int | None = 3
     """Passes over the data; ignored when `steps` is set."""
     steps: int | None = None
-    """Optimizer steps in all."""
+    """Optimizer steps in total."""
     batch_size: int = 32
-    """Samples of one optimizer step over all processes together: the global batch."""
+    """Samples of one optimizer step over all processes: the global batch size."""
     accumulate: int = 1
-    """Pieces a process computes its share of a batch in, to fit memory; the numbers stay (but for
-    batch norms, which see one piece)."""
+    """Micro-batches into which a process splits its share of a batch, to fit memory; results stay
+    the same (except batch norms, which see one micro-batch)."""
     clip: float | None = None
     """Largest norm of the gradient of all trained parameters together."""
     schedule: str = "constant"
-    """How the learning rate falls from its peak: constant, linear or cosine (to zero)."""
+    """How the learning rate decays from its peak: constant, linear or cosine (to zero)."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from zero."""
     evaluate: Interval = field(default_factory=lambda: Interval(epochs=1))
-    """When to evaluate; the end of the run is always evaluated."""
+    """How often to evaluate; the end of the run is always evaluated."""
     save: Interval = field(default_factory=lambda: Interval(epochs=1))
-    """When to save a snapshot; the end of the run and a stop always save one."""
+    """How often to save a snapshot; the end of the run and a stop always save one."""
     keep_last: int = 3
-    """Snapshots kept, beside the best one."""
+    """Snapshots to keep, besides the best one."""
     best: str = "loss"
-    """The evaluated number that says which snapshot is best."""
+    """The evaluated metric that determines the best snapshot."""
     best_is: str = "min"
-    """Whether the best is the `min` or the `max`."""
+    """Whether the best value is the `min` or the `max`."""
     log_steps: int = 10
     """Steps between two lines of metrics."""
     resume: str = "auto"
-    """`auto`: go on with this run's newest valid snapshot; `never`; or a snapshot of any run, such
-    as runs/NAME/snapshots/best."""
+    """`auto`: resume from this run's newest valid snapshot; `never`; or the path of a snapshot of
+    any run, such as runs/NAME/snapshots/best."""
     eval_batch_size: int | None = None
     """Samples one process evaluates at a time; default: the batch size."""
     unused_parameters: bool = False
-    """Set it when some parameters take no part in some steps, at a small cost per step."""
+    """Set it if some parameters take no part in some steps; costs a little per step."""
     loader_workers: int = 0
-    """Processes per rank that fetch samples of a Dataset; tensors need none."""
+    """Processes per rank that load samples of a Dataset; tensors need none."""
     precision: str = "float32"
-    """Of the computation: float32, tf32 (faster matrix products of a GPU), bf16, or on a GPU fp16
-    (with a scaler); weights and the optimizer stay float32."""
+    """Precision of the computation: float32, tf32 (faster matrix products on a GPU), bf16, or on a
+    GPU fp16 (with a loss scaler); weights and optimizer state stay float32."""
     compile: bool = False
-    """Compile the forward and backward pass with torch.compile; what torch cannot compile is
-    computed without, and the reason said."""
+    """Compile the forward and backward pass with torch.compile; if torch cannot compile it, it runs
+    without, and the reason is printed."""
     capture: str = "auto"
-    """The whole step as one CUDA graph: `auto` where it can be, `always` (an error where it cannot)
-    or `never`."""
+    """Run the whole step as one CUDA graph: `auto` if possible, `always` (an error if not) or
+    `never`."""
     profile: int | None = None
-    """Steps to record for a trace in the run's folder, after some to warm up."""
+    """Number of steps to record, after a warm-up, for a trace in the run's folder."""
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What one copy of the model is made of."""
+    """How one copy of the model is laid out over processes and devices."""
 
     kind: str = "ddp"
-    """`ddp`: every process holds the whole model; `fsdp`: the processes hold it together, each a
-    shard of every layer."""
+    """`ddp`: every process holds the whole model; `fsdp`: the processes share it, each with a shard
+    of every layer."""
     devices: int = 1
-    """Devices of one process, for a model whose layers lie on several: the experiment places them
-    (`def experiment(cfg, devices)`), or its layers are cut into stages that are even in memory."""
+    """Devices of one process, for a model whose layers are on several: the experiment places them
+    (`def experiment(cfg, devices)`), or its layers are split into stages of equal memory."""
     checkpoint: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, a
-    third more computation."""
+    """Activation checkpointing: recompute activations in the backward pass. Less memory, a third
+    more computation."""
     blocks: list[str] = field(default_factory=list)
-    """Classes of the layers that are sharded, compiled (fsdp) and recomputed one by one, e.g.
+    """Classes of the layers that are sharded, compiled (fsdp) and checkpointed one by one, e.g.
     [Block]; default: the layers of the longest ModuleList or Sequential."""
 
 
 @dataclass(frozen=True)
 class WandbConfig:
+    """Weights & Biases as a tracker."""
+
     use: bool = False
     """Set by track=wandb."""
     mode: str | None = None
-    """`online`, `offline` (files to send later with `wandb sync`) or `disabled`; default:
-    WANDB_MODE, else online. Out of reach, a run goes on offline by itself."""
+    """`online`, `offline` (files to upload later with `wandb sync`) or `disabled`; default:
+    WANDB_MODE, else online. If the server cannot be reached, a run continues offline."""
     project: str | None = None
     """Default: WANDB_PROJECT, else echelon."""
     entity: str | None = None
     """The user or team it belongs to; default: WANDB_ENTITY, else your own."""
     group: str | None = None
-    """Shown together with the runs of the same group."""
+    """Runs of the same group are shown together."""
     name: str | None = None
     """Default: WANDB_NAME, else the run's name."""
     tags: list[str] = field(default_factory=list)
@@ -196,26 +207,30 @@ class WandbConfig:
     notes: str | None = None
     """A longer description."""
     id: str | None = None
-    """The run of wandb's to be; default: WANDB_RUN_ID, else one that is made once and kept."""
+    """The id of the run on wandb; default: WANDB_RUN_ID, else one that is generated once and
+    stored."""
     sweep: str | None = None
-    """ENTITY/PROJECT/SWEEP that this is a trial of; `wandb agent` and `echelon sweep` set it."""
+    """ENTITY/PROJECT/SWEEP that this run is a trial of; set by `wandb agent` and `echelon sweep`.
+    """
     swept: list[str] = field(default_factory=list)
     """The settings that the sweep has set."""
 
 
 @dataclass(frozen=True)
 class TensorBoardConfig:
+    """TensorBoard as a tracker."""
+
     use: bool = False
     """Set by track=tensorboard."""
     folder: str | None = None
-    """Its event files go into a folder of the run's name in there; default: `tensorboard` in the
-    run's folder."""
+    """Event files go into a subfolder named after the run; default: `tensorboard` in the run's
+    folder."""
 
 
 @dataclass(frozen=True)
 class TrackConfig:
-    """`track=wandb`, `track=tensorboard`, `track=[wandb,tensorboard]` choose what there is beside
-    metrics.jsonl."""
+    """Trackers beside metrics.jsonl: `track=wandb`, `track=tensorboard` or
+    `track=[wandb,tensorboard]`."""
 
     progress: str = "auto"
     """`bar`, `lines`, `none`; `auto` is a bar on a terminal and lines elsewhere."""
@@ -225,7 +240,8 @@ class TrackConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole, resolved configuration. Composed once; ranks never compose it again."""
+    """A whole, resolved configuration. It is composed once; ranks receive it and never compose it
+    again."""
 
     experiment: dict[str, Any] = field(default_factory=dict)
     """`entry` (MODULE:FUNCTION or FILE.py:FUNCTION) and the experiment's own settings."""
@@ -242,23 +258,24 @@ class Config:
     master: str | None = None
     """HOST:PORT where rank 0 listens, when ranks are started by hand; default: this machine."""
     program: list[str] = field(default_factory=list)
-    """`echelon run`: somebody else's program and its arguments."""
+    """`echelon run`: the user's program and its arguments."""
     mode: str = "torchrun"
-    """`echelon run`: how it is started: `torchrun` (an agent and its variables), `srun` (one task
-    per process), `lightning` (srun, as Lightning expects it), `plain` (once per node), `wandb` (an
-    agent of wandb's on the first node, its trials on all)."""
+    """`echelon run`: how the program is started: `torchrun` (an agent with torchrun's variables),
+    `srun` (one task per process), `lightning` (srun, as Lightning expects it), `plain` (once per
+    node), `wandb` (one wandb agent on the first node, its trials on all nodes)."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain nested data, as it is stored in config.json."""
         return dataclasses.asdict(self)
 
     @property
     def experiment_settings(self) -> dict[str, Any]:
-        """The experiment's own settings."""
+        """The experiment's own settings, without its entry."""
         return {k: v for k, v in self.experiment.items() if k != "entry"}
 
     def numerics_settings(self) -> dict[str, Any]:
-        """The flat settings that decide the numbers of a run, as opposed to where, how long and
-        how often it runs. A resumed run must agree on these."""
+        """Return the settings, as flat keys, that change the results of a run rather than where,
+        how long or how often it runs. A resumed run must agree on these."""
         flat = flatten(self.to_dict())
         return {
             k: v
@@ -267,6 +284,7 @@ class Config:
         }
 
     def numerics_fingerprint(self) -> str:
+        """Return a short digest of the settings that change results."""
         text = json.dumps(self.numerics_settings(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -280,8 +298,9 @@ _NUMERICS_KEYS = (
     "trainer.warmup_steps",
     "trainer.precision",
 )
+"""Keys, or prefixes of keys, that change results."""
 _IMPLIED_BEFORE = {"trainer.precision": "float32"}
-"""Settings that older snapshots do not name, with what was meant."""
+"""Settings that older snapshots do not contain, with the value they were trained with."""
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -296,24 +315,26 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def find_differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Flat keys whose values differ, with both values; a missing one is what was meant, or None."""
+    """Return the flat keys whose values differ, with both values; a missing one counts as what was
+    implied, or None."""
     implied = {k: _IMPLIED_BEFORE.get(k) for k in sorted(a.keys() | b.keys())}
     both = {k: (a.get(k, value), b.get(k, value)) for k, value in implied.items()}
     return {k: (then, now) for k, (then, now) in both.items() if then != now}
 
 
 def build_config(data: dict[str, Any]) -> Config:
-    """A Config from plain data such as a run folder's config.json."""
+    """Return a Config from plain data such as a run's config.json."""
     built: Config = _build_dataclass(Config, data)
     return built
 
 
 def _build_dataclass(cls: Any, data: dict[str, Any]) -> Any:
+    """Return an instance of a dataclass from plain data, with nested dataclasses."""
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     values = {
         key: _build_dataclass(hints[key], value) if dataclasses.is_dataclass(hints[key]) else value
         for key, value in data.items()
-        if key in known  # a folder written by a later version may say more
+        if key in known  # a folder of a later version may contain more
     }
     return cls(**values)

@@ -1,9 +1,10 @@
-"""Settings from outside: what a sweep, its file or its server, may set, and how it looks.
+"""Settings from untrusted sources: what a sweep file or a sweep server may set.
 
-A person at the keyboard may say where a run goes and which code it runs. Whoever can write to a
-sweep's server, or hands a sweep's file on, may not: it sets plain values of what an experiment
-declares, a few of the trainer's settings that decide numbers, and the seed. Everything else is
-refused before anything is started, and the same file means the same whoever searches.
+A person at the keyboard may decide where a run goes and which code it runs. Somebody who can write
+to a sweep's server, or who wrote a sweep file, may not. They set plain values of the settings that
+an experiment declares, the seed, and a few of the trainer's settings that change results.
+Everything else is refused before anything is started. The rules do not depend on the engine that
+searches.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
 
 MAX_BYTES = 64 * 1024
-"""Bytes of all parameters of a trial together, in any form."""
+"""The size of all parameters of a trial together, as JSON or YAML."""
 _MAX_PARAMETERS, _MAX_DEPTH, _MAX_TEXT_LENGTH, _MAX_LIST_ITEMS = 500, 6, 1000, 1000
-"""Parameters, levels of nesting, characters of a text, items of a list."""
+"""Limits: number of parameters, levels of nesting, characters of a text, items of a list."""
 _MAX_FAULTS_SHOWN = 20
 PLAIN_VALUES_HINT = "give numbers, texts, true, false, null, or lists of these"
-_USE_COMMAND_LINE_HINT = "say it on the command line, or in the sweep's command"
+_USE_COMMAND_LINE_HINT = "set it on the command line, or in the sweep's command"
 
 _ALLOWED_TRAINER_KEYS = (
     "accumulate",
@@ -45,8 +46,9 @@ _ALLOWED_TRAINER_KEYS = (
     "steps",
     "warmup_steps",
 )
+"""Those that change the results of a run, not where or how it runs."""
 _KEY_PATTERN = re.compile(r"[A-Za-z]\w*(\.[A-Za-z0-9]\w*)*", re.ASCII)
-"""No `_target_`, no `${…}`, nothing that means something in an override."""
+"""Excludes `_target_`, `${…}` and everything else that has a meaning in an override."""
 
 
 @dataclass(frozen=True)
@@ -54,40 +56,42 @@ class WandbTrial:
     """One run of a sweep on wandb's server."""
 
     sweep: str
-    """ENTITY/PROJECT/SWEEP; what is wandb's own default may be empty."""
+    """ENTITY/PROJECT/SWEEP; a part that wandb fills in by default may be empty."""
     id: str
-    """Of its run there."""
+    """The id of the run on the server."""
     parameters: Mapping[str, Any]
-    """Its parameters as the server names and nests them."""
+    """The parameters, named and nested as on the server."""
     values: Mapping[str, Any]
-    """The same by the dotted names of settings."""
+    """The same parameters by the dotted keys of settings."""
 
     def to_json(self) -> str:
+        """Return what rank 0 sends to the other ranks; `parse_trial` reads it."""
         return json.dumps({"sweep": self.sweep, "id": self.id, "given": self.parameters})
 
     @property
     def run_name(self) -> str:
-        """The same whenever the trial is started, so that it goes on where it was."""
+        """The run's name; the same at every start of the trial, so that it resumes."""
         return f"{self.sweep.rpartition('/')[2]}-{self.id}"
 
 
 def make_trial(sweep: str, id: str, given: Mapping[str, Any]) -> WandbTrial:
-    """Checked, however it came here."""
+    """Return the trial after checking its ids, keys, values and size."""
     faults = [*_check_ids({"sweep": sweep.rpartition("/")[2], "run": id})]
     if faults:
         raise EchelonError(*faults)
     result = WandbTrial(sweep, id, given, check_values(given))
-    _require_small(len(result.to_json()), "what the sweep sets")
+    _require_small(len(result.to_json()), "the set of the sweep's parameters")
     return result
 
 
 def parse_trial(text: str) -> WandbTrial:
-    _require_small(len(text), "what rank 0 tells of its trial")
+    """Return the trial that `to_json` wrote, checked again."""
+    _require_small(len(text), "the trial that rank 0 sent")
     return make_trial(**json.loads(text))
 
 
 def read_trial(env: Mapping[str, str]) -> WandbTrial | None:
-    """The trial that `wandb agent` started this process for."""
+    """Return the trial that `wandb agent` started this process for, or None."""
     sweep, file = env.get("WANDB_SWEEP_ID"), env.get("WANDB_SWEEP_PARAM_PATH")
     if not sweep or not file:
         return None
@@ -96,10 +100,10 @@ def read_trial(env: Mapping[str, str]) -> WandbTrial | None:
 
 
 def drop_trial_arguments(words: Sequence[str], trial: WandbTrial | None) -> list[str]:
-    """The words of a command that its writer wrote.
+    """Return the arguments of a command without those that `wandb agent` has added.
 
-    An agent fills the parameters into the command as text: `--lr=0.1`, `lr=0.1`, `++lr=0.1`,
-    `--lr 0.1`, or `--flag` alone. The same are in its file, with their types; those are taken.
+    The agent appends the parameters as text: `--lr=0.1`, `lr=0.1`, `++lr=0.1`, `--lr 0.1`, or
+    `--flag` alone. They are dropped because its parameter file has them too, with their types.
     """
     kept_words: list[str] = []
     parameters = trial.parameters if trial else {}
@@ -120,7 +124,7 @@ def drop_trial_arguments(words: Sequence[str], trial: WandbTrial | None) -> list
 def apply_trial(
     config: Config, trial: WandbTrial | None, user_experiment: UserExperiment | None
 ) -> Config:
-    """The configuration with a trial's parameters in it, tracked as that trial."""
+    """Return the configuration with the parameters of a trial in it, tracked as that trial."""
     if trial is None:
         return config
     from echelon.config.compose import apply_values
@@ -140,6 +144,7 @@ def apply_trial(
 
 
 def _read_parameters(path: Path) -> dict[str, Any]:
+    """Return the parameters in the file that `wandb agent` wrote."""
     import yaml
 
     try:
@@ -162,29 +167,32 @@ def _read_parameters(path: Path) -> dict[str, Any]:
         reason_lines = str(error).splitlines()
         raise EchelonError(
             Fault(
-                f"{path} holds no parameters of a sweep: {reason_lines[0] if reason_lines else error!r}",
+                f"{path} has no parameters of a sweep: "
+                f"{reason_lines[0] if reason_lines else error!r}",
                 "let `wandb agent` write it",
             )
         ) from None
 
 
 def _require_small(size: int, what: str) -> None:
+    """Raise if something is larger than MAX_BYTES."""
     if size > MAX_BYTES:
         raise EchelonError(
             Fault(
-                f"{what} is larger than {MAX_BYTES // 1024} KiB, and the parameters of a trial are "
+                f"{what} is larger than {MAX_BYTES // 1024} KiB, but the parameters of a trial are "
                 "a few numbers",
-                "look at what the sweep on the server sets",
+                "check the parameters of the sweep on the server",
             )
         )
 
 
 def _check_ids(ids: Mapping[str, str]) -> Iterator[Fault]:
-    """They become a folder and part of an address."""
+    """Yield a fault for each id that is unsafe: ids become part of a folder name and of a URL."""
     for what, name in ids.items():
         if check_run_name(name):
             yield Fault(
-                f"{name[:100]!r} is no id of a {what} on wandb's server", "look at the sweep there"
+                f"{name[:100]!r} is not the id of a {what} on wandb's server",
+                "check the sweep there",
             )
 
 
@@ -192,7 +200,7 @@ def _check_ids(ids: Mapping[str, str]) -> Iterator[Fault]:
 
 
 def check_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values by the dotted names of settings that may be set from outside."""
+    """Return the values by dotted key, or raise if a key or a value is not allowed."""
     leaves = list(itertools.islice(_iter_leaves(given, "", 1), _MAX_PARAMETERS + 1))
     if len(leaves) > _MAX_PARAMETERS:
         raise EchelonError(
@@ -208,7 +216,10 @@ def check_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _iter_leaves(tree: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Lazy: a file with references in it can mean more than fits anywhere."""
+    """Yield each value by its dotted key.
+
+    Lazily, because a YAML file with references can expand to more than fits into memory.
+    """
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if (
@@ -223,34 +234,37 @@ def _iter_leaves(tree: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[t
 
 
 def _check_key(key: str) -> Fault | None:
+    """Return the fault of a key that may not be set."""
     label = key if len(key) <= 100 else key[:99] + "…"
     if not _KEY_PATTERN.fullmatch(key) or len(key) > _MAX_TEXT_LENGTH:
         return Fault(
-            f"the sweep sets {label!r}, which is no name of a setting",
+            f"the sweep sets {label!r}, which is not the name of a setting",
             "name a setting of the experiment, or one of trainer's",
         )
     top, _, rest = key.partition(".")
     if top == "trainer" and rest.partition(".")[0] not in _ALLOWED_TRAINER_KEYS:
         return Fault(
             f"the sweep sets {label}, which it may not",
-            f"{_USE_COMMAND_LINE_HINT}; of trainer's, {suggest_nearest(rest, _ALLOWED_TRAINER_KEYS)}",
+            f"{_USE_COMMAND_LINE_HINT}; of trainer's, "
+            f"{suggest_nearest(rest, _ALLOWED_TRAINER_KEYS)}",
         )
     reserved = {f.name for f in dataclasses.fields(Config)} - {"experiment", "trainer", "seed"}
     if top in reserved or key in ("experiment", "entry", "experiment.entry"):
         return Fault(
-            f"the sweep sets {label}, which it may not: that decides where or what is run",
+            f"the sweep sets {label}, which it may not: that controls where or what is run",
             _USE_COMMAND_LINE_HINT,
         )
     return None
 
 
 def _check_value(key: str, value: Any) -> Fault | None:
+    """Return the fault of a value that is not plain data."""
     problem = describe_unsafe_value(value)
     return Fault(f"the sweep sets {key} to {problem}", PLAIN_VALUES_HINT) if problem else None
 
 
 def describe_unsafe_value(value: Any) -> str:
-    """What a value is, and why it may not become a setting; "" when it may."""
+    """Return why a value may not become a setting, beginning with the value; empty if it may."""
     problem = _find_problem(value)
     if problem is None and isinstance(value, list):
         problem = next(filter(None, map(_find_item_problem, value)), None)
@@ -267,30 +281,32 @@ def describe_unsafe_value(value: Any) -> str:
 
 
 def _is_printable(value: Any) -> bool:
-    """Whether it may be written out: an integer of millions of digits may not."""
+    """Whether the value may be written out: an integer of millions of digits may not."""
     return isinstance(value, (str, float)) or (isinstance(value, int) and abs(value) < 2**200)
 
 
 def _find_item_problem(value: Any) -> str | None:
+    """Return why a value may not be an item of a list."""
     return "a list in a list" if isinstance(value, list) else _find_problem(value)
 
 
 def _find_problem(value: Any) -> str | None:
+    """Return why a value may not become a setting, or None if it may."""
     match value:
         case None | bool() | list():
             return None
         case str() if "${" in value:
-            return "an interpolation, and values are plain data"
+            return "an interpolation, but values must be plain data"
         case str() if value == "???":
-            return "a mark for a missing value"
+            return "the marker of a missing value"
         case str() if len(value) > _MAX_TEXT_LENGTH:
             return f"a text of {len(value):,} characters"
         case str() if not all(c.isprintable() or c in "\t\n" for c in value):
-            return "characters that are no text"
+            return "characters that are not text"
         case int() if abs(value) >= 2**63:
             return "too large a number"
         case float() if not math.isfinite(value):
             return "not a finite number"
         case str() | int() | float():
             return None
-    return "no plain value"
+    return "not a plain value"

@@ -1,6 +1,6 @@
-"""Defaults of a user and of a project: `echelon.yaml`, below what is typed.
+"""Defaults of a user and of a project, from `echelon.yaml` files; overrides take precedence.
 
-Values are read as text where a setting is one, because YAML takes 4:00:00 for a number of seconds.
+Values of text settings are read as text, because YAML parses 4:00:00 as a number of seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.os_errors import describe_os_error
 
 FILE_NAME = "echelon.yaml"
+"""The same name in a project's folder and in the user's configuration folder."""
 _VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
+"""Settings of wandb, by the environment variable that carries each to it."""
 _SHORT_KEYS = {"secrets": "launch.secrets"}
+"""Shorter names for the same settings."""
 _SECRET_NAME = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)
+"""Names of settings that suggest a secret."""
 _TOKEN = r"(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}"
 _SECRET_VALUE = re.compile(rf"[0-9a-fA-F]{{32,}}|{_TOKEN}")
 
 
 class DefaultValue(NamedTuple):
+    """A value and where it was read."""
+
     value: Any
     location: str
     """FILE:LINE."""
@@ -36,15 +42,18 @@ class DefaultValue(NamedTuple):
 
 @dataclass(frozen=True)
 class UserDefaults:
-    """Of all files together; a project's stand above a user's."""
+    """The defaults of all files together; a project's take precedence over a user's."""
 
     launch: Mapping[str, DefaultValue]
-    """By their dotted keys."""
+    """Settings of the launcher, by their dotted keys."""
     variables: Mapping[str, str]
-    """To be set where nobody has set them."""
+    """Environment variables, to be set unless they are set already."""
 
     def select_for_launcher(self, kind: str) -> dict[str, DefaultValue]:
-        """Without what another launcher would read: a default is no slip."""
+        """Return the defaults without those that only other launchers read.
+
+        Typed by hand they would be a mistake; as a default of all runs they are not.
+        """
         other = {key for name, keys in LAUNCHER_ONLY_KEYS.items() if name != kind for key in keys}
         if kind == "inline":
             other |= {"procs", "max_restarts"}
@@ -55,7 +64,7 @@ NO_DEFAULTS = UserDefaults({}, {})
 
 
 def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> UserDefaults:
-    """From the user's file and from those in the folders, or one error with all faults."""
+    """Read the user's file and those in the folders; raise one EchelonError with all faults."""
     launch: dict[str, DefaultValue] = {}
     variables: dict[str, str] = {}
     faults: list[Fault] = []
@@ -75,13 +84,14 @@ def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> UserDefaul
 
 
 def find_files(env: Mapping[str, str], folders: Sequence[Path]) -> list[Path]:
-    """Those that are there, what counts most last."""
+    """Return the files that exist, the one of highest precedence last."""
     home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", "~"), ".config")
     candidates = [Path(home) / "echelon" / FILE_NAME, *(folder / FILE_NAME for folder in folders)]
     return list(dict.fromkeys(path.absolute() for path in candidates if path.is_file()))
 
 
 def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultValue]]:
+    """Yield the settings of a file, and add a fault for each line that is wrong."""
     import yaml
 
     try:
@@ -90,12 +100,14 @@ def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultVa
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)
         why = getattr(error, "problem", None) or str(error)
-        faults.append(Fault(f"{where} cannot be read: {why}", "mend that line"))
+        faults.append(Fault(f"{where} cannot be read: {why}", "fix that line"))
         return
     if tree is None:
         return
     if not isinstance(tree, yaml.MappingNode):
-        faults.append(Fault(f"{file} is no list of settings", "write lines such as partition: gpu"))
+        faults.append(
+            Fault(f"{file} is not a mapping of settings", "write lines such as partition: gpu")
+        )
         return
     for key, node in _iter_leaves(tree, ""):
         where = f"{file}:{node.start_mark.line + 1}"
@@ -106,11 +118,13 @@ def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultVa
 
 
 def _known_keys() -> set[str]:
+    """Return the settings that may have a default."""
     fields = {f"launch.{f.name}" for f in dataclasses.fields(LaunchConfig) if f.name != "kind"}
     return {*fields, *_VARIABLES, *_SHORT_KEYS}
 
 
 def _iter_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield each value of a YAML tree by its dotted key."""
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
@@ -121,6 +135,8 @@ def _iter_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_entry(key: str, node: Any, location: str) -> Fault | None:
+    """Return the fault of one setting: a secret, an unknown key, or a mapping where a value
+    belongs."""
     import yaml
 
     texts = [n.value for n in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
@@ -128,20 +144,20 @@ def _check_entry(key: str, node: Any, location: str) -> Fault | None:
     has_secret_name = key not in _known_keys() and _SECRET_NAME.search(key.rpartition(".")[2])
     if has_secret_value or has_secret_name:
         return Fault(
-            f"{location}: {key or 'a value'} looks like a secret, and this file may be read by others",
-            "put it into a file of KEY=VALUE lines with mode 0600, and name that: secrets: PATH",
+            f"{location}: {key or 'a value'} looks like a secret, but others may read this file",
+            "put it into a file of KEY=VALUE lines with mode 0600, and set secrets: PATH",
         )
     if key not in _known_keys():
         return Fault(
             f"{location}: there is no default {key!r}", suggest_nearest(key, _known_keys())
         )
     if isinstance(node, yaml.MappingNode):
-        return Fault(f"{location}: {key} has no parts", f"write {key}: VALUE")
+        return Fault(f"{location}: {key} is not a section", f"write {key}: VALUE")
     return None
 
 
 def _parse_value(key: str, node: Any) -> Any:
-    """As its setting declares it: a text or a list of them stays what is written."""
+    """Return the value as the schema declares it; texts and lists of texts stay as written."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode):
@@ -158,7 +174,10 @@ def _parse_value(key: str, node: Any) -> Any:
 
 
 def has_secret(text: str) -> bool:
-    """By its look, or by the name before it; a hash alone may be that of a commit."""
+    """Whether a word of a command looks like a secret, by its form or by the name before it.
+
+    A plain hash does not count: it may be the id of a commit.
+    """
     name, given, value = text.partition("=")
     if given and _SECRET_NAME.search(name) and _SECRET_VALUE.search(value):
         return True
@@ -166,7 +185,7 @@ def has_secret(text: str) -> bool:
 
 
 def read_secrets(file: str) -> dict[str, str]:
-    """Variables of a file that nobody else may read."""
+    """Return the variables in a file of KEY=VALUE lines that nobody else may read."""
     path = Path(file).expanduser()
     try:
         status = path.stat()
@@ -180,6 +199,6 @@ def read_secrets(file: str) -> dict[str, str]:
         lines = [line.removesuffix("\r") for line in os.fsdecode(path.read_bytes()).split("\n")]
     except OSError as error:
         why = describe_os_error(error)
-        raise EchelonError(Fault(f"launch.secrets={file}: {why}", "mend the path")) from None
+        raise EchelonError(Fault(f"launch.secrets={file}: {why}", "fix the path")) from None
     pairs = (line.partition("=") for line in lines if re.match(r"[A-Za-z_]\w*=", line, re.ASCII))
     return {key: value for key, _, value in pairs}

@@ -1,4 +1,7 @@
-"""What types cannot say: ranges, choices, settings that contradict each other. All at once."""
+"""Validation that types cannot express: ranges, choices, and settings that contradict each other.
+
+Every function returns or yields faults instead of raising, so that all are reported together.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,11 @@ from echelon.errors import Fault, suggest_nearest
 from echelon.world.device_fit import find_misfit
 
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
+"""Characters that a run's name may contain."""
 
 
 def find_faults(config: Config) -> list[Fault]:
+    """Return all faults of a configuration that its types do not already exclude."""
     return [
         *_check_ranges(config),
         *_check_finite(config),
@@ -45,6 +50,7 @@ def find_faults(config: Config) -> list[Fault]:
 
 
 def check_batch_size(batch_size: int, world_size: int) -> Fault | None:
+    """Return a fault if there are more processes than samples in the global batch."""
     if batch_size >= world_size:
         return None
     return Fault(
@@ -56,17 +62,18 @@ def check_batch_size(batch_size: int, world_size: int) -> Fault | None:
 
 
 def check_fsdp_world_size(config: Config, world_size: int) -> Fault | None:
+    """Return a fault if FSDP would shard over a single process."""
     if config.replica.kind != "fsdp" or world_size > 1 or config.program:
         return None
     more = "launch.procs=2" if config.launch.kind != "inline" else "launch=local launch.procs=2"
     return Fault(
-        "replica.kind=fsdp shares one model out between processes, but there is one process",
+        "replica.kind=fsdp shards one model over processes, but there is only one process",
         f"start two or more: {more}; or set replica.kind=ddp",
     )
 
 
 def check_cpu_support(config: Config) -> list[Fault]:
-    """What a run on a CPU cannot do."""
+    """Return a fault for each setting that a run on a CPU cannot use."""
     faults = []
     if config.trainer.precision == "fp16":
         faults.append(
@@ -79,31 +86,33 @@ def check_cpu_support(config: Config) -> list[Fault]:
         faults.append(
             Fault(
                 "trainer.capture=always, but the step cannot be a CUDA graph: this run is on a CPU",
-                "set trainer.capture=auto, and it is trained without",
+                "set trainer.capture=auto, which trains without one",
             )
         )
     return faults
 
 
 def _check_fsdp(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings that FSDP does not support."""
     if config.replica.kind != "fsdp":
         return
     if config.trainer.capture == "always":
         yield Fault(
-            "trainer.capture=always, but replica.kind=fsdp has no step that could be captured",
+            "trainer.capture=always, but replica.kind=fsdp has no step that can be captured",
             "leave one of the two out",
         )
     if config.trainer.unused_parameters and config.trainer.accumulate > 1:
         yield Fault(
             "trainer.unused_parameters=true and trainer.accumulate="
-            f"{config.trainer.accumulate}, but with replica.kind=fsdp torch knows what a layer "
-            "has not used only of a whole batch",
+            f"{config.trainer.accumulate}, but with replica.kind=fsdp torch finds unused "
+            "parameters only over a whole batch",
             "set trainer.accumulate=1 with a smaller batch or replica.checkpoint=true, or leave "
             "one of the others out",
         )
 
 
 def _check_ranges(config: Config) -> Iterator[Fault]:
+    """Yield a fault for each number that is out of its range."""
     t, launch = config.trainer, config.launch
     at_least = {
         "trainer.batch_size": (t.batch_size, 1),
@@ -145,7 +154,8 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
 
 
 def _check_finite(config: Config) -> Iterator[Fault]:
-    """An experiment of the user's may know what it wants with an infinity; ours do not."""
+    """Yield a fault for each infinity or NaN. A user's experiment may have a use for one; ours have
+    not."""
     for key, value in flatten(config.to_dict()).items():
         if not isinstance(value, float) or math.isfinite(value):
             continue
@@ -154,10 +164,11 @@ def _check_finite(config: Config) -> Iterator[Fault]:
             or config.experiment.get("entry") in bundled_experiments.list_entries()
         ):
             name = key.removeprefix("experiment.")
-            yield Fault(f"{name}={value} is no number to train with", f"set {name} to a finite one")
+            yield Fault(f"{name}={value} is not a finite number", f"set {name} to a finite one")
 
 
 def _check_interval(key: str, every: Interval) -> Iterator[Fault]:
+    """Yield a fault for each unit of an interval that is not positive."""
     for unit in ("steps", "epochs", "minutes"):
         value = getattr(every, unit)
         if value is not None and value <= 0:
@@ -165,10 +176,11 @@ def _check_interval(key: str, every: Interval) -> Iterator[Fault]:
 
 
 _PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-"""What others call a precision; by its letters, fp32 is nearest to tf32."""
+"""What others call a precision. By spelling alone, tf32 would be suggested for fp32."""
 
 
 def _check_choices(config: Config) -> Iterator[Fault]:
+    """Yield a fault for each setting that is not one of its choices."""
     choices = {
         "launch.kind": (config.launch.kind, LAUNCHERS),
         "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
@@ -191,18 +203,19 @@ def _check_choices(config: Config) -> Iterator[Fault]:
 
 
 def check_run_name(name: str) -> Fault | None:
-    """Names become folders, job names and log prefixes, so they are held to a plain pattern."""
+    """Return a fault if the name is unsafe: it becomes a folder, a job name and a log prefix."""
     if name == "latest":  # the link to the newest run
         return Fault("run.name='latest' always means the newest run", "choose another name")
     if name and set(name) <= NAME_CHARACTERS and name[0] not in ".-" and len(name) <= 100:
         return None
     return Fault(
-        f"run.name={name!r} is no name for a run",
+        f"run.name={name!r} is not a valid name for a run",
         "use 1 to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'",
     )
 
 
 def _check_launch(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings that contradict the launcher."""
     launch = config.launch
     if launch.kind == "inline" and not config.program:
         for key, value in {"procs": launch.procs, "max_restarts": launch.max_restarts}.items():
@@ -213,7 +226,7 @@ def _check_launch(config: Config) -> Iterator[Fault]:
                 )
     elif config.rank is not None:
         yield Fault(
-            f"rank={config.rank} starts one process by hand, and launch={launch.kind} starts "
+            f"rank={config.rank} starts one process by hand, but launch={launch.kind} starts "
             "its own",
             "leave one of the two out",
         )
@@ -225,24 +238,25 @@ def _check_launch(config: Config) -> Iterator[Fault]:
     if config.program:
         if config.mode == "wandb" and launch.kind in ("ssh", "env"):
             yield Fault(
-                f"mode=wandb, but launch={launch.kind} would start an agent of wandb's per node",
+                f"mode=wandb, but launch={launch.kind} would start a wandb agent on every node",
                 "add launch=slurm or launch=local",
             )
         if config.mode == "srun" and launch.kind != "slurm":
             yield Fault(
                 f"mode=srun, but launch={launch.kind} has no srun",
-                "add launch=slurm, or leave the mode out: an agent starts the processes then",
+                "add launch=slurm, or leave the mode out: an agent then starts the processes",
             )
     elif launch.procs and (fault := check_batch_size(config.trainer.batch_size, launch.procs)):
         yield fault
 
 
 def _check_replica(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings that contradict the layout of the model."""
     devices, launch = config.replica.devices, config.launch
     if config.replica.blocks and config.replica.kind == "ddp" and not config.replica.checkpoint:
         yield Fault(
             f"replica.blocks=[{','.join(config.replica.blocks)}] names the layers to shard or to "
-            "compute again, but replica.kind=ddp and replica.checkpoint=false do neither",
+            "checkpoint, but replica.kind=ddp and replica.checkpoint=false do neither",
             "add replica.kind=fsdp or replica.checkpoint=true, or leave replica.blocks out",
         )
     if devices <= 1:
@@ -261,7 +275,7 @@ def _check_replica(config: Config) -> Iterator[Fault]:
         )
     if config.trainer.capture == "always":
         yield Fault(
-            f"trainer.capture=always is of one device, but replica.devices={devices}",
+            f"trainer.capture=always needs one device per process, but replica.devices={devices}",
             "leave one of the two out",
         )
     if launch.gpus_per_node:
@@ -299,10 +313,11 @@ LAUNCHER_ONLY_KEYS = {
         *("sbatch", "setup", "max_parallel"),
     ),
 }
+"""Settings that only one launcher reads."""
 
 
 def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
-    """What another launcher would read is a slip: it would be ignored."""
+    """Yield a fault for each setting that the chosen launcher would silently ignore."""
     default = LaunchConfig()
     for kind, keys in LAUNCHER_ONLY_KEYS.items():
         for key in keys:
@@ -315,12 +330,13 @@ def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
 
 
 def _check_hosts(launch: LaunchConfig) -> Iterator[Fault]:
+    """Yield faults of the hosts of launch=ssh."""
     if not launch.hosts and not launch.hostfile:
-        yield Fault("launch=ssh without a host", "say which: 'launch.hosts=[a,b]'")
+        yield Fault("launch=ssh without a host", "name the hosts: 'launch.hosts=[a,b]'")
     for host in launch.hosts:
         if not is_safe_host(host):
             yield Fault(
-                f"launch.hosts: {host!r} is no name of a host",
+                f"launch.hosts: {host!r} is not the name of a host",
                 "give names or addresses as ssh knows them, USER@HOST where needed",
             )
     for host in {h for h in launch.hosts if launch.hosts.count(h) > 1}:
@@ -331,17 +347,19 @@ def _check_hosts(launch: LaunchConfig) -> Iterator[Fault]:
 
 
 def is_safe_host(host: str) -> bool:
-    """A name that starts with a dash would be an option of ssh's, and options run commands."""
+    """Whether a host may be passed to ssh: one that starts with a dash would be an option, and
+    options can run commands."""
     return bool(re.fullmatch(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9\[:][A-Za-z0-9._:\]-]*", host))
 
 
 def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
+    """Yield faults of what goes into a batch script."""
     one_word = re.compile(r"[A-Za-z0-9_.,:@+-]+")
     for key in ("partition", "account", "time"):
         value = getattr(launch, key)
         if value is not None and not one_word.fullmatch(value):
             yield Fault(
-                f"launch.{key}={value!r} would not stand as one word in a batch script",
+                f"launch.{key}={value!r} is not safe as one word in a batch script",
                 "use letters, digits and _ . , : @ + - only",
             )
     limit_s = _parse_sbatch_time(launch.time or "")
@@ -355,7 +373,9 @@ def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
         )
     for line in launch.sbatch:
         if not line.startswith("-") or "\n" in line:
-            yield Fault(f"launch.sbatch: {line!r} is no option of sbatch", "write ['--mem=64G', …]")
+            yield Fault(
+                f"launch.sbatch: {line!r} is not an option of sbatch", "write ['--mem=64G', …]"
+            )
     for line in launch.setup:
         if "\n" in line:
             yield Fault(
@@ -364,6 +384,7 @@ def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
 
 
 def _check_track(config: Config) -> Iterator[Fault]:
+    """Yield faults of trackers: settings of one not chosen, and values that wandb refuses."""
     chosen: dict[str, tuple[WandbConfig | TensorBoardConfig, WandbConfig | TensorBoardConfig]] = {
         "wandb": (config.track.wandb, WandbConfig()),
         "tensorboard": (config.track.tensorboard, TensorBoardConfig()),
@@ -383,22 +404,23 @@ def _check_track(config: Config) -> Iterator[Fault]:
         )
     if wandb.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", wandb.project):
         yield Fault(
-            f"track.wandb.project={wandb.project!r} is no name that wandb takes",
+            f"track.wandb.project={wandb.project!r} is not a name that wandb accepts",
             "use 1 to 128 characters without / \\ # ? % :",
         )
     for tag in wandb.tags:
         if not 1 <= len(tag) <= 64:
             yield Fault(
-                f"track.wandb.tags: {tag!r} is no tag that wandb takes", "use 1 to 64 characters"
+                f"track.wandb.tags: {tag!r} is not a tag that wandb accepts",
+                "use 1 to 64 characters",
             )
 
 
 _SLURM_SIGNAL_JITTER_S = 60
-"""sbatch(1), of --signal."""
+"""Slurm may send the signal so much earlier: see --signal in sbatch(1)."""
 
 
 def _parse_sbatch_time(time: str) -> int | None:
-    """As sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
+    """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for anything else."""
     days, dash, rest = time.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
@@ -408,6 +430,7 @@ def _parse_sbatch_time(time: str) -> int | None:
 
 
 def _check_manual_ranks(config: Config) -> Iterator[Fault]:
+    """Yield faults of ranks that are started by hand: rank, world_size and master go together."""
     if (config.rank is None) != (config.world_size is None):
         given, missing = (
             ("rank", "world_size") if config.rank is not None else ("world_size", "rank")
@@ -419,7 +442,7 @@ def _check_manual_ranks(config: Config) -> Iterator[Fault]:
     elif config.rank is not None and config.world_size is not None:
         if not 0 <= config.rank < config.world_size:
             yield Fault(
-                f"rank={config.rank} is outside a world of {config.world_size} processes",
+                f"rank={config.rank} is outside of a world of {config.world_size} processes",
                 f"ranks go from 0 to {config.world_size - 1}",
             )
         elif fault := check_batch_size(config.trainer.batch_size, config.world_size):

@@ -72,14 +72,15 @@ def explain_build_failure(
     )
     return [
         Fault(
-            f"the environment could not be built{location}{_find_cause(log)}; the last lines of its output:\n{end}",
+            f"the environment could not be built{location}{_find_cause(log)}; "
+            f"the last lines of its output:\n{end}",
             f"read the whole log: {log_file}",
         )
     ]
 
 
 def find_failed_packages(log: str) -> list[str]:
-    """Return the canonical names of the packages that could not be installed, the likeliest first."""
+    """Return canonical names of packages that could not be installed, the likeliest first."""
     found = [name for pattern in _PACKAGE_PATTERNS for name in pattern.findall(log)]
     if not found and (attempts := _LAST_ATTEMPT.findall(log)):
         found = attempts[-1:]
@@ -93,7 +94,8 @@ def _locate_requirement(log: str, requirements: list[RequirementLine], source: P
     for name in names:
         for requirement in requirements:
             if requirement.name == name:
-                return f": {hide_passwords(requirement.text.partition(' --hash=')[0])} ({requirement.format_location(source)})"
+                text = hide_passwords(requirement.text.partition(" --hash=")[0])
+                return f": {text} ({requirement.format_location(source)})"
     return f": {names[0]}, which another package needs" if names else ""
 
 

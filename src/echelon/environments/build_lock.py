@@ -29,7 +29,7 @@ def wait_for_lock(path: Path, what: str, print_line: PrintLine) -> Iterator[File
     while (lock := try_lock(path)) is None:
         now = time.monotonic()
         if reported == started or now - reported > _REMIND_S:
-            print_line(f"waiting for {describe_owner(path)}, which is building {what}")
+            print_line(f"waiting for {describe_owner(path)}, which has locked {what}")
             reported = now
         time.sleep(_RETRY_S)
     try:

@@ -209,9 +209,8 @@ def _remove_if_unused(environment: CachedEnvironment, dry_run: bool, print_line:
                 remove_environment(paths)
                 _remove_side_files(paths)
             if environment.marker or freed:
-                print_line(
-                    f"{'would remove' if dry_run else 'removed'} {environment.key}: {_describe_content(environment)}"
-                )
+                action = "would remove" if dry_run else "removed"
+                print_line(f"{action} {environment.key}: {_describe_content(environment)}")
             return freed
     finally:
         lock.release()
@@ -221,7 +220,8 @@ def _describe_content(environment: CachedEnvironment) -> str:
     """Return which files of which source the environment was built from."""
     if not environment.marker:
         return "its build did not finish"
-    return f"{', '.join(environment.marker.get('files', []))} of {environment.marker.get('source', '?')}"
+    files = ", ".join(environment.marker.get("files", []))
+    return f"{files} of {environment.marker.get('source', '?')}"
 
 
 def _remove_side_files(paths: EnvironmentPaths) -> None:

@@ -144,5 +144,6 @@ def _format_cached(environment: CachedEnvironment) -> str:
     if not environment.marker:
         return f"{environment.key}  unfinished"
     files = ", ".join(environment.marker.get("files", [])) or "a tool"
-    usage = f"{format_bytes(environment.marker.get('bytes', 0)):>8}  used {format_age(environment.last_used):<14}"
-    return f"{environment.key}  {usage}  {files} of {environment.marker.get('source')}"
+    size, age = format_bytes(environment.marker.get("bytes", 0)), format_age(environment.last_used)
+    source = environment.marker.get("source")
+    return f"{environment.key}  {size:>8}  used {age:<14}  {files} of {source}"

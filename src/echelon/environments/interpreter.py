@@ -61,8 +61,8 @@ def check_python_version(
     """Return a fault for every request that the interpreter does not meet."""
     return [
         Fault(
-            f"{request.statement}, but the environment would be made with Python {interpreter.version} "
-            f"({interpreter.executable})",
+            f"{request.statement}, but the environment would be made with Python "
+            f"{interpreter.version} ({interpreter.executable})",
             "give another with --python PATH (`uv python install VERSION` or the cluster's "
             "modules provide one), or change the requested version",
         )
@@ -72,7 +72,7 @@ def check_python_version(
 
 
 def _read_python_version_file(source: Path) -> list[PythonRequest]:
-    """Return the version in .python-version, if it is one: pyenv also allows names of environments."""
+    """Return the version in .python-version; pyenv also allows names, which are ignored."""
     try:
         words = (source / ".python-version").read_text(encoding="utf-8-sig").split()
     except (OSError, UnicodeDecodeError):

@@ -224,8 +224,8 @@ def insecure_fault(url: str, location: str) -> Fault:
     """Return the fault for packages over plain http."""
     host = urlsplit(url).hostname or "HOST"
     return Fault(
-        f"{location}: packages from {hide_passwords(url)} come over plain http, where anybody in the "
-        "network can change them",
+        f"{location}: packages from {hide_passwords(url)} come over plain http, where "
+        "anybody in the network can change them",
         f"use https, or declare that you trust the network with --trusted-host {host} "
         f"(or PIP_TRUSTED_HOST={host})",
     )
@@ -241,7 +241,7 @@ def hide_passwords(text: str) -> str:
 
 
 def _read_pip_files(environ: Mapping[str, str], prefix: Path) -> dict[str, str]:
-    """Return the settings of all pip.conf files. Later files win, and [install] wins over [global]."""
+    """Return the settings of all pip.conf files; later files and [install] win."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}}
     for file in _pip_files(environ, prefix):
         parser = configparser.RawConfigParser()

@@ -34,7 +34,7 @@ _PYPI = {"name": "pypi", "url": "https://pypi.org/simple", "verify_ssl": True}
 def read_pipfile(
     source: Path, environ: Mapping[str, str]
 ) -> tuple[ParsedDependencies, dict[str, Any]]:
-    """Return the dependencies, from the lock file if there is one, and the content of the Pipfile."""
+    """Return the dependencies, from the lock file if there is one, and the Pipfile itself."""
     file, lock = source / "Pipfile", source / "Pipfile.lock"
     pipfile = toml_files.load_toml(file)
     parsed = ParsedDependencies(files=[file])

@@ -92,8 +92,8 @@ def _check_uv_sources(
     for requirement in requirements:
         if requirement.name in sourced:
             yield Fault(
-                f"pyproject.toml:{requirement.line_number}: [tool.uv.sources] says where {requirement.name} comes "
-                "from, which only a lock file can follow",
+                f"pyproject.toml:{requirement.line_number}: [tool.uv.sources] says where "
+                f"{requirement.name} comes from, which only a lock file can follow",
                 "run `uv lock`: the environment is then built from uv.lock",
             )
 

@@ -296,7 +296,8 @@ def _read_include(
 ) -> None:
     """Read the file of a -r or -c option, if it is inside the source and not already being read."""
     if re.match(r"(https?|file):", value):
-        what = f"{context}: {hide_passwords(value)} is not in the source folder, so a change of it would go unnoticed"
+        what = f"{context}: {hide_passwords(value)} is not in the source folder"
+        what += ", so a change of it would go unnoticed"
         parsed.faults.append(Fault(what, "keep a copy of it in the source folder"))
         return
     relative = os.path.relpath(context.file.parent / value, context.source)

@@ -1,4 +1,4 @@
-"""A made-up regression that trains in a second."""
+"""A linear regression on synthetic data that trains in a second."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from echelon.experiment.definition import Experiment
 
 
 def experiment(cfg: Any) -> Experiment:
+    """Return the experiment; its settings are documented in conf/experiment/toy.yaml."""
     model = _make_model(cfg.features, cfg.hidden)
     x, y = make_linear_data(cfg.samples + cfg.eval_samples, cfg.features, cfg.noise, cfg.data_seed)
     return Experiment(
@@ -25,6 +26,7 @@ def experiment(cfg: Any) -> Experiment:
 
 
 def _make_model(features: int, hidden: int) -> nn.Module:
+    """Return a linear model, or one with a hidden layer of the given width."""
     if not hidden:
         return nn.Linear(features, 1)
     return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 1))

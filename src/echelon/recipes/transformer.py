@@ -1,8 +1,8 @@
-"""A decoder-only transformer on random tokens: what a language model costs, without a language.
+"""A decoder-only transformer on random tokens: the cost of a language model, without a language.
 
-Pre-norm blocks, causal attention by torch's fused kernels, a GELU or SwiGLU layer, a head that is
-the embedding's own matrix or another. Samples are rows of tokens; of each, all but the last are
-read and all but the first are to be told.
+Pre-norm blocks, causal attention by torch's fused kernels, a GELU or SwiGLU feed-forward layer, and
+an output head that may share the embedding's matrix. A sample is a row of tokens: all but the last
+are the input, all but the first are the targets.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _FEED_FORWARD_KINDS = ("gelu", "swiglu")
 
 
 def experiment(cfg: Any) -> Experiment:
+    """Return the experiment; its settings are documented in conf/experiment/transformer.yaml."""
     _check_settings(cfg)
     model = Transformer(
         cfg.layers, cfg.width, cfg.heads, cfg.context, cfg.vocabulary, cfg.feed, cfg.tied
@@ -42,23 +43,28 @@ def experiment(cfg: Any) -> Experiment:
 
 
 def predict_next_tokens(model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits for every position, and the token that follows it."""
     (rows,) = batch
     rows = rows.long()
     return model(rows[:, :-1]), rows[:, 1:]
 
 
 def compute_token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy over all tokens of the batch."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def make_tokens(samples: int, context: int, vocabulary: int, seed: int) -> Tensor:
-    """Numbers that a model can learn something of: small ones are frequent, as words are."""
+    """Return random rows of `context` + 1 tokens. Small numbers are frequent, as words are, so a
+    model can learn something."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(samples, context + 1, generator=generator)
     return (vocabulary * uniform**4).to(torch.int32).clamp_(max=vocabulary - 1)
 
 
 class Transformer(nn.Module):
+    """The model. Names of its parameters are keys of snapshots."""
+
     def __init__(
         self,
         layers: int,
@@ -76,7 +82,8 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_init_weights)
-        for block in self.blocks:  # two sums per block go into the same stream
+        # Every block adds twice to the residual stream; smaller weights keep its variance constant.
+        for block in self.blocks:
             assert isinstance(block, Block)
             for last in block.residual_projections():
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
@@ -93,6 +100,9 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward layer, each with a residual connection. `replica.blocks=[Block]`
+    names it."""
+
     def __init__(self, width: int, heads: int, feed: str) -> None:
         super().__init__()
         self.before_attention = nn.LayerNorm(width)
@@ -108,10 +118,13 @@ class Block(nn.Module):
         return out
 
     def residual_projections(self) -> list[nn.Linear]:
+        """Return the two layers whose output is added to the residual stream."""
         return [self.attention.out, self.feed.out]
 
 
 class CausalSelfAttention(nn.Module):
+    """Multi-head attention to earlier tokens, with one matrix for query, key and value."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -128,6 +141,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class GELUFeedForward(nn.Module):
+    """Two linear layers, four times as wide inside."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.into = nn.Linear(width, 4 * width, bias=False)
@@ -139,7 +154,11 @@ class GELUFeedForward(nn.Module):
 
 
 class SwiGLUFeedForward(nn.Module):
-    """Two thirds as wide, as it has three matrices; a multiple of 64, as kernels like it."""
+    """A gated feed-forward layer.
+
+    It is two thirds as wide as the other, because it has three matrices, and a multiple of 64, for
+    which kernels are fast.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -154,11 +173,13 @@ class SwiGLUFeedForward(nn.Module):
 
 
 def _init_weights(module: nn.Module) -> None:
+    """Initialise a linear or embedding layer as GPT-2 does."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
 
 
 def _check_settings(cfg: Any) -> None:
+    """Raise with a fault for every setting that makes no model."""
     faults = [
         Fault(f"{name}={getattr(cfg, name)} is below 1", f"set {name} to 1 or more")
         for name in ("layers", "width", "heads", "context", "vocabulary", "samples")

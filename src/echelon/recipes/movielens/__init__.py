@@ -1,1 +1,4 @@
-"""A recommender on MovieLens: its data, three experiments, and recommendations for a user."""
+"""MovieLens as a recipe: its data, three experiments and `echelon recommend`.
+
+This module imports nothing, because `echelon data movielens` needs no torch.
+"""

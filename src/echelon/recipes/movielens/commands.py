@@ -1,4 +1,4 @@
-"""MovieLens: its data, and what a user might like."""
+"""The commands of the recipe: `echelon data movielens` and `echelon recommend`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from echelon.commands.arguments import add_dir_argument, make_parser, parse_posi
 
 
 def data(words: list[str]) -> int:
+    """Download or import a MovieLens data set."""
     parser = make_parser(
         "data",
-        "Get a data set: download it, or take it from a file; check it, unpack it and prepare it.",
-        "A broken download goes on where it stopped when the same is typed again. A mirror's\n"
-        "address is given by ECHELON_MOVIELENS_URL "
+        "Get a data set: download it or take it from a file, then verify, unpack and prepare it.",
+        "An interrupted download continues when the same command is typed again. Set\n"
+        "ECHELON_MOVIELENS_URL to use a mirror "
         "(default: https://files.grouplens.org/datasets/movielens).",
     )
     parser.add_argument("name", choices=["movielens"])
     parser.add_argument(
         "--size",
         choices=["latest-small", "100k", "1m", "25m", "32m"],
-        help="which of GroupLens' sets (default: latest-small, or what the file holds)",
+        help="which of GroupLens' data sets (default: latest-small, or the one in the file)",
     )
-    parser.add_argument("--from", dest="given", metavar="FILE", help="a zip or folder, no internet")
+    parser.add_argument(
+        "--from", dest="given", metavar="FILE", help="a zip file or folder, instead of a download"
+    )
     parser.add_argument("--to", default="data", metavar="DIR", help="(default: data)")
-    parser.add_argument("--json", action="store_true", help="say where it is as JSON")
+    parser.add_argument("--json", action="store_true", help="print where it is as JSON")
     given = parser.parse_args(words)
     from echelon.recipes.movielens.data.data_command import get_data
 
@@ -31,13 +34,14 @@ def data(words: list[str]) -> int:
 
 
 def recommend(words: list[str]) -> int:
+    """Print the movies that a run's model recommends to users."""
     parser = make_parser(
         "recommend",
-        "Say what users of MovieLens might like, by a run's best snapshot: movies that they have "
+        "Recommend movies to users of MovieLens by a run's best snapshot: movies that they have "
         "not rated, the best first.",
         "The score is the expected rating, not clipped to the scale; of\n"
-        "experiment=movielens_ranking, a logarithm of how likely a movie is next.\n"
-        "Piped: user, place, score, movie id and title between tabs.",
+        "experiment=movielens_ranking, the log-likelihood of a movie to be next.\n"
+        "In a pipe: user, rank, score, movie id and title, separated by tabs.",
     )
     parser.add_argument("run", help="a name, a folder, or `latest`")
     parser.add_argument(
@@ -46,7 +50,7 @@ def recommend(words: list[str]) -> int:
         action="append",
         required=True,
         metavar="ID",
-        help="MovieLens' number of a user; may be repeated",
+        help="the id of a user in MovieLens; may be repeated",
     )
     parser.add_argument("-k", type=parse_positive_int, default=10, help="how many (default: 10)")
     parser.add_argument("--json", action="store_true")

@@ -1,5 +1,5 @@
-"""MovieLens, three ways: ratings from a taste that is solved for, ratings from plain embeddings,
-and what a user rates next."""
+"""The three experiments on MovieLens, as their `entry` names them: `taste` and `dot` predict
+ratings, `ranking` predicts which movie a user rates next."""
 
 from typing import TypeAlias
 
@@ -18,6 +18,6 @@ MODELS: dict[str, type[MovieModel]] = {
     "dot": MatrixFactorization,
     "ranking": NextItemModel,
 }
-"""By the function that trains them."""
+"""The model that each experiment function trains."""
 
 __all__ = ["MODELS", "MovieModel", "dot", "ranking", "taste"]

@@ -1,5 +1,8 @@
-"""Ratings the plain way: a bias and a vector for each user and each movie, and if wanted a tower of
-layers over both vectors. What users are to a table, a taste (see tastes.py) is to their ratings."""
+"""Ratings by matrix factorization: a bias and a vector for each user and each movie.
+
+`tower` adds an MLP over both vectors. Users are rows of a table here, so only users seen in
+training can be scored; ridge_regression.py has no such table.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ class MatrixFactorizationSettings(SplitSettings):
 
 
 def experiment(cfg: MatrixFactorizationSettings) -> Experiment:
+    """Return the experiment. A sample is one rating."""
     require_positive(dim=cfg.dim, **{f"tower[{n}]": width for n, width in enumerate(cfg.tower)})
     ratings, train, held_out = load_split(cfg)
     columns = ratings.users, ratings.items, ratings.ratings
@@ -55,6 +59,9 @@ def experiment(cfg: MatrixFactorizationSettings) -> Experiment:
 
 
 class MatrixFactorization(nn.Module):
+    """The model. Names of its parameters are keys of snapshots. In evaluation mode predictions are
+    clipped to the scale of the ratings."""
+
     def __init__(
         self,
         sizes: tuple[int, int],
@@ -83,7 +90,7 @@ class MatrixFactorization(nn.Module):
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Tensor]) -> MatrixFactorization:
-        """The model of a snapshot."""
+        """Return an untrained model with the sizes of a snapshot."""
         layers = [w for key, w in weights.items() if key.startswith("tower.") and w.ndim == 2]
         users, dim = weights["users.weight"].shape
         sizes = users, len(weights["items.weight"])
@@ -100,8 +107,8 @@ class MatrixFactorization(nn.Module):
         return clipped
 
     def score_movies(self, user: int, items: Tensor, ratings: Tensor) -> Tensor:
-        """Of all movies, for a user known in training."""
+        """Return the score of every movie for a user who was in the training data."""
         everything = torch.arange(self.items.num_embeddings)
-        self.train()  # at the ends of the scale, what is clipped alike would tie
+        self.train()  # without clipping, which would make all movies at the top of the scale tie
         scores: Tensor = self(torch.full_like(everything, user), everything)
         return scores

@@ -1,5 +1,8 @@
-"""NDCG@k where one item is relevant. torchmetrics' own keeps the scores of every item for every
-user to the end: 40 GB for MovieLens 25M. This keeps two numbers."""
+"""NDCG@k for the case that one item is relevant.
+
+torchmetrics' own metric keeps the scores of every item for every user until the end: 40 GB for
+MovieLens 25M. This one keeps two numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torchmetrics import Metric
 
 
 class SingleTargetNDCG(Metric):
+    """The mean of 1 / log2(rank + 1) over users, where ranks beyond k count as 0."""
+
     full_state_update = False
     higher_is_better = True
 
@@ -23,12 +28,13 @@ class SingleTargetNDCG(Metric):
         self.add_state("users", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, scores: Tensor, target: Tensor) -> None:
-        """Scores [users, items] and the item of each user."""
+        """Add scores of shape [users, items] and the target item of each user."""
         target_scores = scores.gather(1, target[:, None])
-        # What ties counts as above, and so does NaN: else scores that say nothing would be perfect.
+        # Ties and NaN count as above the target: otherwise constant scores would be perfect.
         above = (~(scores < target_scores)).sum(1) - 1
         self.gain += (1 / torch.log2(above.double() + 2))[above < self.k].sum()
         self.users += len(target)
 
     def compute(self) -> Tensor:
+        """Return the mean over all users so far."""
         return self.gain / self.users

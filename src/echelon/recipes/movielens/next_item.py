@@ -1,8 +1,9 @@
-"""Ranking: which movie a user rates next, from the last ones they rated.
+"""Ranking: which movie a user rates next, given the movies they rated last.
 
-A user is what they rated, the newest counting most: a weighted sum of vectors, whose product with
-another vector of every movie, and a bias for how popular it is, scores it. Trained as a choice
-among all movies, none sampled, on every rating that has one before it.
+A user is represented by a weighted sum of the vectors of the rated movies, the newest weighing
+most. Its product with another vector of every movie, plus a bias for popularity, is the score. The
+model is trained with cross entropy over all movies, without negative sampling, on every rating that
+has one before it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class NextItemSettings(SplitSettings):
 
 
 def experiment(cfg: NextItemSettings) -> Experiment:
+    """Return the experiment. A sample is a rating and those before it."""
     require_positive(dim=cfg.dim, window=cfg.window)
     ratings, train, held_out = load_split(cfg)
     histories = RatingHistories(ratings, train)
@@ -58,47 +60,52 @@ def experiment(cfg: NextItemSettings) -> Experiment:
 
 
 class NextItemModel(nn.Module):
+    """The model. Names of its parameters are keys of snapshots."""
+
     def __init__(self, items: int, dim: int, window: int, data: Tensor) -> None:
         super().__init__()
         self.data = make_frozen_parameter(data)
         self.rated = nn.Embedding(items + 1, dim, padding_idx=items)
-        """What it says of a user to have rated it; the last row is nothing."""
+        """What a rated movie says about its user; the last row is the padding."""
         self.wanted = nn.Embedding(items, dim)
         self.popularity = nn.Parameter(torch.zeros(items))
         self.recency = nn.Parameter(-0.5 * torch.arange(1.0, window + 1).log())
-        """How much the last rating counts, the one before, …; logarithms."""
+        """Logarithm of the weight of the newest rating, the one before, and so on."""
         for table in (self.rated, self.wanted):
             nn.init.normal_(table.weight, std=0.1)
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Tensor]) -> NextItemModel:
-        """The model of a snapshot."""
+        """Return an untrained model with the sizes of a snapshot."""
         items, dim = weights["wanted.weight"].shape
         return cls(items, dim, len(weights["recency"]), weights["data"])
 
     @property
     def padding_index(self) -> int:
+        """The index of the empty row, which fills windows of short histories."""
         return self.wanted.num_embeddings
 
     def forward(self, windows: Tensor) -> Tensor:
-        """[n, window], the newest first → [n, items]."""
+        """Return scores [n, items] for windows [n, window] of items, the newest first."""
         weights = self.recency.exp() * (windows != self.padding_index)
         summed = (weights[:, None] @ self.rated(windows))[:, 0]
         user = summed / (weights.sum(1, keepdim=True) + 1).sqrt()
         return torch.addmm(self.popularity, user, self.wanted.weight.T)
 
     def score_movies(self, user: int, items: Tensor, ratings: Tensor) -> Tensor:
-        """Of all movies, for someone with this history, known in training or not."""
+        """Return the score of every movie for a user with this history, whether known in training
+        or not."""
         newest = items.flip(0)[: len(self.recency)]
-        room = len(self.recency) - len(newest)
-        window: Tensor = self(nn.functional.pad(newest, (0, room), value=self.padding_index)[None])[
-            0
-        ]
+        padding = len(self.recency) - len(newest)
+        window: Tensor = self(
+            nn.functional.pad(newest, (0, padding), value=self.padding_index)[None]
+        )[0]
         return window
 
 
 def _make_train_positions(histories: RatingHistories) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the user begins, where the rating lies, and what it is of; for all but first ones."""
+    """Return for each rating but a user's first: where the user's history starts, the rating's
+    position, and its movie."""
     counts = histories.begins.diff()
     begins = histories.begins[:-1].repeat_interleave(counts)
     at = torch.arange(len(histories.items))
@@ -109,12 +116,16 @@ def _make_train_positions(histories: RatingHistories) -> tuple[Tensor, Tensor, T
 def _make_eval_targets(
     histories: RatingHistories, ratings: Ratings, held_out: Array
 ) -> tuple[Tensor, Tensor]:
+    """Return the user and the held-out movie of each evaluation sample."""
     return torch.from_numpy(ratings.users[held_out]), torch.from_numpy(
         ratings.items[held_out]
     ).long()
 
 
 def _make_predict(histories: RatingHistories) -> Predict:
+    """Return the function that gathers a batch's histories and calls the model. In evaluation,
+    movies that the user has rated cannot be predicted."""
+
     def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         assert isinstance(model, NextItemModel)
         length, filler = len(model.recency), model.padding_index

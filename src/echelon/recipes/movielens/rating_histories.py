@@ -1,4 +1,4 @@
-"""What each user rated, one user after the other, and cuts of it by index, on any device."""
+"""The rating history of every user, grouped by user and gathered by index on any device."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from echelon.recipes.movielens.data import Ratings
 from echelon.recipes.movielens.data.ratings import Array
 
 PAGE_LENGTH = 64
-"""Users have rated twenty movies or thousands. Pages of equal length waste less than padding to the
-longest, and their products are still those of matrices."""
+"""Some users have rated twenty movies, some thousands. Pages of equal length waste less memory than
+padding to the longest, and still multiply as matrices."""
 
 
 class RatingPages(NamedTuple):
-    """Ratings of some users; a user has as many pages as it takes."""
+    """The ratings of some users, in pages of equal length; a user has as many pages as needed."""
 
     items: Tensor
-    """[pages, PAGE]; 0 where `real` is false."""
+    """[pages, PAGE_LENGTH]; 0 where `is_rating` is false."""
     ratings: Tensor
     is_rating: Tensor
     owner: Tensor
-    """[pages]: whose, as a position among the users asked for."""
+    """[pages]: the user of each page, as a position among the requested users."""
     num_users: int
 
 
 class RatingHistories:
-    """Kept outside the model: it is data, and DDP would send a buffer with every step."""
+    """The histories of all users. They are kept outside of the model: as buffers, DDP would
+    broadcast them at every step."""
 
     def __init__(self, ratings: Ratings, rows: Array) -> None:
-        """In the order of time."""
+        """Sort the given rows of the ratings by user, and by time within a user."""
         rows = rows[np.argsort(ratings.times[rows], kind="stable")]
         rows = rows[np.argsort(ratings.users[rows], kind="stable")]
         counts = np.bincount(ratings.users[rows], minlength=ratings.num_users)
@@ -41,6 +42,7 @@ class RatingHistories:
         self.begins = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
 
     def gather_pages(self, users: Tensor) -> RatingPages:
+        """Return all ratings of these users."""
         self._move_to(users.device)
         begin, end = self.begins[users], self.begins[users + 1]
         counts = (end - begin + PAGE_LENGTH - 1) // PAGE_LENGTH
@@ -53,19 +55,21 @@ class RatingHistories:
         return RatingPages(self.items[at].where(real, 0), self.ratings[at], real, owner, len(users))
 
     def gather_windows(self, starts: Tensor, ends: Tensor, length: int, filler: int) -> Tensor:
-        """The `length` items before each of `ends`, the newest first, none before `begins`."""
+        """Return the `length` items before each position in `ends`, the newest first; `filler`
+        before `begins`."""
         self._move_to(ends.device)
         at = ends[:, None] - 1 - torch.arange(length, device=ends.device)
         real = at >= starts[:, None]
         return self.items[at.where(real, 0)].where(real, filler)
 
     def _move_to(self, device: torch.device) -> None:
-        if self.items.device != device:  # once: it then stays there
+        """Move the data to a device; it stays there, so this happens once."""
+        if self.items.device != device:
             self.items, self.ratings = self.items.to(device), self.ratings.to(device)
             self.begins = self.begins.to(device)
 
 
 def make_single_page(items: Tensor, ratings: Tensor) -> RatingPages:
-    """A single history as one long page."""
+    """Return one user's history as a single page."""
     real = torch.ones(1, len(items), dtype=torch.bool)
     return RatingPages(items[None], ratings[None], real, torch.zeros(1, dtype=torch.long), 1)

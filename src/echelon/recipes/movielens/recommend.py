@@ -1,4 +1,5 @@
-"""`echelon recommend`: titles from a run's best snapshot, without what the user has rated."""
+"""`echelon recommend`: titles that a run's best snapshot recommends, without those the user has
+rated."""
 
 from __future__ import annotations
 
@@ -19,29 +20,38 @@ if TYPE_CHECKING:
     from echelon.snapshot.reader import Snapshot
 
 _MOVIELENS_MODULE = "echelon.recipes.movielens.experiments"
+"""The entry's module in the configuration of a run that this command can use."""
 
 
 @dataclass(frozen=True)
 class RecommendedMovie:
+    """A movie and its score. The fields are keys of `--json`."""
+
     movie: int
-    """MovieLens' own number."""
+    """The id in MovieLens."""
     title: str
     score: float
 
 
 @dataclass(frozen=True)
 class UserRecommendations:
+    """The movies for one user. The fields are keys of `--json`."""
+
     user: int
     known: bool
+    """Whether the data has ratings of the user; else these are the most rated movies."""
     movies: list[RecommendedMovie]
 
 
 def print_recommendations(run: Run, users: Sequence[int], k: int, as_json: bool) -> int:
+    """Print recommendations as JSON, as a table on a terminal, or as tab-separated lines."""
     recommendations = compute_recommendations(run, users, k)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # titles have letters that not every stream has
+        sys.stdout.reconfigure(errors="replace")  # an ASCII stream cannot encode every title
     if as_json:
-        print(json.dumps([_to_dict(one) for one in recommendations], indent=2))
+        print(
+            json.dumps([_to_dict(recommendation) for recommendation in recommendations], indent=2)
+        )
     elif sys.stdout.isatty():
         _print_table(recommendations)
     else:
@@ -50,12 +60,13 @@ def print_recommendations(run: Run, users: Sequence[int], k: int, as_json: bool)
 
 
 def compute_recommendations(run: Run, users: Sequence[int], k: int) -> list[UserRecommendations]:
-    """The k best for each user by the run's best snapshot, else its newest."""
+    """Return the k best movies for each user by the run's best snapshot, or its newest if the best
+    is damaged."""
     entry, _, kind = str(run.read_config().experiment.get("entry")).partition(":")
     if entry != _MOVIELENS_MODULE:
         raise EchelonError(
             Fault(
-                f"run {run.name} is of the experiment {entry}, which knows no movies",
+                f"run {run.name} was trained with {entry}, which is not an experiment on MovieLens",
                 "give a run of experiment=movielens, movielens_dot or movielens_ranking",
             )
         )
@@ -76,6 +87,8 @@ def compute_recommendations(run: Run, users: Sequence[int], k: int) -> list[User
 def _recommend_for_user(
     model: MovieModel, ratings: Ratings, names: list[str], user: int, k: int
 ) -> UserRecommendations:
+    """Return the k best movies that the user has not rated; for an unknown user, the most rated
+    ones."""
     import numpy as np
     import torch
 
@@ -97,6 +110,7 @@ def _recommend_for_user(
 def _take_best(
     scores: Tensor, ratings: Ratings, names: list[str], k: int
 ) -> list[RecommendedMovie]:
+    """Return the k movies with the highest scores."""
     best = scores.topk(k)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [
@@ -104,10 +118,11 @@ def _take_best(
     ]
 
 
-# --- what a run left ---
+# --- weights and ratings of the run ---
 
 
 def _load_best_weights(run: Run) -> dict[str, Tensor]:
+    """Return the model's weights from the best snapshot that is intact."""
     from echelon.snapshot.reader import (
         InvalidSnapshotError,
         find_best,
@@ -120,7 +135,7 @@ def _load_best_weights(run: Run) -> dict[str, Tensor]:
         try:
             return _load_model_weights(verify_snapshot(folder))
         except InvalidSnapshotError as error:
-            print(f"warning: {folder} is damaged: {error}; the newest is taken", file=sys.stderr)
+            print(f"warning: {folder} is damaged: {error}; using the newest one", file=sys.stderr)
     snapshot, damaged = find_newest(run.snapshots_folder)
     if snapshot is None:
         why = (
@@ -131,7 +146,7 @@ def _load_best_weights(run: Run) -> dict[str, Tensor]:
         raise EchelonError(
             Fault(
                 f"run {run.name} has no snapshot to recommend from; {why}",
-                f"train on until one is saved: echelon resume {run.name}",
+                f"train until one is saved: echelon resume {run.name}",
             ),
             exit=Exit.NOT_FOUND,
         )
@@ -139,11 +154,13 @@ def _load_best_weights(run: Run) -> dict[str, Tensor]:
 
 
 def _load_model_weights(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return the model's weights of a snapshot."""
     weights: dict[str, Tensor] = snapshot.load_part("model")
     return weights
 
 
 def _load_run_ratings(run: Run, weights: dict[str, Tensor]) -> Ratings:
+    """Return the ratings that the run was trained on, or raise if they have changed."""
     from echelon.recipes.movielens.data import load_ratings
     from echelon.recipes.movielens.split_ratings import decode_fingerprint
 
@@ -152,7 +169,7 @@ def _load_run_ratings(run: Run, weights: dict[str, Tensor]) -> Ratings:
         ratings = load_ratings(folder)
     except EchelonError as error:
         where = Fault(
-            f"run {run.name} was trained on data={folder}, which is not to be read from here",
+            f"run {run.name} was trained on data={folder}, which cannot be read from here",
             "call this from the folder the training was started in",
         )
         raise EchelonError(*error.faults, where, exit=error.exit) from error
@@ -160,49 +177,60 @@ def _load_run_ratings(run: Run, weights: dict[str, Tensor]) -> Ratings:
         raise EchelonError(
             Fault(
                 f"the ratings in {folder} are not those that run {run.name} was trained on",
-                "put the old files back, or train again: its numbers stand for other movies now",
+                "restore the old files, or train again: the snapshot has ids of other movies",
             )
         )
     return ratings
 
 
-# --- on the screen ---
+# --- output ---
 
 
 def _format_heading(recommendation: UserRecommendations) -> str:
+    """Return the line above the movies of a user."""
     if recommendation.known:
         return f"for user {recommendation.user}"
     return f"user {recommendation.user} is not in the data: what most people rated"
 
 
 def _print_table(recommendations: list[UserRecommendations]) -> None:
+    """Print a table for each user."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    for one in recommendations:
-        console.print(_format_heading(one), style="bold")
+    for recommendation in recommendations:
+        console.print(_format_heading(recommendation), style="bold")
         table = Table(box=None, pad_edge=False)
         table.add_column("", justify="right", style="dim")
         table.add_column("title", overflow="fold")
-        table.add_column("score" if one.known else "ratings", justify="right")
-        for place, movie in enumerate(one.movies, 1):
-            table.add_row(str(place), movie.title, _format_score(one, movie))
+        table.add_column("score" if recommendation.known else "ratings", justify="right")
+        for rank, movie in enumerate(recommendation.movies, 1):
+            table.add_row(str(rank), movie.title, _format_score(recommendation, movie))
         console.print(table)
 
 
 def _print_tab_separated(recommendations: list[UserRecommendations]) -> None:
-    """A line for each movie, for other programs; what is not one goes beside."""
-    for one in recommendations:
-        if not one.known:
-            print(_format_heading(one), file=sys.stderr)
-        for place, movie in enumerate(one.movies, 1):
-            print(one.user, place, _format_score(one, movie), movie.movie, movie.title, sep="\t")
+    """Print a line for each movie to stdout; notes go to stderr."""
+    for recommendation in recommendations:
+        if not recommendation.known:
+            print(_format_heading(recommendation), file=sys.stderr)
+        for rank, movie in enumerate(recommendation.movies, 1):
+            print(
+                recommendation.user,
+                rank,
+                _format_score(recommendation, movie),
+                movie.movie,
+                movie.title,
+                sep="\t",
+            )
 
 
 def _format_score(recommendation: UserRecommendations, movie: RecommendedMovie) -> str:
+    """Return the score, or for an unknown user the number of ratings."""
     return f"{movie.score:.3f}" if recommendation.known else f"{movie.score:.0f}"
 
 
 def _to_dict(recommendation: UserRecommendations) -> dict[str, Any]:
+    """Return the recommendations of a user as plain data."""
     return {**vars(recommendation), "movies": [vars(movie) for movie in recommendation.movies]}

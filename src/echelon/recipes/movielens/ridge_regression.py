@@ -1,13 +1,12 @@
-"""Ratings from a taste that is solved for, not trained.
+"""Ratings by a ridge regression per user, over movie features that are learned.
 
-A user is no row of a table here. Their taste is the ridge regression of their ratings on what is
-known of the movies: a learned vector, genres, year, how often it was rated. Only movies have
-parameters, so a user who rated ten movies is no worse fitted than the data allows, and one who
-comes later needs no training.
+Users have no parameters. The taste of a user is the solution of a ridge regression of their ratings
+on what is known of the movies: a learned vector, genres, year, popularity. So a user with ten
+ratings is fitted as well as the data allows, and a new user needs no training.
 
 Training predicts every rating from the *other* ratings of its user. Leaving one row out of a ridge
-regression has a closed form, error / (1 - leverage), so all of a user's ratings are left out, each
-in its turn, with one solve of a matrix that is as small as a taste.
+regression has a closed form, error / (1 - leverage). So all leave-one-out errors of a user take one
+solve of a small matrix.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class RidgeRegressionSettings(SplitSettings):
 
 
 def experiment(cfg: RidgeRegressionSettings) -> Experiment:
+    """Return the experiment. A sample is a user in training, and a rating in evaluation."""
     require_positive(dim=cfg.dim)
     ratings, train, held_out = load_split(cfg)
     features = _make_features(ratings, train, cfg.metadata)
@@ -75,6 +75,8 @@ def experiment(cfg: RidgeRegressionSettings) -> Experiment:
 
 
 class UserRidgeModel(nn.Module):
+    """The model. Names of its parameters are keys of snapshots."""
+
     def __init__(self, features: Tensor, mean: float, dim: int, data: Tensor) -> None:
         super().__init__()
         items, known = features.shape
@@ -84,23 +86,25 @@ class UserRidgeModel(nn.Module):
         self.vectors = nn.Embedding(items, dim)
         self.biases = nn.Embedding(items, 1)
         self.common = nn.Parameter(torch.zeros(known))
-        """What a feature is worth to everyone."""
+        """The effect of each feature on the rating of an average user."""
         self.mixing = nn.Parameter(torch.zeros(known, dim))
-        """Where a movie's vector lies, by its features, before its own ratings are known."""
+        """Maps features to the vector of a movie that has no ratings yet."""
         self.spread = nn.Parameter(torch.tensor([-1.5] * known + [-0.7]))
-        """How far users differ in what a feature is worth to them, and in their mean; logarithms.
-        Users differ as much as their ratings scatter where this is 0."""
+        """Logarithm of how much users differ in the effect of each feature, and in their mean.
+
+        At 0 they differ as much as their ratings scatter.
+        """
         nn.init.normal_(self.vectors.weight, std=0.03)
         nn.init.zeros_(self.biases.weight)
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Tensor]) -> UserRidgeModel:
-        """The model of a snapshot."""
+        """Return an untrained model with the sizes of a snapshot."""
         dim = weights["vectors.weight"].shape[1]
         return cls(weights["features"], float(weights["mean"]), dim, weights["data"])
 
     def describe_movies(self, items: Tensor) -> tuple[Tensor, Tensor]:
-        """What a taste is multiplied with, and what everyone thinks of the movie."""
+        """Return the regressors of each movie, and the rating that an average user would give."""
         known = nn.functional.embedding(items, self.features)
         vectors = self.vectors(items) + known @ self.mixing
         slopes = torch.cat([known, torch.ones_like(known[..., :1])], -1) * self.spread.exp()
@@ -108,28 +112,30 @@ class UserRidgeModel(nn.Module):
         return torch.cat([vectors, slopes], -1), offset
 
     def solve_tastes(self, pages: RatingPages) -> Tensor:
-        """[users, d]."""
+        """Return the coefficients of each user, [users, d]."""
         return self._solve(pages).tastes
 
     def leave_one_out_errors(self, pages: RatingPages) -> Tensor:
-        """The error of each rating as predicted from the user's other ratings; 0 where no rating
-        is."""
+        """Return the error of each rating as predicted from the user's other ratings; 0 where a
+        page has no rating."""
         design, residual, inverse, tastes = self._solve(pages)
         error = residual - (design @ tastes[pages.owner, :, None])[..., 0]
         leverage = (design @ inverse[pages.owner] * design).sum(-1)
         return error / (1 - leverage)
 
     def predict_ratings(self, tastes: Tensor, items: Tensor) -> Tensor:
+        """Return the predicted rating of each movie by the taste beside it."""
         design, offset = self.describe_movies(items)
         return offset + (design * tastes).sum(-1)
 
     def score_movies(self, user: int, items: Tensor, ratings: Tensor) -> Tensor:
-        """Of all movies, for someone with this history, known in training or not."""
+        """Return the predicted rating of every movie for a user with this history, whether known in
+        training or not."""
         tastes = self.solve_tastes(make_single_page(items, ratings))
         return self.predict_ratings(tastes, torch.arange(len(self.features)))
 
     def _solve(self, pages: RatingPages) -> _RidgeSolution:
-        """The ridge regression of each user, by its normal equations: summed over pages."""
+        """Solve the ridge regression of each user by its normal equations, summed over pages."""
         design, offset = self.describe_movies(pages.items)
         design = design * pages.is_rating[..., None]
         residual = (pages.ratings - offset) * pages.is_rating
@@ -138,7 +144,7 @@ class UserRidgeModel(nn.Module):
         moment = torch.zeros_like(gram[..., 0]).index_add(
             0, pages.owner, (residual[:, None] @ design)[:, 0]
         )
-        # Parameters that have gone astray make no error of LAPACK's but a loss that is not finite.
+        # If parameters diverge, this gives a loss that is not finite instead of a LAPACK error.
         factor, failed = torch.linalg.cholesky_ex(gram)
         factor = factor.masked_fill((failed != 0)[:, None, None], torch.nan)
         inverse = torch.cholesky_inverse(factor)
@@ -146,24 +152,32 @@ class UserRidgeModel(nn.Module):
 
 
 class _RidgeSolution(NamedTuple):
+    """The solved regression of every user in a batch."""
+
     design: Tensor
-    """[pages, PAGE, d]."""
+    """[pages, PAGE_LENGTH, d]: the regressors of each rating."""
     residual: Tensor
-    """[pages, PAGE]: the ratings without what everyone thinks."""
+    """[pages, PAGE_LENGTH]: the ratings minus what an average user would give."""
     inverse: Tensor
-    """[users, d, d]: of the Gram matrix and the ridge."""
+    """[users, d, d]: the inverse of the Gram matrix plus the ridge."""
     tastes: Tensor
-    """[users, d]."""
+    """[users, d]: the coefficients."""
 
 
 class LeaveOneOutErrors(NamedTuple):
+    """What the loss needs in training."""
+
     errors: Tensor
     expected_ratings: float
-    """As many as a batch of so many users has on average. A sample is a user, and a mean over
-    samples keeps its meaning when ranks share a batch; a mean over ratings would not."""
+    """The average number of ratings of so many users.
+
+    A sample is a user, and a mean over samples keeps its meaning when ranks share a batch; a mean
+    over ratings would not.
+    """
 
 
 def _make_predict(histories: RatingHistories, lowest: float, highest: float) -> Predict:
+    """Return the function that gathers a batch's histories and calls the model."""
     ratings_per_user = len(histories.items) / max(1, int(histories.begins.diff().count_nonzero()))
 
     def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -183,6 +197,7 @@ def _make_predict(histories: RatingHistories, lowest: float, highest: float) -> 
 
 
 def _compute_loss(output: Any, target: Tensor) -> Tensor:
+    """Return the mean squared error, in training of the leave-one-out predictions."""
     if isinstance(output, LeaveOneOutErrors):
         return output.errors.square().sum() / output.expected_ratings
     return nn.functional.mse_loss(output, target)
@@ -191,7 +206,11 @@ def _compute_loss(output: Any, target: Tensor) -> Tensor:
 def _make_optimizer(
     model: UserRidgeModel, cfg: RidgeRegressionSettings, ratings: int
 ) -> torch.optim.Optimizer:
-    """The penalties are of the sum over all ratings, so they mean the same for any data."""
+    """Return Adam with weight decay on vectors and biases.
+
+    The penalties refer to the sum over all ratings, so that they mean the same for data of any
+    size.
+    """
     decayed = {model.vectors.weight: cfg.shrink_vectors, model.biases.weight: cfg.shrink_biases}
     groups: list[dict[str, Any]] = [
         {"params": [table], "weight_decay": 2 * shrink / ratings}
@@ -201,11 +220,11 @@ def _make_optimizer(
     return torch.optim.Adam([*groups, {"params": rest}], lr=cfg.lr, betas=(0.9, 0.99))
 
 
-# --- what is known of a movie ---
+# --- features of movies ---
 
 
 def _make_features(ratings: Ratings, train: Array, metadata: bool) -> Tensor:
-    """[items, features], each of mean zero over the ratings that are trained on."""
+    """Return [items, features], each with mean zero over the training ratings."""
     items = ratings.items[train]
     popularity = np.log1p(np.bincount(items, minlength=ratings.num_items))
     columns = [popularity[:, None] / max(1e-6, float(popularity[items].std()))]
@@ -216,13 +235,15 @@ def _make_features(ratings: Ratings, train: Array, metadata: bool) -> Tensor:
 
 
 def _genre_features(ratings: Ratings) -> Array:
+    """Return one column of 0 and 1 for each genre."""
     of_items = ratings.genres()
     names = sorted({name for genres in of_items for name in genres})
     return np.array([[name in genres for name in names] for genres in of_items], np.float64)
 
 
 def _year_features(ratings: Ratings) -> Array:
-    """In spans of twenty, so that a year counts about as much as a genre."""
+    """Return the year in units of twenty years, so that it has about the range of a genre; 0 if
+    unknown."""
     matches = [re.search(r"\((\d{4})\)\s*$", title) for title in ratings.titles()]
     years = np.array([float(match[1]) if match else np.nan for match in matches])
     middle = np.nanmean(years) if np.isfinite(years).any() else 0.0

@@ -1,4 +1,4 @@
-"""The ratings of a run, split as its settings say."""
+"""The ratings of a run, split into training and held-out rows as its settings say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SPLIT_KINDS = ("random", "time")
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """What every experiment on MovieLens is told; documented in conf/experiment/movielens.yaml."""
+    """The settings that every experiment on MovieLens has; documented in
+    conf/experiment/movielens.yaml."""
 
     data: str
     split: str
@@ -26,6 +27,8 @@ class SplitSettings:
 
 
 class SplitRatings(NamedTuple):
+    """All ratings, and the row numbers of the two parts."""
+
     ratings: Ratings
     train: Array
     """Row numbers."""
@@ -33,6 +36,7 @@ class SplitRatings(NamedTuple):
 
 
 def load_split(cfg: SplitSettings) -> SplitRatings:
+    """Load the ratings and split them."""
     ratings = load_ratings(cfg.data)
     if cfg.split not in SPLIT_KINDS:
         raise EchelonError(
@@ -51,10 +55,12 @@ def load_split(cfg: SplitSettings) -> SplitRatings:
 
 
 def select_rows(values: Array, rows: Array) -> Tensor:
+    """Return some rows of a column as a tensor."""
     return torch.from_numpy(values[rows])
 
 
 def require_positive(**settings: float) -> None:
+    """Raise with a fault for every setting that is not above zero."""
     faults = [
         Fault(f"{key}={value}: it must be larger than zero", f"set {key}=16, for example")
         for key, value in settings.items()
@@ -64,20 +70,28 @@ def require_positive(**settings: float) -> None:
         raise EchelonError(*faults)
 
 
-# --- what a snapshot keeps beside what was trained ---
+# --- what a snapshot stores besides trained parameters ---
 
 
 def make_frozen_parameter(values: Tensor) -> nn.Parameter:
-    """Saved with the model and never trained. DDP sends buffers with every step; not these."""
+    """Return a tensor that is saved with the model and never trained.
+
+    It is a parameter, not a buffer, because DDP broadcasts buffers at every step.
+    """
     return nn.Parameter(values, requires_grad=False)
 
 
 def encode_fingerprint(ratings: Ratings) -> nn.Parameter:
-    """Dense ids mean nothing beside other data: a snapshot says which it was trained on."""
+    """Return the fingerprint of the data as a tensor, so that a snapshot records what it was
+    trained on.
+
+    Dense ids are meaningless with other data.
+    """
     return make_frozen_parameter(
         torch.tensor(list(ratings.fingerprint.encode()), dtype=torch.uint8)
     )
 
 
 def decode_fingerprint(weights: Any) -> str:
+    """Return the fingerprint of the data that a snapshot was trained on."""
     return bytes(weights["data"].tolist()).decode()

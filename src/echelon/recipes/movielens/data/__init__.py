@@ -1,4 +1,4 @@
-"""MovieLens: getting a set, reading it, and splitting its ratings."""
+"""MovieLens as data: downloading a release, reading it, and splitting its ratings."""
 
 from echelon.recipes.movielens.data.prepared_cache import load_ratings
 from echelon.recipes.movielens.data.ratings import Ratings

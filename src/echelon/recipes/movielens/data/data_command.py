@@ -1,4 +1,5 @@
-"""`echelon data movielens`: a set of GroupLens' into a folder, checked, unpacked and prepared."""
+"""What `echelon data movielens` does: put a release of GroupLens into a folder, verified, unpacked
+and prepared."""
 
 from __future__ import annotations
 
@@ -48,6 +49,8 @@ def get_data(
     as_json: bool = False,
     waits_s: Sequence[float] = RETRY_WAITS_S,
 ) -> int:
+    """Download a release, or import it from `source`, into the folder `target`, and print where it
+    is."""
     set_size = size or DEFAULT_SIZE
     folder = (
         _import_local(Path(source), size, target)
@@ -60,6 +63,7 @@ def get_data(
 
 
 def _import_local(local: Path, size: str | None, target: Path) -> Path:
+    """Copy a folder or unpack a zip file into `target`; return the folder of the data set."""
     if not local.exists():
         raise EchelonError(
             Fault(f"there is no {local}", "give a zip of MovieLens, or its folder"),
@@ -75,11 +79,14 @@ def _import_local(local: Path, size: str | None, target: Path) -> Path:
 
 
 def _require_loadable(folder: Path, source: Path) -> None:
-    """What cannot be used does not stay: it would stand in the way once its source is mended."""
+    """Raise if the imported data set cannot be used, and remove it.
+
+    It would otherwise be in the way once its source is fixed.
+    """
     try:
         load_ratings(folder)
     except EchelonError as error:
-        if error.exit == Exit.FAILED:  # a full disk, for which the set can do nothing
+        if error.exit == Exit.FAILED:  # a full disk, which is not the data set's fault
             raise
         shutil.rmtree(folder, ignore_errors=True)
         faults = [Fault(f.what.replace(str(folder), str(source)), f.do) for f in error.faults]
@@ -87,6 +94,7 @@ def _require_loadable(folder: Path, source: Path) -> None:
 
 
 def _fetch_release(size: str, target: Path, waits_s: Sequence[float]) -> Path:
+    """Download, verify and unpack a release; return its folder."""
     folder = target / folder_name(size)
     if _is_present(folder):
         return folder
@@ -111,34 +119,35 @@ def _fetch_release(size: str, target: Path, waits_s: Sequence[float]) -> Path:
 
 
 def _make_folder(target: Path) -> None:
+    """Create the folder, or raise with the reason."""
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"{target} cannot be made: {describe_os_error(error)}"
-        raise EchelonError(Fault(what, "give a folder that can be written: --to DIR")) from error
+        what = f"{target} cannot be created: {describe_os_error(error)}"
+        raise EchelonError(Fault(what, "choose a writable folder: --to DIR")) from error
 
 
 def _is_present(folder: Path) -> bool:
-    """What is there and can be read is left alone."""
+    """Whether the data set is there and can be read; it is then left alone."""
     if not folder.is_dir() or detect_format(folder) is None:
         return False
     try:
         load_ratings(folder)
     except EchelonError as error:
-        what = f"{folder} is there already and cannot be used"
+        what = f"{folder} exists already but cannot be used"
         raise EchelonError(
             *error.faults,
-            Fault(what, f"remove it and type this again: rm -r {shlex.quote(str(folder))}"),
+            Fault(what, f"remove it and type this command again: rm -r {shlex.quote(str(folder))}"),
         ) from error
-    print(f"{folder} is there already; to take it anew, remove it first", file=sys.stderr)
+    print(f"{folder} exists already; to get it again, remove it first", file=sys.stderr)
     return True
 
 
-# --- is it what GroupLens publishes -------------------------------------------------------------
+# --- verification -------------------------------------------------------------------------------
 
 
 def _verify_checksum(part: PartialDownload, url: str, known: Release) -> None:
-    """As known when this was written, or else by the checksum that is published beside it now."""
+    """Raise unless the file has the known checksum, or the one that is published beside it now."""
     found = _compute_digest(part.data, "sha256" if len(known.digest) == 64 else "md5")
     if found == known.digest:
         return
@@ -156,13 +165,14 @@ def _verify_checksum(part: PartialDownload, url: str, known: Release) -> None:
     raise EchelonError(
         Fault(
             f"{url}: wrong checksum: known {known.digest}, {details}; the file was removed",
-            f"type the same again; if that does not help, {manual_download_hint(url)}",
+            f"type the same command again; if that does not help, {manual_download_hint(url)}",
         ),
         exit=Exit.FAILED,
     )
 
 
 def _compute_digest(archive: Path, kind: str) -> str:
+    """Return the sha256 or md5 of a file."""
     with archive.open("rb") as file:
         digest = hashlib.new(kind, usedforsecurity=False)
         while data := file.read(1 << 20):
@@ -170,10 +180,11 @@ def _compute_digest(archive: Path, kind: str) -> str:
     return digest.hexdigest()
 
 
-# --- what a person sees -------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
 def _to_dict(folder: Path, ratings: Ratings) -> dict[str, Any]:
+    """Return what `--json` prints."""
     return {
         "folder": str(folder),
         "ratings": len(ratings.users),
@@ -184,6 +195,7 @@ def _to_dict(folder: Path, ratings: Ratings) -> dict[str, Any]:
 
 
 def _render_summary(folder: Path, ratings: Ratings) -> str:
+    """Return the size, licence and citation of the data set, and the next command."""
     readme = next(iter(sorted(folder.glob("README*"))), None)
     where = f"in {readme}" if readme else "at https://grouplens.org/datasets/movielens"
     default = folder == Path("data") / folder_name(DEFAULT_SIZE)
@@ -199,6 +211,7 @@ def _render_summary(folder: Path, ratings: Ratings) -> str:
 
 @contextlib.contextmanager
 def _open_progress() -> Iterator[ProgressDisplay]:
+    """Yield a progress bar on a terminal, and lines every few seconds elsewhere."""
     if not sys.stderr.isatty():
         yield _ProgressLines()
         return
@@ -217,6 +230,8 @@ def _open_progress() -> Iterator[ProgressDisplay]:
 
 
 class _ProgressLines:
+    """Prints a line every two seconds, for logs."""
+
     def __init__(self) -> None:
         self.next_at = time.monotonic() + _LINE_INTERVAL_S
 
@@ -232,6 +247,8 @@ class _ProgressLines:
 
 
 class _ProgressBar:
+    """Draws a bar on a terminal."""
+
     def __init__(self, bar: Any) -> None:
         self.bar = bar
         self.task = bar.add_task("", total=None)

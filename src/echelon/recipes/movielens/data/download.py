@@ -1,7 +1,8 @@
-"""Getting one file over HTTP, across broken connections and from one call to the next.
+"""Downloading one file over HTTP, resumable across broken connections and across calls.
 
-What has come is in NAME.part, and NAME.part.json says of which version it is a part: the rest is
-asked for by `Range` with `If-Range`, so that a file which changed meanwhile comes whole.
+NAME.part holds what was received, and NAME.part.json says which version of the file it belongs to.
+The rest is requested by `Range` with `If-Range`, so that a file that has changed meanwhile is sent
+whole.
 """
 
 from __future__ import annotations
@@ -28,52 +29,62 @@ from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import describe_os_error
 
 RETRY_WAITS_S = (1.0, 2.0, 4.0)
-"""Before trying again, when an attempt brought nothing; one that brought something starts over."""
+"""Waits before the next attempt if one received nothing. After an attempt that received something
+they start again from the first."""
 _TIMEOUT_S = 30.0
+"""How long a server may be silent."""
 _CHUNK_BYTES = 1 << 16
 
 
 class ProgressDisplay(Protocol):
-    """Who is told how far it is."""
+    """Shows how far a download is."""
 
-    def update(self, have: int, total: int | None) -> None: ...
+    def update(self, have: int, total: int | None) -> None:
+        """Show how many bytes of how many are there; the total may be unknown."""
 
-    def print_line(self, line: str) -> None: ...
+    def print_line(self, line: str) -> None:
+        """Show a message."""
 
 
 @dataclass(frozen=True)
 class PartialDownload:
-    """What has come so far."""
+    """What was received so far, on disk."""
 
     data: Path
     metadata: Path
 
     @staticmethod
     def in_folder(folder: Path, name: str) -> PartialDownload:
+        """Return the paths of a partial download in a folder."""
         return PartialDownload(folder / f"{name}.part", folder / f"{name}.part.json")
 
     def read_version(self, url: str) -> str | None:
-        """What the server called the version of which this is a part; None if that is not known."""
+        """Return the server's ETag or date of the version this is a part of; None if unknown."""
         about = read_json_object(self.metadata) or {}
         return about.get("version") if about.get("url") == url else None
 
     def size(self) -> int:
+        """Return the bytes received so far."""
         return self.data.stat().st_size if self.data.exists() else 0
 
     def remove(self) -> None:
+        """Delete the data and its metadata."""
         self.data.unlink(missing_ok=True)
         self.metadata.unlink(missing_ok=True)
 
 
 class _RetryableError(Exception):
-    """May go better the next time."""
+    """A failure after which another attempt may succeed."""
 
 
 def download(
     url: str, part: PartialDownload, progress: ProgressDisplay, waits_s: Sequence[float]
 ) -> None:
-    """The whole file, or a fault that says what was kept and what to do. It stays a part: whoever
-    asked removes it once it is of no more use, and asking again before that costs one request."""
+    """Receive the whole file, or raise with what was kept and what to do.
+
+    The file keeps its .part name: the caller removes it when it is no longer needed, and another
+    call before that costs one request.
+    """
     try:
         with _locked(part), part.data.open("ab") as data:
             _download_with_retries(url, part, data, progress, waits_s)
@@ -85,7 +96,7 @@ def download(
 
 
 def fetch_text(url: str) -> str | None:
-    """A small text file; None if it is not to be had."""
+    """Return a small text file, or None if it cannot be had."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             return str(answer.read(1 << 16).decode("utf-8", "replace"))
@@ -118,7 +129,7 @@ def _download_with_retries(
     progress: ProgressDisplay,
     waits_s: Sequence[float],
 ) -> None:
-    """One attempt after the other, as long as each brings something or a wait is left."""
+    """Attempt again and again, as long as each attempt receives something or a wait is left."""
     waits = iter(waits_s)
     while True:
         before = data.tell()
@@ -137,6 +148,7 @@ def _download_with_retries(
 def _download_rest(
     url: str, part: PartialDownload, data: BinaryIO, progress: ProgressDisplay
 ) -> None:
+    """Request and receive what is missing."""
     with _open_response(url, data.tell(), part) as answer:
         if answer is None:
             return
@@ -156,6 +168,7 @@ def _download_rest(
 
 
 def _read_chunk(answer: http.client.HTTPResponse) -> bytes:
+    """Return the next bytes of the response, or raise a _RetryableError."""
     try:
         return answer.read(_CHUNK_BYTES)
     except (http.client.HTTPException, OSError) as error:
@@ -166,7 +179,7 @@ def _read_chunk(answer: http.client.HTTPResponse) -> bytes:
 def _open_response(
     url: str, have: int, part: PartialDownload
 ) -> Iterator[http.client.HTTPResponse | None]:
-    """None when there is nothing left to send."""
+    """Yield the response to a request for the rest of the file; None if nothing is missing."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "echelon"}
     version = part.read_version(url)
     if have and version:
@@ -179,8 +192,10 @@ def _open_response(
             if error.headers.get("Content-Range") == f"bytes */{have}":
                 yield None
                 return
-            part.metadata.unlink(missing_ok=True)  # the next attempt takes it from the beginning
-            raise _RetryableError("the part that is here does not fit the file there") from error
+            part.metadata.unlink(missing_ok=True)  # the next attempt starts from the beginning
+            raise _RetryableError(
+                "the local part does not belong to the file on the server"
+            ) from error
         raise _http_status_error(url, error) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
@@ -194,7 +209,8 @@ def _open_response(
 def _begin_writing(
     answer: http.client.HTTPResponse, url: str, part: PartialDownload, data: BinaryIO
 ) -> tuple[int, int | None]:
-    """How many bytes stand, and how many it will be. An answer with the whole file starts anew."""
+    """Return how many bytes are kept and how many there will be. A response with the whole file
+    discards what is there."""
     have = data.tell()
     if answer.status == http.client.PARTIAL_CONTENT:
         content_range = re.fullmatch(
@@ -203,7 +219,7 @@ def _begin_writing(
         if content_range and int(content_range[1]) == have:
             return have, None if content_range[2] == "*" else int(content_range[2])
         _restart(part, data)
-        raise _RetryableError("the server sent another part than was asked for")
+        raise _RetryableError("the server sent another part than was requested")
     _restart(part, data)
     part.metadata.write_text(
         json.dumps({"url": url, "version": _response_version(answer)}), encoding="utf-8"
@@ -213,29 +229,33 @@ def _begin_writing(
 
 
 def _response_version(answer: http.client.HTTPResponse) -> str | None:
-    """A weak ETag names content that means the same, not the same bytes."""
+    """Return the ETag, or else the date. A weak ETag is ignored: it does not promise the same
+    bytes."""
     tag = answer.headers.get("ETag")
     return tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified")
 
 
 def _restart(part: PartialDownload, data: BinaryIO) -> None:
+    """Discard what was received."""
     part.metadata.unlink(missing_ok=True)
     data.truncate(0)
     data.seek(0)
 
 
 def _require_space(part: PartialDownload, have: int, total: int | None) -> None:
+    """Raise if the rest does not fit on the disk."""
     if total is not None and shutil.disk_usage(part.data.parent).free < total - have:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# --- what can go wrong --------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 def manual_download_hint(url: str) -> str:
+    """Return how to bring the file here from another machine."""
     name = url.rpartition("/")[2]
     return (
-        f"fetch {url} where there is internet, bring it here and give it: "
+        f"download {url} on a machine with internet access, copy it here and run: "
         f"echelon data movielens --from {name}"
     )
 
@@ -246,15 +266,17 @@ def _error_text(error: object) -> str:
 
 
 def _unreachable_error(url: str, have: int, part: PartialDownload, reason: str) -> EchelonError:
+    """Return the error after the last attempt."""
     if have:
         kept = f"{have:,} bytes are kept in {part.data}"
-        again = f"type the same again to go on from there; or {manual_download_hint(url)}"
+        again = f"type the same command again to continue; or {manual_download_hint(url)}"
         return EchelonError(Fault(f"{url}: {reason}; {kept}", again), exit=Exit.FAILED)
     what = f"{url} cannot be reached: {reason}"
     return EchelonError(Fault(what, manual_download_hint(url)), exit=Exit.NOT_FOUND)
 
 
 def _http_status_error(url: str, error: urllib.error.HTTPError) -> Exception:
+    """Return the error for an HTTP status; a retryable one for those that may pass."""
     answer = f"the server answered {error.code} {error.reason}"
     if error.code >= 500 or error.code == http.client.TOO_MANY_REQUESTS:
         return _RetryableError(answer)
@@ -262,19 +284,21 @@ def _http_status_error(url: str, error: urllib.error.HTTPError) -> Exception:
 
 
 def _certificate_error(url: str, error: ssl.SSLCertVerificationError) -> EchelonError:
-    what = f"{url}: its certificate is not to be trusted: {error.verify_message}"
+    """Return the error for a server whose certificate is not trusted."""
+    what = f"{url}: its certificate is not trusted: {error.verify_message}"
     return EchelonError(Fault(what, manual_download_hint(url)), exit=Exit.NOT_FOUND)
 
 
 def _write_failed_error(part: PartialDownload, error: OSError) -> EchelonError:
+    """Return the error for a file that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"no space left for {part.data}; the {part.size():,} bytes that came are kept there"
-        do = "make room and type the same again: it goes on from there"
+        do = "free some space and type the same command again: it continues from there"
         if not part.size():
             what, do = (
                 f"no space left in {part.data.parent}",
-                "make room, or give another: --to DIR",
+                "free some space, or choose another folder: --to DIR",
             )
         return EchelonError(Fault(what, do), exit=Exit.FAILED)
     what = f"{part.data} cannot be written: {describe_os_error(error)}"
-    return EchelonError(Fault(what, "give a folder that can be written: --to DIR"))
+    return EchelonError(Fault(what, "choose a writable folder: --to DIR"))

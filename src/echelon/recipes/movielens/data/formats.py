@@ -1,4 +1,4 @@
-"""The three ways in which GroupLens has packed ratings, and finding which one a folder holds."""
+"""The three file formats that GroupLens has used, and finding which one a folder has."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.utils.os_errors import describe_os_error
 
 RATING_COLUMNS = ("userId", "movieId", "rating", "timestamp")
-FIX_FILE_HINT = "correct the file, or get the set again: echelon data movielens"
+"""Columns of ratings.csv; the other formats have the same, without a header."""
+FIX_FILE_HINT = "correct the file, or get the data set again: echelon data movielens"
 
 
 @dataclass(frozen=True)
 class FileFormat:
+    """How one generation of releases stores ratings and movies."""
+
     ratings: str
     movies: str
     separator: str
     encoding: str
     has_header: bool = False
     optional_files: tuple[str, ...] = ()
-    """What else is read where it is there."""
+    """Further files that are read if they exist."""
 
 
 FORMATS = (
@@ -39,19 +42,22 @@ class RatingsFolder:
 
     @property
     def ratings(self) -> Path:
+        """The file of ratings."""
         return self.folder / self.format.ratings
 
     @property
     def movies(self) -> Path:
+        """The file of movies, which may not exist."""
         return self.folder / self.format.movies
 
     def list_files(self) -> list[Path]:
-        """All that the prepared form is made from."""
+        """Return all files that the prepared form is made from."""
         names = (self.format.movies, *self.format.optional_files)
         return [self.ratings, *(p for p in map(self.folder.joinpath, names) if p.is_file())]
 
 
 def detect_format(folder: Path) -> RatingsFolder | None:
+    """Return the folder with its format, or None if it has no ratings."""
     for format in FORMATS:
         if (folder / format.ratings).is_file():
             return RatingsFolder(folder, format)
@@ -59,6 +65,7 @@ def detect_format(folder: Path) -> RatingsFolder | None:
 
 
 def find_ratings(folder: Path) -> RatingsFolder:
+    """Return the folder with its format, or raise with a suggestion."""
     try:
         source = detect_format(folder)
         inside = sorted(folder.iterdir()) if source is None and folder.is_dir() else []
@@ -70,13 +77,18 @@ def find_ratings(folder: Path) -> RatingsFolder:
     names = ", ".join(format.ratings for format in FORMATS)
     what = f"no ratings in {folder}: looked for {names}"
     if not folder.is_dir():
-        what = f"there is no folder {folder}" if not folder.exists() else f"{folder} is no folder"
-    do = "get the set: echelon data movielens (--from FILE where there is no internet)"
+        what = (
+            f"there is no folder {folder}" if not folder.exists() else f"{folder} is not a folder"
+        )
+    do = "get the data set: echelon data movielens (--from FILE without internet access)"
     if nearby:
         do = f"did you mean {' or '.join(map(str, nearby))}?"
     raise EchelonError(Fault(what, do), exit=Exit.NOT_FOUND)
 
 
 def unreadable_error(error: OSError) -> EchelonError:
+    """Return the error for a file without read permission."""
     what = f"{error.filename} cannot be read: {describe_os_error(error)}"
-    return EchelonError(Fault(what, "let this user read it, or copy the set to another folder"))
+    return EchelonError(
+        Fault(what, "make it readable for this user, or copy the data set to another folder")
+    )

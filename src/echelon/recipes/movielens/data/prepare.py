@@ -1,7 +1,7 @@
-"""From a file of ratings to arrays by dense id that can be mapped into memory.
+"""From a file of ratings to arrays by dense id that can be memory-mapped.
 
-Columns are written block by block as they are read, and renumbered in place by a second pass, so
-that the memory taken does not grow with the file.
+Columns are written block by block while the file is read, and renumbered in place by a second pass,
+so the memory needed does not grow with the file.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ _BLOCK_ROWS = 1 << 18
 
 @dataclass
 class IdScan:
-    """What is learned about the ids while they pass by."""
+    """What is learned about ids while the blocks pass."""
 
     users: Array = field(default_factory=lambda: np.zeros(1 << 10, bool))
     items: Array = field(default_factory=lambda: np.zeros(1 << 10, bool))
-    """Which original ids there are."""
+    """Which original ids occur."""
     rows: int = 0
     is_ascending: bool = True
-    """By user and movie, as newer sets are: then no pair is there twice."""
+    """Whether rows are sorted by user and movie, as in newer releases: then no pair occurs twice.
+    """
     last_pair: int = -1
 
     def add(self, block: RatingBlock) -> None:
+        """Take a block into account."""
         self.users = _mark_ids(self.users, block.users)
         self.items = _mark_ids(self.items, block.items)
         self.rows += len(block.users)
@@ -50,6 +52,7 @@ class IdScan:
 
 
 def _mark_ids(present: Array, ids: Array) -> Array:
+    """Return the flags with those of these ids set, enlarged if necessary."""
     largest = int(ids.max())
     if largest >= len(present):
         grown = np.zeros(max(largest + 1, 2 * len(present)), bool)
@@ -60,8 +63,10 @@ def _mark_ids(present: Array, ids: Array) -> Array:
 
 
 def prepare_ratings(source: RatingsFolder, folder: Path) -> int:
-    """Write all files of the prepared form into an empty folder; how many ratings were dropped
-    because the user rated the movie again later."""
+    """Write all files of the prepared form into an empty folder.
+
+    Returns how many ratings were dropped because the user rated the movie again later.
+    """
     scan = _write_columns(source, folder)
     for column, present in (("users", scan.users), ("items", scan.items)):
         ids = np.flatnonzero(present)
@@ -74,6 +79,7 @@ def prepare_ratings(source: RatingsFolder, folder: Path) -> int:
 
 
 def _write_columns(source: RatingsFolder, folder: Path) -> IdScan:
+    """Write each column of the file as a .npy file of original ids."""
     scan = IdScan()
     with ExitStack() as stack:
         files = [
@@ -96,7 +102,8 @@ def _column_path(folder: Path, name: str) -> Path:
 
 
 def _npy_header(kind: type, rows: int) -> bytes:
-    """numpy leaves room in it for any number of rows, so that it can be written over."""
+    """Return the header of a .npy file. numpy pads it for any number of rows, so it can be
+    overwritten at the end."""
     header = io.BytesIO()
     fields = {"descr": np.dtype(kind).str, "fortran_order": False, "shape": (rows,)}
     np.lib.format.write_array_header_1_0(header, fields)
@@ -104,6 +111,7 @@ def _npy_header(kind: type, rows: int) -> bytes:
 
 
 def _renumber(path: Path, ids: Array) -> None:
+    """Replace original ids by dense ones, in place."""
     dense = np.zeros(int(ids[-1]) + 1, np.int32)
     dense[ids] = np.arange(len(ids), dtype=np.int32)
     with path.open("r+b") as file:
@@ -113,6 +121,7 @@ def _renumber(path: Path, ids: Array) -> None:
 
 
 def _iter_int32_blocks(file: BinaryIO) -> Iterator[tuple[int, Array]]:
+    """Yield offset and content of each block of a .npy file of int32."""
     np.lib.format.read_magic(file)
     np.lib.format.read_array_header_1_0(file)
     start = file.tell()
@@ -123,7 +132,8 @@ def _iter_int32_blocks(file: BinaryIO) -> Iterator[tuple[int, Array]]:
 
 
 def _drop_repeated(folder: Path) -> int:
-    """Keep of every pair of user and movie the newest rating; the later line of two as new."""
+    """Keep the newest rating of every pair of user and movie, or the later line of two equally new;
+    return how many were dropped."""
     users, items = (
         np.load(_column_path(folder, name), mmap_mode="r") for name in ("users", "items")
     )
@@ -136,12 +146,12 @@ def _drop_repeated(folder: Path) -> int:
     kept_rows = np.sort(order[newest])
     for name in COLUMN_TYPES:
         column = np.load(_column_path(folder, name), mmap_mode="r")[kept_rows]
-        _column_path(folder, name).unlink()  # the old one may still be mapped above
+        _column_path(folder, name).unlink()  # not overwritten: it may still be mapped above
         np.save(_column_path(folder, name), column)
     return len(pairs) - len(kept_rows)
 
 
 def sync_folder(folder: Path) -> None:
-    """To the disk: a machine that goes down must not leave a cache of zeros with a valid name."""
+    """Flush all files of a folder to disk: after a power cut, no valid cache may contain zeros."""
     for path in [*folder.iterdir(), folder]:
         flush_to_disk(path)

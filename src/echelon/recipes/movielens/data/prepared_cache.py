@@ -1,12 +1,12 @@
-"""The prepared form of a set, made once and kept beside it, found again by content.
+"""The prepared form of a data set: arrays made once, stored beside it, and found again by content.
 
     ml-25m/.echelon/sources.json      size, times and hash of the files it was made from
     ml-25m/.echelon/FINGERPRINT/      users.npy … movies.json, prepared.json written last
 
-Files that look untouched are not hashed again, so a start from the cache takes milliseconds. A
-touched file with the same content finds the same fingerprint. All ranks of a world may call `load`
-at once: one prepares and the others wait. A folder that cannot be written has its cache in the
-user's cache folder.
+Files that look unchanged are not hashed again, so loading from the cache takes milliseconds. A
+touched file with the same content has the same fingerprint. All ranks may call `load_ratings` at
+once: one prepares and the others wait. If the folder is not writable, the cache is in the user's
+cache folder.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import describe_os_error
 
 _FORMAT_VERSION = 1
-"""Of the prepared form; part of the fingerprint."""
+"""Version of the prepared form; part of the fingerprint."""
 _WRITE_REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def load_ratings(folder: str | Path) -> Ratings:
-    """The ratings in a folder that `echelon data movielens` made, or any of GroupLens' formats."""
+    """Return the ratings in a folder made by `echelon data movielens`, or in any of GroupLens'
+    formats."""
     source = find_ratings(Path(folder))
     cache_folders = _candidate_folders(source.folder)
     try:
@@ -59,7 +60,7 @@ def load_ratings(folder: str | Path) -> Ratings:
 
 
 def _candidate_folders(folder: Path) -> list[Path]:
-    """Where the cache may be, the best place first."""
+    """Return where the cache may be, the preferred folder first."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
     homes = [folder / ".echelon"]
@@ -68,22 +69,23 @@ def _candidate_folders(folder: Path) -> list[Path]:
     return homes
 
 
-# --- finding ------------------------------------------------------------------------------------
+# --- lookup -------------------------------------------------------------------------------------
 
 
 def _stat_files(source: RatingsFolder) -> dict[str, list[int]]:
-    """What changes when a file does: a file put in place of another has another ctime."""
+    """Return size and times of the source files; a replaced file has a new ctime."""
     stats = {path.name: path.stat() for path in source.list_files()}
     return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
 
 
 def _find_fingerprint(cache_folder: Path, stats: dict[str, list[int]]) -> str | None:
+    """Return the fingerprint recorded for files with these sizes and times, or None."""
     known = read_json_object(cache_folder / "sources.json") or {}
     return known.get("fingerprint") if known.get("looks") == stats else None
 
 
 def _open_prepared(cache_folder: Path, fingerprint: str) -> Ratings | None:
-    """None where it is not there, or not whole."""
+    """Return the memory-mapped ratings, or None if they are absent or incomplete."""
     folder = cache_folder / fingerprint
     sizes = (read_json_object(folder / "prepared.json") or {}).get("sizes")
     if not sizes or any(_file_size(folder / name) != size for name, size in sizes.items()):
@@ -95,41 +97,46 @@ def _open_prepared(cache_folder: Path, fingerprint: str) -> Ratings | None:
 
 
 def _file_size(path: Path) -> int:
+    """Return the size of a file, or -1 if it is not there."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return -1
 
 
-# --- making -------------------------------------------------------------------------------------
+# --- preparing ----------------------------------------------------------------------------------
 
 
 def _find_or_prepare(source: RatingsFolder, cache_folders: list[Path]) -> Ratings:
+    """Return the ratings from the first folder that has them or can be written."""
     refused: list[str] = []
     for home in cache_folders:
         try:
             with _lock_folder(home):
                 return _find_or_prepare_in(source, home)
         except _FolderNotWritable as error:
-            # What others prepared there is as good, such as in the image of a container.
+            # What somebody else prepared there will do, such as in the image of a container.
             if ratings := _open_prepared(home, _compute_fingerprint(source)):
                 return ratings
             refused.append(str(error))
     raise EchelonError(
         Fault(
             f"the prepared form of {source.folder} cannot be written: {'; '.join(refused)}",
-            "let this user write to one of them, or set XDG_CACHE_HOME to a folder that can be",
+            "make one of them writable, or set XDG_CACHE_HOME to a folder that is",
         )
     )
 
 
 class _FolderNotWritable(Exception):
-    """This place cannot be written; another may."""
+    """This folder cannot be written; another one may be."""
 
 
 @contextlib.contextmanager
 def _lock_folder(cache_folder: Path) -> Iterator[None]:
-    """One process at a time. Where the file system has no locks two may prepare at once: each
-    writes beside, and the first to rename wins."""
+    """Let one process prepare at a time.
+
+    On a file system without locks two may prepare at once: each writes to a folder of its own, and
+    the first to rename it wins.
+    """
     lock = FileLock(cache_folder / "lock")
     with contextlib.ExitStack() as held:
         try:
@@ -145,14 +152,13 @@ def _lock_folder(cache_folder: Path) -> Iterator[None]:
 
 
 def _find_or_prepare_in(source: RatingsFolder, cache_folder: Path) -> Ratings:
+    """Return the ratings from this cache folder, prepared if necessary, under its lock."""
     stats = _stat_files(source)
     fingerprint = _find_fingerprint(cache_folder, stats) or _compute_fingerprint(source)
     ratings = _open_prepared(cache_folder, fingerprint)
     if ratings is None:
         ratings = _prepare_in(source, cache_folder, fingerprint)
-    if (
-        _stat_files(source) == stats
-    ):  # else it was written to meanwhile, and is hashed again next time
+    if _stat_files(source) == stats:  # else a file changed meanwhile: hash it again next time
         with contextlib.suppress(OSError):
             content = {"looks": stats, "fingerprint": fingerprint}
             write_json_atomically(cache_folder / "sources.json", content)
@@ -160,6 +166,7 @@ def _find_or_prepare_in(source: RatingsFolder, cache_folder: Path) -> Ratings:
 
 
 def _compute_fingerprint(source: RatingsFolder) -> str:
+    """Return a hash of the names and contents of the source files."""
     whole = xxhash.xxh3_128(f"echelon movielens {_FORMAT_VERSION}".encode())
     for path in source.list_files():
         one = xxhash.xxh3_128()
@@ -171,6 +178,7 @@ def _compute_fingerprint(source: RatingsFolder) -> str:
 
 
 def _prepare_in(source: RatingsFolder, cache_folder: Path, fingerprint: str) -> Ratings:
+    """Write the prepared form to a temporary folder, flush it, and rename it into place."""
     began = time.monotonic()
     temporary = Path(tempfile.mkdtemp(prefix="making-", dir=cache_folder))
     try:
@@ -196,7 +204,8 @@ def _prepare_in(source: RatingsFolder, cache_folder: Path, fingerprint: str) -> 
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """What is there already and could not be opened is damaged, and makes room."""
+    """Rename the temporary folder into place. A folder that exists there could not be opened, so it
+    is damaged and is removed."""
     if target.exists():
         target.rename(temporary.with_name(f"{temporary.name}-damaged"))
         shutil.rmtree(temporary.with_name(f"{temporary.name}-damaged"), ignore_errors=True)
@@ -204,6 +213,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _print_summary(source: RatingsFolder, ratings: Ratings, dropped: int, taken_s: float) -> None:
+    """Print the size of the data set, and a warning about repeated ratings."""
     print(
         f"prepared {source.folder}: {len(ratings.users):,} ratings of {ratings.num_users:,} users "
         f"for {ratings.num_items:,} movies, in {taken_s:.1f} s",
@@ -218,11 +228,13 @@ def _print_summary(source: RatingsFolder, ratings: Ratings, dropped: int, taken_
 
 
 def _write_failed_error(cache_folder: Path, error: OSError) -> EchelonError:
+    """Return the error for a cache that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EchelonError(
             Fault(
-                f"no space left for the prepared form of the ratings in {cache_folder}; nothing was kept",
-                "make room: it takes 20 bytes a rating",
+                f"no space left for the prepared form of the ratings in {cache_folder}; "
+                "nothing was kept",
+                "free some space: it takes 20 bytes per rating",
             ),
             exit=Exit.FAILED,
         )

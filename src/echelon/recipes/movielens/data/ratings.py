@@ -1,4 +1,4 @@
-"""Ratings by dense ids, and what the movies are called."""
+"""Ratings by dense ids, and the titles of the movies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ MOVIES_FILE = "movies.json"
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """In the order of the file. What `load` gives is mapped from disk: read-only, shared by the
-    processes of a machine, in memory only as far as it was touched."""
+    """All ratings in the order of the file.
+
+    From `load_ratings`, the arrays are memory-mapped: read-only, shared by the processes of a
+    machine, and in memory only as far as they were read.
+    """
 
     users: Array
     """int32 [n], dense."""
@@ -31,27 +34,30 @@ class Ratings:
     user_ids: Array
     """int64 [U]: the original id of each dense one, ascending."""
     item_ids: Array
-    """int64 [I], likewise; movies that nobody rated have no dense id."""
+    """int64 [I]: the original id of each dense one, ascending; movies without ratings have no dense
+    id."""
     fingerprint: str
-    """Of the files these came from: the same content has the same."""
+    """A hash of the files these were read from; equal content has an equal fingerprint."""
     prepared: Path | None = None
-    """The folder they are mapped from; none when they are made up."""
+    """The folder they are mapped from; None for synthetic ratings."""
 
     @property
     def num_users(self) -> int:
+        """The number of users with ratings."""
         return len(self.user_ids)
 
     @property
     def num_items(self) -> int:
+        """The number of movies with ratings."""
         return len(self.item_ids)
 
     def titles(self) -> list[str]:
-        """By dense item; `movie 123` where the set does not name it."""
+        """Return the title of each dense item; `movie 123` if the data set does not name it."""
         names = self._movies
         return [names[i][0] if i in names else f"movie {i}" for i in self.item_ids.tolist()]
 
     def genres(self) -> list[list[str]]:
-        """By dense item; none where the set lists none."""
+        """Return the genres of each dense item; empty if the data set lists none."""
         names = self._movies
         return [names[i][1] if i in names else [] for i in self.item_ids.tolist()]
 

@@ -1,9 +1,9 @@
-"""Ratings from a file, in blocks of columns.
+"""Reading ratings from a file in blocks of columns.
 
-pyarrow's streaming reader, weighed by measurement (benchmarks/reading.py, 20 million rows, ×
-pandas): 0.07 of the memory, which does not grow with the file, in 0.38 of the time. polars' blocks
-are quicker, 0.23, but take 2.5 times the memory of pyarrow's, and come by a call that polars says
-may change at any time. Either one reading the whole file takes four times the memory.
+pyarrow's streaming reader was chosen by measurement (benchmarks, 20 million rows, relative to
+pandas): 0.07 of the memory, independent of the size of the file, in 0.38 of the time. polars in
+blocks is faster (0.23) but takes 2.5 times the memory of pyarrow, by a call that polars declares
+unstable. Reading the whole file with either takes four times the memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     import pyarrow.csv
 
 _BLOCK_BYTES = 1 << 20
-"""Half as much takes longer, twice as much takes more memory and no less time."""
+"""Half of it takes longer; twice as much takes more memory and no less time."""
 
 
 class RatingBlock(NamedTuple):
+    """Consecutive ratings as columns, by original ids."""
+
     users: Array
     items: Array
     ratings: Array
@@ -33,7 +35,7 @@ class RatingBlock(NamedTuple):
 
 
 def read_blocks(source: RatingsFolder) -> Iterator[RatingBlock]:
-    """All rows in order, checked. What is wrong is looked for by a second, slow reading."""
+    """Yield all rows in order, checked; if one is wrong, a second, slow pass finds it."""
     arrow = _import_pyarrow()
     good = 0
     if _contains_x(source) and (faults := find_bad_rows(source, 0, _column_names(source))):
@@ -53,8 +55,11 @@ def read_blocks(source: RatingsFolder) -> Iterator[RatingBlock]:
 
 
 def _contains_x(source: RatingsFolder) -> bool:
-    """pyarrow takes 0x1 for a number. A look costs a fiftieth of reading, and finds one only in
-    what is wrong or has a column of words."""
+    """Whether there is an x in the file: pyarrow takes 0x1 for a number.
+
+    This takes a fiftieth of the time of reading, and finds one only if something is wrong or a
+    column contains words.
+    """
     with source.ratings.open("rb") as file:
         if source.format.has_header:
             file.readline(1 << 16)
@@ -65,12 +70,14 @@ def _contains_x(source: RatingsFolder) -> bool:
 
 
 def _is_in_range(block: RatingBlock) -> bool:
+    """Whether all ids and ratings of a block are valid."""
     ids = (block.users, block.items)
     in_range = all(column.min() >= 0 and column.max() <= LARGEST_ID for column in ids)
     return in_range and bool(np.isfinite(block.ratings).all())
 
 
 def _open_reader(source: RatingsFolder) -> pyarrow.csv.CSVStreamingReader:
+    """Return pyarrow's streaming reader for the file."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -91,15 +98,15 @@ def _open_reader(source: RatingsFolder) -> pyarrow.csv.CSVStreamingReader:
         convert_options=csv.ConvertOptions(
             column_types=types,
             include_columns=list(RATING_COLUMNS),
-            null_values=[],  # a missing value is a fault, never a gap
+            null_values=[],  # a missing value is an error
         ),
     )
 
 
 def _column_names(source: RatingsFolder) -> list[str]:
-    """Of every column. `::` is read as `:` with an empty column between each two."""
+    """Return the name of every column. `::` is read as `:` with an empty column in between."""
     with source.ratings.open("rb") as file:
-        first = file.readline(1 << 16)  # a file of one endless line is none of ours
+        first = file.readline(1 << 16)  # bounded: the file may be one endless line
     if not first.strip():
         raise EchelonError(Fault(f"{source.ratings} is empty", FIX_FILE_HINT))
     if source.format.has_header:
@@ -118,6 +125,7 @@ def _column_names(source: RatingsFolder) -> list[str]:
 
 
 def _parse_header(source: RatingsFolder, line: bytes) -> list[str]:
+    """Return the column names in the header, or raise if one is missing."""
     try:
         names = [n.strip().strip('"') for n in line.decode("utf-8-sig").split(",")]
     except UnicodeDecodeError as error:
@@ -133,12 +141,14 @@ def _parse_header(source: RatingsFolder, line: bytes) -> list[str]:
 
 
 def _bad_rows_error(source: RatingsFolder, good: int, otherwise: str) -> EchelonError:
+    """Return the error with the lines that are wrong, or with pyarrow's own reason."""
     faults = find_bad_rows(source, good, _column_names(source))
     unnamed = Fault(f"{source.ratings} cannot be read: {otherwise}", FIX_FILE_HINT)
     return EchelonError(*(faults or [unnamed]))
 
 
 def _import_pyarrow() -> Any:
+    """Return pyarrow, or raise with how to install it."""
     try:
         import pyarrow
     except ModuleNotFoundError as error:

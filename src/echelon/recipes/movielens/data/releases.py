@@ -1,4 +1,4 @@
-"""GroupLens' sets: where they are, and how to know that what came is what they publish."""
+"""GroupLens' releases: their addresses, and how to verify a download."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ CITATION = (
 
 @dataclass(frozen=True)
 class Release:
-    """A set as it was when this was written. GroupLens changes the `latest` ones."""
+    """A release as it was when this was written. GroupLens updates the `latest` ones."""
 
     megabytes: int
-    """To download."""
+    """The size of the download."""
     digest: str
-    """Of the zip: a sha256, or the md5 that GroupLens publishes, by its length."""
+    """Checksum of the zip file: a sha256, or the md5 that GroupLens publishes; the length tells
+    which."""
 
 
 RELEASES = {
@@ -35,11 +36,12 @@ RELEASES = {
 
 
 def folder_name(size: str) -> str:
+    """Return the name of the folder inside the zip file."""
     return f"ml-{size}"
 
 
 def zip_url(size: str) -> str:
-    """Of the zip, at GroupLens or at a mirror."""
+    """Return the address of the zip file, at GroupLens or at a mirror."""
     base = os.environ.get(BASE_URL_VARIABLE) or BASE_URL
     if not base.startswith(("http://", "https://")):
         what = f"{BASE_URL_VARIABLE} is {base!r}"

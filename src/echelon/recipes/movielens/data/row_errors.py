@@ -1,4 +1,4 @@
-"""Which lines of a file of ratings are wrong, and how: read slowly, once reading fast failed."""
+"""Finding the wrong lines of a file of ratings; slow, used only after fast reading has failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.errors import Fault
 from echelon.recipes.movielens.data.formats import FIX_FILE_HINT, RATING_COLUMNS, RatingsFolder
 
 LARGEST_ID = (1 << 28) - 1
-"""A thousand times MovieLens' own; tables by original id stay small."""
+"""A thousand times the largest of MovieLens, so that tables by original id stay small."""
 _LARGEST_RATING = 3.4e38
 _MAX_TIMESTAMP = 1 << 63
 _MAX_FAULTS = 5
@@ -20,8 +20,8 @@ _DECIMAL_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def find_bad_rows(source: RatingsFolder, good_rows: int, names: list[str]) -> list[Fault]:
-    """The first few, by line. The first `good` rows are known to be: they are at least as many
-    lines."""
+    """Return faults for the first few wrong lines. The first `good_rows` rows are known to be right
+    and are skipped."""
     skipped = good_rows + int(source.format.has_header)
     faults: list[Fault] = []
     with source.ratings.open("rb") as file:
@@ -36,6 +36,7 @@ def find_bad_rows(source: RatingsFolder, good_rows: int, names: list[str]) -> li
 
 
 def _find_row_problems(line: bytes, source: RatingsFolder, names: list[str]) -> Iterator[str]:
+    """Yield what is wrong with a line."""
     try:
         text = line.decode(source.format.encoding).rstrip("\r\n")
     except UnicodeDecodeError as error:
@@ -56,12 +57,14 @@ def _find_row_problems(line: bytes, source: RatingsFolder, names: list[str]) -> 
 
 
 def _split_row(text: str, source: RatingsFolder) -> list[str]:
+    """Return the fields of a line."""
     if source.format.has_header:
         return next(csv.reader([text]))
     return text.split(source.format.separator)
 
 
 def _find_value_problem(name: str, value: str) -> str | None:
+    """Return what is wrong with a value, or None."""
     if not value:
         return f"no {name}"
     if name == "rating":
@@ -79,4 +82,5 @@ def _find_value_problem(name: str, value: str) -> str | None:
 
 
 def _shorten(text: str) -> str:
+    """Return the text in quotes, cut to 60 characters."""
     return repr(text if len(text) <= 60 else text[:60] + "…")

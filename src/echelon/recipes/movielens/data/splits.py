@@ -1,5 +1,8 @@
-"""Which ratings are held out. The same seed gives the same split on any machine: only the raw bits
-of the generator are used, which numpy promises to keep, unlike its ways of choosing."""
+"""Splitting ratings into a training and a held-out part.
+
+The same seed gives the same split on any machine: only the raw bits of the generator are used,
+which numpy promises to keep, unlike its methods for choosing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from echelon.recipes.movielens.data.ratings import Array, Ratings
 
 
 def split_randomly(n: int, held_out: float, seed: int) -> tuple[Array, Array]:
-    """Row numbers to train on and to hold out, each ascending."""
+    """Return the row numbers to train on and to hold out, each ascending."""
     if not 0 <= held_out < 1:
         raise EchelonError(
             Fault(f"{held_out:g} of the ratings is to be held out", "give at least 0, less than 1")
@@ -23,9 +26,11 @@ def split_randomly(n: int, held_out: float, seed: int) -> tuple[Array, Array]:
 
 
 def split_newest(ratings: Ratings, seed: int, last: int = 1) -> tuple[Array, Array]:
-    """Row numbers to train on and to hold out: of each user the `last` newest ratings. Many are
-    made within one second; the seed says which of those is the newest. A user with no more
-    ratings than that is not held out at all."""
+    """Return the row numbers to train on and to hold out: the `last` newest ratings of each user.
+
+    Many ratings are made within one second; the seed decides which of those is the newest. A user
+    with no more than `last` ratings is not held out.
+    """
     if last < 1:
         raise EchelonError(Fault(f"the last {last} ratings are to be held out", "give at least 1"))
     users = np.asarray(ratings.users)
@@ -40,8 +45,11 @@ def split_newest(ratings: Ratings, seed: int, last: int = 1) -> tuple[Array, Arr
 
 
 def _newest_candidates(users: Array, times: Array, last: int) -> Array:
-    """Ratings that are as late as their user's `last`-newest. One sort of values finds these, and
-    leaves few rows for the sort by several keys, which takes ten times as long."""
+    """Return which ratings are as late as their user's `last`-newest.
+
+    A sort of plain values finds these and leaves few rows for the sort by several keys, which takes
+    ten times as long.
+    """
     since = times - times.min(initial=0)
     span = int(since.max(initial=0)) + 1
     counts = np.bincount(users)
@@ -58,4 +66,5 @@ def _newest_candidates(users: Array, times: Array, last: int) -> Array:
 
 
 def _random_bits(n: int, seed: int) -> Array:
+    """Return n random integers for this seed."""
     return np.asarray(np.random.PCG64(seed).random_raw(n))

@@ -1,5 +1,5 @@
-"""Made-up ratings of MovieLens' shape, for benchmarks and tests: skewed, sorted by user, no pair
-twice. Nothing is learned from them beyond biases."""
+"""Synthetic ratings of MovieLens' shape, for benchmarks and tests: skewed, sorted by user, no pair
+twice. A model can learn nothing but biases from them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     import pyarrow
 
 _FIRST_TIME, _SPAN_S = 789_652_004, 25 * 365 * 86_400
-"""MovieLens' own: from 1995 on."""
+"""The range of MovieLens' own timestamps, from 1995."""
 _BLOCK_ROWS = 1 << 20
 
 
 def make_synthetic(n: int, users: int, items: int, seed: int) -> Ratings:
-    """n ratings, held in memory. Popularity falls off about as in MovieLens: a tenth of the movies
-    gets most of the ratings, unless users are so few that they have to rate all of it."""
+    """Return n ratings in memory.
+
+    Popularity decreases about as in MovieLens: a tenth of the movies has most of the ratings,
+    unless there are so few users that they must rate all movies.
+    """
     if not 0 < n <= users * items // 2:
         raise ValueError(f"{n} ratings do not fit {users} users and {items} items; at most half")
     rng = np.random.default_rng(seed)
@@ -45,8 +48,11 @@ def make_synthetic(n: int, users: int, items: int, seed: int) -> Ratings:
 
 
 def _draw_pairs(n: int, users: int, items: int, rng: np.random.Generator) -> Array:
-    """n distinct user * items + item, ascending. Popular pairs are drawn again and again, so the
-    draws go on until enough different ones are there, the later ones evenly."""
+    """Return n distinct pairs as user * items + item, ascending.
+
+    Popular pairs are drawn repeatedly, so drawing continues until there are enough distinct ones;
+    the later draws are uniform.
+    """
     movie_at = rng.permutation(items)
     pairs = np.empty(0, np.int64)
     skewed = 3
@@ -66,6 +72,7 @@ def _draw_pairs(n: int, users: int, items: int, rng: np.random.Generator) -> Arr
 
 
 def _renumber_densely(numbers: Array, size: int) -> tuple[Array, Array]:
+    """Return the original ids that occur, and every number as an index into them."""
     is_present = np.zeros(size, bool)
     is_present[numbers] = True
     ids = np.flatnonzero(is_present)
@@ -75,7 +82,7 @@ def _renumber_densely(numbers: Array, size: int) -> tuple[Array, Array]:
 
 
 def write_csv(ratings: Ratings, folder: Path) -> Path:
-    """As GroupLens packs it: ratings.csv and movies.csv, with their quotes."""
+    """Write ratings.csv and movies.csv as GroupLens does, with their quotes; return the folder."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -94,6 +101,7 @@ def write_csv(ratings: Ratings, folder: Path) -> Path:
 
 
 def _make_table(ratings: Ratings, rows: slice, schema: pyarrow.Schema) -> pyarrow.Table:
+    """Return some rows as a pyarrow table."""
     import pyarrow as pa
 
     columns = (

@@ -1,4 +1,4 @@
-"""Unpacking a zip that somebody else made: nothing outside the target, nothing without bounds, all
+"""Unpacking a zip file that somebody else made: nothing outside of the target, limited in size, all
 or nothing."""
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from echelon.utils.os_errors import describe_os_error
 MAX_BYTES = 8 << 30
 MAX_FILES = 1000
 MAX_COMPRESSION_RATIO = 100
-"""Several times what the largest set has: 1.2 GB, some 20 files, 5 to 1."""
+"""The limits are several times what the largest release has: 1.2 GB, some 20 files, 5 to 1."""
 
 ZipMember = tuple[zipfile.ZipInfo, str]
-"""With the name it gets in the set's folder."""
+"""An entry of the zip file, and the name it gets in the data set's folder."""
 
 
 def read_folder_name(archive: Path) -> str:
-    """What the zip calls the folder of its set."""
+    """Return the name of the data set's folder inside the zip file."""
     with _open_zip(archive) as zip_file:
         return _list_members(archive, zip_file.infolist())[0] or archive.stem
 
 
 def unpack_zip(archive: Path, folder: Path) -> None:
-    """The set in a zip becomes this folder."""
+    """Unpack the data set of a zip file as this folder."""
     with _open_zip(archive) as zip_file:
         members = _list_members(archive, zip_file.infolist())[1]
         size = sum(info.file_size for info, _ in members)
@@ -47,7 +47,7 @@ def unpack_zip(archive: Path, folder: Path) -> None:
 
 
 def copy_folder(source: RatingsFolder, folder: Path) -> None:
-    """The set of another folder becomes this one."""
+    """Copy the files of another folder's data set to this one."""
     files = [*source.list_files(), *source.folder.glob("README*")]
     with staging_folder(folder, sum(path.stat().st_size for path in files)) as temporary:
         for path in files:
@@ -56,7 +56,7 @@ def copy_folder(source: RatingsFolder, folder: Path) -> None:
 
 @contextlib.contextmanager
 def staging_folder(folder: Path, size: int) -> Iterator[Path]:
-    """A folder to fill, which takes the other's name once it is full."""
+    """Yield a temporary folder to fill; it is renamed to `folder` if the block succeeds."""
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def staging_folder(folder: Path, size: int) -> Iterator[Path]:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """In place of nothing, or of an empty folder."""
+    """Rename the temporary folder; the target may be absent or empty."""
     try:
         temporary.rename(folder)
     except OSError:
@@ -84,12 +84,13 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _open_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
-    do = "get it again; the whole set is at https://grouplens.org/datasets/movielens"
+    """Yield the opened zip file; errors of zipfile become faults."""
+    do = "get it again: it is at https://grouplens.org/datasets/movielens"
     try:
         with zipfile.ZipFile(archive) as zip_file:
             yield zip_file
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        what = f"{archive} is not a whole zip file: {error or 'it ends too early'}"
+        what = f"{archive} is not a complete zip file: {error or 'it ends too early'}"
         raise EchelonError(Fault(what, do)) from error
     except OSError as error:
         what = f"{archive} cannot be read: {describe_os_error(error)}"
@@ -97,7 +98,8 @@ def _open_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_safety(archive: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Everything that is wrong with what the zip says of itself; the reader holds it to that."""
+    """Raise with everything that is wrong with what the zip file declares; zipfile enforces those
+    sizes."""
     problems = [
         f"{info.filename!r} {why}" for info in members for why in _find_member_problems(info)
     ]
@@ -112,12 +114,13 @@ def _check_safety(archive: Path, members: list[zipfile.ZipInfo]) -> None:
             f"{size:,} bytes are more than {MAX_COMPRESSION_RATIO} × the {packed:,} in the zip"
         )
     if problems:
-        do = "do not use this file; GroupLens' own is got by: echelon data movielens"
+        do = "do not use this file; get GroupLens' own: echelon data movielens"
         descriptions = [f"{archive} is not unpacked: {why}" for why in problems[:5]]
         raise EchelonError(*(Fault(what, do) for what in descriptions))
 
 
 def _find_member_problems(info: zipfile.ZipInfo) -> Iterator[str]:
+    """Yield why an entry is unsafe."""
     path = PurePosixPath(info.filename)
     kind = stat.S_IFMT(info.external_attr >> 16)
     if path.is_absolute() or ".." in path.parts or "\\" in info.filename:
@@ -129,8 +132,10 @@ def _find_member_problems(info: zipfile.ZipInfo) -> Iterator[str]:
 
 
 def _list_members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, list[ZipMember]]:
-    """The name of the folder in which the ratings are, and its files; faults if any is unsafe.
-    Hidden ones are left: one of them could pose as the prepared form."""
+    """Return the name of the folder with the ratings, and its files; raise if any is unsafe.
+
+    Hidden files are left out: one of them could pose as the prepared form.
+    """
     _check_safety(archive, infos)
     names = {format.ratings for format in FORMATS}
     files = [(info, PurePosixPath(info.filename)) for info in infos if not info.is_dir()]
@@ -138,8 +143,8 @@ def _list_members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, lis
         (path.parent for _, path in files if path.name in names), key=lambda p: len(p.parts)
     )
     if not roots:
-        what = f"{archive} holds no ratings: looked for {', '.join(sorted(names))}"
-        raise EchelonError(Fault(what, "give a zip of MovieLens"))
+        what = f"{archive} has no ratings: looked for {', '.join(sorted(names))}"
+        raise EchelonError(Fault(what, "give a zip file of MovieLens"))
     root = roots[0]
     inside = [(i, path.relative_to(root)) for i, path in files if path.is_relative_to(root)]
     plain = [(i, path) for i, path in inside if not any(p.startswith(".") for p in path.parts)]
@@ -147,13 +152,14 @@ def _list_members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, lis
 
 
 def _write_failed_error(folder: Path, size: int, error: OSError) -> EchelonError:
+    """Return the error for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"no space left for {folder}, which takes {size:,} bytes; nothing of it was kept"
         return EchelonError(
-            Fault(what, "make room, or give another folder: --to DIR"), exit=Exit.FAILED
+            Fault(what, "free some space, or choose another folder: --to DIR"), exit=Exit.FAILED
         )
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-        what = f"{folder} is there already and is no set of ratings"
-        return EchelonError(Fault(what, "move it away, or give another folder: --to DIR"))
+        what = f"{folder} exists already and is not a MovieLens data set"
+        return EchelonError(Fault(what, "move it away, or choose another folder: --to DIR"))
     what = f"{error.filename or folder} cannot be written: {describe_os_error(error)}"
-    return EchelonError(Fault(what, "give a folder that can be written: --to DIR"))
+    return EchelonError(Fault(what, "choose a writable folder: --to DIR"))
