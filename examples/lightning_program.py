@@ -1,4 +1,4 @@
-"""A plain Lightning program, which knows nothing of Echelon.
+"""A plain Lightning program that does not import Echelon.
 
 echelon run launch=local launch.procs=2 -- python examples/lightning_program.py
 echelon run launch=slurm launch.nodes=2 mode=lightning launch.nodes_flag=--num_nodes \

@@ -1,4 +1,4 @@
-"""A model on two devices per process, placed by hand. Without a GPU the two are one CPU:
+"""A model on two devices per process, placed by hand. Without GPUs both are the CPU:
 
 python model_parallel.py replica.devices=2 launch=local launch.procs=2
 """
@@ -36,7 +36,7 @@ def data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def experiment(cfg: Settings, devices: tuple[torch.device, ...]) -> echelon.Experiment:
-    """Without `devices`, Echelon would cut a Sequential model by itself."""
+    """Without `devices`, Echelon would split a Sequential model by itself."""
     model = TwoHalves(cfg.width, devices)
     return echelon.Experiment(
         model=model,

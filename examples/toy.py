@@ -1,4 +1,4 @@
-"""Random data and a linear model: what the examples train."""
+"""Random data and a linear model, which the examples train."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import echelon
 
 
 class MyTrainDataset(Dataset):
-    """Random inputs, and targets that a linear model can find."""
+    """Random inputs, and targets that a linear model can learn."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

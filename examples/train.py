@@ -1,4 +1,4 @@
-"""One GPU, or the CPU where there is none, as conf/config.yaml says: python train.py"""
+"""One GPU, or the CPU without one, configured by conf/config.yaml: python train.py"""
 
 from toy import experiment
 

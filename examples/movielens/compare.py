@@ -1,9 +1,9 @@
-"""The tables of README.md: ours beside scikit-surprise and implicit, on the same splits.
+"""Makes the tables of README.md: our models, scikit-surprise and implicit on the same splits.
 
     python examples/movielens/compare.py --data data/ml-latest-small --peers PYTHON
 
-PYTHON is an interpreter of its own for the peers: pip install 'numpy<2' scikit-surprise implicit
-pandas. Settings of ours are the defaults; they were chosen on validation parts of other splits.
+PYTHON is an interpreter with the other libraries: pip install 'numpy<2' scikit-surprise implicit
+pandas. Our settings are the defaults, which were chosen on validation parts of other splits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OURS = {
 MEASURED = {"ratings": ("rmse", "mae"), "ranking": ("ndcg", "recall")}
 UNITS = ("steps", "epochs")
 TIMES = ("fit_s", "cpu_s")
-"""By the clock, and of all threads together, which a busy machine does not stretch."""
+"""Wall-clock seconds, and CPU seconds of all threads, which a busy machine does not increase."""
 
 Line = dict[str, Any]
 
@@ -83,7 +83,7 @@ def rating_split(ratings: Ratings, seed: int) -> dict[str, Any]:
 
 
 def ranking_split(ratings: Ratings, seed: int) -> dict[str, Any]:
-    """The newest of each user to test; of what is left, again the newest to choose settings by."""
+    """Hold out each user's newest rating to test, and the second newest to choose settings by."""
     pairs = np.stack([ratings.users, ratings.items], 1)
     train, held = split_newest(ratings, seed)
     names = ("users", "items", "ratings", "times")
@@ -106,8 +106,8 @@ SPLIT = {"ratings": rating_split, "ranking": ranking_split}
 
 
 def ours(task: str, data: str, seeds: int, folder: Path) -> Iterator[Line]:
-    """A whole run is timed: reading, training, evaluating, a snapshot; all but the imports, which a
-    run before has done. The numbers are those of the last step, not of the best one."""
+    """Time a whole run: reading, training, evaluating, a snapshot. A run before has done the
+    imports. The metrics are those of the last step, not of the best one."""
     first = next(iter(OURS[task].values()))
     _run([*first, f"data={data}", "trainer.epochs=1"], folder / "first", task)
     for name, words in OURS[task].items():

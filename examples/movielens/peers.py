@@ -1,4 +1,4 @@
-"""scikit-surprise and implicit on the splits of compare.py; run by an interpreter that has them.
+"""Runs scikit-surprise and implicit on the splits of compare.py, in an interpreter that has them.
 
 python peers.py SPLITS ratings|ranking  →  one JSON object per line
 """

@@ -179,7 +179,7 @@ def test_downloaded_checked_unpacked_and_told(
     assert run_command(["data", "movielens", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["ratings"] == 8_000
-    assert err == "data/ml-latest-small is there already; to take it anew, remove it first\n"
+    assert err == "data/ml-latest-small exists already; to get it again, remove it first\n"
     assert len(shelf.asked) == 1
 
 
@@ -277,7 +277,7 @@ def test_no_internet_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         get_data("25m", None, Path("data"), waits_s=(0.0,))
     [fault] = caught.value.faults
     assert fault.what == f"{address}/ml-25m.zip cannot be reached: connection refused"
-    assert f"fetch {address}/ml-25m.zip where there is internet" in fault.do
+    assert f"download {address}/ml-25m.zip on a machine with internet access" in fault.do
     assert "echelon data movielens --from ml-25m.zip" in fault.do
     assert not Path("data").exists()
 
@@ -309,7 +309,7 @@ def test_from_a_zip_or_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert f"next: echelon train experiment=movielens data=other/{SMALL}" in said
     assert run_command(["data", "movielens", "--from", f"other/{SMALL}", "--to", "other"]) == 0
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_the_name_is_the_zips_own_or_that_of_the_size() -> None:
@@ -352,14 +352,14 @@ def test_a_bomb_is_not_unpacked() -> None:
 
 
 def test_a_zip_that_is_cut_damaged_or_something_else(packed: bytes) -> None:
-    assert "given.zip is not a whole zip file" in refused(packed[: len(packed) // 2])[0]
+    assert "given.zip is not a complete zip file" in refused(packed[: len(packed) // 2])[0]
     damaged = bytearray(packed)
     damaged[5_000] ^= 1
     assert "Bad CRC-32" in refused(bytes(damaged))[0]
-    assert "given.zip is not a whole zip file" in refused(b"<html>not found</html>")[0]
-    assert "given.zip is not a whole zip file" in refused(b"")[0]
+    assert "given.zip is not a complete zip file" in refused(b"<html>not found</html>")[0]
+    assert "given.zip is not a complete zip file" in refused(b"")[0]
     no_utf8 = zipped({"ratings.csv": RATINGS, "é": b""}).replace("é".encode(), b"\xff\xff")
-    assert "given.zip is not a whole zip file" in refused(no_utf8)[0]
+    assert "given.zip is not a complete zip file" in refused(no_utf8)[0]
     assert refused(zipped({"names.csv": b"a,b\n"})) == [
         "given.zip has no ratings: looked for ratings.csv, ratings.dat, u.data"
     ]

@@ -94,7 +94,7 @@ def typed(
         ("parameters: {lr: {min: 2, max: 1}}\n", (), "s.yml:2: lr has min=2 > max=1"),
         ("parameters: {lr: {value: 1}}\n", ("launch.nodes=2",), "does not use it"),
         ("parameters: {lr: {value: 1}}\n", ("lr=2",), "the sweep's file has a parameter lr"),
-        ("parameters: {lr: {value: 1}}\n", ("--name", ""), "--name='' is no name"),
+        ("parameters: {lr: {value: 1}}\n", ("--name", ""), "--name='' is not a valid name"),
         ("parameters: {lr: {value: 1}}\n", ("--dir", "/proc/x"), "/proc/x/s cannot be written"),
         ("parameters: {lr: {value: 1}}\n", ("--storage", "no://a:pw@b"), "--storage no://a:…@b: "),
         ("parameters: {lr: {min: 1, max: 10000000000}}\n", (), "10,000,000,000 values"),

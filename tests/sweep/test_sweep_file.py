@@ -197,10 +197,10 @@ def _plain(value: object) -> object:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("model._target_", "os.system", "no name of a setting"),
+        ("model._target_", "os.system", "not the name of a setting"),
         ("lr", "${oc.env:WANDB_API_KEY}", "an interpolation"),
         ("lr", "x" * 10_000_000, "10,000,000 characters"),
-        ("lr", "a\x1b[2J", "no text"),
+        ("lr", "a\x1b[2J", "not text"),
         ("launch.ssh", "sh -c evil", "which it may not"),
         ("experiment", "/tmp/x.py:f", "which it may not"),
         ("trainer.save.steps", 1, "which it may not"),
