@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
 
 
-def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
-    """`echelon train`, and the command line of a user's file, whose experiment is `own`."""
+def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int:
+    """`echelon train`, and the command line of a user's file, whose experiment is given."""
     from echelon.config.untrusted import drop_trial_arguments, read_trial
 
     trial = read_trial(os.environ)
@@ -28,10 +28,10 @@ def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
     parser = make_parser(
         "train",
         "Train an experiment. Every setting can be overridden: KEY=VALUE, as in Hydra.",
-        lambda: _render_settings_help(words, own),
+        lambda: _render_settings_help(words, experiment),
     )
-    if own is not None:
-        parser.prog = f"python {Path(own.entry.rpartition(':')[0]).name}"
+    if experiment is not None:
+        parser.prog = f"python {Path(experiment.entry.rpartition(':')[0]).name}"
     add_plan_arguments(parser)
     parser.add_argument(
         "-m",
@@ -47,8 +47,10 @@ def train(words: Sequence[str], own: UserExperiment | None = None) -> int:
     if given.multirun and (given.wait or given.json):
         parser.error("--wait and --json are for one run")
     if given.multirun:
-        return train_multirun(given.overrides, own, given.dry_run)
-    return train(given.overrides, own, dry_run=given.dry_run, as_json=given.json, wait=given.wait)
+        return train_multirun(given.overrides, experiment, given.dry_run)
+    return train(
+        given.overrides, experiment, dry_run=given.dry_run, as_json=given.json, wait=given.wait
+    )
 
 
 def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> str:
@@ -66,14 +68,14 @@ def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> s
     )
 
 
-def _describe_experiment_settings(words: Sequence[str], own: UserExperiment | None) -> str:
+def _describe_experiment_settings(words: Sequence[str], experiment: UserExperiment | None) -> str:
     """The settings of the experiment, if help was asked for."""
     from echelon.config.settings_help import render_bundled_settings, render_user_settings
     from echelon.entrypoint import split_experiment_path
 
     rest, named = split_experiment_path(words)
-    if own := named or own:
-        return render_user_settings(own.entry.rpartition("/")[2], own.settings)
+    if experiment := named or experiment:
+        return render_user_settings(experiment.entry.rpartition("/")[2], experiment.settings)
     chosen = [word.partition("=")[2] for word in rest if word.startswith("experiment=")]
     return render_bundled_settings(chosen[-1] if chosen else "toy")
 

@@ -46,9 +46,9 @@ def find_outward_address() -> str | None:
 def find_local_address(host: str) -> str | None:
     """This machine's address on the route to a host; None without one. Nothing is sent."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, socket_address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # asks the routing table; nothing is sent
+            probe.connect(socket_address)  # asks the routing table; nothing is sent
             return str(probe.getsockname()[0])
     except OSError:
         return None

@@ -132,23 +132,25 @@ def place_ranks(
     hosts: Sequence[str], procs: Sequence[int], gpus: int, devices_per_replica: int = 1
 ) -> tuple[RankPlacement, ...]:
     """Where each rank will be: ranks fill node by node; without GPUs they are on CPUs."""
-    found: list[RankPlacement] = []
+    placements: list[RankPlacement] = []
     rule = DeviceRule(gpus, devices_per_replica)
     for host, count in zip(hosts, procs, strict=True):
         for local_rank in range(count):
-            found.append(RankPlacement(len(found), host, local_rank, rule.device_names(local_rank)))
-    return tuple(found)
+            placements.append(
+                RankPlacement(len(placements), host, local_rank, rule.device_names(local_rank))
+            )
+    return tuple(placements)
 
 
 def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> tuple[str, ...]:
     """The step of a plan that leaves devices idle. With one device per replica the table shows
     enough."""
-    each = config.replica.devices
-    left = visible_devices - procs * each
-    given = f"launch.procs={procs} × replica.devices={each}"
+    devices_per_replica = config.replica.devices
+    idle_devices = visible_devices - procs * devices_per_replica
+    settings = f"launch.procs={procs} × replica.devices={devices_per_replica}"
     return (
-        (f"leave {left} of {visible_devices} devices idle: {given}",)
-        if each > 1 and left > 0
+        (f"leave {idle_devices} of {visible_devices} devices idle: {settings}",)
+        if devices_per_replica > 1 and idle_devices > 0
         else ()
     )
 
@@ -176,7 +178,9 @@ def count_processes(config: Config, visible_devices: int) -> int:
 
     Raises an :class:`EchelonError` where they do not fit onto the visible devices.
     """
-    procs, each = config.launch.procs, config.replica.devices
-    if fault := find_visible_fit_fault(visible_devices, each, procs, config.launch.share_devices):
+    procs, devices_per_replica = config.launch.procs, config.replica.devices
+    if fault := find_visible_fit_fault(
+        visible_devices, devices_per_replica, procs, config.launch.share_devices
+    ):
         raise EchelonError(fault)
-    return procs or default_process_count(visible_devices, each)
+    return procs or default_process_count(visible_devices, devices_per_replica)

@@ -67,10 +67,10 @@ def find_visible_fit_fault(
     if misfit is None:
         return None
     max_procs, left_over = divmod(visible_devices, devices_per_replica)
-    seen = describe_visible(visible_devices) + location
+    visible_text = describe_visible(visible_devices) + location
     if misfit is DeviceMisfit.TOO_FEW_DEVICES:
         return Fault(
-            f"replica.devices={devices_per_replica}, but {seen}",
+            f"replica.devices={devices_per_replica}, but {visible_text}",
             f"make {devices_per_replica} visible (CUDA_VISIBLE_DEVICES), or set "
             f"replica.devices={visible_devices}",
         )
@@ -86,11 +86,11 @@ def find_visible_fit_fault(
     if devices_per_replica > 1:
         return Fault(
             f"launch.procs={procs} with replica.devices={devices_per_replica} take "
-            f"{(procs or 0) * devices_per_replica} devices, but {seen}",
+            f"{(procs or 0) * devices_per_replica} devices, but {visible_text}",
             f"set launch.procs={max_procs}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
         )
     return Fault(
-        f"launch.procs={procs}, but {seen}, so that two processes would share one",
+        f"launch.procs={procs}, but {visible_text}, so that two processes would share one",
         f"set launch.procs={max_procs} (slots={max_procs} in a hostfile), make more devices "
         "visible, or allow it with launch.share_devices=true",
     )

@@ -89,16 +89,16 @@ class World:
         """
         if len(hosts) != self.size:
             raise ValueError(f"{len(hosts)} hosts for a world of {self.size}")
-        here = hosts[self.rank]
-        local_rank = list(hosts[: self.rank]).count(here)
+        own_host = hosts[self.rank]
+        local_rank = list(hosts[: self.rank]).count(own_host)
         nodes = list(dict.fromkeys(hosts))
         if fault := self.rule.find_fault(local_rank):
             raise EchelonError(fault)
         return replace(
             self,
             local_rank=local_rank,
-            local_size=list(hosts).count(here),
-            node_rank=nodes.index(here),
+            local_size=list(hosts).count(own_host),
+            node_rank=nodes.index(own_host),
             nodes=len(nodes),
             devices=self.rule.device_names(local_rank),
             settled=True,

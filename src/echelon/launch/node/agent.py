@@ -300,13 +300,13 @@ class NodeAgent(SimpleElasticAgent):
             return self._find_cause(failed)
         if verdict := self._lifeline.find_failure(self._attempt):
             return verdict
-        stuck = self._lifeline.find_hung_rank(self._attempt, self._job.hang_s)
-        here = {rank: local_rank for local_rank, rank in self._ranks.items()}
-        if stuck is None or stuck.rank not in here:
+        hung = self._lifeline.find_hung_rank(self._attempt, self._job.hang_s)
+        local_ranks = {rank: local_rank for local_rank, rank in self._ranks.items()}
+        if hung is None or hung.rank not in local_ranks:
             return None  # the agent of its own node knows more about it
-        local_rank = here[stuck.rank]
+        local_rank = local_ranks[hung.rank]
         return self._make_hang_failure(
-            local_rank, stuck, self._heartbeat_watch.read_all()[local_rank]
+            local_rank, hung, self._heartbeat_watch.read_all()[local_rank]
         )
 
     def _find_cause(self, failed: dict[int, int]) -> Failure:

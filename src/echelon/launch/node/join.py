@@ -91,12 +91,14 @@ def _count_processes(config: Config, rank: int, procs: int | None, env: Mapping[
     Raises an :class:`EchelonError` where they do not fit onto the devices that are visible here:
     a node may have fewer than the one on which the plan was made.
     """
-    launch, visible = config.launch, count_visible_gpus(env)
+    launch, visible_devices = config.launch, count_visible_gpus(env)
     planned = count_processes_per_node(config) if launch.kind == "slurm" else launch.procs
-    known, each = procs or planned, config.replica.devices
+    procs_known, devices_per_replica = procs or planned, config.replica.devices
     if config.program and config.mode == "plain":
-        known, each = 1, 1
+        procs_known, devices_per_replica = 1, 1
     location = f" on {socket.gethostname()} (node {rank})"
-    if fault := find_visible_fit_fault(visible, each, known, launch.share_devices, location):
+    if fault := find_visible_fit_fault(
+        visible_devices, devices_per_replica, procs_known, launch.share_devices, location
+    ):
         raise EchelonError(fault)
-    return known or default_process_count(visible, each)
+    return procs_known or default_process_count(visible_devices, devices_per_replica)

@@ -197,9 +197,9 @@ class LifelineServer(SingleNodeLifeline):
 
     def _lose_peer(self, peer: LifelinePeer, how: str) -> None:
         """Drop a node and report it as lost, unless it had said goodbye or all is over."""
-        known = peer.node in self._peers
+        was_connected = peer.node in self._peers
         self._drop_peer(peer)
-        if known and not self._is_over:
+        if was_connected and not self._is_over:
             self.agree_on_failure(
                 _EVERY_ATTEMPT,
                 make_node_lost_failure(

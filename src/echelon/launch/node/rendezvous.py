@@ -65,8 +65,8 @@ class FixedRendezvous(RendezvousHandler):
             arrivals.set("complete", "1")
         self._wait_for_all_nodes(arrivals)
         agents = dist.PrefixStore(f"agents/{self._attempt}", self._store)
-        where = RendezvousStoreInfo(self._store.host, self._store.port)
-        return RendezvousInfo(agents, node.rank, node.node_count, where)
+        store_info = RendezvousStoreInfo(self._store.host, self._store.port)
+        return RendezvousInfo(agents, node.rank, node.node_count, store_info)
 
     def _wait_for_all_nodes(self, arrivals: dist.Store) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -150,16 +150,18 @@ def find_listening_address(node: NodeSpec) -> str:
     to this machine.
     """
     try:
-        family, _, _, _, where = socket.getaddrinfo(node.master_host, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, socket_address = socket.getaddrinfo(
+            node.master_host, 0, type=socket.SOCK_STREAM
+        )[0]
     except OSError:
         return node.master_host  # binding reports what is wrong
-    address = str(where[0])
+    address = str(socket_address[0])
     reached = node.node_count == 1 or node.master_host in ("localhost", address)
     if address.startswith("127.") and not reached:
         return "0.0.0.0"
     with socket.socket(family) as probe:
         try:
-            probe.bind(where)
+            probe.bind(socket_address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 return "::" if family == socket.AF_INET6 else "0.0.0.0"

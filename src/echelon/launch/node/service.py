@@ -97,7 +97,7 @@ class _NodeService:
     def run(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
         """Run the agent to its end; returns the exit code of the run.
 
-        Whatever is raised here is reported to the other nodes, which would otherwise wait for this one.
+        Whatever is raised here is reported to the other nodes, which would otherwise wait for it.
         """
         try:
             self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)

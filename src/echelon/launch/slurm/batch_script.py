@@ -35,10 +35,10 @@ class ScriptEnvironment:
 def render_script(config: Config, run: Run, environment: ScriptEnvironment | None = None) -> str:
     """The script of one run."""
     _require_plain_path(run.folder)
-    where = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
+    first_options = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
     words = shlex.join(program_words(config, *_world_shape(config)))
     return _render_script(
-        config, where, [f"run={shlex.quote(str(run.folder))}"], words, environment
+        config, first_options, [f"run={shlex.quote(str(run.folder))}"], words, environment
     )
 
 
@@ -49,19 +49,19 @@ def render_array_script(
     the words of its program."""
     _require_plain_path(listing.parent)
     at_once = f"%{config.launch.max_parallel}" if config.launch.max_parallel else ""
-    where = [
+    first_options = [
         f"--job-name={config.run.name}",
         f"--array=0-{count - 1}{at_once}",
         "--output=/dev/null",
     ]
     listed = shlex.quote(str(listing))
-    begin = [
+    first_lines = [
         f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {listed})',
         'exec >> "$run/logs/job.log" 2>&1',
     ]
     if config.program and config.mode != "torchrun":
-        begin.append("mapfile -d '' -t words < \"$run/words\"")
-    return _render_script(config, where, begin, '"${words[@]}"', environment)
+        first_lines.append("mapfile -d '' -t words < \"$run/words\"")
+    return _render_script(config, first_options, first_lines, '"${words[@]}"', environment)
 
 
 def write_program_words(config: Config, run: Run) -> None:
@@ -95,20 +95,24 @@ def _world_shape(config: Config) -> tuple[int, int]:
 
 
 def _render_script(
-    config: Config, where: list[str], begin: list[str], words: str, scene: ScriptEnvironment | None
+    config: Config,
+    first_options: list[str],
+    first_lines: list[str],
+    words: str,
+    environment: ScriptEnvironment | None,
 ) -> str:
     """The script, from its first lines and its step."""
     procs = count_processes_per_node(config)
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*where, *_sbatch_options(config, procs)]),
+            *(f"#SBATCH {option}" for option in [*first_options, *_sbatch_options(config, procs)]),
             "",
-            *begin,
+            *first_lines,
             'rm -f "$run/exit" "$run/.code"',
             'fail() { echo "$1" > "$run/exit"; exit "$1"; }',
             *_render_setup(config.launch),
-            *(_render_environment(scene) if scene else ()),
+            *(_render_environment(environment) if environment else ()),
             "",
             "# The nodes meet at the first one, at a port of this job's own.",
             'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -267,15 +271,15 @@ that were never written for it."""
 def _render_secrets(file: str) -> Iterator[str]:
     """Lines by which the job reads the secrets itself, so that nothing of them is in a script, a
     log or the queue."""
-    where = shlex.quote(str(Path(file).expanduser().absolute()))
+    quoted_path = shlex.quote(str(Path(file).expanduser().absolute()))
     yield from ("", "# launch.secrets: KEY=VALUE lines of a file that is its owner's alone.")
-    yield f'case "$(stat -Lc %a:%u {where})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
-    yield f"  echo error: {where} is not yours alone >&2"
+    yield f'case "$(stat -Lc %a:%u {quoted_path})" in "600:$(id -u)" | "400:$(id -u)") ;; *)'
+    yield f"  echo error: {quoted_path} is not yours alone >&2"
     yield "  fail 1 ;;"
     yield "esac"
     yield 'while IFS= read -r line || [ -n "$line" ]; do'
     yield "  if [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export \"${line%$'\\r'}\"; fi"
-    yield f"done < {where}"
+    yield f"done < {quoted_path}"
     yield "unset line"
 
 
@@ -345,11 +349,15 @@ def render_sweep_script(
     _require_plain_path(logs)
     procs = count_processes_per_node(config)
     name = logs.parent.name
-    where = [f"--job-name={name}", f"--array=0-{count - 1}", f'--output="{logs}/worker-%a.log"']
+    first_options = [
+        f"--job-name={name}",
+        f"--array=0-{count - 1}",
+        f'--output="{logs}/worker-%a.log"',
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*where, *_sbatch_options(config, procs)]),
+            *(f"#SBATCH {option}" for option in [*first_options, *_sbatch_options(config, procs)]),
             "",
             'fail() { exit "$1"; }',
             *_render_setup(config.launch),
@@ -387,8 +395,8 @@ def _srun_command(config: Config, tasks: int) -> str:
     """`srun` with the options that every step has. Since Slurm 22.05 a step does not inherit the
     CPUs per task and, on some clusters, neither the environment."""
     # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
-    known = _count_cpus(config.launch, count_processes_per_node(config))
-    cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if known else ""
+    cpu_count = _count_cpus(config.launch, count_processes_per_node(config))
+    cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if cpu_count else ""
     return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
 
 

@@ -39,21 +39,22 @@ def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
         if dry_run:
             print(array.script)
             continue
-        job, made = queue_array(array)
-        print(f"job {job}: {len(made)} runs, {made[0].name} … {made[-1].name}")
+        job, created_runs = queue_array(array)
+        first, last = created_runs[0], created_runs[-1]
+        print(f"job {job}: {len(created_runs)} runs, {first.name} … {last.name}")
     return Exit.OK
 
 
 def plan_arrays(
-    configs: Sequence[Config], scene: batch_script.ScriptEnvironment | None = None
+    configs: Sequence[Config], environment: batch_script.ScriptEnvironment | None = None
 ) -> list[JobArray]:
     """The arrays of runs that differ in nothing that Slurm has to know."""
-    found = []
+    arrays = []
     for part in _chunks(configs, read_max_array_size(os.environ) - 1):
         listing = _listing_path(part)
-        text = batch_script.render_array_script(part[0], listing, len(part), scene)
-        found.append(JobArray(part, listing, text))
-    return found
+        text = batch_script.render_array_script(part[0], listing, len(part), environment)
+        arrays.append(JobArray(part, listing, text))
+    return arrays
 
 
 def queue_array(array: JobArray) -> tuple[str, list[Run]]:

@@ -102,15 +102,15 @@ class SlurmLauncher(Launcher):
         return submit_arrays(configs, dry_run)
 
 
-def _plan_variables(config: Config, procs: int, here: LaunchMachine) -> dict[str, str]:
+def _plan_variables(config: Config, procs: int, machine: LaunchMachine) -> dict[str, str]:
     """The variables that a plan shows. Agents choose the interface; tasks of srun get only one that
     was set."""
     chosen = config.launch.interface
     if batch_script.is_started_by_srun(config):
         return dict.fromkeys(network_interface.INTERFACE_VARIABLES, chosen) if chosen else {}
     return make_thread_variables(
-        config, procs, here.env
-    ) | network_interface.plan_interface_variables(chosen, here.env)
+        config, procs, machine.env
+    ) | network_interface.plan_interface_variables(chosen, machine.env)
 
 
 def require_sbatch(instead: str = "type the command on a login node") -> None:
@@ -139,8 +139,8 @@ def record_queued(run: Run, config: Config) -> None:
     """Write `queued` into the status before the job exists. Once it does, the job writes its own
     status."""
     world = config.launch.nodes * batch_script.count_processes_per_node(config)
-    begun = make_starting_status("slurm", config.launch.nodes, world)
-    run.update_status(**begun | {"state": "queued", "process": None, "starts": []})
+    status = make_starting_status("slurm", config.launch.nodes, world)
+    run.update_status(**status | {"state": "queued", "process": None, "starts": []})
 
 
 def require_slurm_accepts(text: str) -> None:
@@ -168,8 +168,8 @@ def _require_not_queued(config: Config) -> None:
     """Refuse a run whose job is in the queue or running."""
     run = Run.from_config(config)
     job = run.read_job_id()
-    word = query_queue([job] if job else []).states.get(job)
-    if word is not None and word.is_active:
+    state = query_queue([job] if job else []).states.get(job)
+    if state is not None and state.is_active:
         raise EchelonError(
             Fault(
                 f"run {run.name} is queued or running already, as job {job}",

@@ -67,11 +67,11 @@ def list_code_files(config: Config, run: Run) -> dict[str, Path]:
     Raises an EchelonError when they are more than should be sent.
     """
     folder = find_code_folder(config)
-    found: dict[str, Path] = {}
+    code_files: dict[str, Path] = {}
     sizes = Counter[str]()
     for path in _walk_code(folder, run.folder.parent) if folder else ():
         name = path.relative_to(folder or "")
-        found[str(name)] = path
+        code_files[str(name)] = path
         sizes[name.parts[0]] += path.lstat().st_size
         if sizes.total() > 10 * _MAX_CODE_BYTES:
             break
@@ -84,16 +84,16 @@ def list_code_files(config: Config, run: Run) -> dict[str, Path]:
                 "keep data elsewhere, or use a run.dir that all hosts share",
             )
         )
-    return found
+    return code_files
 
 
 def _walk_code(folder: Path, runs: Path) -> Iterator[Path]:
     """The files below a folder, without caches, environments and runs."""
-    for where, folders, files in os.walk(folder):
-        here = Path(where)
-        folders[:] = [f for f in folders if here / f != runs and not is_ignored(here / f)]
-        links = [f for f in folders if (here / f).is_symlink()]
-        yield from (here / name for name in (*files, *links) if not name.endswith(".pyc"))
+    for folder_path, folders, files in os.walk(folder):
+        parent = Path(folder_path)
+        folders[:] = [f for f in folders if parent / f != runs and not is_ignored(parent / f)]
+        links = [f for f in folders if (parent / f).is_symlink()]
+        yield from (parent / name for name in (*files, *links) if not name.endswith(".pyc"))
 
 
 def set_aside_old_run(remote: RemoteRunFolder, suffix: str) -> None:

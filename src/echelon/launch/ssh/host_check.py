@@ -155,8 +155,8 @@ def explain_ssh_failure(
 
 def _find_faults(config: Config, host: SshHost, report: HostReport, run: Run) -> Iterator[Fault]:
     """What keeps a host that answered from taking part."""
-    here = {"torch": importlib.metadata.version("torch"), "echelon": __version__}
-    for package, ours in here.items():
+    local_versions = {"torch": importlib.metadata.version("torch"), "echelon": __version__}
+    for package, ours in local_versions.items():
         theirs = getattr(report, package)
         if theirs is None:
             yield Fault(

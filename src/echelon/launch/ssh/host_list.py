@@ -51,13 +51,13 @@ def _read_hostfile(path: Path, procs: int | None) -> list[SshHost]:
                 "give a file with a line per machine: HOST or HOST slots=PROCESSES",
             )
         ) from None
-    read = list(_parse_lines(text, path, procs))
-    faults = [found for found in read if isinstance(found, Fault)]
-    if not read:
+    parsed = list(_parse_lines(text, path, procs))
+    faults = [each for each in parsed if isinstance(each, Fault)]
+    if not parsed:
         faults = [Fault(f"launch.hostfile={path} lists no host", "write one per line")]
     if faults:
         raise EchelonError(*faults)
-    return [found for found in read if isinstance(found, SshHost)]
+    return [each for each in parsed if isinstance(each, SshHost)]
 
 
 def _parse_lines(text: str, path: Path, procs: int | None) -> Iterator[SshHost | Fault]:

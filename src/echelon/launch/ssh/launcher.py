@@ -110,9 +110,9 @@ class SshLauncher(Launcher):
         new = config.trainer.resume == "never" or not run.config_file.exists()
         run_folder.create_run(config)
         names = [host.name for host in hosts]
-        each = config.replica.devices
+        devices_per_replica = config.replica.devices
         world = sum(
-            host.procs or default_process_count(r.devices, each)
+            host.procs or default_process_count(r.devices, devices_per_replica)
             for host, r in zip(hosts, reports, strict=True)
         )
         run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
@@ -120,15 +120,17 @@ class SshLauncher(Launcher):
         outcome = sessions.SshSessions(
             sessions.start_sessions(names, plan.commands, first_line)
         ).wait_for_all()
-        missing = {there.host: file_transfer.fetch_results(there) for there in separate_hosts}
+        missing = {remote.host: file_transfer.fetch_results(remote) for remote in separate_hosts}
         return _report_outcome(run, outcome, missing)
 
 
-def _describe_process_count(hosts: list[SshHost], each: int) -> str:
+def _describe_process_count(hosts: list[SshHost], devices_per_replica: int) -> str:
     """How many processes a host gets, in words."""
     if all(host.procs for host in hosts):
         return "as many processes as planned"
-    return f"one process for {'each visible device' if each == 1 else f'every {each} devices'}"
+    if devices_per_replica == 1:
+        return "one process for each visible device"
+    return f"one process for every {devices_per_replica} devices"
 
 
 def _resolve_run(config: Config) -> Run:
@@ -143,14 +145,14 @@ def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, .
     if config.program and config.mode == "plain":
         hosts = [host._replace(procs=1) for host in hosts]
     names = [host.name for host in hosts]
-    each = config.replica.devices
-    found = place_ranks(names, [host.procs or 1 for host in hosts], 0, each)
-    known = {host.name: host.procs for host in hosts}
+    devices_per_replica = config.replica.devices
+    placements = place_ranks(names, [host.procs or 1 for host in hosts], 0, devices_per_replica)
+    procs_by_host = {host.name: host.procs for host in hosts}
     return tuple(
-        place._replace(devices=_name_devices(place.devices, place.local_rank * each))
-        if known[place.host]
+        place._replace(devices=_name_devices(place.devices, place.local_rank * devices_per_replica))
+        if procs_by_host[place.host]
         else place._replace(devices=("every visible",))
-        for place in found
+        for place in placements
     )
 
 
@@ -164,9 +166,11 @@ def _node_command(config: Config, hosts: list[SshHost], node: int, run: Run) -> 
     procs = hosts[node].procs
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
     words += ["--node-rank", str(node), *(["--procs", str(procs)] if procs else [])]
-    where = (str(run.code_folder(node)), os.getcwd())
+    folders = (str(run.code_folder(node)), os.getcwd())
     return tuple(
-        remote_command.make_argv(config.launch, hosts[node].name, where, [*words, str(run.folder)])
+        remote_command.make_argv(
+            config.launch, hosts[node].name, folders, [*words, str(run.folder)]
+        )
     )
 
 
@@ -182,12 +186,12 @@ def _send_files(
             suffix = time.strftime("%Y%m%d-%H%M%S")
             list(
                 pool.map(
-                    lambda there: file_transfer.set_aside_old_run(there, suffix), separate_hosts
+                    lambda remote: file_transfer.set_aside_old_run(remote, suffix), separate_hosts
                 )
             )
         faults = [
             f
-            for f in pool.map(lambda there: file_transfer.send_files(there, code), separate_hosts)
+            for f in pool.map(lambda remote: file_transfer.send_files(remote, code), separate_hosts)
             if f
         ]
     if faults:

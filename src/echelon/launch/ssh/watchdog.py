@@ -42,11 +42,11 @@ def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> i
     # What outlives the agent becomes a child of this process, and is killed with it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     theirs, ours = os.pipe()
-    here = os.getpid()
+    watchdog_pid = os.getpid()
     agent = os.fork()
     if agent == 0:
         os.close(ours)
-        _become_agent(here)
+        _become_agent(watchdog_pid)
         find_master = partial(_wait_for_master, nodes, rank, theirs)
         on_port = partial(_report_port, nodes) if rank == 0 else None
         return join_run(folder, nodes, find_master, rank, procs, on_port, _report_failure)
