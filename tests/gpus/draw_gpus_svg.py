@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from test_gpu_tables import NODE, OURS, RUN, TRAINING, _gpu, _of  # type: ignore[import-not-found]
 
-from echelon.gpus.table import paint_line, render_gpu_table
+from echelon.gpus.terminal import paint_line, render_gpu_table
 
 WIDTH = 124
 TARGET = Path(__file__).parents[2] / "docs" / "gpus.svg"
@@ -34,8 +34,8 @@ def draw() -> None:
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    for line in render_gpu_table([node], WIDTH, me="maria", clock="14:03:12"):
-        console.print(Text.from_ansi(paint_line(line, colour=True)), soft_wrap=True)
+    for line in render_gpu_table([node], WIDTH, highlighted_user="maria", clock="14:03:12"):
+        console.print(Text.from_ansi(paint_line(line, use_colour=True)), soft_wrap=True)
     console.save_svg(str(TARGET), title="echelon gpus --watch", code_format=_OWN_FONTS)
 
 

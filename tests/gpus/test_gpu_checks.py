@@ -8,7 +8,7 @@ import pytest
 from fake_nvml import NOBODY_HERE, Stage, gpu, process, slice_
 
 from echelon.doctor.machine_facts import DriverFacts, GpuModel, MissingDriver, read_driver_facts
-from echelon.gpus.selection import get_current_user
+from echelon.gpus.command import get_current_user
 from echelon.preflight import gpu_health
 
 ME = os.getpid()
@@ -46,11 +46,11 @@ def test_gpus_of_a_job(stage: Stage) -> None:
     )
     looked = gpu_health.read_gpu_health({})
     troubles = {seen["index"]: seen["trouble"] for seen in looked if seen["trouble"]}
-    assert troubles == {1: "3 uncorrected errors of its memory", 2: "lost: reboot or reset"}
+    assert troubles == {1: "3 uncorrected memory errors", 2: "lost: reboot or reset"}
     assert {seen["index"]: seen["users"] for seen in looked if seen["users"]} == {
         3: [f"{get_current_user()}'s process {ME} (2.0 GiB)"],
-        4: ["9.0 GiB and 7% by somebody"],
-        5: ["a process that cannot be seen (1.0 GiB)"],
+        4: ["9.0 GiB and 7% by a process that is not visible"],
+        5: ["a process that is not visible (1.0 GiB)"],
     }
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import GIB, NOBODY_HERE, Stage, gpu, process, slice_, working
 
-from echelon.gpus.probe import GpuProbe
-from echelon.gpus.state import Gpu, GpuNode, GpuProcess, node_from_dict, node_to_dict
+from echelon.gpus.probe import Gpu, GpuNode, GpuProbe, GpuProcess, node_from_dict, node_to_dict
 
 ME = os.getpid()
 
@@ -114,7 +113,7 @@ def test_a_lost_gpu_is_a_row_and_the_others_go_on(stage: Stage) -> None:
         "needs a reset: nvidia-smi --gpu-reset",
         "no permission",
     ]
-    assert faults[4] == "NVML's error 999"
+    assert faults[4] == "NVML error 999"
 
 
 def test_a_gpu_is_lost_while_it_is_watched_and_comes_back(stage: Stage) -> None:
@@ -132,9 +131,9 @@ def test_a_gpu_is_lost_while_it_is_watched_and_comes_back(stage: Stage) -> None:
     ("line", "words"),
     [
         ("init 9", "the NVIDIA driver is not loaded"),
-        ("init 4", "gives no permission"),
+        ("init 4", "denies access"),
         ("init 18", "changed under a running system"),
-        ("init 999", "NVML's error 999"),
+        ("init 999", "NVML error 999"),
         ("", "the NVIDIA driver is there, but no GPU"),
     ],
 )

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from fake_nvml import GIB, NOBODY_HERE, Scene, Stage, gpu, process, slice_
 
-from echelon.gpus.plain_lines import render_plain_lines
-from echelon.gpus.state import Gpu, GpuNode, GpuProcess, MigSlice
-from echelon.gpus.table import paint_line, render_gpu_table
+from echelon.gpus.formatting import render_plain_lines
+from echelon.gpus.probe import Gpu, GpuNode, GpuProcess, MigSlice
+from echelon.gpus.terminal import paint_line, render_gpu_table
 
 
 def _of(user: str, pid: int, gib: float, age_s: float, command: str, **more: object) -> GpuProcess:
@@ -87,7 +87,8 @@ SCREENS = Path(__file__).with_name("screens")
 def drawn(nodes: list[GpuNode], width: int, clock: str = "") -> str:
     return (
         "\n".join(
-            paint_line(line, colour=False) for line in render_gpu_table(nodes, width, clock=clock)
+            paint_line(line, use_colour=False)
+            for line in render_gpu_table(nodes, width, clock=clock)
         )
         + "\n"
     )
@@ -136,7 +137,9 @@ def test_a_machine_that_is_silent_says_since_when() -> None:
 
 def test_own_processes_orphans_and_faults_stand_out() -> None:
     styles = {
-        text: style for line in render_gpu_table([NODE], 140, me="kevin") for text, style in line
+        text: style
+        for line in render_gpu_table([NODE], 140, highlighted_user="kevin")
+        for text, style in line
     }
     assert [style for text, style in styles.items() if "kevin" in text] == ["bold", "bold"]
     assert [style for text, style in styles.items() if "orphan" in text] == ["red"]

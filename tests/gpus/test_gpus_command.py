@@ -16,8 +16,8 @@ from fake_nvml import GIB, NOBODY_HERE, Scene, Stage, gpu, process, slice_, work
 
 from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
-from echelon.gpus import selection
-from echelon.gpus.occupancy import describe_other_users
+from echelon.gpus.availability import describe_other_users
+from echelon.gpus.command import get_current_user
 
 ME = os.getpid()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "display-gpu-info.sh"
@@ -52,7 +52,7 @@ def gpus(capsys: pytest.CaptureFixture[str]) -> Typed:
     ("line", "words"),
     [
         ("init 9", "no GPU: the NVIDIA driver is not loaded (try `nvidia-smi`, or reboot)"),
-        ("init 4", "no GPU: the NVIDIA driver gives no permission (may you read /dev/nvidiactl?)"),
+        ("init 4", "no GPU: the NVIDIA driver denies access (may you read /dev/nvidiactl?)"),
         ("", "no GPU: the NVIDIA driver is there, but no GPU"),
     ],
 )
@@ -78,13 +78,13 @@ def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--gpu", "0,x,-1"], Exit.USAGE, "--gpu 0,x,-1: 'x', '-1' is no index"),
-        (["--gpu", "0,,1"], Exit.USAGE, "'' is no index"),
-        (["--gpu", "1-"], Exit.USAGE, "'1-' is no index"),
-        (["--gpu", "²"], Exit.USAGE, "'²' is no index"),
-        (["--gpu", ""], Exit.USAGE, "'' is no index"),
-        (["--gpu", "3-1"], Exit.USAGE, "'3-1' is no index"),
-        (["--gpu", "0-99999999"], Exit.USAGE, "'0-99999999' is no index"),
+        (["--gpu", "0,x,-1"], Exit.USAGE, "--gpu 0,x,-1: 'x', '-1' is not an index"),
+        (["--gpu", "0,,1"], Exit.USAGE, "'' is not an index"),
+        (["--gpu", "1-"], Exit.USAGE, "'1-' is not an index"),
+        (["--gpu", "²"], Exit.USAGE, "'²' is not an index"),
+        (["--gpu", ""], Exit.USAGE, "'' is not an index"),
+        (["--gpu", "3-1"], Exit.USAGE, "'3-1' is not an index"),
+        (["--gpu", "0-99999999"], Exit.USAGE, "'0-99999999' is not an index"),
         (["--gpu", "0-9999"], Exit.NOT_FOUND, "there is no GPU 2, 3, 4, 5, 6, 7, 8, 9, … here"),
         (["--gpu", "0,2,7"], Exit.NOT_FOUND, "there is no GPU 2, 7 here\n  hint: there are 0 to 1"),
         (["--watch", "0"], Exit.USAGE, "'0' is not an interval: give 0.1 to 86400 s"),
@@ -94,8 +94,8 @@ def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--free", "0"], Exit.USAGE, "'0' is not a number of GPUs"),
         (["--free", "--watch"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
         (["--free", "--hosts", "a"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
-        (["--hosts", ""], Exit.USAGE, "'' is no host"),
-        (["--hosts", "a,-oProxyCommand=x"], Exit.USAGE, "'-oProxyCommand=x' is no host"),
+        (["--hosts", ""], Exit.USAGE, "'' is not a host"),
+        (["--hosts", "a,-oProxyCommand=x"], Exit.USAGE, "'-oProxyCommand=x' is not a host"),
         (["--hosts", "a", "--ssh", "'"], Exit.USAGE, "is not a command: no closing quotation"),
         (["--user", "roott"], Exit.NOT_FOUND, "did you mean 'root'?"),
     ],
@@ -144,10 +144,8 @@ def test_json_has_everything(stage: Stage, gpus: Typed) -> None:
 def test_grep_finds_all_of_a_process_in_its_line(stage: Stage, gpus: Typed) -> None:
     with working("/usr/bin/python train.py") as pid:
         stage(gpu(0), gpu(1), process(pid, on=1, gib=57.25))
-        found = [line for line in gpus()[1].splitlines() if selection.get_current_user() in line]
-    assert found == [
-        f"GPU 1  pid {pid}  {selection.get_current_user()}  57.2 GiB     0s  python train.py"
-    ]
+        found = [line for line in gpus()[1].splitlines() if get_current_user() in line]
+    assert found == [f"GPU 1  pid {pid}  {get_current_user()}  57.2 GiB     0s  python train.py"]
 
 
 def test_a_title_is_shown_whole(stage: Stage, gpus: Typed) -> None:
@@ -174,7 +172,7 @@ def test_free(stage: Stage, gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     code, out, err = gpus("--free")
     assert (code, out) == (Exit.BUSY, ""), "an empty list would hide all GPUs from CUDA"
-    among = "among those that CUDA_VISIBLE_DEVICES leaves"
+    among = "among those that CUDA_VISIBLE_DEVICES allows"
     assert err == f"none is idle {among}; `echelon gpus` shows who uses them\n"
 
 
@@ -276,7 +274,7 @@ def test_other_machines(hosts: str, gpus: Typed) -> None:
     assert (code, err) == (Exit.OK, "")
     assert out.splitlines() == [
         "a  GPU 0  NVIDIA H200  use 11%  memory 0.00/140 GiB  temperature 34°C  power 76/700 W",
-        "a  GPU 0  pid ?  ?  1.0 GiB      ?  a process that cannot be seen from here",
+        "a  GPU 0  pid ?  ?  1.0 GiB      ?  a process that is not visible from here",
         "b  the NVIDIA driver is not loaded (try `nvidia-smi`, or reboot)",
         "c  cannot be reached: ssh: connect to host c: No route",
     ]
@@ -311,7 +309,7 @@ def test_a_machine_whose_python_is_too_old(
     monkeypatch.setattr(sys, "executable", str(old))
     code, _, err = gpus("--hosts", "a", "--ssh", hosts)
     assert code == Exit.NO_GPU
-    assert err == "a: no GPU: cannot be reached: Python 3.9 is the least, there is 3.8.18\n"
+    assert err == "a: no GPU: cannot be reached: Python 3.9 or later is needed, there is 3.8.18\n"
 
 
 @pytest.mark.slow
@@ -346,11 +344,10 @@ def test_the_example(stage: Stage) -> None:
     with working("python train.py") as pid:
         scene = stage(gpu(0), process(pid, gib=3))
         env = scene.environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        words = f"{EXAMPLE} | grep {selection.get_current_user()}"
+        words = f"{EXAMPLE} | grep {get_current_user()}"
         done = subprocess.run(["sh", "-c", words], env=env, capture_output=True, text=True)
     assert (
-        done.stdout
-        == f"GPU 0  pid {pid}  {selection.get_current_user()}  3.0 GiB     0s  python train.py\n"
+        done.stdout == f"GPU 0  pid {pid}  {get_current_user()}  3.0 GiB     0s  python train.py\n"
     )
 
 
@@ -366,13 +363,13 @@ def test_a_launch_is_told_who_is_there(stage: Stage) -> None:
     assert one.startswith("GPU 1 is in use: ")
     stage(gpu(0, used=9 * GIB, use=50), gpu(1))
     [unseen] = describe_other_users(["cuda:0", "cuda:1"], {})
-    assert unseen.startswith("GPU 0 is in use: by somebody who cannot be seen, 9.0 GiB; ")
+    assert unseen.startswith("GPU 0 is in use: by a process that is not visible, 9.0 GiB; ")
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_another_training_of_the_same_shell_is_company(stage: Stage, shared: bool) -> None:
     """Unless they are ranks that share a device on purpose."""
-    ask = "from echelon.gpus.occupancy import describe_other_users; "
+    ask = "from echelon.gpus.availability import describe_other_users; "
     ask += f"print(len(describe_other_users(['cuda:0'], {{}}, has_sibling_ranks={shared})))"
     with working("python train.py") as beside:
         env = stage(gpu(0), process(beside, gib=3)).environment()

@@ -67,14 +67,14 @@ exit codes: 6 there is no GPU, 7 fewer are free than asked for""",
     is_remote = given.hosts is not None or given.slurm is not None
     if given.free is not None and (is_remote or given.watch or given.user):
         parser.error("--free is about all GPUs of this machine, once")
-    from echelon.gpus import command, selection
+    from echelon.gpus import command
 
     wanted = command.GpusOptions(
-        tuple(selection.get_current_user() if name == "me" else name for name in given.user),
-        () if given.gpu is None else tuple(selection.parse_gpu_indices(given.gpu)),
+        tuple(command.get_current_user() if name == "me" else name for name in given.user),
+        () if given.gpu is None else tuple(command.parse_gpu_indices(given.gpu)),
         given.json,
         given.watch,
-        () if given.hosts is None else tuple(selection.parse_host_names(given.hosts)),
+        () if given.hosts is None else tuple(command.parse_host_names(given.hosts)),
         given.slurm,
         given.ssh,
     )

@@ -1,108 +1,198 @@
-"""`echelon gpus`: one look, or one after the other, on a screen, in lines, or as JSON."""
+"""`echelon gpus`: one reading or repeated ones, as a table, as lines or as JSON.
+
+The command is typed often and has to start at once, so modules that only some of its options need
+are imported where they are used.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pwd
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from echelon.errors import Exit
-from echelon.gpus import selection
-from echelon.gpus.probe import GpuProbe
-from echelon.gpus.state import GPUS_JSON_VERSION, GpuNode, node_to_dict
+from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.gpus.availability import list_idle_gpus
+from echelon.gpus.probe import GPUS_JSON_VERSION, Gpu, GpuNode, GpuProbe, node_to_dict
+from echelon.gpus.processes import look_up_user_name
 
 _FIRST_ANSWER_TIMEOUT_S = 3.0
-"""For the first answers, before those that came are shown."""
+"""How long ``--watch`` waits for other machines before it shows those that have answered."""
+_INDEX = re.compile(r"[0-9]{1,4}")
+"""At most four digits: a mistyped range such as 0-99999999 must not become a list."""
+_MAX_LISTED = 8
 
 ReadNodes = Callable[[], list[GpuNode]]
 
 
 class GpusOptions(NamedTuple):
-    """As it was typed."""
+    """The options as they were typed."""
 
     users: tuple[str, ...] = ()
     gpus: tuple[int, ...] = ()
     as_json: bool = False
     interval_s: float | None = None
+    """None for a single reading."""
     hosts: tuple[str, ...] = ()
     slurm: str | None = None
-    """A partition; empty: my jobs."""
+    """A partition; empty for the nodes of the user's jobs; None without --slurm."""
     ssh: str = "ssh"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether other machines are read instead of this one."""
+        return bool(self.hosts) or self.slurm is not None
 
 
 def show_gpus(options: GpusOptions) -> int:
-    with _open_reader(options) as look:
-        nodes = look()
-        if not any(node.gpus for node in nodes) and not (
-            options.interval_s and _is_remote(options)
-        ):
+    """Print or watch the GPUs that the options select; return the exit code."""
+    with _open_reader(options) as read_nodes:
+        nodes = read_nodes()
+        # Machines that are watched over the network may still connect.
+        may_appear = options.interval_s is not None and options.is_remote
+        if not any(node.gpus for node in nodes) and not may_appear:
             return _report_no_gpu(nodes, options)
-        selection.require_indices_exist(options.gpus, [len(node.gpus) for node in nodes])
-        if not _is_remote(options):  # who has an account there cannot be known here
-            selection.require_known_users(options.users, nodes)
+        require_indices_exist(options.gpus, [len(node.gpus) for node in nodes])
+        if not options.is_remote:  # the accounts of other machines are not known here
+            require_known_users(options.users, nodes)
         if options.interval_s is None:
             _print_nodes(_filter_nodes(nodes, options), options)
             return Exit.OK
-        return _watch(look, nodes, options, options.interval_s)
+        return _watch(read_nodes, nodes, options, options.interval_s)
 
 
 def show_idle_gpus(count: int | None, options: GpusOptions) -> int:
-    """Nothing is printed where too few are idle: half of what was asked for would be used."""
-    with _open_reader(options) as look:
-        [node] = look()
+    """Print ``count`` idle GPUs of this machine, or all; return the exit code.
+
+    Nothing is printed if there are fewer: a script would use part of what it asked for.
+    """
+    with _open_reader(options) as read_nodes:
+        [node] = read_nodes()
     if not node.gpus:
         return _report_no_gpu([node], options)
-    selection.require_indices_exist(options.gpus, [len(node.gpus)])
-    found = selection.list_idle_gpus(selection.filter_node(node, (), options.gpus), os.environ)
-    if len(found) < (count or 1):
-        asked = f"{count} are wanted, but " if count else ""
-        some = f"only {len(found)} is" if len(found) == 1 else f"only {len(found)} are"
-        here = some if found else "none is"
-        among = " among those that CUDA_VISIBLE_DEVICES leaves"
-        among = among if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-        print(f"{asked}{here} idle{among}; `echelon gpus` shows who uses them", file=sys.stderr)
+    require_indices_exist(options.gpus, [len(node.gpus)])
+    idle = list_idle_gpus(filter_node(node, (), options.gpus), os.environ)
+    if len(idle) < (count or 1):
+        wanted = f"{count} are wanted, but " if count else ""
+        some = f"only {len(idle)} is" if len(idle) == 1 else f"only {len(idle)} are"
+        found = some if idle else "none is"
+        is_limited = "CUDA_VISIBLE_DEVICES" in os.environ
+        among = " among those that CUDA_VISIBLE_DEVICES allows" if is_limited else ""
+        print(f"{wanted}{found} idle{among}; `echelon gpus` shows who uses them", file=sys.stderr)
         return Exit.BUSY
-    chosen = found[:count]
-    print(
-        json.dumps({"version": GPUS_JSON_VERSION, "free": chosen})
-        if options.as_json
-        else ",".join(chosen)
-    )
+    chosen = idle[:count]
+    document = {"version": GPUS_JSON_VERSION, "free": chosen}
+    print(json.dumps(document) if options.as_json else ",".join(chosen))
     return Exit.OK
 
 
-# --- where to look ---
+# --- arguments ---
 
 
-def _is_remote(options: GpusOptions) -> bool:
-    return bool(options.hosts) or options.slurm is not None
+def parse_gpu_indices(text: str) -> list[int]:
+    """Return the indices of ``0,2`` and ``4-7``."""
+    indices: list[int] = []
+    invalid = []
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        last = last if dash else first
+        if _INDEX.fullmatch(first) and _INDEX.fullmatch(last) and int(first) <= int(last):
+            indices += range(int(first), int(last) + 1)
+        else:
+            invalid.append(word.strip())
+    if invalid:
+        listed = ", ".join(map(repr, invalid))
+        raise EchelonError(
+            Fault(f"--gpu {text}: {listed} is not an index", "give indices: --gpu 0,2 or --gpu 4-7")
+        )
+    return indices
+
+
+def parse_host_names(text: str) -> list[str]:
+    """Return the hosts of ``a,b`` without repetitions.
+
+    A name that begins with a dash is refused: ssh would take it for an option.
+    """
+    names = [name.strip() for name in text.split(",")]
+    invalid = [name for name in names if not name or name.startswith("-") or " " in name]
+    if invalid:
+        listed = ", ".join(map(repr, invalid))
+        hint = "give names that ssh knows: --hosts a,b"
+        raise EchelonError(Fault(f"--hosts {text}: {listed} is not a host", hint))
+    return list(dict.fromkeys(names))
+
+
+def get_current_user() -> str:
+    """Return the name of the user who runs this command."""
+    return look_up_user_name(os.getuid())
+
+
+def require_indices_exist(indices: Sequence[int], counts: Sequence[int]) -> None:
+    """Raise a fault for indices that no machine has; ``counts`` are the machines' GPU counts."""
+    max_count = max(counts, default=0)
+    missing = sorted({index for index in indices if index >= max_count})
+    if missing and max_count:
+        last = max_count - 1
+        known = f"there are 0 to {last}" if last else "there is only 0"
+        listed = ", ".join(map(str, missing[:_MAX_LISTED])) + ", …" * (len(missing) > _MAX_LISTED)
+        raise EchelonError(
+            Fault(f"--gpu: there is no GPU {listed} here", known),
+            exit=Exit.NOT_FOUND,
+        )
+
+
+def require_known_users(users: Sequence[str], nodes: Sequence[GpuNode]) -> None:
+    """Raise a fault for users without an account on this machine or a process on a GPU."""
+    users_on_gpus = {
+        p.user for node in nodes for gpu in node.gpus for p in gpu.list_all_processes() if p.user
+    }
+    unknown = [user for user in users if user not in users_on_gpus and not _has_account(user)]
+    if unknown:
+        known = users_on_gpus | {entry.pw_name for entry in pwd.getpwall()}
+        raise EchelonError(
+            *(
+                Fault(f"--user {user}: there is no such user", suggest_nearest(user, known))
+                for user in unknown
+            ),
+            exit=Exit.NOT_FOUND,
+        )
+
+
+def _has_account(user: str) -> bool:
+    try:
+        pwd.getpwnam(user)
+    except KeyError:
+        return False
+    return True
+
+
+# --- reading ---
 
 
 @contextmanager
 def _open_reader(options: GpusOptions) -> Iterator[ReadNodes]:
-    """A way to look, as often as one likes."""
-    if not _is_remote(options):
-        machine = GpuProbe()
+    """Yield a function that reads the machines of the options, as often as it is called."""
+    if not options.is_remote:
+        probe = GpuProbe()
         try:
-            yield lambda: [machine.read_node()]
+            yield lambda: [probe.read_node()]
         finally:
-            machine.close()
+            probe.close()
         return
-    from echelon.gpus import remote, slurm_nodes
+    from echelon.gpus import remote
 
-    there = remote.list_ssh_machines(options.hosts, options.ssh)
+    machines = remote.list_ssh_machines(options.hosts, options.ssh)
     if options.slurm is not None:
-        there += slurm_nodes.list_slurm_machines(
-            options.slurm, selection.get_current_user(), options.ssh
-        )
+        machines += remote.list_slurm_machines(options.slurm, get_current_user(), options.ssh)
     if options.interval_s is None:
-        yield lambda: remote.read_remote_nodes(there)
+        yield lambda: remote.read_remote_nodes(machines)
         return
-    feeds = [remote.NodeFeed(machine, options.interval_s) for machine in there]
+    feeds = [remote.NodeFeed(machine, options.interval_s) for machine in machines]
     try:
         for feed in feeds:
             feed.wait(_FIRST_ANSWER_TIMEOUT_S)
@@ -112,44 +202,68 @@ def _open_reader(options: GpusOptions) -> Iterator[ReadNodes]:
             feed.close()
 
 
+def _filter_nodes(nodes: Sequence[GpuNode], options: GpusOptions) -> list[GpuNode]:
+    return [filter_node(node, options.users, options.gpus) for node in nodes]
+
+
+def filter_node(node: GpuNode, users: Sequence[str], indices: Sequence[int]) -> GpuNode:
+    """Return the node with only these GPUs, and with users only theirs and their processes.
+
+    An empty sequence does not filter.
+    """
+    gpus = [gpu for gpu in node.gpus if not indices or gpu.index in indices]
+    if users:
+        gpus = [_filter_processes(gpu, users) for gpu in gpus]
+        gpus = [gpu for gpu in gpus if gpu.list_all_processes()]
+    return node._replace(gpus=tuple(gpus))
+
+
+def _filter_processes(gpu: Gpu, users: Sequence[str]) -> Gpu:
+    return gpu._replace(
+        processes=tuple(p for p in gpu.processes if p.user in users),
+        slices=tuple(
+            part._replace(processes=tuple(p for p in part.processes if p.user in users))
+            for part in gpu.slices
+        ),
+    )
+
+
+# --- printing ---
+
+
 def _report_no_gpu(nodes: Sequence[GpuNode], options: GpusOptions) -> int:
     if options.as_json:
         print(_render_json(nodes, options))
     for node in nodes:
-        where = f"{node.host}: " if _is_remote(options) else ""
-        print(f"{where}no GPU: {node.fault}", file=sys.stderr)
+        host = f"{node.host}: " if options.is_remote else ""
+        print(f"{host}no GPU: {node.fault}", file=sys.stderr)
     return Exit.NO_GPU
-
-
-# --- how to show it ---
-
-
-def _filter_nodes(nodes: Sequence[GpuNode], options: GpusOptions) -> list[GpuNode]:
-    return [selection.filter_node(node, options.users, options.gpus) for node in nodes]
 
 
 def _watch(
     read_nodes: ReadNodes, nodes: list[GpuNode], options: GpusOptions, interval_s: float
 ) -> int:
-    """Each look at its time, however long the last one took."""
-    from echelon.gpus.screen import open_full_screen
+    """Show a reading per interval until Ctrl-C; ``nodes`` is the first."""
 
-    def looks() -> Iterator[list[GpuNode]]:
+    def iter_readings() -> Iterator[list[GpuNode]]:
         yield _filter_nodes(nodes, options)
         due = time.monotonic()
         while True:
+            # From the time that was due, not from now: readings do not drift by their own length.
             due = max(due + interval_s, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
             yield _filter_nodes(read_nodes(), options)
 
     try:
         if options.as_json or not sys.stdout.isatty():
-            for seen in looks():
-                _print_nodes(seen, options)
+            for reading in iter_readings():
+                _print_nodes(reading, options)
             return Exit.OK
-        with open_full_screen() as drawn:
-            for seen in looks():
-                drawn.draw(_render_for_terminal(seen, options, time.strftime("%H:%M:%S")))
+        from echelon.gpus.terminal import open_full_screen
+
+        with open_full_screen() as screen:
+            for reading in iter_readings():
+                screen.draw(_render_for_terminal(reading, options, time.strftime("%H:%M:%S")))
     except KeyboardInterrupt:
         pass
     return Exit.OK
@@ -164,40 +278,38 @@ def _print_nodes(nodes: Sequence[GpuNode], options: GpusOptions) -> None:
     if sys.stdout.isatty():
         lines = _render_for_terminal(nodes, options)
     else:
-        from echelon.gpus.plain_lines import render_plain_lines
+        from echelon.gpus.formatting import render_plain_lines
         from echelon.utils.text import convert_for_terminal
 
-        lines = [*map(convert_for_terminal, render_plain_lines(nodes))] or _render_no_process(
-            options
-        )
+        lines = [convert_for_terminal(line) for line in render_plain_lines(nodes)]
+        lines = lines or [_describe_no_process(options)]
     print("\n".join(lines), flush=True)
 
 
 def _render_for_terminal(
     nodes: Sequence[GpuNode], options: GpusOptions, clock: str = ""
 ) -> list[str]:
-    import shutil  # takes longer to import than all lines of a pipe take
+    # Here, as `shutil` alone takes longer to import than printing to a pipe takes.
+    import shutil
 
-    from echelon.gpus.table import paint_line, render_gpu_table
+    from echelon.gpus.terminal import paint_line, render_gpu_table
     from echelon.utils.text import convert_for_terminal
 
     width = shutil.get_terminal_size().columns
-    colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    lines = render_gpu_table(nodes, width, selection.get_current_user(), clock)
-    shown = [convert_for_terminal(paint_line(line, colour)) for line in lines]
-    return (
-        shown
-        if any(node.gpus or node.fault for node in nodes)
-        else shown + _render_no_process(options)
-    )
+    use_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    table = render_gpu_table(nodes, width, get_current_user(), clock)
+    lines = [convert_for_terminal(paint_line(line, use_colour)) for line in table]
+    if any(node.gpus or node.fault for node in nodes):
+        return lines
+    return [*lines, _describe_no_process(options)]
 
 
-def _render_no_process(options: GpusOptions) -> list[str]:
-    return [f"no process of {' or '.join(options.users)} on a GPU"]
+def _describe_no_process(options: GpusOptions) -> str:
+    return f"no process of {' or '.join(options.users)} on a GPU"
 
 
 def _render_json(nodes: Sequence[GpuNode], options: GpusOptions) -> str:
-    """One look after the other is an object on each line."""
+    """Return one reading; with ``--watch`` on a single line."""
     document = {
         "version": GPUS_JSON_VERSION,
         "time": time.time(),

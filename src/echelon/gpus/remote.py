@@ -1,7 +1,8 @@
-"""Looking at other machines, over the system's ssh or through Slurm.
+"""Reads the GPUs of other machines, over the system's ssh or through Slurm's srun.
 
-Keys, jump hosts and host-key checks are the user's own. What is run there is the text of our own
-files, over standard input: any Python there will do, and both sides speak the same version.
+Keys, jump hosts and the checking of host keys are the user's own ssh configuration. The program
+that runs there is the text of our own modules, sent over standard input: Echelon need not be
+installed there, any Python from 3.9 on will do, and both ends have the same version.
 """
 
 from __future__ import annotations
@@ -17,26 +18,32 @@ from contextlib import suppress
 from importlib import resources
 from typing import NamedTuple
 
-from echelon.gpus.state import GpuNode, node_from_dict
+from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.gpus.probe import GpuNode, node_from_dict
 from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
 from echelon.hosts.messages import split_message
 from echelon.hosts.ssh import build_ssh_prefix, split_ssh_command
 from echelon.utils.os_errors import describe_os_error
 
 _ANSWER_TIMEOUT_S = 30.0
+_SLURM_TIMEOUT_S = 30.0
 _RECONNECT_DELAY_S = 2.0
 _STALE_AFTER_S = 3.0
 _MODULES_SENT = (
     "echelon.hosts.messages",
-    *(f"echelon.gpus.{name}" for name in ("nvml", "state", "processes", "orphans", "probe")),
-    "echelon.gpus.remote_protocol",
+    "echelon.gpus.nvml",
+    "echelon.gpus.processes",
+    "echelon.gpus.probe",
 )
-"""In the order in which they import each other."""
+"""Each imports only modules before it."""
 _START_SCRIPT = 'p=$1; command -v "$p" >/dev/null 2>&1 || p=python3; exec "$p" -c "$2" "$3" "$4"'
+"""Starts the Python at the path of ours if there is one (a shared environment), else python3."""
 _READ_PROGRAM = (
-    "import sys; sys.version_info < (3, 9) and sys.exit('Python 3.9 is the least, there is ' + "
-    "sys.version.split()[0]); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
+    "import sys; sys.version_info < (3, 9) and sys.exit("
+    "'Python 3.9 or later is needed, there is ' + sys.version.split()[0]); "
+    "exec(sys.stdin.buffer.read(int(sys.argv[1])))"
 )
+"""Reads the program from standard input: as an argument it would be too long for some kernels."""
 _LOADER = """\
 import types
 for name, text in SOURCES:
@@ -46,29 +53,26 @@ for name, text in SOURCES:
     parent, _, short = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], short, module)
-sys.modules["echelon.gpus.remote_protocol"].print_reports(float(sys.argv[2]))
+sys.modules["echelon.gpus.probe"].print_reports(float(sys.argv[2]))
 """
+"""The end of the program: builds the modules from their texts, then prints reports."""
+
+
+# --- which machines, and how to run a command there ---
 
 
 class RemoteMachine(NamedTuple):
-    """Another machine, and the words that run a command on it."""
+    """Another machine, and the arguments that run a command on it."""
 
     host: str
     command_prefix: tuple[str, ...]
     needs_shell_quoting: bool
-    """Whether it takes the command as one text for a shell."""
+    """Whether the command is passed as one text for a shell, as ssh does, not as arguments."""
 
     def build_command(self, program_bytes: int, interval_s: float) -> list[str]:
-        start = [
-            "sh",
-            "-c",
-            _START_SCRIPT,
-            "sh",
-            sys.executable,
-            _READ_PROGRAM,
-            str(program_bytes),
-            str(interval_s),
-        ]
+        """Return the arguments that start Python there and make it read the program."""
+        arguments = (str(program_bytes), str(interval_s))
+        start = ["sh", "-c", _START_SCRIPT, "sh", sys.executable, _READ_PROGRAM, *arguments]
         return [
             *self.command_prefix,
             *([shlex.join(["exec", *start])] if self.needs_shell_quoting else start),
@@ -76,12 +80,72 @@ class RemoteMachine(NamedTuple):
 
 
 def list_ssh_machines(hosts: Sequence[str], ssh: str) -> list[RemoteMachine]:
-    ssh_command = split_ssh_command(ssh, "--ssh")
+    """Return the hosts as machines that ``ssh``, the command of a user, logs in to."""
+    ssh_command = split_ssh_command(ssh.strip() or "ssh", "--ssh")
     return [RemoteMachine(host, tuple(build_ssh_prefix(ssh_command, host)), True) for host in hosts]
 
 
+def list_slurm_machines(partition: str, user: str, ssh: str) -> list[RemoteMachine]:
+    """Return the nodes of a partition; with an empty one, those of the user's running jobs.
+
+    The latter are reached through srun, because not every cluster permits logins to its nodes.
+    """
+    return _list_partition_machines(partition, ssh) if partition else _list_job_machines(user)
+
+
+def _list_job_machines(user: str) -> list[RemoteMachine]:
+    queue = _run_slurm_command("squeue", "-h", "-u", user, "-t", "RUNNING", "-o", "%A|%N")
+    jobs = [line.split("|", 1) for line in queue.splitlines() if "|" in line]
+    machines: dict[str, RemoteMachine] = {}
+    for job, nodes in jobs:
+        for host in _run_slurm_command("scontrol", "show", "hostnames", nodes).split():
+            step = ("srun", "--overlap", "--quiet", f"--jobid={job}", f"--nodelist={host}")
+            machines.setdefault(host, RemoteMachine(host, (*step, "-N1", "-n1"), False))
+    if not machines:
+        raise EchelonError(
+            Fault(
+                f"--slurm: {user} has no running job",
+                "show all nodes of a partition with --slurm PARTITION",
+            ),
+            exit=Exit.NOT_FOUND,
+        )
+    return [machines[host] for host in sorted(machines)]
+
+
+def _list_partition_machines(partition: str, ssh: str) -> list[RemoteMachine]:
+    hosts = _run_slurm_command("sinfo", "-h", "-N", "-p", partition, "-o", "%N").split()
+    if not hosts:
+        partitions = _run_slurm_command("sinfo", "-h", "-o", "%R").split()
+        raise EchelonError(
+            Fault(
+                f"--slurm {partition}: there is no such partition",
+                suggest_nearest(partition, partitions),
+            ),
+            exit=Exit.NOT_FOUND,
+        )
+    return list_ssh_machines(sorted(set(hosts)), ssh)
+
+
+def _run_slurm_command(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=_SLURM_TIMEOUT_S
+        )
+        reason = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        reason = f"it did not answer within {_SLURM_TIMEOUT_S:g} s"
+    except OSError as error:
+        reason = describe_os_error(error)
+    if reason:
+        raise EchelonError(
+            Fault(f"--slurm: {words[0]} fails: {reason}", "is this a machine of a Slurm cluster?"),
+            exit=Exit.NOT_FOUND,
+        )
+    return done.stdout
+
+
 def build_program() -> bytes:
-    """All that is needed to look, in one text."""
+    """Return the text that reads the GPUs of a machine without Echelon, for standard input."""
     sources = [("echelon", ""), ("echelon.gpus", ""), ("echelon.hosts", "")]
     for module in _MODULES_SENT:
         package, _, name = module.rpartition(".")
@@ -90,15 +154,18 @@ def build_program() -> bytes:
     return f"SOURCES = {sources!r}\n{_LOADER}".encode()
 
 
-# --- once ---
+# --- one reading ---
 
 
 def read_remote_nodes(machines: Sequence[RemoteMachine]) -> list[GpuNode]:
-    """All at once; one that does not answer is a row that says why."""
+    """Return one reading of each machine, all read in parallel.
+
+    A machine that does not answer is a node whose ``fault`` says why.
+    """
     program = build_program()
     commands = [machine.build_command(len(program), 0) for machine in machines]
     answers = ask_hosts(commands, program, _ANSWER_TIMEOUT_S)
-    return [_read_answer(*each) for each in zip(machines, answers, strict=True)]
+    return [_read_answer(*pair) for pair in zip(machines, answers, strict=True)]
 
 
 def _read_answer(machine: RemoteMachine, answer: HostAnswer) -> GpuNode:
@@ -111,6 +178,7 @@ def _read_answer(machine: RemoteMachine, answer: HostAnswer) -> GpuNode:
 
 
 def _parse_report_line(machine: RemoteMachine, line: str) -> GpuNode | None:
+    """Return the node that a line reports; None for a line that a login shell printed."""
     _, message = split_message(line)
     with suppress(ValueError, KeyError, TypeError):
         return None if message is None else node_from_dict(message)._replace(host=machine.host)
@@ -118,74 +186,80 @@ def _parse_report_line(machine: RemoteMachine, line: str) -> GpuNode | None:
 
 
 def _describe_failure(code: int, stderr: str) -> str:
-    return f"cannot be reached: {join_last_lines(stderr, 1) or f'nothing, and ended with {code}'}"
+    reason = join_last_lines(stderr, 1) or f"no message, exit code {code}"
+    return f"cannot be reached: {reason}"
 
 
-# --- again and again ---
+# --- repeated readings ---
 
 
 class NodeFeed:
-    """The newest that a machine told, over one connection that is made again when it is lost."""
+    """The latest reading of a machine, over one connection that is reopened when it breaks.
+
+    A thread reads the connection; the reading is replaced as a whole, so no lock is needed.
+    """
 
     def __init__(self, machine: RemoteMachine, interval_s: float) -> None:
-        self._there, self._every_s = machine, interval_s
+        self._machine, self._interval_s = machine, interval_s
         self._node = GpuNode(machine.host, "connecting …")
-        self._heard = time.monotonic()
+        self._received_at = time.monotonic()
         self._fault = "no answer"
         self._process: subprocess.Popen[bytes] | None = None
-        self._answered, self._over = threading.Event(), threading.Event()
+        self._has_answered, self._is_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """For its first answer, or for the reason why there is none."""
-        self._answered.wait(timeout_s)
+        """Wait for the first reading, or for the reason why there is none."""
+        self._has_answered.wait(timeout_s)
 
     def get_latest(self) -> GpuNode:
-        """As it was told last; with its age, where that is too long ago."""
+        """Return the latest reading; one that is too old has its age and the reason with it."""
         if not self._node.gpus:
             return self._node
-        age = time.monotonic() - self._heard
-        if age <= max(_STALE_AFTER_S, 3 * self._every_s):
+        age_s = time.monotonic() - self._received_at
+        if age_s <= max(_STALE_AFTER_S, 3 * self._interval_s):
             return self._node
-        return self._node._replace(fault=self._fault, stale_s=age)
+        return self._node._replace(fault=self._fault, stale_s=age_s)
 
     def close(self) -> None:
-        self._over.set()
+        """End the connection and the thread."""
+        self._is_closed.set()
         if self._process is not None:
             self._process.kill()
         self._thread.join()
 
     def _run(self) -> None:
-        sent = build_program()
-        while not self._over.is_set():
-            self._fault = self._read_until_closed(sent)
+        program = build_program()
+        while not self._is_closed.is_set():
+            self._fault = self._read_until_closed(program)
             if not self._node.gpus:
-                self._node = GpuNode(self._there.host, self._fault)
-            self._answered.set()
-            self._over.wait(_RECONNECT_DELAY_S)
+                self._node = GpuNode(self._machine.host, self._fault)
+            self._has_answered.set()
+            self._is_closed.wait(_RECONNECT_DELAY_S)
 
-    def _read_until_closed(self, sent: bytes) -> str:
-        """Until the connection ends; why it did."""
-        command = self._there.build_command(len(sent), self._every_s)
-        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as errors:
-            program.write(sent)
-            program.seek(0)
+    def _read_until_closed(self, program: bytes) -> str:
+        """Read reports until the connection ends; return why it did."""
+        command = self._machine.build_command(len(program), self._interval_s)
+        # Files, not pipes: writing or reading two pipes and standard output at once could block.
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
+            stdin.write(program)
+            stdin.seek(0)
             try:
                 process = subprocess.Popen(
-                    command, stdin=program, stdout=subprocess.PIPE, stderr=errors
+                    command, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr
                 )
             except OSError as error:
                 return f"{command[0]} cannot be run: {describe_os_error(error)}"
             with process:
                 self._process = process
-                if self._over.is_set():
+                if self._is_closed.is_set():  # close() may have looked before there was a process
                     process.kill()
                 for line in process.stdout or ():
-                    if (
-                        node := _parse_report_line(self._there, line.decode(errors="replace"))
-                    ) is not None:
-                        self._node, self._heard, self._fault = node, time.monotonic(), "no answer"
-                        self._answered.set()
-            errors.seek(0)
-            return _describe_failure(process.returncode, errors.read().decode(errors="replace"))
+                    node = _parse_report_line(self._machine, line.decode(errors="replace"))
+                    if node is not None:
+                        self._node, self._received_at = node, time.monotonic()
+                        self._fault = "no answer"
+                        self._has_answered.set()
+            stderr.seek(0)
+            return _describe_failure(process.returncode, stderr.read().decode(errors="replace"))

@@ -186,7 +186,7 @@ def warn_of_other_users(config: Config, plan: LaunchPlan) -> None:
     devices = [device for place in plan.places for device in place.devices]
     if not any(device.startswith("cuda") for device in devices):
         return
-    from echelon.gpus.occupancy import describe_other_users
+    from echelon.gpus.availability import describe_other_users
 
     for line in describe_other_users(devices, os.environ, config.launch.share_devices):
         print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -1,30 +1,32 @@
-"""Whether the GPUs that a process would get are free and healthy, by NVML."""
+"""Whether the GPUs that a process would get are free and healthy, read from NVML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.gpus import formatting
+from echelon.gpus.availability import list_visible_gpus
+from echelon.gpus.formatting import format_memory_size, format_percent
 from echelon.gpus.nvml import NvmlError, open_nvml
-from echelon.gpus.probe import GPU_FAULTS, GpuProbe
-from echelon.gpus.state import Gpu, GpuNode, GpuProcess
-from echelon.gpus.visible_devices import list_visible_gpus
+from echelon.gpus.probe import GPU_FAULTS, Gpu, GpuNode, GpuProbe, GpuProcess
 
 
 def read_gpu_health(env: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One entry per GPU of this machine that is visible, or has a slice that is; none where NVML is
-    not."""
-    machine = GpuProbe()
+    """Return one entry per GPU of this machine that is visible or has a visible MIG slice.
+
+    ``trouble`` is empty for a healthy GPU, ``users`` for one that nobody uses. Without NVML the
+    list is empty.
+    """
+    probe = GpuProbe()
     try:
-        node = machine.read_node()
+        node = probe.read_node()
     finally:
-        machine.close()
+        probe.close()
     return [
         {
             "index": gpu.index,
             "name": gpu.name or "?",
-            "trouble": gpu.fault or _describe_damage(gpu.index),
+            "trouble": gpu.fault or _describe_memory_errors(gpu.index),
             "users": _describe_users(gpu),
         }
         for gpu in _select_visible_gpus(node, env)
@@ -32,42 +34,42 @@ def read_gpu_health(env: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _select_visible_gpus(node: GpuNode, env: Mapping[str, str]) -> list[Gpu]:
-    slices = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if slices[0].startswith("MIG-"):
-        parts = [
-            gpu._replace(slices=tuple(s for s in gpu.slices if s.uuid in slices))
+    """Return the visible GPUs; where slices are chosen, their GPUs with these slices alone."""
+    entries = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if entries[0].startswith("MIG-"):
+        gpus = [
+            gpu._replace(slices=tuple(part for part in gpu.slices if part.uuid in entries))
             for gpu in node.gpus
         ]
-        return [gpu for gpu in parts if gpu.slices]
-    seen = list_visible_gpus(env)
-    return [gpu for gpu in node.gpus if gpu.index in seen]
+        return [gpu for gpu in gpus if gpu.slices]
+    visible_gpus = list_visible_gpus(env)
+    return [gpu for gpu in node.gpus if gpu.index in visible_gpus]
 
 
 def _describe_users(gpu: Gpu) -> list[str]:
-    """Those on it; or what they hold, where they cannot be seen."""
-    if everyone := gpu.list_all_processes():
-        return [_describe_process(process) for process in everyone]
+    """Return the processes on a GPU, or what is in use where no process is listed."""
+    if processes := gpu.list_all_processes():
+        return [_describe_process(process) for process in processes]
     if gpu.idle or gpu.mig or gpu.fault:
         return []
-    return [
-        f"{formatting.format_memory_size(gpu.memory_used_bytes)} and {formatting.format_percent(gpu.use_percent)} by somebody"
-    ]
+    memory, use = format_memory_size(gpu.memory_used_bytes), format_percent(gpu.use_percent)
+    return [f"{memory} and {use} by a process that is not visible"]
 
 
 def _describe_process(process: GpuProcess) -> str:
-    who = (
+    name = (
         f"{process.user}'s process {process.pid}"
         if process.pid
-        else "a process that cannot be seen"
+        else "a process that is not visible"
     )
-    return f"{who} ({formatting.format_memory_size(process.memory_bytes)})"
+    return f"{name} ({format_memory_size(process.memory_bytes)})"
 
 
-def _describe_damage(index: int) -> str:
-    """Errors of its memory."""
+def _describe_memory_errors(index: int) -> str:
+    """Return what is wrong with the memory of a GPU; empty if nothing is."""
     try:
         with open_nvml() as nvml:
             errors = nvml.open_device(index).count_memory_errors()
     except NvmlError as error:
         return GPU_FAULTS.get(error.code, str(error))
-    return f"{errors} uncorrected errors of its memory" if errors else ""
+    return f"{errors} uncorrected memory errors" if errors else ""
