@@ -62,7 +62,6 @@ BESIDE = {
     ("views", "jobs"),
     ("jobs", "views"),
     ("launch", "tracking"),
-    ("doctor", "preflight"),
     ("preflight", "doctor"),
     ("submit", "sweep"),
     ("commands", "entrypoint"),

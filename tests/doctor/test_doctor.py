@@ -22,7 +22,7 @@ def test_a_torch_that_crashes_is_a_row(tmp_path: Path) -> None:
     lines = [line.split("\t") for line in done.out.splitlines()]
     assert done.err == ""
     (torch,) = [fields for fields in lines if fields[1] == "torch"]
-    assert torch[:3] == ["fail", "torch", "cannot be imported: killed by signal 11: without a word"]
+    assert torch[:3] == ["fail", "torch", "cannot be imported: killed by signal 11: no output"]
     assert torch[3].startswith("pip install --force-reinstall torch --index-url https://")
     assert {fields[0] for fields in lines} <= {"ok", "warn", "fail", "none"}
     assert "all-reduce" not in [fields[1] for fields in lines], "nothing to smoke"

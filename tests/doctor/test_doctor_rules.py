@@ -41,22 +41,22 @@ GOOD = MachineFacts(
     extras={"wandb": True, "plot": True},
     torch=TORCH,
     driver=DRIVER,
-    visible=2,
-    nvcc="12.8",
-    port="",
+    visible_gpus=2,
+    nvcc_version="12.8",
+    port_fault="",
     disks=[DiskFacts(what, f"/{what}", 50 * GB, 10**6, True) for what in ("here", "runs", "tmp")],
-    shm=(64 * GB, 64 * GB),
-    files=ResourceLimit(1024, 1_048_576),
-    processes=NO_LIMIT,
-    locked=NO_LIMIT,
-    infiniband=True,
-    cores=16,
-    omp=None,
-    wandb=None,
+    shm_bytes=(64 * GB, 64 * GB),
+    open_files_limit=ResourceLimit(1024, 1_048_576),
+    process_limit=NO_LIMIT,
+    locked_memory_limit=NO_LIMIT,
+    has_infiniband=True,
+    core_count=16,
+    omp_num_threads=None,
+    wandb_fault=None,
     slurm=ToolFacts("slurm 24.05"),
     ssh=ToolFacts("OpenSSH_9.2, OpenSSL 3"),
     now=1.8e9,
-    clock_kept=True,
+    is_clock_synchronized=True,
     host="n1",
     addresses=["10.0.0.1"],
 )
@@ -79,8 +79,8 @@ def test_a_laptop_without_a_gpu_is_well() -> None:
     facts: dict[str, Any] = {
         "driver": MissingDriver("there is none"),
         "torch": cpu,
-        "visible": 0,
-        "nvcc": None,
+        "visible_gpus": 0,
+        "nvcc_version": None,
     }
     verdicts = evaluate_machine(replace(GOOD, **facts, slurm=None, ssh=None))
     assert find_worst_state(verdicts) == OK
@@ -125,7 +125,7 @@ def test_a_wheel_for_the_cpu_on_a_machine_with_gpus() -> None:
 
 
 def test_a_torch_that_cannot_be_imported() -> None:
-    verdict = of("torch", torch="killed by signal 11: without a word")
+    verdict = of("torch", torch="killed by signal 11: no output")
     assert (verdict.state, verdict.do) == (FAIL, f"{WHL}/cu128")
     assert of("torch", torch=replace(TORCH, version="2.1.0")).state == FAIL
 
@@ -135,7 +135,7 @@ def test_a_torch_that_cannot_be_imported() -> None:
     [
         (GpuModel("Tesla V100", (7, 0)), (12, 8), f"{WHL}/cu126"),
         (GpuModel("RTX 5090", (12, 0)), (12, 4), "install a driver for CUDA 12.8 or later"),
-        (GpuModel("Tesla K80", (3, 7)), (11, 8), "no wheel of torch has all of these"),
+        (GpuModel("Tesla K80", (3, 7)), (11, 8), "no wheel of torch supports all of these"),
     ],
     ids=lambda x: x.name if isinstance(x, GpuModel) else "",
 )
@@ -144,7 +144,9 @@ def test_a_capability_that_the_wheel_lacks(
 ) -> None:
     archs = ("sm_75", "sm_80", "sm_90")
     torch = replace(TORCH, archs=archs, devices=[device])
-    verdict = of("gpu 0", torch=torch, driver=DriverFacts("1", driver_cuda, [device]), visible=1)
+    verdict = of(
+        "gpu 0", torch=torch, driver=DriverFacts("1", driver_cuda, [device]), visible_gpus=1
+    )
     assert verdict.state == FAIL
     assert verdict.found.endswith("but torch is built for sm_75 sm_80 sm_90")
     assert verdict.do.startswith(do)
@@ -184,9 +186,9 @@ def test_devices_that_cuda_or_nvml_does_not_find() -> None:
     mismatch = replace(TORCH, devices=[], trouble="forward compatibility was attempted")
     assert of("cuda", torch=mismatch).state == FAIL
     none = replace(TORCH, devices=[], trouble="No CUDA GPUs are available")
-    hidden = of("visible", visible=0, torch=none)
+    hidden = of("visible", visible_gpus=0, torch=none)
     assert (hidden.state, hidden.do) == (WARN, "unset CUDA_VISIBLE_DEVICES")
-    assert find_worst_state(evaluate_machine(replace(GOOD, visible=0, torch=none))) == WARN, (
+    assert find_worst_state(evaluate_machine(replace(GOOD, visible_gpus=0, torch=none))) == WARN, (
         "on purpose, perhaps"
     )
 
@@ -194,7 +196,7 @@ def test_devices_that_cuda_or_nvml_does_not_find() -> None:
 def test_libraries_that_are_missing_or_do_not_fit() -> None:
     assert of("nccl", torch=replace(TORCH, nccl=None)).state == FAIL
     assert of("gloo", torch=replace(TORCH, gloo=False)).state == FAIL
-    old = of("toolkit", nvcc="11.8")
+    old = of("toolkit", nvcc_version="11.8")
     assert (old.state, "CUDA_HOME=/usr/local/cuda-12.8" in old.do) == (WARN, True)
     assert of("python", python=(3, 9)).state == FAIL
     assert of("environment", venv=None).state == WARN
@@ -215,42 +217,47 @@ def test_libraries_that_are_missing_or_do_not_fit() -> None:
     ],
 )
 def test_disks(disk: DiskFacts, state: str, found: str) -> None:
-    verdict = of(f"disk {disk.what}", disks=[disk])
+    verdict = of(f"disk {disk.name}", disks=[disk])
     assert (verdict.state, verdict.found) == (state, found)
     assert bool(verdict.do) == (state != OK)
 
 
 def test_limits_and_shared_memory() -> None:
-    files = of("open files", files=ResourceLimit(256, 4096))
+    files = of("open files", open_files_limit=ResourceLimit(256, 4096))
     assert (files.state, files.found, files.do) == (WARN, "256", "ulimit -n 4096")
-    assert of("open files", files=ResourceLimit(64, 64)).state == FAIL
-    assert "hard limit is 64" in of("open files", files=ResourceLimit(64, 64)).do
-    assert of("processes", processes=ResourceLimit(100, 100)).state == FAIL
-    assert of("locked memory", locked=ResourceLimit(65536, 65536)).state == WARN
-    assert of("locked memory", locked=ResourceLimit(65536, 65536), infiniband=False).state == OK
-    tiny = of("/dev/shm", shm=(64 * 10**6, 64 * 10**6))
+    assert of("open files", open_files_limit=ResourceLimit(64, 64)).state == FAIL
+    assert "hard limit is 64" in of("open files", open_files_limit=ResourceLimit(64, 64)).do
+    assert of("processes", process_limit=ResourceLimit(100, 100)).state == FAIL
+    assert of("locked memory", locked_memory_limit=ResourceLimit(65536, 65536)).state == WARN
+    assert (
+        of(
+            "locked memory", locked_memory_limit=ResourceLimit(65536, 65536), has_infiniband=False
+        ).state
+        == OK
+    )
+    tiny = of("/dev/shm", shm_bytes=(64 * 10**6, 64 * 10**6))
     assert (tiny.state, "--shm-size=8g" in tiny.do) == (WARN, True)
-    assert of("/dev/shm", shm=(64 * 10**6, 10**6)).state == FAIL
-    assert of("/dev/shm", shm=None).state == FAIL
+    assert of("/dev/shm", shm_bytes=(64 * 10**6, 10**6)).state == FAIL
+    assert of("/dev/shm", shm_bytes=None).state == FAIL
 
 
 def test_the_rest() -> None:
-    assert of("threads", omp="64").do == "export OMP_NUM_THREADS=16"
-    assert of("threads", omp="many").do == "unset OMP_NUM_THREADS"
-    assert of("threads", omp="8").state == OK
-    assert of("port", port="address already in use").state == FAIL
-    assert of("clock", clock_kept=False).state == WARN
+    assert of("threads", omp_num_threads="64").do == "export OMP_NUM_THREADS=16"
+    assert of("threads", omp_num_threads="many").do == "unset OMP_NUM_THREADS"
+    assert of("threads", omp_num_threads="8").state == OK
+    assert of("port", port_fault="address already in use").state == FAIL
+    assert of("clock", is_clock_synchronized=False).state == WARN
     assert of("clock", now=1e8).state == FAIL
-    assert of("clock", clock_kept=None).state == OK
+    assert of("clock", is_clock_synchronized=None).state == OK
     assert of("host name", addresses=[]).do == "echo '127.0.1.1 n1' | sudo tee -a /etc/hosts"
     assert of("slurm", slurm=ToolFacts("slurm 24.05", "Unable to contact")).state == WARN
     assert of("ssh", ssh=ToolFacts("", "cannot be run")).state == WARN
-    assert "wandb login" in of("wandb", wandb="there is no key for api.wandb.ai").found
+    assert "wandb login" in of("wandb", wandb_fault="there is no key for api.wandb.ai").found
     assert of("wandb", extras={"wandb": False}).state == NONE
 
 
 def test_how_a_process_ended() -> None:
-    assert describe_exit(-11, "") == "killed by signal 11: without a word"
+    assert describe_exit(-11, "") == "killed by signal 11: no output"
     assert describe_exit(1, "Traceback\nImportError: x\n") == "ImportError: x"
 
 

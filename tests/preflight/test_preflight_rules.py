@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from echelon.doctor.report import print_node_matrix
 from echelon.doctor.verdict import FAIL, NONE, OK, WARN
 from echelon.preflight.command import _pair_in_rounds
+from echelon.preflight.report import print_node_matrix
 from echelon.preflight.rules import (
     LinkSpeed,
     NodeObservations,
@@ -23,9 +23,10 @@ GB = 10**9
 FAST, SLOW = 1.2e9, 0.1e6
 
 
-def look(node: int, **facts: Any) -> dict[str, Any]:
+def answer_of_node(node: int, **facts: Any) -> dict[str, Any]:
     disks = [
-        {"what": w, "path": f"/{w}", "free": 50 * GB, "writable": True} for w in ("runs", "tmp")
+        {"name": w, "path": f"/{w}", "free_bytes": 50 * GB, "is_writable": True}
+        for w in ("runs", "tmp")
     ]
     return {
         "host": f"n{node}",
@@ -39,36 +40,43 @@ def look(node: int, **facts: Any) -> dict[str, Any]:
         "entry": None,
         "config": None,
         "interfaces": ["lo", "eth0"],
-        "shared": True,
+        "is_shared": True,
         "disks": disks,
-        "visible": 1,
+        "visible_gpus": 1,
         "gpus": [{"index": 0, "name": "H100", "trouble": "", "users": []}],
         **facts,
     }
 
 
-def meet(node: int, nodes: int, **facts: Any) -> dict[str, Any]:
+def answer_of_network(node: int, nodes: int, **facts: Any) -> dict[str, Any]:
     others = [n for n in range(nodes) if n != node]
     return {
         "names": {str(n): [f"10.0.0.{n}"] for n in others},
-        "backward": "n0",
-        "interface": "eth0",
-        "chosen": None,
+        "reverse_name": "n0",
+        "route_interface": "eth0",
+        "chosen_interface": None,
         "tcp": {str(n): "" for n in others},
-        "clock": {"round_s": 0.001, "ahead_s": 0.0, "trouble": ""} if node else None,
+        "clock": {"round_trip_s": 0.001, "ahead_s": 0.0, "trouble": ""} if node else None,
         **facts,
     }
 
 
-def reduced(node: int, **facts: Any) -> dict[str, Any]:
-    rank = {"rank": node, "trouble": "", "right": True, "s": 0.1, "backend": "nccl", "nccl": "2.27"}
+def answer_of_ranks(node: int, **facts: Any) -> dict[str, Any]:
+    rank = {
+        "rank": node,
+        "trouble": "",
+        "is_sum_right": True,
+        "took_s": 0.1,
+        "backend": "nccl",
+        "nccl": "2.27",
+    }
     return {"ranks": [rank | facts], "failed": bool(facts.get("trouble"))}
 
 
-def seen(
-    looks: dict[int, dict[str, Any]] | None = None,
-    meets: dict[int, dict[str, Any]] | None = None,
-    reduces: dict[int, dict[str, Any]] | None = None,
+def observe(
+    node_answers: dict[int, dict[str, Any]] | None = None,
+    network_answers: dict[int, dict[str, Any]] | None = None,
+    rank_answers: dict[int, dict[str, Any]] | None = None,
     slow: set[int] | frozenset[int] = frozenset(),
     kind: str = "ssh",
     nodes: int = 3,
@@ -78,15 +86,18 @@ def seen(
     return NodeObservations(
         kind,
         [f"n{n}" for n in range(nodes)],
-        looks={n: look(n) | (looks or {}).get(n, {}) for n in range(nodes)},
-        meets={n: meet(n, nodes) | (meets or {}).get(n, {}) for n in range(nodes)},
+        node_answers={n: answer_of_node(n) | (node_answers or {}).get(n, {}) for n in range(nodes)},
+        network_answers={
+            n: answer_of_network(n, nodes) | (network_answers or {}).get(n, {})
+            for n in range(nodes)
+        },
         links=[LinkSpeed(a, b, SLOW if {a, b} & slow else FAST) for a, b in pairs],
-        reduces={n: reduced(n) for n in range(nodes)} | (reduces or {}),
-        reduced_bytes=4000,
+        all_reduce_answers={n: answer_of_ranks(n) for n in range(nodes)} | (rank_answers or {}),
+        all_reduce_bytes=4000,
     )
 
 
-def bad(found: NodeObservations) -> list[tuple[str, str, str]]:
+def list_problems(found: NodeObservations) -> list[tuple[str, str, str]]:
     return [
         (found.get_name(f.node), f.verdict.check, f.verdict.state)
         for f in evaluate_nodes(found)
@@ -94,16 +105,16 @@ def bad(found: NodeObservations) -> list[tuple[str, str, str]]:
     ]
 
 
-def only(found: NodeObservations) -> NodeVerdict:
+def find_only_problem(found: NodeObservations) -> NodeVerdict:
     (one,) = [f for f in evaluate_nodes(found) if f.verdict.state not in (OK, NONE)]
     assert one.verdict.do, "there is something to do"
     return one
 
 
 def test_nodes_in_order_are_ready() -> None:
-    assert bad(seen()) == []
-    assert bad(seen(nodes=1)) == []
-    assert bad(seen(nodes=2)) == []
+    assert list_problems(observe()) == []
+    assert list_problems(observe(nodes=1)) == []
+    assert list_problems(observe(nodes=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -113,8 +124,8 @@ def test_nodes_in_order_are_ready() -> None:
         ({"torch": None}, "versions", FAIL, "torch is not installed, but 2.9.0 on n0"),
         ({"python": "3.10.2"}, "versions", FAIL, "Python is 3.10.2"),
         ({"code": "xyz"}, "code", FAIL, "Echelon's own files differ from those of n0"),
-        ({"shared": False}, "folder", WARN, "/runs is not shared: code is sent there"),
-        ({"visible": 0, "gpus": []}, "gpus", FAIL, "0 are visible, but 1 on n0"),
+        ({"is_shared": False}, "folder", WARN, "/runs is not shared: code is sent there"),
+        ({"visible_gpus": 0, "gpus": []}, "gpus", FAIL, "0 are visible, but 1 on n0"),
         (
             {"gpus": [{"index": 0, "name": "H100", "trouble": "GPU is lost", "users": []}]},
             "gpus",
@@ -128,7 +139,7 @@ def test_nodes_in_order_are_ready() -> None:
             "in use: GPU 0: process 7",
         ),
         (
-            {"disks": [{"what": "runs", "path": "/r", "free": 10, "writable": True}]},
+            {"disks": [{"name": "runs", "path": "/r", "free_bytes": 10, "is_writable": True}]},
             "disk",
             FAIL,
             "10 B free in /r",
@@ -136,7 +147,7 @@ def test_nodes_in_order_are_ready() -> None:
     ],
 )
 def test_one_fault_on_a_node(facts: dict[str, Any], check: str, state: str, words: str) -> None:
-    one = only(seen({1: facts}))
+    one = find_only_problem(observe({1: facts}))
     assert (one.node, one.verdict.check, one.verdict.state) == (1, check, state)
     assert words in one.verdict.found
 
@@ -144,62 +155,84 @@ def test_one_fault_on_a_node(facts: dict[str, Any], check: str, state: str, word
 @pytest.mark.parametrize(
     ("facts", "check", "state", "words"),
     [
-        ({"names": {"0": [], "2": ["10.0.0.2"]}}, "name", WARN, "n0 leads to no address here"),
-        ({"names": {"0": ["127.0.1.1"]}}, "name", WARN, "leads to 127.0.1.1 here, but is 10.0.0.0"),
-        ({"backward": None}, "name", WARN, "10.0.0.0 has no name here"),
+        ({"names": {"0": [], "2": ["10.0.0.2"]}}, "name", WARN, "n0 does not resolve here"),
+        (
+            {"names": {"0": ["127.0.1.1"]}},
+            "name",
+            WARN,
+            "resolves to 127.0.1.1 here, but is 10.0.0.0",
+        ),
+        ({"reverse_name": None}, "name", WARN, "10.0.0.0 has no name here"),
         ({"tcp": {"0": "timed out", "2": ""}}, "tcp", FAIL, "cannot reach n0 (10.0.0.0:4000)"),
-        ({"chosen": "ib0"}, "interface", FAIL, "no interface ib0 that is up; there are lo, eth0"),
-        ({"chosen": "lo"}, "interface", WARN, "lo is set, but the route to n0 is eth0"),
-        ({"clock": {"round_s": 0.1, "ahead_s": -3.0}}, "clock", WARN, "3 s behind n0's"),
-        ({"clock": {"round_s": 0.1, "ahead_s": 99.0}}, "clock", FAIL, "99 s ahead of n0's"),
+        (
+            {"chosen_interface": "ib0"},
+            "interface",
+            FAIL,
+            "no interface ib0 that is up; there are lo, eth0",
+        ),
+        ({"chosen_interface": "lo"}, "interface", WARN, "lo is set, but the route to n0 is eth0"),
+        ({"clock": {"round_trip_s": 0.1, "ahead_s": -3.0}}, "clock", WARN, "3 s behind n0's"),
+        ({"clock": {"round_trip_s": 0.1, "ahead_s": 99.0}}, "clock", FAIL, "99 s ahead of n0's"),
     ],
 )
 def test_one_fault_between_nodes(facts: dict[str, Any], check: str, state: str, words: str) -> None:
-    one = only(seen(meets={1: facts}))
+    one = find_only_problem(observe(network_answers={1: facts}))
     assert (one.node, one.verdict.check, one.verdict.state) == (1, check, state)
     assert words in one.verdict.found
 
 
 def test_with_slurm_the_first_nodes_name_and_the_folder_are_needed() -> None:
-    assert bad(seen(meets={1: {"names": {"0": []}}}, kind="slurm")) == [("n1", "name", FAIL)]
-    assert bad(seen(meets={1: {"names": {"2": []}}}, kind="slurm")) == [("n1", "name", WARN)]
-    assert bad(seen({1: {"shared": False}}, kind="slurm")) == [("n1", "folder", FAIL)]
-    assert bad(seen({0: {"port_trouble": "port 20001 is taken"}})) == [("n0", "tcp", FAIL)]
+    assert list_problems(observe(network_answers={1: {"names": {"0": []}}}, kind="slurm")) == [
+        ("n1", "name", FAIL)
+    ]
+    assert list_problems(observe(network_answers={1: {"names": {"2": []}}}, kind="slurm")) == [
+        ("n1", "name", WARN)
+    ]
+    assert list_problems(observe({1: {"is_shared": False}}, kind="slurm")) == [
+        ("n1", "folder", FAIL)
+    ]
+    assert list_problems(observe({0: {"port_trouble": "port 20001 is taken"}})) == [
+        ("n0", "tcp", FAIL)
+    ]
 
 
 def test_interfaces_are_read_as_nccl_reads_them() -> None:
     for chosen in ("eth", "=eth0", "ib0,eth0", "^docker0"):
-        assert bad(seen(meets={1: {"chosen": chosen}})) == []
-    assert bad(seen(meets={1: {"chosen": "=eth"}})) == [("n1", "interface", FAIL)]
+        assert list_problems(observe(network_answers={1: {"chosen_interface": chosen}})) == []
+    assert list_problems(observe(network_answers={1: {"chosen_interface": "=eth"}})) == [
+        ("n1", "interface", FAIL)
+    ]
 
 
 def test_a_slow_cable_is_blamed_on_its_node_alone() -> None:
-    slow = seen(slow={2})
-    one = only(slow)
+    slow = observe(slow={2})
+    one = find_only_problem(slow)
     assert (one.node, one.verdict.check, one.verdict.state) == (2, "link", FAIL)
     assert "the slowest node" in one.verdict.found
     assert slow.find_slowest_node() == 2
-    both = bad(seen(slow={1}, nodes=2))
+    both = list_problems(observe(slow={1}, nodes=2))
     assert both == [("n0", "link", FAIL), ("n1", "link", FAIL)], "of two nobody can tell"
 
 
 def test_an_all_reduce_is_blamed_on_who_failed() -> None:
-    broken = {1: reduced(1, trouble="Unable to find address")}
-    found = seen(reduces=broken)
-    found.reduces.pop(0)  # type: ignore[attr-defined]
-    assert bad(found) == [("n1", "all-reduce", FAIL)]
-    assert bad(seen(reduces={2: reduced(2, right=False)})) == [("n2", "all-reduce", FAIL)]
+    broken = {1: answer_of_ranks(1, trouble="Unable to find address")}
+    found = observe(rank_answers=broken)
+    found.all_reduce_answers.pop(0)  # type: ignore[attr-defined]
+    assert list_problems(found) == [("n1", "all-reduce", FAIL)]
+    assert list_problems(observe(rank_answers={2: answer_of_ranks(2, is_sum_right=False)})) == [
+        ("n2", "all-reduce", FAIL)
+    ]
 
 
 def test_nodes_that_did_not_come_and_answers_that_did_not() -> None:
     found = NodeObservations(
-        "ssh", ["a", "b"], {1: ("b cannot be reached", "try ssh")}, {0: look(0)}
+        "ssh", ["a", "b"], {1: ("b cannot be reached", "try ssh")}, {0: answer_of_node(0)}
     )
-    assert bad(found) == [("b", "start", FAIL)]
+    assert list_problems(found) == [("b", "start", FAIL)]
     silent = NodeObservations(
-        "ssh", ["a", "b"], looks={0: look(0), 1: {"trouble": "OSError: full"}}
+        "ssh", ["a", "b"], node_answers={0: answer_of_node(0), 1: {"trouble": "OSError: full"}}
     )
-    assert ("b", "start", FAIL) in bad(silent)
+    assert ("b", "start", FAIL) in list_problems(silent)
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 8, 40])
@@ -215,11 +248,13 @@ def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(nodes: int) -> 
 
 
 def test_what_was_not_tried_for_want_of_time_is_no_good_news() -> None:
-    late = replace(seen(reduces={}), reduces={}, not_reduced="not tried: out of time")
+    late = replace(
+        observe(rank_answers={}), all_reduce_answers={}, all_reduce_skipped="not tried: out of time"
+    )
     assert {f.verdict.state for f in evaluate_nodes(late) if f.verdict.check == "all-reduce"} == {
         NONE
     }
-    found = [f.verdict for f in evaluate_nodes(replace(late, out_of_time=True))]
+    found = [f.verdict for f in evaluate_nodes(replace(late, is_out_of_time=True))]
     told = {v.do for v in found if v.check == "all-reduce" and v.state == WARN}
     assert told == {"give it more time: --limit SECONDS"}
 
@@ -232,8 +267,8 @@ def test_a_narrow_screen(
 ) -> None:
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "60"}.items():
         monkeypatch.setenv(name, value)
-    wrong = seen(looks={1: look(1, torch="2.8.0")})
-    print_node_matrix(wrong.names, evaluate_nodes(wrong))
+    wrong = observe(node_answers={1: answer_of_node(1, torch="2.8.0")})
+    print_node_matrix(wrong.node_names, evaluate_nodes(wrong))
     shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     assert shown[:5] == [
         "    start  versions  code  name  tcp  interface  clock",
@@ -244,11 +279,11 @@ def test_a_narrow_screen(
     ]
     assert "FAIL  n1, versions: torch is 2.8.0, but 2.9.0 on n0" in shown
     assert "      → pip install torch==2.9.0 echelon==0.1.0, on that node" in shown
-    assert shown[-1] == "not ready: 1 to mend"
-    print_node_matrix(wrong.names, evaluate_nodes(seen()))
+    assert shown[-1] == "not ready: 1 to fix"
+    print_node_matrix(wrong.node_names, evaluate_nodes(observe()))
     assert capsys.readouterr().out.endswith("ready\n")
     monkeypatch.setenv("LC_ALL", "C")
-    print_node_matrix(wrong.names, evaluate_nodes(wrong))
+    print_node_matrix(wrong.node_names, evaluate_nodes(wrong))
     assert capsys.readouterr().out.isascii()
 
 

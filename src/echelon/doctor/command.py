@@ -1,4 +1,4 @@
-"""`echelon doctor`: this machine, what is wrong with it, and what mends it."""
+"""`echelon doctor`: reads facts about this machine, evaluates them, prints what to do."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ DOCTOR_JSON_VERSION = 1
 
 
 def run_doctor(runs: Path, as_json: bool, with_smoke: bool) -> int:
+    """Check this machine and print the verdicts; return the exit code.
+
+    ``runs`` is the folder whose disk is checked. ``with_smoke`` also trains a step on every
+    device, unless torch cannot be imported.
+    """
     facts = read_machine_facts(os.environ, runs)
     verdicts = rules.evaluate_machine(facts)
     if with_smoke and not isinstance(facts.torch, str):
@@ -36,6 +41,7 @@ def run_doctor(runs: Path, as_json: bool, with_smoke: bool) -> int:
 
 
 def verdicts_to_dict(verdicts: list[Verdict]) -> dict[str, object]:
+    """Return the document of ``--json``; ``echelon setup ssh`` reads it from other hosts."""
     return {
         "version": DOCTOR_JSON_VERSION,
         "host": socket.gethostname(),
@@ -47,8 +53,9 @@ def verdicts_to_dict(verdicts: list[Verdict]) -> dict[str, object]:
 
 
 def _summarize(verdicts: list[Verdict]) -> str:
-    bad = [v for v in verdicts if v.do and v.state != OK]
-    fails = sum(v.state == FAIL for v in bad)
-    if not bad:
-        return "all well"
-    return f"{fails} to mend, {len(bad) - fails} to consider: the command is under each"
+    open_verdicts = [v for v in verdicts if v.do and v.state != OK]
+    fail_count = sum(v.state == FAIL for v in open_verdicts)
+    if not open_verdicts:
+        return "no problem found"
+    warn_count = len(open_verdicts) - fail_count
+    return f"{fail_count} to fix, {warn_count} to consider: the command is under each"

@@ -1,7 +1,7 @@
-"""What is so on this machine, as plain data; nothing is judged here.
+"""Facts about this machine as plain data; ``rules`` evaluates them.
 
-torch is asked in a process of its own: importing it takes seconds, and a broken CUDA can take the
-whole process with it.
+torch is asked in a process of its own (``torch_facts``): importing it takes seconds, and a broken
+CUDA can kill the process that initializes it. Slow facts are read in parallel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -36,9 +35,9 @@ from echelon.utils.os_errors import describe_os_error
 
 _COMMAND_TIMEOUT_S = 8.0
 TORCH_TIMEOUT_S = 90.0
-"""A first import from a shared disk takes that long."""
+"""A first import of torch from a shared file system takes up to this long."""
 _ADJTIMEX_ERROR = 5
-"""adjtimex(2): nobody keeps this clock right."""
+"""The state TIME_ERROR of adjtimex(2): the clock is not synchronized."""
 _UNLIMITED = resource.RLIM_INFINITY
 EXTRAS = {
     "movielens": "pyarrow",
@@ -47,118 +46,137 @@ EXTRAS = {
     "sweep": "optuna",
     "plot": "matplotlib",
 }
-"""Of pyproject.toml, each by the package that it brings."""
+"""The extras of pyproject.toml, each with a package that it installs."""
 
 
 @dataclass(frozen=True)
 class TorchFacts:
+    """What torch reports about itself."""
+
     version: str
     cuda: str | None = None
-    """That it was built with."""
+    """The CUDA version that it was built with."""
     hip: str | None = None
     archs: Sequence[str] = ()
+    """What it was built for, such as ``sm_90``."""
     nccl: str | None = None
     gloo: bool = True
     devices: Sequence[GpuModel] = ()
     trouble: str = ""
-    """What CUDA said instead of devices."""
+    """Why CUDA could not be initialized."""
 
 
 class GpuModel(NamedTuple):
+    """A GPU's product name and compute capability."""
+
     name: str
     capability: Version
 
 
 class DriverFacts(NamedTuple):
+    """What NVML reports."""
+
     version: str
     cuda: Version | None
-    """The newest that it supports."""
+    """The newest CUDA version that it supports."""
     devices: Sequence[GpuModel | str]
-    """In place of a device, what NVML said of one that does not answer."""
+    """A text instead of a model says why NVML cannot read that device."""
 
 
 class MissingDriver(NamedTuple):
+    """Why NVML cannot be used."""
+
     reason: str
     is_broken: bool = False
-    """Rather than not there."""
+    """Whether it is installed but does not work."""
 
 
 class DiskFacts(NamedTuple):
-    what: str
+    """The file system of a folder, which may not exist yet."""
+
+    name: str
+    """What it is for: ``here``, ``runs``, ``tmp`` or ``home``."""
     path: str
-    free: int
-    inodes: int | None
-    """Free ones; None on a file system that does not count them."""
-    writable: bool
+    free_bytes: int
+    free_inodes: int | None
+    """None on a file system that does not count them."""
+    is_writable: bool
 
 
 class ResourceLimit(NamedTuple):
+    """A limit of getrlimit(2); infinity if there is none."""
+
     soft: float
     hard: float
 
 
 class ToolFacts(NamedTuple):
+    """A program that is installed: what it printed, and why it failed, or empty."""
+
     version: str
     trouble: str = ""
 
 
 @dataclass(frozen=True)
 class MachineFacts:
+    """Everything that the rules look at."""
+
     python: Version
     executable: str
     venv: str | None
-    """A virtual or conda environment's folder."""
+    """The folder of the virtual or conda environment; None outside of one."""
     echelon: str
     extras: Mapping[str, bool]
+    """Whether each extra is installed."""
     torch: TorchFacts | str
-    """Or why there is none."""
+    """A text says why it cannot be imported."""
     driver: DriverFacts | MissingDriver
-    visible: int
-    nvcc: str | None
-    port: str
-    """Why none can be opened; empty if one can."""
+    visible_gpus: int
+    nvcc_version: str | None
+    port_fault: str
+    """Why no TCP port can be opened; empty if one can."""
     disks: Sequence[DiskFacts]
-    shm: tuple[int, int] | None
-    """Bytes: all, free."""
-    files: ResourceLimit
-    processes: ResourceLimit
-    locked: ResourceLimit
-    infiniband: bool
-    cores: int
-    omp: str | None
-    wandb: str | None
-    """What is wrong with its key, or nothing."""
+    shm_bytes: tuple[int, int] | None
+    """The size of /dev/shm and what is free; None if it does not exist."""
+    open_files_limit: ResourceLimit
+    process_limit: ResourceLimit
+    locked_memory_limit: ResourceLimit
+    has_infiniband: bool
+    core_count: int
+    omp_num_threads: str | None
+    wandb_fault: str | None
+    """Why there is no usable API key; None if there is one."""
     slurm: ToolFacts | None
     ssh: ToolFacts | None
     now: float
-    clock_kept: bool | None
-    """By a time server; None: the kernel does not say."""
+    is_clock_synchronized: bool | None
+    """Whether the clock follows a time server; None if the kernel does not know."""
     host: str
     addresses: Sequence[str] = field(default_factory=list)
-    """Of the host's name."""
+    """What the host's name resolves to."""
 
 
 def read_machine_facts(env: Mapping[str, str], runs: Path) -> MachineFacts:
+    """Return the facts about this machine; ``runs`` is a folder that need not exist."""
     with ThreadPoolExecutor(5) as pool:
         torch = pool.submit(read_torch_facts)
         driver = pool.submit(read_driver_facts)
-        nvcc, slurm, ssh = (
-            pool.submit(_read_nvcc_version, env),
-            pool.submit(_read_slurm),
-            pool.submit(_read_ssh),
-        )
-        here = _read_local_facts(env, runs)
+        nvcc = pool.submit(_read_nvcc_version, env)
+        slurm = pool.submit(_read_slurm)
+        ssh = pool.submit(_read_ssh)
+        local_facts = _read_local_facts(env, runs)
         return MachineFacts(
             torch=torch.result(),
             driver=driver.result(),
-            nvcc=nvcc.result(),
+            nvcc_version=nvcc.result(),
             slurm=slurm.result(),
             ssh=ssh.result(),
-            **here,
+            **local_facts,
         )
 
 
 def _read_local_facts(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
+    """Return what can be read at once, as arguments for MachineFacts."""
     host = socket.gethostname()
     return {
         "python": sys.version_info[:2],
@@ -166,24 +184,24 @@ def _read_local_facts(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
         "venv": sys.prefix if sys.prefix != sys.base_prefix else env.get("CONDA_PREFIX"),
         "echelon": __version__,
         "extras": {name: importlib.util.find_spec(p) is not None for name, p in EXTRAS.items()},
-        "visible": count_visible_gpus(env),
-        "port": _try_port(),
+        "visible_gpus": count_visible_gpus(env),
+        "port_fault": _try_port(),
         "disks": [
             _read_working_folder_disk(),
             read_disk("runs", runs),
             read_disk("tmp", Path(tempfile.gettempdir())),
             read_disk("home", Path(env.get("HOME") or "/")),
         ],
-        "shm": _read_space(Path("/dev/shm")),
-        "files": _read_limit(resource.RLIMIT_NOFILE),
-        "processes": _read_limit(resource.RLIMIT_NPROC),
-        "locked": _read_limit(resource.RLIMIT_MEMLOCK),
-        "infiniband": any(Path("/sys/class/infiniband").glob("*")),
-        "cores": len(os.sched_getaffinity(0)),
-        "omp": env.get("OMP_NUM_THREADS"),
-        "wandb": wandb_key.find_key_problem(env),
+        "shm_bytes": _read_space(Path("/dev/shm")),
+        "open_files_limit": _read_limit(resource.RLIMIT_NOFILE),
+        "process_limit": _read_limit(resource.RLIMIT_NPROC),
+        "locked_memory_limit": _read_limit(resource.RLIMIT_MEMLOCK),
+        "has_infiniband": any(Path("/sys/class/infiniband").glob("*")),
+        "core_count": len(os.sched_getaffinity(0)),
+        "omp_num_threads": env.get("OMP_NUM_THREADS"),
+        "wandb_fault": wandb_key.find_key_problem(env),
         "now": time.time(),
-        "clock_kept": _is_clock_synchronized(),
+        "is_clock_synchronized": _is_clock_synchronized(),
         "host": host,
         "addresses": resolve_addresses(host),
     }
@@ -193,6 +211,7 @@ def _read_local_facts(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
 
 
 def read_torch_facts() -> TorchFacts | str:
+    """Return what torch reports, or why it cannot be imported."""
     answer = run_module_for_json("echelon.doctor.torch_facts", TORCH_TIMEOUT_S)
     if isinstance(answer, str):
         return answer
@@ -201,7 +220,10 @@ def read_torch_facts() -> TorchFacts | str:
 
 
 def run_module_for_json(module: str, timeout_s: float) -> dict[str, Any] | str:
-    """What a module of ours prints last, as JSON; or why it did not come to that."""
+    """Run one of our modules in a process of its own.
+
+    Returns the last JSON value that it prints, or a text that says why there is none.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],
@@ -214,19 +236,21 @@ def run_module_for_json(module: str, timeout_s: float) -> dict[str, Any] | str:
     except subprocess.TimeoutExpired:
         return f"no answer within {timeout_s:g} s"
     for line in reversed(done.stdout.splitlines() if done.returncode == 0 else []):
-        with suppress(ValueError):  # an ending program may say more
+        with suppress(ValueError):  # libraries may print more when the process exits
             loaded: dict[str, Any] = json.loads(line)
             return loaded
     return describe_exit(done.returncode, done.stderr)
 
 
 def describe_exit(code: int, output: str) -> str:
+    """Return the last line of a process's output as the reason why it ended."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    last = lines[-1] if lines else "without a word"
+    last = lines[-1] if lines else "no output"
     return f"killed by signal {-code}: {last}" if code < 0 else last
 
 
 def read_driver_facts() -> DriverFacts | MissingDriver:
+    """Return what NVML reports about the driver and its devices."""
     try:
         with nvml.open_nvml() as library:
             devices = [_read_gpu_model(library, index) for index in range(library.count_devices())]
@@ -252,7 +276,7 @@ def _read_gpu_model(library: nvml.Nvml, index: int) -> GpuModel | str:
 
 
 def run_tool(*words: str) -> ToolFacts | None:
-    """All that a program answers; None where there is no such program."""
+    """Run a program and return all that it prints; None if it is not installed."""
     if shutil.which(words[0]) is None:
         return None
     try:
@@ -274,6 +298,7 @@ def run_tool(*words: str) -> ToolFacts | None:
 
 
 def _read_nvcc_version(env: Mapping[str, str]) -> str | None:
+    """Return the version of the nvcc on the PATH, else of CUDA_HOME."""
     home = env.get("CUDA_HOME") or "/usr/local/cuda"
     answer = run_tool("nvcc", "--version") or run_tool(f"{home}/bin/nvcc", "--version")
     match = re.search(r"release (\d+\.\d+)", answer.version if answer else "")
@@ -281,6 +306,7 @@ def _read_nvcc_version(env: Mapping[str, str]) -> str | None:
 
 
 def _read_slurm() -> ToolFacts | None:
+    """Return Slurm's version and whether its controller answers."""
     client = run_tool("sinfo", "--version")
     if client is None or client.trouble:  # even this needs a configuration
         return client and ToolFacts("", client.trouble)
@@ -289,31 +315,39 @@ def _read_slurm() -> ToolFacts | None:
 
 
 def _read_ssh() -> ToolFacts | None:
+    """Return the version of OpenSSH's client."""
     return run_tool("ssh", "-V")
 
 
 # --- this machine ---
 
 
-def read_disk(what: str, path: Path) -> DiskFacts:
-    """Of a folder that may yet have to be made."""
+def read_disk(name: str, path: Path) -> DiskFacts:
+    """Return the file system that a folder is on, or would be on once it is made."""
     path = Path(_get_working_folder()) / path
-    there = next(p for p in (path, *path.parents) if os.path.isdir(p))
-    found = os.statvfs(there)
-    inodes = found.f_favail if found.f_files else None
-    writable = os.access(there, os.W_OK | os.X_OK)
-    return DiskFacts(what, str(path), found.f_bavail * found.f_frsize, inodes, writable)
+    existing = next(p for p in (path, *path.parents) if os.path.isdir(p))
+    space = os.statvfs(existing)
+    return DiskFacts(
+        name,
+        str(path),
+        free_bytes=space.f_bavail * space.f_frsize,
+        free_inodes=space.f_favail if space.f_files else None,
+        is_writable=os.access(existing, os.W_OK | os.X_OK),
+    )
 
 
 def _read_working_folder_disk() -> DiskFacts:
-    """Which somebody may have removed: then nothing can be written, and torch cannot be loaded."""
+    """Return the file system of the working folder.
+
+    A folder that was removed counts as not writable: torch cannot be imported from there either.
+    """
     here = _get_working_folder()
     found = read_disk("here", Path(here))
-    return found if os.path.isdir(here) else found._replace(writable=False)
+    return found if os.path.isdir(here) else found._replace(is_writable=False)
 
 
 def _get_working_folder() -> str:
-    """As it was called, of a folder that is gone."""
+    """Return the working folder, or the name it had before it was removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -321,6 +355,7 @@ def _get_working_folder() -> str:
 
 
 def _read_space(path: Path) -> tuple[int, int] | None:
+    """Return size and free space in bytes; None if the path does not exist."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -334,6 +369,7 @@ def _read_limit(which: int) -> ResourceLimit:
 
 
 def _try_port() -> str:
+    """Return why no TCP port can be opened and connected to; empty if one can."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=2).close()
@@ -343,13 +379,13 @@ def _try_port() -> str:
 
 
 def _is_clock_synchronized() -> bool | None:
-    if platform.system() != "Linux":
-        return None
+    """Return whether the kernel's clock follows a time server; None if that is not known."""
     state = ctypes.CDLL(None).adjtimex(ctypes.byref(ctypes.create_string_buffer(512)))
     return None if state < 0 else state != _ADJTIMEX_ERROR
 
 
 def resolve_addresses(name: str) -> list[str]:
+    """Return the addresses that a host name resolves to; empty if it does not."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,5 +1,8 @@
-"""One real step of training on every device and one all-reduce across them, in processes that may
-die: the parent, `smoke_test`, imports no torch."""
+"""One training step on every device and one all-reduce across them.
+
+Each rank is a process of its own (``python -m echelon.doctor.smoke_test``), because a broken CUDA
+can kill the process that touches it. The parent, ``run_smoke_test``, does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,64 +21,64 @@ from echelon.hosts.messages import MARK, send_message, split_message
 LIMIT_S = 120.0
 _CPU_RANKS = 2
 _ALL_REDUCE_NUMBERS = 1 << 20
-"""All-reduced."""
+_GRACE_AFTER_FAILURE_S = 1.0
 
 
 class SmokeTestResult(NamedTuple):
-    """How far one process came."""
+    """How far one rank got."""
 
     device: str
     loss: tuple[float, float] | None
-    """Before and after a step."""
+    """Before and after a training step; None if no step was completed."""
     step_s: float
     is_sum_right: bool | None
-    """None: it did not come to the all-reduce."""
+    """Whether the all-reduce gave the right sum; None if the rank did not get to it."""
     backend: str
     reduce_s: float
     trouble: str
+    """Why the rank failed; empty if it did not."""
 
 
 def run_smoke_test(
-    devices: int, env: Mapping[str, str], limit_s: float = LIMIT_S
+    device_count: int, env: Mapping[str, str], limit_s: float = LIMIT_S
 ) -> list[SmokeTestResult]:
-    """One rank on each device; without one, two on the CPU."""
-    names = [f"cuda:{i}" for i in range(devices)] or ["cpu"] * _CPU_RANKS
+    """Run one rank on each CUDA device, or two on the CPU if there is none; return their results.
+
+    Ranks that do not end within the limit are killed.
+    """
+    devices = [f"cuda:{i}" for i in range(device_count)] or ["cpu"] * _CPU_RANKS
     with tempfile.TemporaryDirectory(prefix="echelon-doctor-") as folder:
-        processes = [_start_rank(rank, names, Path(folder), env) for rank in range(len(names))]
+        ranks = [_start_rank(rank, devices, Path(folder), env) for rank in range(len(devices))]
         deadline = time.monotonic() + limit_s
         try:
-            while any(p.poll() is None for p, _ in processes) and time.monotonic() < deadline:
-                if any(p.poll() for p, _ in processes):  # the others only wait for it
-                    deadline = min(deadline, time.monotonic() + 1.0)
+            while any(p.poll() is None for p, _ in ranks) and time.monotonic() < deadline:
+                if any(p.poll() for p, _ in ranks):  # one has failed; the others wait for it
+                    deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
                 time.sleep(0.05)
         finally:
-            late = [p.poll() is None for p, _ in processes]
-            for process, _ in processes:
+            late = [p.poll() is None for p, _ in ranks]
+            for process, _ in ranks:
                 process.kill()
                 process.wait()
         return [
-            _read_result(name, process.returncode, output, limit_s if is_late else None)
-            for name, (process, output), is_late in zip(names, processes, late, strict=True)
+            _read_result(device, process.returncode, output, is_late)
+            for device, (process, output), is_late in zip(devices, ranks, late, strict=True)
         ]
 
 
 def _start_rank(
-    rank: int, names: list[str], folder: Path, env: Mapping[str, str]
+    rank: int, devices: list[str], folder: Path, env: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Output goes to a file: a pipe that nobody reads would stop a talkative one."""
-    words = [
-        sys.executable,
-        "-m",
-        "echelon.doctor.smoke_test",
-        str(rank),
-        str(len(names)),
-        names[rank],
-    ]
+    """Start a rank; its output goes to a file, because a full pipe that is not read blocks it."""
+    module = "echelon.doctor.smoke_test"
+    arguments = [str(rank), str(len(devices)), devices[rank], str(folder / "store")]
     output = (folder / f"rank-{rank}").open("w+b")
-    here = {"OMP_NUM_THREADS": "1"} | ({} if names[0] != "cpu" else {"GLOO_SOCKET_IFNAME": "lo"})
+    variables = {"OMP_NUM_THREADS": "1"}
+    if devices[0] == "cpu":
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
     process = subprocess.Popen(
-        [*words, str(folder / "store")],
-        env=here | dict(env),
+        [sys.executable, "-m", module, *arguments],
+        env=variables | dict(env),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -83,55 +86,56 @@ def _start_rank(
     return process, output
 
 
-def _read_result(
-    device: str, code: int, output: IO[bytes], late_s: float | None
-) -> SmokeTestResult:
+def _read_result(device: str, code: int, output: IO[bytes], is_late: bool) -> SmokeTestResult:
     with output:
         output.seek(0)
         text = output.read().decode(errors="replace")
     fields: dict[str, Any] = {}
-    lines = text.split("\n")  # splitlines() would take the mark for an end of line
+    lines = text.split("\n")  # splitlines() would split at the mark
     for line in lines:
         fields |= split_message(line)[1] or {}
     rest = "\n".join(line for line in lines if not line.startswith(MARK))
     trouble = "" if code == 0 else describe_exit(code, rest)
-    if late_s is not None:
+    if is_late:
         trouble = f"waited for the others, or hung: {describe_exit(0, rest)}"
     loss = fields.get("loss")
     return SmokeTestResult(
         device,
         (loss[0], loss[1]) if loss else None,
         fields.get("step_s", 0.0),
-        fields.get("right"),
+        fields.get("is_sum_right"),
         fields.get("backend", ""),
         fields.get("reduce_s", 0.0),
         trouble,
     )
 
 
-# --- in each process ---
+# --- in each rank ---
 
 
 def _report(**fields: Any) -> None:
     send_message(fields)
 
 
-def _run_rank(rank: int, size: int, device: str, store: str) -> None:
+def _run_rank(rank: int, world_size: int, device: str, store: str) -> None:
+    """Train a step, then all-reduce; each result is reported as soon as it is there."""
     import torch.distributed as dist
 
     began = time.monotonic()
     _report(loss=_train_one_step(device), step_s=round(time.monotonic() - began, 3))
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    store_url = f"file://{store}"
+    dist.init_process_group(backend, init_method=store_url, rank=rank, world_size=world_size)
     _report(backend=backend)
     began = time.monotonic()
-    _report(right=_is_sum_right(rank, size, device), reduce_s=round(time.monotonic() - began, 3))
+    is_right = _is_sum_right(rank, world_size, device)
+    _report(is_sum_right=is_right, reduce_s=round(time.monotonic() - began, 3))
     sys.stdout.flush()
-    os._exit(0)  # a group's destructor may hang
+    os._exit(0)  # the destructor of a process group may hang
 
 
 def _train_one_step(device: str) -> tuple[float, float]:
-    """The loss before and after, of a line through points that lie on one."""
+    """Return the loss before and after a step of linear regression, which has to fall."""
     import torch
 
     torch.manual_seed(0)
@@ -151,7 +155,8 @@ def _train_one_step(device: str) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
-def _is_sum_right(rank: int, size: int, device: str) -> bool:
+def _is_sum_right(rank: int, world_size: int, device: str) -> bool:
+    """All-reduce the numbers 1, 2, …, world size and return whether every element is their sum."""
     import torch
     import torch.distributed as dist
 
@@ -159,7 +164,7 @@ def _is_sum_right(rank: int, size: int, device: str) -> bool:
         torch.cuda.set_device(device)
     numbers = torch.full((_ALL_REDUCE_NUMBERS,), float(rank + 1), device=device)
     dist.all_reduce(numbers)
-    return bool((numbers == size * (size + 1) / 2).all())
+    return bool((numbers == world_size * (world_size + 1) / 2).all())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which of torch's wheels runs here: by the CUDA that the driver supports, and by the devices.
+"""Which wheel of torch runs on a machine, given its driver and its GPUs.
 
-A driver runs what was built for its own CUDA and for all before it; within a major version also
-what was built for a somewhat later one, so long as nothing has to be compiled at run time.
+A driver runs what was built for its own CUDA version and for earlier ones. Within a major version
+it also runs what was built for a later minor one, unless something is compiled at run time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ Version = tuple[int, int]
 
 
 class TorchWheel(NamedTuple):
+    """A build of torch: its tag in the index, its CUDA and the compute capabilities it supports."""
+
     tag: str
     cuda: Version
     min_capability: Version
-    """Compute capability."""
     max_capability: Version
 
 
@@ -32,23 +33,27 @@ WHEELS = (
     TorchWheel("cu130", (13, 0), (7, 5), (12, 1)),
     TorchWheel("cu132", (13, 2), (7, 5), (12, 1)),
 )
-"""Those that have a torch which Echelon takes, by the matrix in PyTorch's RELEASE.md of September
-2026. cu118 ends with torch 2.7, cu121 with 2.5, cu124 with 2.6, cu128 with 2.11; cu132 begins with
-2.12; cu126 is kept for devices below 7.5."""
+"""The builds that have a torch version which Echelon supports, the newest last.
+
+From the matrix in PyTorch's RELEASE.md of September 2026. cu118 ends with torch 2.7, cu121 with
+2.5, cu124 with 2.6, cu128 with 2.11; cu132 begins with 2.12; cu126 stays for capabilities below
+7.5."""
 
 
 def make_install_command(driver: Version | None, capabilities: Sequence[Version] = ()) -> str:
-    """The newest wheel for this driver and all of these devices; without a driver, one for the
-    CPU; empty where there is none."""
+    """Return the pip command for the newest wheel that fits the driver and all of these devices.
+
+    Without a driver it is the one for the CPU; empty if no wheel fits.
+    """
     if driver is None:
         return _make_pip_command("cpu")
-    fitting = [
+    matching = [
         wheel
         for wheel in WHEELS
         if wheel.cuda <= driver
         and all(wheel.min_capability <= c <= wheel.max_capability for c in capabilities)
     ]
-    return _make_pip_command(fitting[-1].tag) if fitting else ""
+    return _make_pip_command(matching[-1].tag) if matching else ""
 
 
 def _make_pip_command(tag: str) -> str:
@@ -56,18 +61,23 @@ def _make_pip_command(tag: str) -> str:
 
 
 def find_oldest_cuda(capabilities: Sequence[Version]) -> Version | None:
-    """The oldest CUDA whose wheels know all of these devices."""
-    fitting = [
-        w.cuda
-        for w in WHEELS
-        if all(w.min_capability <= c <= w.max_capability for c in capabilities)
-    ]
-    return fitting[0] if fitting else None
+    """Return the oldest CUDA version whose wheel supports all of these devices."""
+    return next(
+        (
+            wheel.cuda
+            for wheel in WHEELS
+            if all(wheel.min_capability <= c <= wheel.max_capability for c in capabilities)
+        ),
+        None,
+    )
 
 
 def is_built_for(archs: Sequence[str], capability: Version) -> bool:
-    """Machine code runs on its own major version from its minor one on; PTX is compiled on any
-    later device."""
+    """Return whether one of the architectures (``sm_90``, ``compute_80``) runs on a device.
+
+    Machine code (``sm``) runs within its major version, from its minor version on. PTX
+    (``compute``) is compiled at run time for any later device.
+    """
     return any(_runs_on(arch, capability) for arch in archs)
 
 
@@ -76,7 +86,7 @@ def _runs_on(arch: str, capability: Version) -> bool:
     if match is None:
         return False
     built = (int(match[2]), int(match[3]))
-    if match[4] == "a":  # of one architecture alone
+    if match[4] == "a":  # architecture-specific: runs on no other device
         return built == capability
     if match[1] == "compute":
         return built <= capability
@@ -84,6 +94,6 @@ def _runs_on(arch: str, capability: Version) -> bool:
 
 
 def parse_version(text: str | None) -> Version | None:
-    """12.8 of "12.8" and of "12.8.1"."""
+    """Return ``(12, 8)`` for ``12.8`` and for ``12.8.1+cpu``; None if there is no version."""
     match = re.match(r"(\d+)\.(\d+)", text or "")
     return (int(match[1]), int(match[2])) if match else None

@@ -93,7 +93,7 @@ def format_command(process: GpuProcess) -> str:
 
 
 def render_plain_lines(nodes: Sequence[GpuNode]) -> Iterator[str]:
-    """Yield a line for each GPU, slice and process; with several nodes each begins with the host."""
+    """Yield a line for each GPU, slice and process; of several nodes each begins with its host."""
     for node in nodes:
         host = f"{node.host}  " if len(nodes) > 1 else ""
         stale = f"  (seen {node.stale_s:.0f} s ago)" if node.stale_s is not None else ""

@@ -1,6 +1,6 @@
 """Reads the GPUs of this machine and the processes on them, from NVML and /proc.
 
-``GpuProbe.read_node`` returns a ``GpuNode``: plain values, the same for this machine and for others.
+``GpuProbe.read_node`` returns a ``GpuNode``: plain values, the same as of other machines.
 ``print_reports`` sends them as messages; it is what ``remote.py`` starts on other machines.
 
 The text of this file is sent to those machines, which may not have Echelon and whose Python may be
@@ -288,7 +288,7 @@ class GpuProbe:
         )
 
     def _get_process_info(self, pid: int) -> ProcessInfo | None:
-        """Return what is known about a process, from the previous reading where that still holds."""
+        """Return what is known about a process, from the previous reading if that still holds."""
         if pid not in self._process_info:
             known = self._previous_info.get(pid)
             is_same = (

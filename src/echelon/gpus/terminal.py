@@ -79,7 +79,7 @@ class GpuTableLayout(NamedTuple):
         return [[(gpu_header, "dim")], [(self.render_process_cells(names), "dim")]]
 
     def render_process_cells(self, cells: Sequence[str]) -> str:
-        """Return a row of the seven columns of a process: numbers to the right, text to the left."""
+        """Return a row of a process's seven columns: numbers to the right, text to the left."""
         widths = (
             *(self.pid, self.user, self.process_memory, self.age),
             *(self.job, self.run, self.command),

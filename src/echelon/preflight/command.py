@@ -1,4 +1,4 @@
-"""`echelon preflight`: would this job start, and go well, on the very nodes that it will use."""
+"""`echelon preflight`: would a job start, and run well, on the nodes that it will use?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.schema import Config
-from echelon.doctor.report import print_node_matrix
 from echelon.doctor.verdict import FAIL, find_worst_state
 from echelon.errors import Exit, Fault
 from echelon.launch.ssh.host_check import shared_folder_token
@@ -24,6 +23,7 @@ from echelon.preflight.probe_commands import (
     explain_missing_node,
     plan_probes,
 )
+from echelon.preflight.report import print_node_matrix
 from echelon.preflight.rules import (
     LinkSpeed,
     NodeObservations,
@@ -34,7 +34,9 @@ from echelon.preflight.rules import (
 
 PREFLIGHT_JSON_VERSION = 1
 LIMIT_S = 60.0
+"""For all checks together, once the probes have started."""
 WAIT_S = 600.0
+"""For Slurm to allocate the nodes."""
 _INSPECT_TIMEOUT_S = 15.0
 _SEND_S = 0.5
 _SEND_BYTES = 256 << 20
@@ -42,161 +44,172 @@ _ANSWER_TIMEOUT_S = 8.0
 _RESERVED_FOR_ALL_REDUCE_S = 15.0
 _MAX_REMEASUREMENTS = 3
 _MAX_ROUNDS = 8
-"""Each node is measured with so many others at most."""
+"""A node is measured with at most this many others, so that large jobs are checked in time."""
 _MAX_ALL_REDUCE_BYTES = 64 << 20
-"""Bytes, where the links are fast."""
 _MIN_ALL_REDUCE_BYTES = 4096
+_FLOAT_BYTES = 4
 _NEEDED_FOR_ALL_REDUCE = ("start", "versions", "tcp", "interface", "gpus", "link")
-"""Without these an all-reduce would only wait for its end."""
+"""If one of these checks fails, an all-reduce would hang until its timeout."""
 
 
 def check_job_nodes(
     config: Config, as_json: bool = False, limit_s: float = LIMIT_S, wait_s: float = WAIT_S
 ) -> int:
+    """Check the nodes of a job and print the verdicts; return the exit code."""
     observations = observe_nodes(config, os.environ, limit_s, wait_s)
     verdicts = evaluate_nodes(observations)
+    names = [observations.get_name(node) for node in range(len(observations.node_names))]
     if as_json:
         print(json.dumps(_to_dict(observations, verdicts), indent=2))
     else:
-        print_node_matrix(
-            [observations.get_name(node) for node in range(len(observations.names))], verdicts
-        )
+        print_node_matrix(names, verdicts)
     if not sys.stdout.isatty():  # the log of a job has to end with the cause
         sys.stdout.flush()
         for node, verdict in verdicts:
             if verdict.state == FAIL:
-                what = f"{observations.get_name(node)}, {verdict.check}: {verdict.found}"
+                what = f"{names[node]}, {verdict.check}: {verdict.found}"
                 print(f"error: {Fault(what, verdict.do)}", file=sys.stderr)
-    return Exit.NOT_READY if _find_worst_state(verdicts) == FAIL else Exit.OK
+    return Exit.NOT_READY if _is_failed(verdicts) else Exit.OK
 
 
-def _find_worst_state(findings: Sequence[NodeVerdict]) -> str:
-    return find_worst_state(finding.verdict for finding in findings)
+def _is_failed(verdicts: Sequence[NodeVerdict]) -> bool:
+    return find_worst_state(verdict for _, verdict in verdicts) == FAIL
 
 
 def observe_nodes(
     config: Config, env: Mapping[str, str], limit_s: float, wait_s: float
 ) -> NodeObservations:
-    """Everything that can be found out within the limit; the nodes are waited for before."""
+    """Return everything that can be found out within the limit.
+
+    The limit begins when the nodes are there; with Slurm they are waited for up to ``wait_s``.
+    """
     plan = plan_probes(config, env)
+    node_count = len(plan.names)
     observations = NodeObservations(config.launch.kind, plan.names)
     start_s = wait_s if config.launch.kind == "slurm" else START_TIMEOUT_S
     if config.launch.kind == "slurm" and "SLURM_JOB_ID" not in env:
-        count = len(plan.names)
-        print(f"waiting for {count} nodes in Slurm's queue, {wait_s:g} s at most", file=sys.stderr)
+        print(
+            f"waiting for {node_count} nodes in Slurm's queue, {wait_s:g} s at most",
+            file=sys.stderr,
+        )
     root = Path(config.run.dir).absolute()
-    with shared_folder_token(root) as token, ProbeGroup(plan.commands) as conductor:
-        missing = conductor.wait_for_nodes(start_s)
-        absent = {
-            node: explain_missing_node(config, plan.names[node], gone, start_s)
-            for node, gone in missing.items()
+    with shared_folder_token(root) as token, ProbeGroup(plan.commands) as probes:
+        # 1. Start: a node without a probe is missing, and the others are checked without it.
+        missing = {
+            node: explain_missing_node(config, plan.names[node], probe_exit, start_s)
+            for node, probe_exit in probes.wait_for_nodes(start_s).items()
         }
-        observations = replace(observations, absent={n: (f.what, f.do) for n, f in absent.items()})
-        here = [n for n in range(len(plan.names)) if n not in absent]
-        if not here:
+        observations = replace(
+            observations, missing_nodes={n: (fault.what, fault.do) for n, fault in missing.items()}
+        )
+        started = [node for node in range(node_count) if node not in missing]
+        if not started:
             return observations
         deadline = time.monotonic() + limit_s
-        order = {
+        # 2. Each node by itself.
+        arguments = {
             "config": config.to_dict(),
-            "nodes": len(plan.names),
+            "node_count": node_count,
             "key": secrets.token_hex(16),
             "token": str(token),
             "folder": str(root / (config.run.name or "")),
         }
-        looks = conductor.ask_nodes(
-            dict.fromkeys(here, order), "look", min(limit_s, _INSPECT_TIMEOUT_S)
-        )
-        observations = replace(observations, looks=looks)
-        return _observe_network(conductor, observations, plan, deadline)
+        timeout_s = min(limit_s, _INSPECT_TIMEOUT_S)
+        answers = probes.ask_nodes(dict.fromkeys(started, arguments), "inspect_node", timeout_s)
+        observations = replace(observations, node_answers=answers)
+        return _observe_network(probes, observations, plan, deadline)
 
 
 def _observe_network(
-    conductor: ProbeGroup, observations: NodeObservations, plan: ProbePlan, deadline: float
+    probes: ProbeGroup, observations: NodeObservations, plan: ProbePlan, deadline: float
 ) -> NodeObservations:
-    """What takes several nodes."""
-    there = {n: a for n, a in observations.looks.items() if "trouble" not in a}
+    """Return the observations with those that concern several nodes added."""
+    usable = {n: a for n, a in observations.node_answers.items() if "trouble" not in a}
+    if not usable:
+        return observations
+    # 3. The network of each node: names, interface, TCP, clock.
     nodes = [
         {"node": n, "host": a["host"], "address": a["address"], "port": a["port"]}
-        for n, a in sorted(there.items())
+        for n, a in sorted(usable.items())
     ]
-    if not nodes:
-        return observations
-    order = {"nodes": nodes}
-    meets = conductor.ask_nodes(
-        dict.fromkeys(there, order), "meet", _cap_time_left_s(deadline, _INSPECT_TIMEOUT_S)
+    timeout_s = _cap_time_left_s(deadline, _INSPECT_TIMEOUT_S)
+    orders = {node: {"nodes": nodes} for node in usable}
+    answers = probes.ask_nodes(orders, "inspect_network", timeout_s)
+    observations = replace(observations, network_answers=answers)
+    # 4. The speed of links, if all nodes reach each other.
+    has_several = len(usable) > 1
+    is_cut_off = has_several and any(
+        any((answers.get(n, {}).get("tcp") or {"": "no"}).values()) for n in usable
     )
-    observations = replace(observations, meets=meets)
-    cut_off = [n for n in there if any((meets.get(n, {}).get("tcp") or {"": "no"}).values())]
-    whole = len(there) == len(plan.names)
-    if len(there) > 1 and not cut_off:
-        observations = replace(observations, links=_measure_links(conductor, there, deadline))
-    if (
-        not whole
-        or (cut_off and len(there) > 1)
-        or any(k.bytes_per_s is None for k in observations.links)
-    ):
-        return replace(observations, not_reduced="not tried: not all nodes reach each other")
-    if faults := [
-        f
-        for f in evaluate_nodes(observations)
-        if f.verdict.state == FAIL and f.verdict.check in _NEEDED_FOR_ALL_REDUCE
-    ]:
-        node, verdict = faults[0]
-        return replace(
-            observations,
-            not_reduced=f"not tried: see {verdict.check} of {observations.get_name(node)}",
-        )
-    return _run_all_reduce(conductor, observations, plan, deadline)
+    if has_several and not is_cut_off:
+        observations = replace(observations, links=_measure_links(probes, usable, deadline))
+    # 5. An all-reduce, unless it is known that it would hang.
+    is_complete = len(usable) == len(plan.names)
+    if not is_complete or is_cut_off or any(k.bytes_per_s is None for k in observations.links):
+        reason = "not tried: not all nodes reach each other"
+        return replace(observations, all_reduce_skipped=reason)
+    for node, verdict in evaluate_nodes(observations):
+        if verdict.state == FAIL and verdict.check in _NEEDED_FOR_ALL_REDUCE:
+            reason = f"not tried: see {verdict.check} of {observations.get_name(node)}"
+            return replace(observations, all_reduce_skipped=reason)
+    return _run_all_reduce(probes, observations, plan, deadline)
 
 
 def _cap_time_left_s(deadline: float, max_s: float) -> float:
     return max(0.5, min(max_s, deadline - time.monotonic()))
 
 
+# --- the speed of links ---
+
+
 def _measure_links(
-    conductor: ProbeGroup, there: Mapping[int, Mapping[str, Any]], deadline: float
+    probes: ProbeGroup, answers: Mapping[int, Mapping[str, Any]], deadline: float
 ) -> list[LinkSpeed]:
-    """Pairs that share no node at the same time, first one way, then the other. What looks slow is
-    measured again alone: a busy machine looks like a slow cable, for a moment. What is slow only
-    beside the others gets more chances."""
-    last = deadline - _RESERVED_FOR_ALL_REDUCE_S
-    ways = [
-        [(a, b) if forward else (b, a) for a, b in pairs]
-        for pairs in _pair_in_rounds(sorted(there))
-        for forward in (True, False)
+    """Measure the links between nodes in both directions.
+
+    Pairs that share no node are measured at the same time. A slow link is measured again alone,
+    because a machine that is busy for a moment looks like a slow cable; one that is slow only in
+    comparison with others gets more chances.
+    """
+    last_start = deadline - _RESERVED_FOR_ALL_REDUCE_S
+    rounds = [
+        [(a, b) if is_forward else (b, a) for a, b in pairs]
+        for pairs in _pair_in_rounds(sorted(answers))
+        for is_forward in (True, False)
     ]
     links: list[LinkSpeed] = []
-    for pairs in ways:
-        if time.monotonic() < last:
-            links += _measure_pairs(conductor, there, pairs)
+    for pairs in rounds:
+        if time.monotonic() < last_start:
+            links += _measure_pairs(probes, answers, pairs)
     for attempt in range(_MAX_REMEASUREMENTS):
         for link in find_slow_links(links, only_in_comparison=attempt > 0):
-            if time.monotonic() < last:
-                (again,) = _measure_pairs(conductor, there, [link[:2]])
+            if time.monotonic() < last_start:
+                (again,) = _measure_pairs(probes, answers, [link[:2]])
                 links[links.index(link)] = max(link, again, key=lambda k: k.bytes_per_s or 0.0)
     return links
 
 
 def _measure_pairs(
-    conductor: ProbeGroup,
-    there: Mapping[int, Mapping[str, Any]],
-    ways: Sequence[tuple[int, int]],
+    probes: ProbeGroup,
+    answers: Mapping[int, Mapping[str, Any]],
+    pairs: Sequence[tuple[int, int]],
 ) -> list[LinkSpeed]:
+    """Measure from the first node of each pair to the second, all at the same time."""
     orders = {
-        a: {
-            "address": there[b]["address"],
-            "port": there[b]["port"],
+        sender: {
+            "address": answers[receiver]["address"],
+            "port": answers[receiver]["port"],
             "limit_s": _SEND_S,
             "limit_bytes": _SEND_BYTES,
         }
-        for a, b in ways
+        for sender, receiver in pairs
     }
-    answers = conductor.ask_nodes(orders, "send", _SEND_S + _ANSWER_TIMEOUT_S)
-    return [_make_link_speed(a, b, answers.get(a)) for a, b in ways]
+    measured = probes.ask_nodes(orders, "measure_link", _SEND_S + _ANSWER_TIMEOUT_S)
+    return [_make_link_speed(*pair, measured.get(pair[0])) for pair in pairs]
 
 
 def _pair_in_rounds(nodes: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """Round robin: one stays, the others go round the table."""
+    """Yield rounds of disjoint pairs, as a round-robin tournament: one stays, the others rotate."""
     table: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     for _ in range(min(len(table) - 1, _MAX_ROUNDS)):
         pairs = zip(table[: len(table) // 2], reversed(table[len(table) // 2 :]), strict=True)
@@ -204,70 +217,78 @@ def _pair_in_rounds(nodes: list[int]) -> Iterator[list[tuple[int, int]]]:
         table = [table[0], table[-1], *table[1:-1]]
 
 
-def _make_link_speed(a: int, b: int, answer: dict[str, Any] | None) -> LinkSpeed:
+def _make_link_speed(sender: int, receiver: int, answer: dict[str, Any] | None) -> LinkSpeed:
     if answer is None or "trouble" in answer:
-        return LinkSpeed(a, b, None, str((answer or {}).get("trouble", "no answer in time")))
-    return LinkSpeed(a, b, answer["bytes"] / answer["s"])
+        trouble = str((answer or {}).get("trouble", "no answer in time"))
+        return LinkSpeed(sender, receiver, None, trouble)
+    return LinkSpeed(sender, receiver, answer["bytes"] / answer["took_s"])
+
+
+# --- the all-reduce ---
 
 
 def _run_all_reduce(
-    conductor: ProbeGroup, observations: NodeObservations, plan: ProbePlan, deadline: float
+    probes: ProbeGroup, observations: NodeObservations, plan: ProbePlan, deadline: float
 ) -> NodeObservations:
-    slowest = min(
-        (k.bytes_per_s for k in observations.links if k.bytes_per_s), default=float("inf")
+    """Run a rank for every device that the job would use, and all-reduce across them."""
+    rates = [link.bytes_per_s for link in observations.links if link.bytes_per_s]
+    # As much as the slowest link carries in a second.
+    size_bytes = int(
+        max(_MIN_ALL_REDUCE_BYTES, min(_MAX_ALL_REDUCE_BYTES, min(rates, default=float("inf"))))
     )
-    bytes_ = int(
-        max(_MIN_ALL_REDUCE_BYTES, min(_MAX_ALL_REDUCE_BYTES, slowest))
-    )  # a second's worth
-    counts = {}
-    for node, answer in sorted(observations.looks.items()):
-        procs, visible = plan.procs[node], answer["visible"]
-        wanted = procs * plan.devices if procs else visible  # every device is to be tried
-        counts[node] = min(wanted, visible) if visible else procs or 1
+    number_count = size_bytes // _FLOAT_BYTES
+    rank_counts = {}
+    for node, answer in sorted(observations.node_answers.items()):
+        procs, gpu_count = plan.procs[node], answer["visible_gpus"]
+        wanted = procs * plan.devices_per_process if procs else gpu_count
+        rank_counts[node] = min(wanted, gpu_count) if gpu_count else procs or 1
     left_s = deadline - time.monotonic() - 1
     if left_s < 3:
-        return replace(observations, not_reduced="not tried: out of time", out_of_time=True)
-    first = observations.looks[0]
+        reason = "not tried: out of time"
+        return replace(observations, all_reduce_skipped=reason, is_out_of_time=True)
     common = {
-        "host": first["address"],
-        "port": first["free_port"],
-        "size": sum(counts.values()),
-        "numbers": bytes_ // 4,
+        "master_address": observations.node_answers[0]["address"],
+        "master_port": observations.node_answers[0]["free_port"],
+        "world_size": sum(rank_counts.values()),
+        "number_count": number_count,
         "limit_s": left_s,
     }
-    orders, begin = {}, 0
-    for node, count in counts.items():
-        orders[node] = {**common, "first": begin, "count": count}
-        begin += count
-    answers = conductor.ask_nodes(orders, "reduce", left_s + 1, is_collective=True)
-    return replace(observations, reduces=answers, reduced_bytes=bytes_ // 4 * 4)
+    orders, first_rank = {}, 0
+    for node, rank_count in rank_counts.items():
+        orders[node] = {**common, "first_rank": first_rank, "rank_count": rank_count}
+        first_rank += rank_count
+    answers = probes.ask_nodes(orders, "run_ranks", left_s + 1, is_collective=True)
+    return replace(
+        observations, all_reduce_answers=answers, all_reduce_bytes=number_count * _FLOAT_BYTES
+    )
 
 
-def _to_dict(observations: NodeObservations, findings: Sequence[NodeVerdict]) -> dict[str, object]:
-    slowest = observations.find_slowest_node()
+def _to_dict(observations: NodeObservations, verdicts: Sequence[NodeVerdict]) -> dict[str, object]:
+    """Return the document of ``--json``."""
+    name = observations.get_name
+    slowest_node = observations.find_slowest_node()
     return {
         "version": PREFLIGHT_JSON_VERSION,
-        "launcher": observations.kind,
-        "ready": _find_worst_state(findings) != FAIL,
+        "launcher": observations.launcher_kind,
+        "ready": not _is_failed(verdicts),
         "nodes": [
             {
-                "node": n,
-                "host": observations.get_name(n),
-                "address": observations.looks.get(n, {}).get("address"),
+                "node": node,
+                "host": name(node),
+                "address": observations.node_answers.get(node, {}).get("address"),
             }
-            for n in range(len(observations.names))
+            for node in range(len(observations.node_names))
         ],
         "checks": [
-            {"node": f.node, "host": observations.get_name(f.node), **f.verdict._asdict()}
-            for f in findings
+            {"node": node, "host": name(node), **verdict._asdict()} for node, verdict in verdicts
         ],
         "links": [
             {
-                "from": observations.get_name(k.sender),
-                "to": observations.get_name(k.receiver),
-                "bytes_per_s": k.bytes_per_s and round(k.bytes_per_s),
+                "from": name(link.sender),
+                "to": name(link.receiver),
+                "bytes_per_s": link.bytes_per_s and round(link.bytes_per_s),
             }
-            for k in observations.links
+            for link in observations.links
         ],
-        "slowest": None if slowest is None else observations.get_name(slowest),
+        "slowest": None if slowest_node is None else name(slowest_node),
     }

@@ -1,7 +1,10 @@
-"""One node during a preflight: it answers orders, a line of JSON each, from standard input.
+"""The probe of a preflight on one node: executes orders from standard input, a line of JSON each.
 
-What it finds out goes to standard output, over ssh or srun: a road that stays open when the nodes
-cannot reach each other, which is what is to be found out. When its input closes, it ends.
+Answers go to standard output and through ssh or srun back to ``probe_client``. That way stays open
+even where the nodes cannot reach each other, which is what is to be found out. When its standard
+input is closed, the probe ends.
+
+Run as ``python -m echelon.preflight.node_probe NODE``; under srun without NODE.
 """
 
 from __future__ import annotations
@@ -49,49 +52,59 @@ ProbeAnswer = dict[str, Any]
 
 
 def main() -> NoReturn:
+    """Say hello, then execute the orders for this node until the standard input is closed."""
     node = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ["SLURM_PROCID"])
-    station = NodeProbe(node)
-    station.write_message({"hello": socket.gethostname()})
-    # Orders are obeyed in a thread, so that the end of the input is noticed meanwhile.
-    with ThreadPoolExecutor(1) as obeying:
+    probe = NodeProbe(node)
+    probe.write_message({"hello": socket.gethostname()})
+    # Orders are executed in a thread, so that the end of the input is noticed meanwhile.
+    with ThreadPoolExecutor(1) as executor:
         for line in sys.stdin:
             order = json.loads(line)
-            if node in order["to"]:
-                obeying.submit(station.execute_order, order)
-        os._exit(0)  # and what was started ends with us
+            if node in order["to"]:  # srun gives every order to all its probes
+                executor.submit(probe.execute_order, order)
+        os._exit(0)  # without waiting for an order; ranks that it started die with this process
 
 
 class NodeProbe:
+    """The orders of one node; each method below returns an answer that ``rules`` reads."""
+
     def __init__(self, node: int) -> None:
         self._node = node
         self._config = Config()
         self._key = ""
         self._address = ""
-        self._held = _reserve_port()
+        self._reserved_port = _reserve_port()
 
     def write_message(self, message: ProbeAnswer) -> None:
+        """Send a message to the near end, with the number of this node."""
         send_message(message | {"node": self._node})
 
     def execute_order(self, order: Mapping[str, Any]) -> None:
-        does: dict[str, Callable[..., ProbeAnswer]] = {
-            "look": self.inspect_node,
-            "meet": self.inspect_network,
-            "send": self.measure_link,
-            "reduce": self.run_ranks,
+        """Call the method that an order names and send its answer, which may be an exception."""
+        actions: dict[str, Callable[..., ProbeAnswer]] = {
+            "inspect_node": self.inspect_node,
+            "inspect_network": self.inspect_network,
+            "measure_link": self.measure_link,
+            "run_ranks": self.run_ranks,
         }
         try:
-            answer = does[order["do"]](**order["with"])
-        except Exception as error:  # of this node alone: the others go on
+            answer = actions[order["do"]](**order["with"])
+        except Exception as error:  # a problem of this node is a verdict, not the end of the probe
             answer = {"trouble": f"{type(error).__name__}: {error}"}
         self.write_message({"id": order["id"], "answer": answer})
 
-    # --- what is here ---
+    # --- this node ---
 
     def inspect_node(
-        self, config: ProbeAnswer, nodes: int, key: str, token: str, folder: str
+        self, config: ProbeAnswer, node_count: int, key: str, token: str, folder: str
     ) -> ProbeAnswer:
+        """Return what can be found out on this node alone, and open the port for the others.
+
+        ``key`` lets only probes of this preflight connect. ``token`` is a file in the folder of
+        runs, which exists only where that folder is shared.
+        """
         self._config, self._key = build_config(config), key
-        self._address = _find_own_address(self._config.launch.kind, nodes)
+        self._address = _find_own_address(self._config.launch.kind, node_count)
         port, trouble = self._listen()
         entry = str(self._config.experiment.get("entry", "")).rpartition(":")[0]
         return {
@@ -99,7 +112,7 @@ class NodeProbe:
             "address": self._address,
             "port": port,
             "port_trouble": trouble,
-            "free_port": self._held.getsockname()[1],
+            "free_port": self._reserved_port.getsockname()[1],
             "python": platform.python_version(),
             "torch": _get_installed_version("torch"),
             "echelon": echelon.__version__,
@@ -107,50 +120,53 @@ class NodeProbe:
             "entry": _hash_files([Path(entry)]) if os.path.isfile(entry) else None,
             "config": _hash_files([Path(folder, "config.json")]),
             "interfaces": _list_interfaces(),
-            "shared": os.path.exists(token),
+            "is_shared": os.path.exists(token),
             "disks": [
                 read_disk("runs", Path(folder))._asdict(),
                 read_disk("tmp", Path(os.environ.get("TMPDIR") or "/tmp"))._asdict(),
             ],
-            "visible": count_visible_gpus(os.environ),
+            "visible_gpus": count_visible_gpus(os.environ),
             "gpus": gpu_health.read_gpu_health(os.environ),
         }
 
     def _listen(self) -> tuple[int, str]:
-        """Where the training would: with Slurm node 0 has a port of the job's own."""
-        wanted, trouble = 0, ""
+        """Listen where the training would: with Slurm node 0 has a port of the job's own.
+
+        Returns the port, and why it is not the wanted one.
+        """
+        wanted, trouble = 0, ""  # port 0: any that is free
         job = os.environ.get("SLURM_JOB_ID", "")
         if self._config.launch.kind == "slurm" and self._node == 0 and job.isdecimal():
             wanted = FIRST_PORT + int(job) % PORTS
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        where = "::" if family == socket.AF_INET6 else "0.0.0.0"
+        any_address = "::" if family == socket.AF_INET6 else "0.0.0.0"
         try:
-            listener = socket.create_server((where, wanted), family=family, backlog=_MAX_PARALLEL)
+            listener = socket.create_server(
+                (any_address, wanted), family=family, backlog=_MAX_PARALLEL
+            )
         except OSError as error:
             trouble = f"port {wanted} is taken: {describe_os_error(error)}"
-            listener = socket.create_server((where, 0), family=family, backlog=_MAX_PARALLEL)
-        serve = threading.Thread(
-            target=_accept_connections, args=(listener, self._key), daemon=True
-        )
-        serve.start()
+            listener = socket.create_server((any_address, 0), family=family, backlog=_MAX_PARALLEL)
+        arguments = (listener, self._key)
+        threading.Thread(target=_accept_connections, args=arguments, daemon=True).start()
         return int(listener.getsockname()[1]), trouble
 
-    # --- the others ---
+    # --- the network ---
 
     def inspect_network(self, nodes: list[ProbeAnswer]) -> ProbeAnswer:
-        """Names both ways, the interface, TCP to every other node, the clock against node 0's."""
+        """Resolve names, find the interface, connect to the others, compare clocks with node 0."""
         first = nodes[0]
         others = [n for n in nodes if n["node"] != self._node]
         chosen = self._config.launch.interface or os.environ.get("NCCL_SOCKET_IFNAME")
         with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
             names = pool.map(lambda n: resolve_addresses(n["host"]), others)
-            backward = pool.submit(_look_up_name, first["address"])
+            reverse_name = pool.submit(_look_up_name, first["address"])
             tcp = list(pool.map(lambda n: self._test_connection(n["address"], n["port"]), others))
             return {
                 "names": dict(zip((n["node"] for n in others), names, strict=True)),
-                "backward": backward.result(),
-                "interface": network_interface.find_interface_to(first["address"]),
-                "chosen": chosen,
+                "reverse_name": reverse_name.result(),
+                "route_interface": network_interface.find_interface_to(first["address"]),
+                "chosen_interface": chosen,
                 "tcp": {n["node"]: t["trouble"] for n, t in zip(others, tcp, strict=True)},
                 "clock": next(
                     (t for n, t in zip(others, tcp, strict=True) if n["node"] == first["node"]),
@@ -159,6 +175,7 @@ class NodeProbe:
             }
 
     def _test_connection(self, address: str, port: int) -> ProbeAnswer:
+        """Connect to another probe and compare clocks; return why that fails."""
         try:
             with self._connect(address, port) as connection:
                 return {"trouble": "", **_compare_clocks(connection)}
@@ -174,15 +191,18 @@ class NodeProbe:
     def measure_link(
         self, address: str, port: int, limit_s: float, limit_bytes: int
     ) -> ProbeAnswer:
-        """As fast as one connection goes; what arrived, and in which time, the other end says."""
+        """Send as fast as one connection goes; return what arrived and how long it took.
+
+        The other end measures: what this one has sent may still be in buffers.
+        """
         with self._connect(address, port) as connection:
-            # Of a slow link the buffers must not hold seconds.
+            # A larger send buffer would hold seconds of data on a slow link.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CHUNK_BYTES)
             connection.sendall(json.dumps({"sink": limit_s}).encode() + b"\n")
             deadline, left, data = time.monotonic() + limit_s, limit_bytes, bytes(_CHUNK_BYTES)
             while left > 0 and time.monotonic() < deadline:
                 ready, writable, _ = select.select([connection], [connection], [], 0.1)
-                if ready:
+                if ready:  # the other end has answered: it has measured long enough
                     break
                 if writable:
                     left -= connection.send(data[: min(_CHUNK_BYTES, left)], socket.MSG_DONTWAIT)
@@ -190,52 +210,57 @@ class NodeProbe:
                 connection.shutdown(socket.SHUT_WR)
             connection.settimeout(limit_s + _CONNECT_TIMEOUT_S)
             answer: ProbeAnswer = json.loads(_read_line(connection))
-            drop = struct.pack("ii", 1, 0)  # what is still on its way is of no use to anybody
+            drop = struct.pack("ii", 1, 0)  # on close, discard what is still in the buffers
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, drop)
             return answer
 
-    # --- all together ---
+    # --- the all-reduce ---
 
     def run_ranks(
         self,
-        host: str,
-        port: int,
-        first: int,
-        count: int,
-        size: int,
-        numbers: int,
+        master_address: str,
+        master_port: int,
+        first_rank: int,
+        rank_count: int,
+        world_size: int,
+        number_count: int,
         limit_s: float,
     ) -> ProbeAnswer:
-        """The ranks of this node; one that does not come in time is killed."""
-        env = dict(os.environ) | make_thread_variables(self._config, count, os.environ)
-        env |= make_network_variables(self._config, host, os.environ)
-        env |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        """Run this node's ranks of the all-reduce; one that does not end in time is killed."""
+        env = dict(os.environ) | make_thread_variables(self._config, rank_count, os.environ)
+        env |= make_network_variables(self._config, master_address, os.environ)
+        env |= {"MASTER_ADDR": master_address, "MASTER_PORT": str(master_port)}
+        env |= {"WORLD_SIZE": str(world_size)}
         deadline = time.monotonic() + limit_s
-        words = [sys.executable, "-m", "echelon.preflight.all_reduce", str(numbers), str(limit_s)]
+        module = "echelon.preflight.all_reduce"
+        argv = [sys.executable, "-m", module, str(number_count), str(limit_s)]
         processes = [
             subprocess.Popen(
-                words,
-                env=env | {"RANK": str(first + local), "LOCAL_RANK": str(local)},
+                argv,
+                env=env | {"RANK": str(first_rank + local), "LOCAL_RANK": str(local)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-            for local in range(count)
+            for local in range(rank_count)
         ]
-        with ThreadPoolExecutor(count) as pool:
+        with ThreadPoolExecutor(rank_count) as pool:
             ranks = list(pool.map(lambda p: _wait_for_rank(p, deadline), processes))
-        failed = any(rank["trouble"] for rank in ranks)
-        return {"ranks": [r | {"rank": first + i} for i, r in enumerate(ranks)], "failed": failed}
+        return {
+            "ranks": [rank | {"rank": first_rank + i} for i, rank in enumerate(ranks)],
+            "failed": any(rank["trouble"] for rank in ranks),
+        }
 
 
 def _wait_for_rank(process: subprocess.Popen[bytes], deadline: float) -> ProbeAnswer:
+    """Return the result that a rank prints, or why there is none."""
     try:
         out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return {"trouble": "did not come to an end in time"}
+        return {"trouble": "did not end in time"}
     lines = out.decode(errors="replace").strip().splitlines()
     if process.returncode == 0 and lines:
         answer: ProbeAnswer = json.loads(lines[-1])
@@ -243,14 +268,14 @@ def _wait_for_rank(process: subprocess.Popen[bytes], deadline: float) -> ProbeAn
     return {"trouble": describe_exit(process.returncode, err.decode(errors="replace"))}
 
 
-# --- facts ---
+# --- facts about this node ---
 
 
-def _find_own_address(kind: str, nodes: int) -> str:
-    """The one that others reach this node at, as the launcher would take it."""
+def _find_own_address(kind: str, node_count: int) -> str:
+    """Return the address at which others reach this node, as the launcher would choose it."""
     if kind == "ssh":
-        return find_own_address(nodes).strip("[]")
-    if kind == "slurm" and nodes > 1:
+        return find_own_address(node_count).strip("[]")
+    if kind == "slurm" and node_count > 1:
         towards = os.environ.get("SLURM_SRUN_COMM_HOST") or "192.0.2.1"
         return network_interface.find_local_address(towards) or "127.0.0.1"
     return "127.0.0.1"
@@ -264,7 +289,7 @@ def _get_installed_version(package: str) -> str | None:
 
 
 def _hash_files(files: list[Path]) -> str | None:
-    """Of their names and what is in them; None where one cannot be read."""
+    """Return a hash of names and contents; None if a file cannot be read."""
     digest = hashlib.sha256()
     try:
         for file in files:
@@ -275,42 +300,49 @@ def _hash_files(files: list[Path]) -> str | None:
 
 
 def _reserve_port() -> socket.socket:
-    """For the all-reduce. Bound, but not listening, and so that who asks for this very port by
-    number (as torch does) gets it, but nobody is given it by chance meanwhile."""
-    held = socket.socket(socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("0.0.0.0", 0))
-    return held
+    """Reserve a port for the all-reduce, which another process will listen at.
+
+    It is bound but not listening: the kernel gives it to nobody by chance, while torch, which asks
+    for this very number with SO_REUSEADDR, gets it.
+    """
+    reserved = socket.socket(socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("0.0.0.0", 0))
+    return reserved
 
 
 def _list_interfaces() -> list[str]:
+    """Return the names of the network interfaces that are up."""
     stats = psutil.net_if_stats()
     return [name for name in psutil.net_if_addrs() if name in stats and stats[name].isup]
 
 
 def _look_up_name(address: str) -> str | None:
+    """Return the name of an address by reverse lookup; None if it has none."""
     try:
         return socket.gethostbyaddr(address)[0]
     except OSError:
         return None
 
 
-# --- between two stations ---
+# --- between two probes ---
 
 
 def _accept_connections(listener: socket.socket, key: str) -> None:
+    """Serve every connection in a thread of its own."""
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=_serve_connection, args=(connection, key), daemon=True).start()
 
 
 def _serve_connection(connection: socket.socket, key: str) -> None:
+    """Check the key, then answer clock requests, or measure what a sender sends."""
     with connection:
         connection.settimeout(_CONNECT_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             if not hmac.compare_digest(_read_line(connection), key):
-                return  # a stranger
+                return  # it is not one of our probes
             while line := _read_line(connection):
                 order = json.loads(line)
                 if "sink" in order:
@@ -322,21 +354,25 @@ def _serve_connection(connection: socket.socket, key: str) -> None:
 
 
 def _receive_all(connection: socket.socket, limit_s: float) -> None:
+    """Receive for a time, then tell the sender how much came and how long it took."""
     connection.settimeout(limit_s + _CONNECT_TIMEOUT_S)
     buffer = bytearray(_CHUNK_BYTES)
-    taken, began = connection.recv_into(buffer), time.monotonic()
-    first, now = taken, began
+    received, began = connection.recv_into(buffer), time.monotonic()
+    first, now = received, began
     while now - began < limit_s and (data := connection.recv_into(buffer)):
-        taken, now = taken + data, time.monotonic()
-    # What came first was under way before the watch was started.
-    measurement = {"bytes": taken - first, "s": max(now - began, 1e-6)}
+        received, now = received + data, time.monotonic()
+    # The first chunk was on its way before the time was started, so it does not count.
+    measurement = {"bytes": received - first, "took_s": max(now - began, 1e-6)}
     connection.sendall(json.dumps(measurement).encode() + b"\n")
-    while connection.recv_into(buffer):  # until it has read that, and hangs up
+    while connection.recv_into(buffer):  # until the other end has read that and closes
         pass
 
 
 def _compare_clocks(connection: socket.socket) -> ProbeAnswer:
-    """As NTP does: the quickest of a few round trips errs least, by half its time at most."""
+    """Return how far this clock is ahead of the other end's, as NTP measures it.
+
+    Of a few round trips the quickest has the smallest error, at most half its time.
+    """
     trips = []
     for _ in range(_PINGS):
         before = time.time()
@@ -344,12 +380,12 @@ def _compare_clocks(connection: socket.socket) -> ProbeAnswer:
         theirs = float(_read_line(connection))
         after = time.time()
         trips.append((after - before, (before + after) / 2 - theirs))
-    round_s, ahead_s = min(trips)
-    return {"round_s": round_s, "ahead_s": ahead_s}
+    round_trip_s, ahead_s = min(trips)
+    return {"round_trip_s": round_trip_s, "ahead_s": ahead_s}
 
 
 def _read_line(connection: socket.socket) -> str:
-    """Byte by byte: what follows is not ours to read."""
+    """Read a line byte by byte: what follows it belongs to somebody else."""
     text = b""
     while not text.endswith(b"\n") and len(text) < 4096:
         data = connection.recv(1)

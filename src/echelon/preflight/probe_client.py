@@ -1,4 +1,4 @@
-"""The near end of a preflight: a station on every node, orders to them, and what they answer."""
+"""The near end of a preflight: starts the node probes, sends orders and collects answers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from echelon.utils.processes import die_with_parent
 
 _LAST_LINES = 20
 _GRACE_AFTER_FAILURE_S = 3.0
+_POLL_S = 0.25
 
 
 class ProbeCommand(NamedTuple):
-    """One program that is the station of one node, or of many."""
+    """A command that runs the probe of one node, or of many at once as srun does."""
 
     argv: Sequence[str]
     nodes: Sequence[int]
@@ -31,26 +32,27 @@ class ProbeCommand(NamedTuple):
 
 
 class ProbeExit(NamedTuple):
-    """A command that ended early."""
+    """How a command ended."""
 
     code: int
     output: str
+    """The last lines of what it printed, without messages."""
 
 
 class ProbeConnection:
-    """A command that runs."""
+    """A running command: orders go to its standard input, messages come from its output."""
 
     def __init__(self, command: ProbeCommand, messages: queue.SimpleQueue[dict[str, Any]]) -> None:
         self.nodes = list(command.nodes)
-        self._last: deque[str] = deque(maxlen=_LAST_LINES)
-        self._said = messages
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._messages = messages
         self.process = subprocess.Popen(
             command.argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C goes to this process alone, which closes the input
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         assert self.process.stdout is not None
@@ -64,37 +66,40 @@ class ProbeConnection:
         self.write(command.first_input)
 
     def write(self, data: bytes) -> None:
+        """Send bytes; that the command has ended is noticed by whoever waits for an answer."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; who waits for an answer notices
+        with contextlib.suppress(OSError):
             self.process.stdin.write(data)
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in iter(stream.readline, b""):
             text, message = split_message(line.decode(errors="replace").rstrip("\n"))
             if message is not None:
-                self._said.put(message)
+                self._messages.put(message)
             elif text.strip():
-                self._last.append(text)
+                self._last_lines.append(text)
 
     def get_exit(self) -> ProbeExit | None:
+        """Return how the command ended; None while it runs."""
         code = self.process.poll()
         if code is None:
             return None
         for reader in self._readers:
             reader.join(1)
-        return ProbeExit(code, "\n".join(self._last))
+        return ProbeExit(code, "\n".join(self._last_lines))
 
     def close_input(self) -> None:
+        """Close the standard input, at which a probe ends."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
     def wait_or_kill(self) -> None:
-        """After hanging up; what does not listen is killed."""
+        """Wait for the end after ``close_input``; a command that does not end is killed."""
         try:
             self.process.wait(3)
         except subprocess.TimeoutExpired:
-            self.process.terminate()  # srun ends its step by this, and its job
+            self.process.terminate()  # on SIGTERM srun ends its step and its job
             try:
                 self.process.wait(5)
             except subprocess.TimeoutExpired:
@@ -103,34 +108,43 @@ class ProbeConnection:
 
 
 class ProbeGroup:
+    """The probes of all nodes. A context manager: at its end the probes are ended."""
+
     def __init__(self, commands: Iterable[ProbeCommand]) -> None:
-        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._lines = [ProbeConnection(command, self._said) for command in commands]
-        self._orders = 0
-        self._here: set[int] = set()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._connections = [ProbeConnection(command, self._messages) for command in commands]
+        self._order_count = 0
+        self._ready_nodes: set[int] = set()
 
     def __enter__(self) -> ProbeGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for line in self._lines:  # all before one is waited for
-            line.close_input()
+        for connection in self._connections:  # all are told to end before one is waited for
+            connection.close_input()
         with contextlib.ExitStack() as stack:
-            for line in self._lines:
-                stack.callback(line.wait_or_kill)
+            for connection in self._connections:
+                stack.callback(connection.wait_or_kill)
 
     def wait_for_nodes(self, timeout_s: float) -> dict[int, ProbeExit | None]:
-        """Until every node is here, or cannot come: those that are not, and how they ended."""
+        """Wait until every node has said hello or cannot any more.
+
+        Returns the nodes that have not, with how their command ended, or None if it still runs.
+        """
         deadline = time.monotonic() + timeout_s
-        while missing := [n for line in self._lines for n in line.nodes if n not in self._here]:
+        while missing := self._list_missing_nodes():
             message = self._next_message(deadline)
             if message and "hello" in message:
-                self._here.add(message["node"])
-            ended = [line for line in self._lines if line.get_exit()]
-            lost = {n for line in ended for n in line.nodes} | self._here
-            if time.monotonic() > deadline or (set(missing) <= lost and self._said.empty()):
+                self._ready_nodes.add(message["node"])
+            ended = [c for c in self._connections if c.get_exit()]
+            settled = {node for c in ended for node in c.nodes} | self._ready_nodes
+            if time.monotonic() > deadline or (set(missing) <= settled and self._messages.empty()):
                 break
-        return {n: o.get_exit() for o in self._lines for n in o.nodes if n not in self._here}
+        missing = self._list_missing_nodes()
+        return {n: c.get_exit() for c in self._connections for n in c.nodes if n in missing}
+
+    def _list_missing_nodes(self) -> list[int]:
+        return [n for c in self._connections for n in c.nodes if n not in self._ready_nodes]
 
     def ask_nodes(
         self,
@@ -139,29 +153,35 @@ class ProbeGroup:
         timeout_s: float,
         is_collective: bool = False,
     ) -> dict[int, dict[str, Any]]:
-        """All at once, each node its own; what comes in time. Where they act together, nobody is
-        waited for long once one has failed."""
-        waited: dict[int, int] = {}
-        for node, details in orders.items():
-            self._orders += 1
-            waited[self._orders] = node
-            order = {"to": [node], "id": self._orders, "do": action, "with": details}
-            line = next(line for line in self._lines if node in line.nodes)
-            line.write(json.dumps(order).encode() + b"\n")
+        """Let each node call ``action`` of its probe with its own arguments, all at the same time.
+
+        Returns the answers that came in time. In a collective action the others cannot finish once
+        one has failed, so they are waited for only shortly.
+        """
+        node_of_order: dict[int, int] = {}
+        for node, arguments in orders.items():
+            self._order_count += 1
+            node_of_order[self._order_count] = node
+            order = {"to": [node], "id": self._order_count, "do": action, "with": arguments}
+            connection = next(c for c in self._connections if node in c.nodes)
+            connection.write(json.dumps(order).encode() + b"\n")
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
-        while len(answers) < len(waited) and time.monotonic() < deadline:
+        while len(answers) < len(node_of_order) and time.monotonic() < deadline:
             message = self._next_message(deadline)
-            if message and message.get("id") in waited:
+            if message and message.get("id") in node_of_order:
                 answers[message["node"]] = answer = message["answer"]
                 if is_collective and (answer.get("trouble") or answer.get("failed")):
                     deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
-            alive = {n for line in self._lines if not line.get_exit() for n in line.nodes}
-            if not (set(waited.values()) - answers.keys()) & alive and self._said.empty():
+            alive = {node for c in self._connections if not c.get_exit() for node in c.nodes}
+            waited_for = set(node_of_order.values()) - answers.keys()
+            if not waited_for & alive and self._messages.empty():
                 break
         return answers
 
     def _next_message(self, deadline: float) -> dict[str, Any] | None:
+        """Return a message, or None after a short time, so that ended commands are noticed."""
         with contextlib.suppress(queue.Empty):
-            return self._said.get(timeout=max(0.0, min(0.25, deadline - time.monotonic())))
+            remaining_s = deadline - time.monotonic()
+            return self._messages.get(timeout=max(0.0, min(_POLL_S, remaining_s)))
         return None

@@ -1,4 +1,4 @@
-"""How a station is started on each of the nodes that a job would use."""
+"""The commands that start a probe on each of the nodes that a job would use."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from echelon.runs import run_folder
 from echelon.runs.run_folder import Run
 
 _PROBE_ARGV = (sys.executable, "-m", "echelon.preflight.node_probe")
+_JOB_NAME = "echelon-preflight"
 START_TIMEOUT_S = 60.0
-"""Of a login and of Python, on a busy machine."""
+"""How long a login and the start of Python may take on a busy machine."""
 
 
 class ProbePlan(NamedTuple):
+    """The nodes of a job and the commands that start their probes."""
+
     names: list[str]
-    """Of the nodes, as they were typed; with Slurm they are known once they are there."""
+    """Of the nodes as they are configured; with Slurm only the probes know the real names."""
     procs: list[int | None]
-    """Processes on each; None: one per device."""
+    """Processes on each node; None means one per device."""
     commands: list[ProbeCommand]
-    devices: int = 1
-    """Of one process."""
+    devices_per_process: int = 1
 
 
 def plan_probes(config: Config, env: Mapping[str, str]) -> ProbePlan:
-    return _plan_for_launcher(config, env)._replace(devices=config.replica.devices)
+    """Return the plan for the launcher of a configuration; launch=env is a fault."""
+    return _plan_for_launcher(config, env)._replace(devices_per_process=config.replica.devices)
 
 
 def _plan_for_launcher(config: Config, env: Mapping[str, str]) -> ProbePlan:
@@ -52,7 +55,7 @@ def _plan_for_launcher(config: Config, env: Mapping[str, str]) -> ProbePlan:
         return _plan_by_srun(config, env)
     raise EchelonError(
         Fault(
-            "launch=env starts nothing on other nodes, so they cannot be asked from here",
+            "launch=env starts nothing on other nodes, so they cannot be checked from here",
             "type `echelon doctor` on each, or name them: launch=ssh 'launch.hosts=[a,b]'",
         )
     )
@@ -61,20 +64,20 @@ def _plan_for_launcher(config: Config, env: Mapping[str, str]) -> ProbePlan:
 def _plan_over_ssh(config: Config, env: Mapping[str, str]) -> ProbePlan:
     require_ssh(config.launch.ssh, "launch.ssh")
     hosts = list_hosts(config.launch)
-    first = remote_command.encode_variables(
+    variables = remote_command.encode_variables(
         remote_command.select_variables(env, config.launch.carry)
     )
-    where = (os.getcwd(), "/")
+    folders = (os.getcwd(), "/")
     return ProbePlan(
         [host.name for host in hosts],
         [host.procs for host in hosts],
         [
             ProbeCommand(
                 remote_command.make_argv(
-                    config.launch, host.name, where, [*_PROBE_ARGV, str(node)]
+                    config.launch, host.name, folders, [*_PROBE_ARGV, str(node)]
                 ),
                 [node],
-                first,
+                variables,
             )
             for node, host in enumerate(hosts)
         ],
@@ -82,7 +85,7 @@ def _plan_over_ssh(config: Config, env: Mapping[str, str]) -> ProbePlan:
 
 
 def _plan_by_srun(config: Config, env: Mapping[str, str]) -> ProbePlan:
-    """In the allocation that this process is in; else srun asks for one, as the job would."""
+    """Use the allocation that this process is in; else srun asks for one, as the job would."""
     if shutil.which("srun") is None:
         raise EchelonError(
             Fault(
@@ -91,39 +94,38 @@ def _plan_by_srun(config: Config, env: Mapping[str, str]) -> ProbePlan:
             )
         )
     launch = config.launch
-    inside = "SLURM_JOB_ID" in env
-    if not inside:  # srun would wait for nodes that there will never be
+    is_in_allocation = "SLURM_JOB_ID" in env
+    if is_in_allocation:
+        nodes, options = int(env.get("SLURM_NNODES") or launch.nodes), ["--overlap"]
+    else:
+        # Ask Slurm first: srun would wait for ever for nodes that do not exist.
         named = run_folder.assign_name(config)
         folder = Path(named.run.dir).absolute() / str(named.run.name)
         require_slurm_accepts(render_script(named, Run(folder)))
-    nodes = int(env.get("SLURM_NNODES") or launch.nodes) if inside else launch.nodes
-    options = ["--overlap"] if inside else [*srun_options(config), f"--job-name={_JOB_NAME}"]
+        nodes, options = launch.nodes, [*srun_options(config), f"--job-name={_JOB_NAME}"]
     shape = [f"--nodes={nodes}", "--ntasks-per-node=1", "--export=ALL", "--unbuffered"]
-    station = [sys.executable, "-u", *_PROBE_ARGV[1:]]
-    if launch.setup and not inside:
-        station = ["bash", "-c", "\n".join([*launch.setup, f"exec {shlex.join(station)}"])]
-    command = ProbeCommand(["srun", *options, *shape, *station], range(nodes))
+    probe = [sys.executable, "-u", *_PROBE_ARGV[1:]]
+    if launch.setup and not is_in_allocation:
+        probe = ["bash", "-c", "\n".join([*launch.setup, f"exec {shlex.join(probe)}"])]
+    command = ProbeCommand(["srun", *options, *shape, *probe], range(nodes))
     return ProbePlan(
         [f"node {n}" for n in range(nodes)], [count_processes_per_node(config)] * nodes, [command]
     )
 
 
-_JOB_NAME = "echelon-preflight"
-
-
 def explain_missing_node(
     config: Config, name: str, probe_exit: ProbeExit | None, limit_s: float
 ) -> Fault:
-    """Of a node whose station did not come up."""
+    """Return the fault for a node whose probe did not start; no exit means that it still runs."""
     if config.launch.kind == "ssh" and probe_exit:
         host = SshHost(name, None)
         return explain_ssh_failure(
             config.launch, host, sys.executable, probe_exit.code, probe_exit.output
         )
     if probe_exit:
-        words = join_last_lines(probe_exit.output) or f"exit code {probe_exit.code}"
-        return Fault(f"no check could be started on {name}: {words}", _suggest_check(config))
-    return Fault(f"{name} was not there within {limit_s:g} s", _suggest_wait(config))
+        reason = join_last_lines(probe_exit.output) or f"exit code {probe_exit.code}"
+        return Fault(f"no check could be started on {name}: {reason}", _suggest_check(config))
+    return Fault(f"{name} did not start within {limit_s:g} s", _suggest_wait(config))
 
 
 def _suggest_check(config: Config) -> str:
@@ -134,5 +136,5 @@ def _suggest_check(config: Config) -> str:
 
 def _suggest_wait(config: Config) -> str:
     if config.launch.kind == "slurm":
-        return "look at `squeue` and `sinfo`, or wait longer with --wait SECONDS"
-    return f"look whether `{config.launch.ssh} HOST true` ends"
+        return "see `squeue` and `sinfo`, or wait longer with --wait SECONDS"
+    return f"check whether `{config.launch.ssh} HOST true` ends"
