@@ -96,13 +96,13 @@ def test_all_that_may_differ_on_a_node(command_line: CommandLine, tmp_path: Path
     report = json.loads(done.out)
     found = bad(report)
     assert {host for host, _ in found} == {odd}, found
-    assert f"{first} leads to {wrong} here" in found[odd, "name"]
+    assert f"{first} resolves to {wrong} here" in found[odd, "name"]
     assert found[odd, "versions"].startswith("torch is 9.9.9, but")
     ours, users = found[odd, "code"].split("; ")
     assert ours.startswith(f"Echelon's own files differ from those of {first} (")
     assert users.startswith(f"the experiment's file differs from those of {first} (")
     assert found[odd, "clock"] == f"90 s ahead of {first}'s"
-    assert found[odd, "folder"].endswith("is neither shared nor can it be made there")
+    assert found[odd, "folder"].endswith("is not shared and cannot be made there")
     assert found[odd, "gpus"] == "GPU 1: lost: reboot or reset"
     told = [c["found"] for c in report["checks"] if c["check"] == "all-reduce"]
     assert set(told) == {f"not tried: see versions of {odd}"}

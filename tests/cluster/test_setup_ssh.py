@@ -54,7 +54,7 @@ def test_a_rented_machine_becomes_a_host(command_line: CommandLine, tmp_path: Pa
 
         closed = command_line.type(*words, "--yes")
         assert closed.code == Exit.NOT_READY, closed.out + closed.err
-        assert "pod does not take the key yet" in closed.err
+        assert "pod does not accept the key yet" in closed.err
         public = Path(f"{key}.pub").read_text().strip()
         assert public in closed.out
         assert public.startswith("ssh-ed25519 ")
@@ -95,7 +95,7 @@ def test_a_host_without_echelon_is_told_how_to_get_it(
     assert f"{host} is known to ssh already" in done.out
     assert f"fail\techelon\tlaunch=ssh starts {sys.executable}, which is not there" in done.out
     assert f"{sys.executable} -m pip install echelon==" in done.out
-    assert "once that is mended:  echelon train launch=ssh" in done.out
+    assert "once that is fixed:  echelon train launch=ssh" in done.out
 
 
 def test_at_a_terminal_it_asks_and_so_does_ssh(command_line: CommandLine, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(command_line: CommandLine, tmp_pa
     code, said = conversation(words, ("(yes/no/[fingerprint])? ", "yes\n"))
     assert code == Exit.NOT_READY, said
     assert "pod is known to ssh already, and is used as it is:" in said
-    assert f"error: pod does not take the key yet: root@{address}: Permission denied" in said
+    assert f"error: pod does not accept the key yet: root@{address}: Permission denied" in said
     assert address in known.read_text()
     assert (key.read_bytes(), config.read_bytes()) == before, "what is there is not touched"  # type: ignore[comparison-overlap]
 
@@ -145,7 +145,7 @@ def test_a_key_that_asks_for_its_passphrase_needs_an_agent(
         words = ("setup", "ssh", host, "--config", str(config))
         code, said = conversation(words, (f"Enter passphrase for key '{key}': ", "secret\n"))
     assert code == Exit.NOT_READY, said
-    assert "login  not without a question: root@" in said
+    assert "login  ssh asks a question: root@" in said
     assert f"ssh-add {key}: launch=ssh cannot answer questions" in said
 
 

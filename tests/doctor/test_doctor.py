@@ -44,7 +44,7 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
         (("preflight", "launch=ssh"), "launch=ssh without a host"),
         (("preflight", "launch.nods=2"), "there is no such setting"),
         (("preflight", "--run", "nobody"), "no run 'nobody' here"),
-        (("setup", "ssh", "a;b"), "'a;b' is no name or address of a host"),
+        (("setup", "ssh", "a;b"), "'a;b' is not a name or address of a host"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )

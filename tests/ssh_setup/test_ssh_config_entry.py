@@ -42,7 +42,7 @@ def test_a_port_may_stand_after_the_host(
     if port:
         with pytest.raises(EchelonError, match="are two ports"):
             parse_entry(typed, None, 22, None, KEY)
-        with pytest.raises(EchelonError, match="is no port"):
+        with pytest.raises(EchelonError, match="is not a port"):
             parse_entry(f"{host.replace(':', '')}:70000", None, None, None, KEY)
 
 
@@ -61,7 +61,7 @@ def test_all_faults_at_once() -> None:
         parse_entry("u@h", "a b", 70_000, None, Path('/k"e\ny'))
     assert len(caught.value.faults) == 4
     for alias in ("*", "-x", "a b", "!a", "a\nb"):
-        with pytest.raises(EchelonError, match="is no name for a host"):
+        with pytest.raises(EchelonError, match="is not a name for a host"):
             parse_entry("h", None, None, alias, KEY)
 
 
@@ -118,7 +118,7 @@ def test_a_key_is_made_once(tmp_path: Path) -> None:
     assert keys.read_public_key(path).split()[:2] == shown.split()[:2], "worked out again"
     path.write_text("something else of mine")
     assert keys.key_exists(path)
-    with pytest.raises(EchelonError, match="gives no public key"):
+    with pytest.raises(EchelonError, match="its public key cannot be read"):
         keys.read_public_key(path)
     with pytest.raises(EchelonError, match="no key could be made"):
         keys.make_key(path)

@@ -1,1 +1,5 @@
-"""Making machines ready that are not: `echelon setup ssh HOST`."""
+"""`echelon setup ssh HOST`: makes a machine a host of launch=ssh.
+
+``ssh_key`` makes a key, ``ssh_config`` writes the entry, ``command`` leads and checks the host.
+Nothing that exists is changed.
+"""

@@ -1,4 +1,8 @@
-"""`echelon setup ssh HOST`: a rented machine becomes a host of launch=ssh in one command."""
+"""`echelon setup ssh HOST`: makes a rented machine a host of launch=ssh in one command.
+
+The steps: show what will be written and ask, write key and entry, install the key if wanted, log
+in, then check the host. Each step can be repeated: what is done already is left as it is.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ from echelon.ssh_setup.ssh_config import SshConfigEntry
 
 _CONNECT_TIMEOUT_S = 60.0
 _DOCTOR_TIMEOUT_S = 300.0
+# Adds the key on standard input to authorized_keys unless it is there; other keys stay.
 _INSTALL_SCRIPT = """umask 077
 mkdir -p ~/.ssh && cd ~/.ssh && touch authorized_keys && IFS= read -r key &&
 { grep -qxF "$key" authorized_keys || printf '%s\n' "$key" >> authorized_keys; }
@@ -33,11 +38,13 @@ _CHECK_SCRIPT = (
     'if "$0" -c "import echelon.doctor" 2>/dev/null; then exec "$0" -m echelon doctor --json; '
     "else exec python3 -; fi"
 )
-"""The Python that launch=ssh would start there, else whichever is there."""
+"""Starts the Python that launch=ssh would start there, else any python3."""
 
 
 @dataclass(frozen=True)
 class SshSetupOptions:
+    """The options as they were typed."""
+
     host: str
     user: str | None
     port: int | None
@@ -49,16 +56,19 @@ class SshSetupOptions:
 
 
 def setup_ssh(options: SshSetupOptions) -> int:
+    """Make a host usable for launch=ssh and check it; return the exit code."""
     usual = entries.find_home_folder() / ".ssh"
     config = Path(options.config).expanduser().absolute() if options.config else usual / "config"
     key = Path(options.key).expanduser().absolute() if options.key else usual / "id_ed25519"
     entry = entries.parse_entry(options.host, options.user, options.port, options.alias, key)
-    launch = LaunchConfig(kind="ssh", ssh=_ssh_command(options.config, config))
+    launch = LaunchConfig(kind="ssh", ssh=_make_ssh_command(options.config, config))
     require_ssh(launch.ssh, "launch.ssh")
-    there = entries.find_entry(config, entry.alias)
-    if there:
+    existing = entries.find_entry(config, entry.alias)
+    if existing:
         entry = replace(entry, key=_find_key(launch, entry))
-        print(f"{entry.alias} is known to ssh already, and is used as it is:\n\n{_indent(there)}")
+        print(
+            f"{entry.alias} is known to ssh already, and is used as it is:\n\n{_indent(existing)}"
+        )
     elif not _confirm(entry, config, options.yes):
         return Exit.USAGE
     else:
@@ -66,11 +76,11 @@ def setup_ssh(options: SshSetupOptions) -> int:
         _require_effective(launch, entry, config)
     if options.install:
         _install_key(launch, entry)
-    _log_in(launch, entry, bool(there))
+    _log_in(launch, entry, is_new=not existing)
     return _report_host(launch, entry)
 
 
-def _ssh_command(given: str | None, config: Path) -> str:
+def _make_ssh_command(given: str | None, config: Path) -> str:
     return f"ssh -F {shlex.quote(str(config))}" if given else "ssh"
 
 
@@ -78,10 +88,11 @@ def _indent(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
-# --- what is written here ---
+# --- what is written on this machine ---
 
 
 def _confirm(entry: SshConfigEntry, config: Path, yes: bool) -> bool:
+    """Show what would be written, and return whether the user agrees or ``--yes`` was given."""
     if not keys.key_exists(entry.key):
         print(f"a new key, ed25519 without a passphrase: {entry.key}")
     print(f"a new entry in {config}:\n\n{_indent(entry.render())}", flush=True)
@@ -105,14 +116,15 @@ def _confirm(entry: SshConfigEntry, config: Path, yes: bool) -> bool:
 
 
 def _write_entry(entry: SshConfigEntry, config: Path) -> None:
+    """Make the key if there is none, then append the entry."""
     if not keys.key_exists(entry.key):
         keys.make_key(entry.key)
-    keys.read_public_key(entry.key)  # before the entry: one without a usable key is of no use
+    keys.read_public_key(entry.key)  # raises before an entry with an unusable key is written
     entries.append_to_config(config, entry.render())
 
 
 def _read_effective_config(launch: LaunchConfig, alias: str) -> list[tuple[str, str]]:
-    """What ssh makes of its configuration; a host's words and the first file that has one count."""
+    """Return the settings that ssh would use for a host, as ``ssh -G`` prints them."""
     words = [*split_ssh_command(launch.ssh, "launch.ssh"), "-G", "--", alias]
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
@@ -121,7 +133,7 @@ def _read_effective_config(launch: LaunchConfig, alias: str) -> list[tuple[str, 
         raise EchelonError(
             Fault(
                 f"ssh cannot read its configuration: {join_last_lines(done.stderr)}",
-                f"mend what it says, and try `{launch.ssh} -G {alias}`",
+                f"fix what it reports, and try `{launch.ssh} -G {alias}`",
             )
         )
     pairs = (line.partition(" ") for line in done.stdout.splitlines())
@@ -129,7 +141,7 @@ def _read_effective_config(launch: LaunchConfig, alias: str) -> list[tuple[str, 
 
 
 def _find_key(launch: LaunchConfig, entry: SshConfigEntry) -> Path:
-    """The key that an existing entry uses: the first that is there."""
+    """Return the key that an existing entry uses: the first that exists."""
     names = [
         value for key, value in _read_effective_config(launch, entry.alias) if key == "identityfile"
     ]
@@ -138,26 +150,28 @@ def _find_key(launch: LaunchConfig, entry: SshConfigEntry) -> Path:
 
 
 def _require_effective(launch: LaunchConfig, entry: SshConfigEntry, config: Path) -> None:
-    read = dict(reversed(_read_effective_config(launch, entry.alias)))
+    """Raise a fault if an earlier entry of the configuration overrides ours."""
+    # Reversed, because of repeated keys ssh uses the first.
+    effective = dict(reversed(_read_effective_config(launch, entry.alias)))
     wanted = {"hostname": entry.host, "user": entry.user, "port": entry.port and str(entry.port)}
     faults = [
         Fault(
-            f"{key} of {entry.alias} is {read.get(key)}, not {value}: an entry further up in "
+            f"{key} of {entry.alias} is {effective.get(key)}, not {value}: an entry further up in "
             f"{config} says so, and ssh takes the first",
             f"move `Host {entry.alias}` above it",
         )
         for key, value in wanted.items()
-        if value and read.get(key, "").lower() != value.lower()
+        if value and effective.get(key, "").lower() != value.lower()
     ]
     if faults:
         raise EchelonError(*faults, exit=Exit.NOT_READY)
 
 
-# --- getting in ---
+# --- logging in ---
 
 
 def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
-    """By whatever lets one in now: a password at the terminal, another key, an agent."""
+    """Put the public key on the host, by any login that works: password, other key, agent."""
     public = keys.read_public_key(entry.key)
     ssh_command = [*split_ssh_command(launch.ssh, "launch.ssh"), "-o", "IdentitiesOnly=no"]
     words = build_ssh_prefix(ssh_command, entry.alias, asks_questions=True)
@@ -169,7 +183,7 @@ def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
         raise EchelonError(
             Fault(
                 f"the key could not be installed on {entry.alias}: "
-                f"{join_last_lines(done.stderr) or 'ssh says nothing'}",
+                f"{join_last_lines(done.stderr) or 'ssh printed nothing'}",
                 f"put this line into ~/.ssh/authorized_keys there, or into the provider's page: "
                 f"{public}",
             ),
@@ -178,10 +192,13 @@ def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
     print(f"the key is installed on {entry.alias}")
 
 
-def _log_in(launch: LaunchConfig, entry: SshConfigEntry, was_there: bool) -> None:
-    """At a terminal ssh may ask whether the host's key is right; nobody else can know, and to find
-    out takes a person as long as it takes."""
-    if not was_there:
+def _log_in(launch: LaunchConfig, entry: SshConfigEntry, is_new: bool) -> None:
+    """Log in once, with the questions of ssh if there is a terminal.
+
+    ssh may ask whether the key of the host is right. Only a person can know, so there is no
+    timeout at a terminal.
+    """
+    if is_new:
         print(
             f"the public key, for a provider's page:\n\n{_indent(keys.read_public_key(entry.key))}"
         )
@@ -209,23 +226,25 @@ def _log_in(launch: LaunchConfig, entry: SshConfigEntry, was_there: bool) -> Non
 def _explain_login_failure(
     launch: LaunchConfig, entry: SshConfigEntry, stderr: str
 ) -> EchelonError:
-    words = join_last_lines(stderr, 1) or "ssh says nothing"
+    """Return the error for a login that ssh refused, by what ssh printed."""
+    reason = join_last_lines(stderr, 1) or "ssh printed nothing"
     if "host key" in stderr.lower():
         hint = f"type `{launch.ssh} {entry.alias}` once, and compare the fingerprint it shows"
-        what = f"ssh does not know the key of {entry.alias}: {words}"
+        what = f"ssh does not know the key of {entry.alias}: {reason}"
     elif "permission denied" in stderr.lower():
         hint = "put the public key into the provider's page, or type the same with --install"
-        what = f"{entry.alias} does not take the key yet: {words}"
+        what = f"{entry.alias} does not accept the key yet: {reason}"
     else:
         hint = f"`{launch.ssh} {entry.alias} true` has to work; then type the same again"
-        what = f"{entry.alias} cannot be reached: {words}"
+        what = f"{entry.alias} cannot be reached: {reason}"
     return EchelonError(Fault(what, hint), exit=Exit.NOT_READY)
 
 
-# --- what is there ---
+# --- checking the host ---
 
 
 def _report_host(launch: LaunchConfig, entry: SshConfigEntry) -> int:
+    """Check the host, print the verdicts and the command that trains there."""
     verdicts = _check_host(launch, entry)
     print(f"{entry.alias}:", flush=True)
     print_verdicts(verdicts)
@@ -233,37 +252,38 @@ def _report_host(launch: LaunchConfig, entry: SshConfigEntry) -> int:
     if launch.ssh != "ssh":
         line += f""" "launch.ssh='{launch.ssh}'\""""
     if find_worst_state(verdicts) == FAIL:
-        print(f"\nonce that is mended:  {line}")
+        print(f"\nonce that is fixed:  {line}")
         return Exit.NOT_READY
     print(f"\nready:  {line}")
     return Exit.OK
 
 
 def _check_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
+    """Return the verdicts of `echelon doctor` on the host, or fewer if Echelon is missing there."""
     program = Path(host_probe.__file__).read_bytes()
-    first = remote_command.encode_variables(remote_command.select_variables(os.environ, ()))
+    variables = remote_command.encode_variables(remote_command.select_variables(os.environ, ()))
     words = remote_command.make_argv(
         launch, entry.alias, (".", "/"), ["sh", "-c", _CHECK_SCRIPT, sys.executable]
     )
-    reply = ask_host(words, first + program, _DOCTOR_TIMEOUT_S)
+    reply = ask_host(words, variables + program, _DOCTOR_TIMEOUT_S)
     if reply.exit_code is None:
         hint = f"{launch.ssh} {entry.alias} echelon doctor"
         return [Verdict("doctor", FAIL, reply.failure, hint)]
     answer = reply.read_message()
     if answer is None:
-        said = join_last_lines(reply.stderr, 1) or "it said nothing"
-        if reply.exit_code == SSH_FAILED:  # but it let one in before, at a terminal
+        reason = join_last_lines(reply.stderr, 1) or "it printed nothing"
+        if reply.exit_code == SSH_FAILED:  # although the login at the terminal worked
             hint = f"ssh-add {shlex.quote(str(entry.key))}: launch=ssh cannot answer questions"
-            return [Verdict("login", FAIL, f"not without a question: {said}", hint)]
+            return [Verdict("login", FAIL, f"ssh asks a question: {reason}", hint)]
         hint = f"install Python there, at {sys.executable} as here: launch=ssh starts it"
-        return [Verdict("python", FAIL, f"no Python answers: {said}", hint)]
+        return [Verdict("python", FAIL, f"no Python answers: {reason}", hint)]
     if "checks" in answer:
         return [Verdict(**check) for check in answer["checks"]]
     return _evaluate_bare_host(answer)
 
 
 def _evaluate_bare_host(facts: dict[str, Any]) -> list[Verdict]:
-    """Verdicts on what `host_probe` reports of a host without Echelon."""
+    """Return verdicts on what ``host_probe`` reports of a host without Echelon."""
     python, torch = sys.executable, importlib.metadata.version("torch")
     where = Path(python).parent
     new = where.name == "bin" and f"python3 -m venv {where.parent} && "

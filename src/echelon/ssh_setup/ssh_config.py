@@ -1,4 +1,4 @@
-"""An entry of ssh's configuration: found where it is, written where it is not, never changed."""
+"""Entries of ssh's configuration: found, or appended where there is none, but never changed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _WITH_PORT = re.compile(r"(.*@)?([^@:]+|\[[^\]]+\]):(\d+)")
 _LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)")
 _MAX_INCLUDE_DEPTH = 16
-"""As ssh has it."""
+"""The same limit as in ssh."""
 
 
 def find_home_folder() -> Path:
-    """As ssh takes it, whatever HOME says."""
+    """Return the home folder as ssh finds it: from the password database, not from HOME."""
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -34,6 +34,8 @@ def find_home_folder() -> Path:
 
 @dataclass(frozen=True)
 class SshConfigEntry:
+    """A ``Host`` block of ssh's configuration."""
+
     alias: str
     host: str
     user: str | None
@@ -41,6 +43,7 @@ class SshConfigEntry:
     key: Path
 
     def render(self) -> str:
+        """Return the lines of the block."""
         lines = [f"Host {self.alias}", f"    HostName {self.host}"]
         lines += [f"    User {self.user}"] if self.user else []
         lines += [f"    Port {self.port}"] if self.port else []
@@ -51,7 +54,10 @@ class SshConfigEntry:
 def parse_entry(
     host: str, user: str | None, port: int | None, alias: str | None, key: Path
 ) -> SshConfigEntry:
-    """What was typed, or every fault in it: these words become lines that ssh obeys."""
+    """Return the entry for what was typed; raise all its faults at once.
+
+    The words become lines that ssh executes, so they are restricted to safe characters.
+    """
     faults = []
     if with_port := _WITH_PORT.fullmatch(host):
         host, typed = f"{with_port[1] or ''}{with_port[2]}", int(with_port[3])
@@ -60,32 +66,36 @@ def parse_entry(
         port = typed
     if not is_safe_host(host):
         faults.append(
-            Fault(f"{host!r} is no name or address of a host", "give HOST, USER@HOST or HOST:PORT")
+            Fault(
+                f"{host!r} is not a name or address of a host", "give HOST, USER@HOST or HOST:PORT"
+            )
         )
     at_user, _, name = host.rpartition("@")
     if at_user and user and at_user != user:
         faults.append(Fault(f"{host} and --user {user} name two users", "leave one out"))
     user = user or at_user or None
     if user is not None and not _NAME.fullmatch(user):
-        faults.append(Fault(f"--user {user!r} is no name of a user", "use letters, digits and ._-"))
+        faults.append(
+            Fault(f"--user {user!r} is not a name of a user", "use letters, digits and ._-")
+        )
     if port is not None and not 0 < port < 65_536:
-        faults.append(Fault(f"--port {port} is no port", "give one from 1 to 65535"))
+        faults.append(Fault(f"--port {port} is not a port", "give one from 1 to 65535"))
     name = name.strip("[]")
     alias = alias or name.replace(":", "-")
     if not faults and not _NAME.fullmatch(alias):
         faults.append(
-            Fault(f"--name {alias!r} is no name for a host", "use letters, digits and ._-")
+            Fault(f"--name {alias!r} is not a name for a host", "use letters, digits and ._-")
         )
     if re.search(r"[\"%\n\r\0$]", str(key)):
         hint = 'give a path without " % $ and line breaks'
-        faults.append(Fault(f"--key {str(key)!r} cannot stand in ssh's configuration", hint))
+        faults.append(Fault(f"--key {str(key)!r} cannot be written into ssh's configuration", hint))
     if faults:
         raise EchelonError(*faults)
     return SshConfigEntry(alias, name, user, port, key)
 
 
 def find_entry(config: Path, alias: str) -> str | None:
-    """The lines of the entry that names this host, here or in a file that is included."""
+    """Return the block that names a host, here or in an included file; None if there is none."""
     for file in _iter_config_files(config):
         lines = _read_lines(file)
         for number, line in enumerate(lines):
@@ -98,11 +108,12 @@ def find_entry(config: Path, alias: str) -> str | None:
 
 
 def _starts_block(line: str) -> bool:
+    """Return whether a line ends the block before it."""
     return bool(_get_keyword_arguments(line, "host") or _get_keyword_arguments(line, "match"))
 
 
 def _get_keyword_arguments(line: str, keyword: str) -> list[str]:
-    """What follows a keyword; nothing in a line with another."""
+    """Return what follows a keyword; empty if the line has another keyword."""
     match = _LINE.fullmatch(line)
     return match[2].replace('"', "").split() if match and match[1].lower() == keyword else []
 
@@ -122,20 +133,23 @@ def _read_lines(file: Path) -> list[str]:
 
 
 def _iter_config_files(config: Path, depth: int = 0) -> Iterator[Path]:
+    """Yield a configuration file and the files that it includes."""
     yield config
     if depth == _MAX_INCLUDE_DEPTH:
         return
     for line in _read_lines(config):
         for pattern in _get_keyword_arguments(line, "include"):
-            # Relative to ~/.ssh, wherever the file itself is.
-            where = find_home_folder() / ".ssh" / re.sub(r"^~/", f"{find_home_folder()}/", pattern)
-            for file in sorted(glob.glob(str(where))):
+            # Relative to ~/.ssh, wherever the including file is.
+            path = find_home_folder() / ".ssh" / re.sub(r"^~/", f"{find_home_folder()}/", pattern)
+            for file in sorted(glob.glob(str(path))):
                 yield from _iter_config_files(Path(file), depth + 1)
 
 
 def append_to_config(config: Path, text: str) -> None:
-    """Beside, and moved into place, so that ssh reads the old file or the new one. A link stays a
-    link; an old file keeps its mode."""
+    """Append a block. ssh sees the old file or the new one, never a part.
+
+    A symbolic link stays one, and an existing file keeps its mode.
+    """
     real = Path(os.path.realpath(config))
     try:
         make_private_folder(real.parent)
@@ -154,5 +168,6 @@ def append_to_config(config: Path, text: str) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
+    """Make a folder that only its owner can read, as ssh requires; leave an existing one."""
     if not folder.exists():
         folder.mkdir(parents=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""The key that opens the hosts: made when there is none, never touched when there is."""
+"""The key for the hosts: made when there is none, never changed when there is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.ssh_setup.ssh_config import make_private_folder
 
 
 def make_key(path: Path) -> None:
-    """ed25519, without a passphrase: launch=ssh logs in without a question."""
+    """Make an ed25519 key without a passphrase, because launch=ssh logs in without questions."""
     if shutil.which("ssh-keygen") is None:
         raise EchelonError(
             Fault("there is no ssh-keygen on this machine", "install OpenSSH's client")
@@ -26,22 +26,22 @@ def make_key(path: Path) -> None:
         words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
     )
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["ssh-keygen printed nothing"]
         raise EchelonError(
-            Fault(f"no key could be made at {path}: {said[-1]}", "give another place: --key FILE")
+            Fault(f"no key could be made at {path}: {lines[-1]}", "give another place: --key FILE")
         )
 
 
 def key_exists(path: Path) -> bool:
-    """Anything at all by that name: it is somebody's."""
+    """Return whether anything has that name, even a broken link: it belongs to somebody."""
     return os.path.lexists(path)
 
 
 def read_public_key(path: Path) -> str:
-    """The half that may be shown; from its file, or worked out from the other half."""
-    beside = Path(f"{path}.pub")
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8").strip()
+    """Return the public key, from its file or computed from the private key."""
+    public_file = Path(f"{path}.pub")
+    if public_file.is_file():
+        return public_file.read_text(encoding="utf-8").strip()
     done = subprocess.run(
         ["ssh-keygen", "-y", "-P", "", "-f", str(path)],
         stdin=subprocess.DEVNULL,
@@ -50,11 +50,11 @@ def read_public_key(path: Path) -> str:
         errors="replace",
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        lines = done.stderr.strip().splitlines() or ["ssh-keygen printed nothing"]
         raise EchelonError(
             Fault(
-                f"{path} is there, but gives no public key: {said[-1]}",
-                f"put it beside as {beside.name}, or give another key with --key FILE",
+                f"{path} exists, but its public key cannot be read: {lines[-1]}",
+                f"put it beside as {public_file.name}, or give another key with --key FILE",
             )
         )
     return done.stdout.strip()
