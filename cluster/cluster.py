@@ -24,7 +24,7 @@ EXIT_CANNOT_BE_MADE = 3
 
 
 def up(wanted: Layout) -> None:
-    """Make what is missing; a cluster that runs is left as it is."""
+    """Start what is missing of a cluster; one that runs is left as it is."""
     wanted.check()
     packages.check_machine()
     packages.install_missing(wanted.accounting)
@@ -45,6 +45,7 @@ def up(wanted: Layout) -> None:
 
 
 def down(layout: Layout) -> None:
+    """Remove a cluster: its processes, namespaces, lines in /etc/hosts and folder."""
     network.remove(layout)
     ssh.remove_run_folder()
     packages.remove_policy()
@@ -53,11 +54,12 @@ def down(layout: Layout) -> None:
 
 
 def _without_folder(folder: Path) -> list[Layout]:
-    """What still runs, or stands in /etc/hosts, after somebody removed the state folder."""
+    """Return the clusters that still run, or are in /etc/hosts, though their folder was removed."""
     return [Layout(folder, prefix) for prefix in network.prefixes_of(folder) or [Layout.prefix]]
 
 
 def status(layout: Layout) -> dict[str, object]:
+    """Return which daemons run and how to use the cluster, as `status --json` prints it."""
     names = ["munged", "slurmctld"]
     names += ["mariadbd", "slurmdbd"] if layout.accounting else []
     names += [f"{kind}-{node}" for kind in ("slurmd", "sshd") for node in layout.nodes]
@@ -77,12 +79,14 @@ def status(layout: Layout) -> dict[str, object]:
 
 
 def start_node(layout: Layout, node: str) -> None:
+    """Start the daemons of a node and wait until Slurm would run a job on it."""
     ssh.start(layout, node)
     slurm.start_node(layout, node)
     slurm.wait_for_nodes(layout, [node])
 
 
 def how_to_use(layout: Layout) -> str:
+    """Return the lines to type before using Slurm or ssh on this cluster."""
     return (
         f"export SLURM_CONF={layout.slurm_conf}\n"
         f"ssh -F {layout.ssh_config} {layout.nodes[0]}    # hosts: {' '.join(layout.nodes)}"
@@ -102,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("down", help="remove every trace")
     show = commands.add_parser("status", help="what runs; exit code 1 if not all of it does")
     show.add_argument("--json", action="store_true")
-    link = commands.add_parser("link", help="cut a host off, or heal it")
+    link = commands.add_parser("link", help="cut a host off, or reconnect it")
     link.add_argument("host")
     link.add_argument("state", choices=["up", "down"])
     netem = commands.add_parser("netem", help="'loss 20%%', 'rate 1mbit' …; '' ends it")
@@ -119,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def act(args: argparse.Namespace) -> int:
+    """Do what the command line asks for; return the exit code."""
     folder = args.folder.absolute()
     found = load(folder)
     if args.command == "up":
@@ -150,6 +155,7 @@ def show_status(layout: Layout, as_json: bool) -> int:
 
 
 def act_on_host(layout: Layout, args: argparse.Namespace) -> int:
+    """Do what a command asks for on one host, or restart the controller."""
     if args.command == "restart-controller":
         slurm.restart_controller(layout)
         return 0

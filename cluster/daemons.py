@@ -41,11 +41,12 @@ def start(layout: Layout, name: str, host: str, *command: str, **env: str) -> No
 
 
 def alive(layout: Layout, name: str) -> bool:
+    """Return whether a daemon runs."""
     return _pid(layout.pid_file(name)) is not None
 
 
 def stop(layout: Layout, name: str, with_signal: signal.Signals = signal.SIGTERM) -> None:
-    """Ask, then insist."""
+    """Send a signal, and SIGKILL if the daemon does not end."""
     for each in (with_signal, signal.SIGKILL):
         pid = _pid(layout.pid_file(name))
         if pid is None:
@@ -57,7 +58,7 @@ def stop(layout: Layout, name: str, with_signal: signal.Signals = signal.SIGTERM
 
 
 def ready(layout: Layout, name: str, condition: Callable[[], bool], limit_s: float) -> None:
-    """Wait until a daemon does its work."""
+    """Wait until a condition holds; raise with the end of the log if the daemon ends before."""
 
     def settled() -> bool:
         return condition() or not alive(layout, name)
@@ -70,13 +71,14 @@ def ready(layout: Layout, name: str, condition: Callable[[], bool], limit_s: flo
 
 
 def tail(layout: Layout, name: str, lines: int = 20) -> str:
+    """Return the last lines of a daemon's log, for an error message."""
     log = layout.log(name)
     text = log.read_text(errors="replace") if log.exists() else ""
     return f"the end of {log}:\n" + "\n".join(text.splitlines()[-lines:])
 
 
 def _pid(file: Path) -> int | None:
-    """The process a pid file stands for, if it is the one that wrote it and still runs."""
+    """Return the process of a pid file, if it is the one that wrote it and still runs."""
     try:
         pid, started = file.read_text().split()
         state, *fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()

@@ -18,10 +18,12 @@ GPUS = 4
 
 
 def default_folder() -> Path:
+    """Return the folder for all state of a cluster, unless another is given."""
     return Path(os.environ.get("ECHELON_CLUSTER", "/tmp/echelon-cluster"))
 
 
 def boot_id() -> str:
+    """Return what identifies this boot: namespaces do not survive the next."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -52,7 +54,7 @@ class Layout:
         return f"ech-{self.prefix}"
 
     def port(self, host: str) -> str:
-        """The bridge's end of a host's cable."""
+        """Return the bridge's end of a host's cable (a veth pair)."""
         return f"ech-{host}"
 
     def address(self, host: str) -> str:
@@ -95,11 +97,12 @@ class Layout:
         )
 
     def _accounting_host(self) -> str:
-        """Its password is, for munge, where munge's socket is."""
+        """Return the lines of slurm.conf for slurmdbd; with munge the password is its socket."""
         socket = f"{self.folder}/munge/socket"
         return f"AccountingStorageHost={self.controller}\nAccountingStoragePass={socket}"
 
     def check(self) -> None:
+        """Raise one sentence if no cluster can be made with these settings."""
         if not re.fullmatch(r"[a-z]{1,8}", self.prefix):
             raise CannotBeMade(f"--prefix has to be 1 to 8 lower-case letters, not {self.prefix!r}")
         if not re.fullmatch(r"(\d{1,3}\.){2}\d{1,3}", self.net):
@@ -112,6 +115,7 @@ class Layout:
             raise CannotBeMade(f"{self.folder} holds something else, which `down` would remove")
 
     def save(self) -> None:
+        """Write the settings to the folder, so that later commands find them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         new = self.folder / "layout.new"
         new.write_text(json.dumps(asdict(self), default=str))
@@ -119,7 +123,7 @@ class Layout:
 
 
 def load(folder: Path) -> Layout | None:
-    """The layout `up` left in the folder, if it did."""
+    """Return the settings that `up` left in the folder; None if there are none."""
     try:
         saved = json.loads((folder / "layout.json").read_text())
         return Layout(**{**saved, "folder": folder})

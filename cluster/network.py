@@ -20,14 +20,17 @@ DAEMONS = {"slurmd", "slurmstepd", "sshd"}
 
 @contextmanager
 def machine_lock() -> Iterator[None]:
-    """One `up` or `down` at a time. A lock on a file that exists anyway leaves no trace."""
+    """Allow one `up` or `down` at a time.
+
+    The lock is on /etc/hosts: a file that exists anyway leaves no trace.
+    """
     with HOSTS.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def make(layout: Layout) -> None:
-    """Make what is missing and heal what a test cut."""
+    """Make what is missing of bridge, hosts and names, and repair what a test has cut."""
     _make_bridge(layout)
     for host in layout.hosts:
         _make_host(layout, host)
@@ -35,6 +38,7 @@ def make(layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> None:
+    """Remove bridge, hosts and names, if they belong to this cluster."""
     if _is_ours(layout):  # otherwise namespaces of these names are somebody else's
         for host in layout.hosts:
             kill_all(host)
@@ -46,6 +50,7 @@ def remove(layout: Layout) -> None:
 
 
 def is_any_left() -> bool:
+    """Return whether any cluster still has a network device on this machine."""
     return any(Path("/sys/class/net").glob("ech-*"))
 
 
@@ -58,7 +63,7 @@ def _is_ours(layout: Layout) -> bool:
 
 
 def prefixes_of(folder: Path) -> list[str]:
-    """A bridge carries its cluster's folder as its alias, and tells whose it is without it."""
+    """Return the prefixes of the clusters in a folder, read from the aliases of bridges."""
     aliases = Path("/sys/class/net").glob("ech-*/ifalias")
     bridges = [alias.parent.name for alias in aliases if alias.read_text().strip() == str(folder)]
     return [bridge.removeprefix("ech-") for bridge in bridges]
@@ -77,6 +82,7 @@ def _make_bridge(layout: Layout) -> None:
 
 
 def _check_free(layout: Layout) -> None:
+    """Raise one sentence if the names or the network are used by somebody else."""
     taken = [host for host in layout.hosts if _is_namespace(host)]
     if taken or _exists(layout.bridge):
         raise CannotBeMade(
@@ -129,6 +135,7 @@ def on_host(host: str, *command: str) -> list[str]:
 
 
 def pids(host: str) -> list[int]:
+    """Return all processes in the namespace of a host."""
     return [int(pid) for pid in run(["ip", "netns", "pids", host]).split()]
 
 
@@ -162,7 +169,7 @@ def link(layout: Layout, host: str, state: str) -> None:
 
 
 def shape(layout: Layout, host: str, words: str) -> None:
-    """Loss, delay … both ways, in tc-netem's words; none of them restores the cable."""
+    """Shape a host's cable both ways, in the words of tc-netem (loss, rate, delay); '' restores it."""
     for where in (["-n", host], []):
         device = "eth0" if where else layout.port(host)
         works(["tc", *where, "qdisc", "del", "dev", device, "root"])
@@ -209,5 +216,6 @@ def _forget_names(layout: Layout) -> None:
 
 
 def can_talk(layout: Layout, here: str, there: str, port: int) -> bool:
+    """Return whether one host can open a TCP connection to a port of another."""
     probe = f"exec 3<>/dev/tcp/{layout.address(there)}/{port}"
     return works(on_host(here, "timeout", "5", "bash", "-c", probe))

@@ -29,6 +29,7 @@ OUR_POLICY = "#!/bin/sh\n# echelon cluster: install, start nothing\nexit 101\n"
 
 
 def find(program: str) -> str | None:
+    """Return the path of a program, also from the folders for administrators."""
     return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 
 
@@ -43,6 +44,7 @@ def check_machine() -> None:
 
 
 def install_missing(accounting: bool) -> None:
+    """Install the Debian packages of programs that are missing; no service is started."""
     wanted = {**PACKAGE_OF, **(ACCOUNTING_PACKAGE_OF if accounting else {})}
     missing = sorted({package for program, package in wanted.items() if not find(program)})
     if not missing:
@@ -66,7 +68,7 @@ def _apt(*words: str) -> int:
 
 @contextmanager
 def _services_stay_off() -> Iterator[None]:
-    """A machine's own sshd, slurmd or database must not come up because tests need the programs."""
+    """Keep the machine's own sshd, slurmd or database from starting with their installation."""
     remove_policy()
     if POLICY.exists():
         POLICY.rename(MACHINES_POLICY)
@@ -79,6 +81,7 @@ def _services_stay_off() -> Iterator[None]:
 
 
 def remove_policy() -> None:
+    """Restore the machine's own policy for starting services."""
     if POLICY.exists() and POLICY.read_text() == OUR_POLICY:
         POLICY.unlink()
     if MACHINES_POLICY.exists():

@@ -25,12 +25,13 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, stdin: str
 
 
 def works(command: Sequence[str], env: Mapping[str, str] | None = None) -> bool:
+    """Return whether a command ends with code 0; its output is discarded."""
     quiet = subprocess.DEVNULL
     return subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, env=env).returncode == 0
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Whether the condition came true within the limit."""
+    """Return whether a condition became true within the limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:

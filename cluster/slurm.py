@@ -18,6 +18,7 @@ USABLE = {"idle", "mixed", "allocated", "completing"}
 
 
 def start_all(layout: Layout) -> None:
+    """Start munge, accounting if wanted, the controller and every slurmd; wait for the nodes."""
     _write_configuration(layout)
     _make_devices(layout.folder / "gpu")
     for name in ("slurmctld", *(f"spool/{node}" for node in layout.nodes)):
@@ -32,7 +33,7 @@ def start_all(layout: Layout) -> None:
 
 
 def is_configured(layout: Layout) -> bool:
-    """Whether the files its daemons read say what the templates say now."""
+    """Return whether the daemons' files are what the templates would give now."""
     texts = _configuration(layout)
     return all(path.exists() and path.read_text() == text for path, text in texts.items())
 
@@ -49,7 +50,7 @@ def _write_configuration(layout: Layout) -> None:
 
 
 def _make_devices(folder: Path) -> None:
-    """Copies of /dev/null: Slurm hands out a GPU only where there is a device file."""
+    """Make copies of /dev/null as GPUs: Slurm hands out a GPU only if it has a device file."""
     folder.mkdir(exist_ok=True)
     for index in range(GPUS):
         device = folder / str(index)
@@ -108,6 +109,7 @@ def _start_accounting(layout: Layout) -> None:
 
 
 def start_controller(layout: Layout) -> None:
+    """Start slurmctld and wait until it answers."""
     program = find("slurmctld") or "slurmctld"
     daemons.start(
         layout, "slurmctld", layout.controller, program, "-D", "-f", str(layout.slurm_conf)
@@ -117,6 +119,7 @@ def start_controller(layout: Layout) -> None:
 
 
 def start_node(layout: Layout, node: str) -> None:
+    """Start the slurmd of a node."""
     program = find("slurmd") or "slurmd"
     daemons.start(
         layout, f"slurmd-{node}", node, program, "-D", "-N", node, "-f", str(layout.slurm_conf)
@@ -124,13 +127,13 @@ def start_node(layout: Layout, node: str) -> None:
 
 
 def restart_controller(layout: Layout) -> None:
-    """As a real one restarts: jobs go on, its state comes back from disk."""
+    """Restart slurmctld; jobs go on and its state comes back from disk."""
     daemons.stop(layout, "slurmctld")
     start_controller(layout)
 
 
 def node_states(layout: Layout) -> dict[str, str]:
-    """Slurm's word for each node; empty where the controller does not answer."""
+    """Return Slurm's state of each node; empty if the controller does not answer."""
     done = subprocess.run(
         ["sinfo", "-h", "-N", "-o", "%N %T"], capture_output=True, text=True, env=layout.slurm_env
     )
@@ -138,7 +141,7 @@ def node_states(layout: Layout) -> dict[str, str]:
 
 
 def wait_for_nodes(layout: Layout, nodes: list[str], limit_s: float = 60) -> None:
-    """Until Slurm would run a job on each of them; nodes that a fault drained are resumed."""
+    """Wait until Slurm would run a job on each node; nodes that a fault drained are resumed."""
 
     def usable() -> bool:
         states = node_states(layout)
@@ -158,5 +161,5 @@ def wait_for_nodes(layout: Layout, nodes: list[str], limit_s: float = 60) -> Non
 
 
 def _answers(layout: Layout, node: str) -> bool:
-    """Slurm calls a node idle for a while after its death."""
+    """Return whether slurmd accepts connections: Slurm calls a dead node idle for a while."""
     return network.can_talk(layout, layout.controller, node, 6818)

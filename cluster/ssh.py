@@ -16,12 +16,14 @@ MADE_HERE = RUN / "made-by-echelon-cluster"
 
 
 def start_all(layout: Layout) -> None:
+    """Make the keys and start an sshd on every node."""
     _make_keys(layout)
     for node in layout.nodes:
         start(layout, node)
 
 
 def start(layout: Layout, node: str) -> None:
+    """Start the sshd of a node and wait until a login works."""
     _make_run_folder()
     config = layout.folder / "ssh" / f"sshd_{node}"
     config.write_text(
@@ -37,13 +39,14 @@ def start(layout: Layout, node: str) -> None:
 
 
 def _make_run_folder() -> None:
-    """No sshd starts without it; a machine whose own sshd is off has none."""
+    """Make the folder without which no sshd starts; a machine whose own sshd is off has none."""
     if not RUN.exists():
         RUN.mkdir(mode=0o755)
         MADE_HERE.touch()
 
 
 def remove_run_folder() -> None:
+    """Remove that folder again if it was made here and no cluster is left."""
     if MADE_HERE.exists() and not network.is_any_left():
         shutil.rmtree(RUN)
 
@@ -69,6 +72,6 @@ def _make_key(file: Path) -> None:
 
 
 def _pam_for_locked_root() -> str:
-    """Without PAM sshd refuses an account whose password is locked, whatever its key."""
+    """Return `yes` if root's password is locked: without PAM sshd would refuse the key."""
     password = Path("/etc/shadow").read_text().partition("root:")[2].partition(":")[0]
     return "yes" if password.startswith("!") else "no"
