@@ -87,12 +87,13 @@ def _machine(folder: str):  # type: ignore[no-untyped-def]
     """The variables of a program that sees it."""
     with contextlib.ExitStack() as stack:
         work = [
-            stack.enter_context(fake_nvml.working(f"python train.py {i}")) for i in range(PROCESSES)
+            stack.enter_context(fake_nvml.run_idle_process(f"python train.py {i}"))
+            for i in range(PROCESSES)
         ]
         gpus = [fake_nvml.gpu(i, use=90 + i, used=60 * fake_nvml.GIB) for i in range(GPUS)]
         lines = [fake_nvml.process(pid, on=i % GPUS, gib=4.5) for i, pid in enumerate(work)]
-        scene = fake_nvml.Scene(Path(folder) / "driver", *gpus, *lines)
-        yield environment(**scene.environment())
+        driver = fake_nvml.FakeDriver(Path(folder) / "driver", *gpus, *lines)
+        yield environment(**driver.environment())
 
 
 def _beside_smi(rounds: int) -> list[Figure]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
-from fake_nvml import Scene, gpu
+from fake_nvml import FakeDriver, gpu
 from sshd import start_sshd
 
 from echelon.errors import Exit
@@ -82,7 +82,7 @@ def test_all_that_may_differ_on_a_node(command_line: CommandLine, tmp_path: Path
     mine.write_text("def experiment(cfg):\n    return cfg\n")
     (tmp_path / "old.py").write_text("def experiment(cfg):\n    return None\n")
     (tmp_path / "old_text.py").write_text(Path(text.__file__).read_text() + "# old\n")
-    driver = Scene(tmp_path / "driver", gpu(0), gpu(1, code=15)).library.parent
+    driver = FakeDriver(tmp_path / "driver", gpu(0), gpu(1, code=15)).library.parent
     more = f"SetEnv LD_LIBRARY_PATH={driver} LD_PRELOAD={clock_ahead(tmp_path)}\n"
     with start_sshd(command_line.cluster, odd, [2225], ANOTHER_WORLD, tmp_path, more):
         config = tmp_path / "config"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 from command_runner import until
-from fake_nvml import NOBODY_HERE, Scene, gpu, process
+from fake_nvml import NOBODY_HERE, FakeDriver, gpu, process
 
 from echelon.errors import Exit
 
@@ -29,7 +29,9 @@ def test_hosts_over_ssh(command_line: CommandLine) -> None:
 
 def test_nodes_of_my_jobs(command_line: CommandLine, tmp_path: Path) -> None:
     assert command_line.type("gpus", "--slurm").code == Exit.NOT_FOUND, "no job, no node"
-    scene = Scene(tmp_path / "driver", gpu(0, use=11), gpu(1), process(NOBODY_HERE, on=1, gib=7))
+    driver = FakeDriver(
+        tmp_path / "driver", gpu(0, use=11), gpu(1), process(NOBODY_HERE, on=1, gib=7)
+    )
     job = command_line.cluster.slurm(
         "sbatch", "--parsable", "-N2", "-o/dev/null", "--wrap", "sleep 300"
     )
@@ -39,7 +41,7 @@ def test_nodes_of_my_jobs(command_line: CommandLine, tmp_path: Path) -> None:
         until(lambda: command_line.cluster.slurm(*running).strip(), 60, "running")
         hosts = command_line.hosts(number)
         done = command_line.type(
-            "gpus", "--slurm", "--json", LD_LIBRARY_PATH=str(scene.library.parent)
+            "gpus", "--slurm", "--json", LD_LIBRARY_PATH=str(driver.library.parent)
         )
     finally:
         command_line.cluster.slurm("scancel", number)

@@ -38,7 +38,7 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("preflight", "launch=env"), "launch=env starts nothing on other nodes"),
         (("preflight", "launch=ssh"), "launch=ssh without a host"),
@@ -48,10 +48,10 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     done = run((*ECHELON, *words), tmp_path)
     assert done.code in (Exit.USAGE, Exit.NOT_FOUND)
-    assert said in done.err
+    assert message in done.err
     assert is_a_sentence_and_a_hint(done.err)
     assert list(tmp_path.iterdir()) == []
 

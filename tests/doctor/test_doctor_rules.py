@@ -62,7 +62,7 @@ GOOD = MachineFacts(
 )
 
 
-def of(check: str, **facts: Any) -> Verdict:
+def evaluate(check: str, **facts: Any) -> Verdict:
     """The verdict of one check on a machine that is good but for these facts."""
     found = [v for v in evaluate_machine(replace(GOOD, **facts)) if v.check == check]
     assert len(found) == 1, found
@@ -71,7 +71,7 @@ def of(check: str, **facts: Any) -> Verdict:
 
 def test_a_good_machine_is_well() -> None:
     assert {v.state for v in evaluate_machine(GOOD)} == {OK}
-    assert of("gpu 1").found == "NVIDIA H100, compute capability 9.0"
+    assert evaluate("gpu 1").found == "NVIDIA H100, compute capability 9.0"
 
 
 def test_a_laptop_without_a_gpu_is_well() -> None:
@@ -91,43 +91,43 @@ def test_a_laptop_without_a_gpu_is_well() -> None:
 # --- torch, driver, devices ---
 
 
-def test_a_driver_that_does_not_work_is_told() -> None:
+def test_a_driver_that_does_not_work_is_a_warning() -> None:
     """As after an update without a restart: a training would run on the CPU, and say nothing."""
     broken = MissingDriver("the NVIDIA driver was changed under a running system (reboot)", True)
-    verdict = of("driver", driver=broken)
+    verdict = evaluate("driver", driver=broken)
     assert (verdict.state, verdict.found) == (WARN, broken.reason)
     assert "restart the machine" in verdict.do
 
 
 def test_a_driver_too_old_for_the_wheel() -> None:
-    verdict = of("driver", driver=DRIVER._replace(version="520.61", cuda=(11, 8)))
+    verdict = evaluate("driver", driver=DRIVER._replace(version="520.61", cuda=(11, 8)))
     assert verdict.state == FAIL
     assert verdict.found == ("520.61, supports CUDA up to 11.8, but torch is built for CUDA 12.8")
     assert verdict.do == f"{WHL}/cu118"
 
 
 def test_a_driver_too_old_for_any_wheel() -> None:
-    verdict = of("driver", driver=DRIVER._replace(version="470.1", cuda=(11, 4)))
+    verdict = evaluate("driver", driver=DRIVER._replace(version="470.1", cuda=(11, 4)))
     assert (verdict.state, verdict.do.partition(":")[0]) == (FAIL, "install a later driver")
 
 
 def test_a_driver_of_the_same_major_version_runs_the_wheel() -> None:
-    verdict = of("driver", driver=DRIVER._replace(cuda=(12, 2)))
+    verdict = evaluate("driver", driver=DRIVER._replace(cuda=(12, 2)))
     assert verdict.state == OK
     assert "12.8 runs on it too" in verdict.found
 
 
 def test_a_wheel_for_the_cpu_on_a_machine_with_gpus() -> None:
-    verdict = of("torch", torch=TorchFacts("2.9.0+cpu"))
+    verdict = evaluate("torch", torch=TorchFacts("2.9.0+cpu"))
     assert verdict.state == FAIL
     assert verdict.found.endswith("built for the CPU alone, but this machine has 2 NVIDIA GPUs")
     assert verdict.do == f"{WHL}/cu128"
 
 
 def test_a_torch_that_cannot_be_imported() -> None:
-    verdict = of("torch", torch="killed by signal 11: no output")
+    verdict = evaluate("torch", torch="killed by signal 11: no output")
     assert (verdict.state, verdict.do) == (FAIL, f"{WHL}/cu128")
-    assert of("torch", torch=replace(TORCH, version="2.1.0")).state == FAIL
+    assert evaluate("torch", torch=replace(TORCH, version="2.1.0")).state == FAIL
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_capability_that_the_wheel_lacks(
 ) -> None:
     archs = ("sm_75", "sm_80", "sm_90")
     torch = replace(TORCH, archs=archs, devices=[device])
-    verdict = of(
+    verdict = evaluate(
         "gpu 0", torch=torch, driver=DriverFacts("1", driver_cuda, [device]), visible_gpus=1
     )
     assert verdict.state == FAIL
@@ -179,14 +179,14 @@ def test_the_wheel_for_a_driver() -> None:
 
 
 def test_devices_that_cuda_or_nvml_does_not_find() -> None:
-    lost = of(
+    lost = evaluate(
         "gpu 1", driver=DRIVER._replace(devices=[H100, "GPU is lost"]), torch=TorchFacts("2.9+cpu")
     )
     assert (lost.state, lost.found) == (FAIL, "does not answer: GPU is lost")
     mismatch = replace(TORCH, devices=[], trouble="forward compatibility was attempted")
-    assert of("cuda", torch=mismatch).state == FAIL
+    assert evaluate("cuda", torch=mismatch).state == FAIL
     none = replace(TORCH, devices=[], trouble="No CUDA GPUs are available")
-    hidden = of("visible", visible_gpus=0, torch=none)
+    hidden = evaluate("visible", visible_gpus=0, torch=none)
     assert (hidden.state, hidden.do) == (WARN, "unset CUDA_VISIBLE_DEVICES")
     assert find_worst_state(evaluate_machine(replace(GOOD, visible_gpus=0, torch=none))) == WARN, (
         "on purpose, perhaps"
@@ -194,12 +194,12 @@ def test_devices_that_cuda_or_nvml_does_not_find() -> None:
 
 
 def test_libraries_that_are_missing_or_do_not_fit() -> None:
-    assert of("nccl", torch=replace(TORCH, nccl=None)).state == FAIL
-    assert of("gloo", torch=replace(TORCH, gloo=False)).state == FAIL
-    old = of("toolkit", nvcc_version="11.8")
+    assert evaluate("nccl", torch=replace(TORCH, nccl=None)).state == FAIL
+    assert evaluate("gloo", torch=replace(TORCH, gloo=False)).state == FAIL
+    old = evaluate("toolkit", nvcc_version="11.8")
     assert (old.state, "CUDA_HOME=/usr/local/cuda-12.8" in old.do) == (WARN, True)
-    assert of("python", python=(3, 9)).state == FAIL
-    assert of("environment", venv=None).state == WARN
+    assert evaluate("python", python=(3, 9)).state == FAIL
+    assert evaluate("environment", venv=None).state == WARN
 
 
 # --- the machine ---
@@ -217,43 +217,43 @@ def test_libraries_that_are_missing_or_do_not_fit() -> None:
     ],
 )
 def test_disks(disk: DiskFacts, state: str, found: str) -> None:
-    verdict = of(f"disk {disk.name}", disks=[disk])
+    verdict = evaluate(f"disk {disk.name}", disks=[disk])
     assert (verdict.state, verdict.found) == (state, found)
     assert bool(verdict.do) == (state != OK)
 
 
 def test_limits_and_shared_memory() -> None:
-    files = of("open files", open_files_limit=ResourceLimit(256, 4096))
+    files = evaluate("open files", open_files_limit=ResourceLimit(256, 4096))
     assert (files.state, files.found, files.do) == (WARN, "256", "ulimit -n 4096")
-    assert of("open files", open_files_limit=ResourceLimit(64, 64)).state == FAIL
-    assert "hard limit is 64" in of("open files", open_files_limit=ResourceLimit(64, 64)).do
-    assert of("processes", process_limit=ResourceLimit(100, 100)).state == FAIL
-    assert of("locked memory", locked_memory_limit=ResourceLimit(65536, 65536)).state == WARN
+    assert evaluate("open files", open_files_limit=ResourceLimit(64, 64)).state == FAIL
+    assert "hard limit is 64" in evaluate("open files", open_files_limit=ResourceLimit(64, 64)).do
+    assert evaluate("processes", process_limit=ResourceLimit(100, 100)).state == FAIL
+    assert evaluate("locked memory", locked_memory_limit=ResourceLimit(65536, 65536)).state == WARN
     assert (
-        of(
+        evaluate(
             "locked memory", locked_memory_limit=ResourceLimit(65536, 65536), has_infiniband=False
         ).state
         == OK
     )
-    tiny = of("/dev/shm", shm_bytes=(64 * 10**6, 64 * 10**6))
+    tiny = evaluate("/dev/shm", shm_bytes=(64 * 10**6, 64 * 10**6))
     assert (tiny.state, "--shm-size=8g" in tiny.do) == (WARN, True)
-    assert of("/dev/shm", shm_bytes=(64 * 10**6, 10**6)).state == FAIL
-    assert of("/dev/shm", shm_bytes=None).state == FAIL
+    assert evaluate("/dev/shm", shm_bytes=(64 * 10**6, 10**6)).state == FAIL
+    assert evaluate("/dev/shm", shm_bytes=None).state == FAIL
 
 
 def test_the_rest() -> None:
-    assert of("threads", omp_num_threads="64").do == "export OMP_NUM_THREADS=16"
-    assert of("threads", omp_num_threads="many").do == "unset OMP_NUM_THREADS"
-    assert of("threads", omp_num_threads="8").state == OK
-    assert of("port", port_fault="address already in use").state == FAIL
-    assert of("clock", is_clock_synchronized=False).state == WARN
-    assert of("clock", now=1e8).state == FAIL
-    assert of("clock", is_clock_synchronized=None).state == OK
-    assert of("host name", addresses=[]).do == "echo '127.0.1.1 n1' | sudo tee -a /etc/hosts"
-    assert of("slurm", slurm=ToolFacts("slurm 24.05", "Unable to contact")).state == WARN
-    assert of("ssh", ssh=ToolFacts("", "cannot be run")).state == WARN
-    assert "wandb login" in of("wandb", wandb_fault="there is no key for api.wandb.ai").found
-    assert of("wandb", extras={"wandb": False}).state == NONE
+    assert evaluate("threads", omp_num_threads="64").do == "export OMP_NUM_THREADS=16"
+    assert evaluate("threads", omp_num_threads="many").do == "unset OMP_NUM_THREADS"
+    assert evaluate("threads", omp_num_threads="8").state == OK
+    assert evaluate("port", port_fault="address already in use").state == FAIL
+    assert evaluate("clock", is_clock_synchronized=False).state == WARN
+    assert evaluate("clock", now=1e8).state == FAIL
+    assert evaluate("clock", is_clock_synchronized=None).state == OK
+    assert evaluate("host name", addresses=[]).do == "echo '127.0.1.1 n1' | sudo tee -a /etc/hosts"
+    assert evaluate("slurm", slurm=ToolFacts("slurm 24.05", "Unable to contact")).state == WARN
+    assert evaluate("ssh", ssh=ToolFacts("", "cannot be run")).state == WARN
+    assert "wandb login" in evaluate("wandb", wandb_fault="there is no key for api.wandb.ai").found
+    assert evaluate("wandb", extras={"wandb": False}).state == NONE
 
 
 def test_how_a_process_ended() -> None:
@@ -283,7 +283,7 @@ def test_a_device_that_crashes_is_a_row() -> None:
     assert together.found.startswith("nccl: rank 1 killed by signal 6"), "not who waited"
 
 
-def test_wrong_numbers_are_told() -> None:
+def test_wrong_numbers_fail() -> None:
     step, together = evaluate_smoke_test(
         [RANK._replace(loss=(9.0, float("nan")), is_sum_right=False)]
     )

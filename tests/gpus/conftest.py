@@ -1,4 +1,4 @@
-"""A stage for machines that are not there."""
+"""A fixture that replaces the NVIDIA driver with a stand-in."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fake_nvml import Scene, Stage
+from fake_nvml import FakeDriver, MakeDriver
 
 from echelon.gpus import nvml
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """From the lines of a scene to a machine: this process, and what it starts with its
-    environment, then sees these GPUs."""
+def make_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDriver:
+    """Return a function from lines (see nvml.c) to a driver.
+
+    This process, and what it starts with the driver's environment, then sees these GPUs.
+    """
     if shutil.which("gcc") is None:
         pytest.skip("the stand-in for NVML is built with gcc")
 
-    def staged(*lines: str, newest: int = 3) -> Scene:
+    def make(*lines: str, newest: int = 3) -> FakeDriver:
         folder = Path(tempfile.mkdtemp(dir=tmp_path, prefix="driver-"))
-        scene = Scene(folder, *lines, newest=newest)
-        monkeypatch.setattr(nvml, "LIBRARY", str(scene.library))
-        return scene
+        driver = FakeDriver(folder, *lines, newest=newest)
+        monkeypatch.setattr(nvml, "LIBRARY", str(driver.library))
+        return driver
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return staged
+    return make

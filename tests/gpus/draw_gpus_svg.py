@@ -9,7 +9,7 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
-from test_gpu_tables import NODE, OURS, RUN, TRAINING, _gpu, _of  # type: ignore[import-not-found]
+from test_gpu_tables import NODE, OURS, RUN, TRAINING, _gpu, _process  # type: ignore[import-not-found]
 
 from echelon.gpus.terminal import paint_line, render_gpu_table
 
@@ -20,8 +20,8 @@ _OWN_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.
 
 
 def draw() -> None:
-    kevin = [(_of("kevin", 90711 + i, 60.2, 11100, TRAINING),) for i in range(2)]
-    maria = [(_of("maria", 80415 + i, 130.4, 420, OURS, **RUN),) for i in range(2)]
+    kevin = [(_process("kevin", 90711 + i, 60.2, 11100, TRAINING),) for i in range(2)]
+    maria = [(_process("maria", 80415 + i, 130.4, 420, OURS, **RUN),) for i in range(2)]
     busy = (
         _gpu(0, 97, 61, 64, 612, processes=kevin[0]),
         _gpu(1, 96, 61, 66, 618, processes=kevin[1]),

@@ -1,4 +1,4 @@
-"""What is shown, compared as text."""
+"""The table and the lines of `echelon gpus`, compared with stored text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from fake_nvml import GIB, NOBODY_HERE, Scene, Stage, gpu, process, slice_
+from fake_nvml import GIB, NOBODY_HERE, FakeDriver, MakeDriver, gpu, mig_slice, process
 
 from echelon.gpus.formatting import render_plain_lines
 from echelon.gpus.probe import Gpu, GpuNode, GpuProcess, MigSlice
 from echelon.gpus.terminal import paint_line, render_gpu_table
 
 
-def _of(user: str, pid: int, gib: float, age_s: float, command: str, **more: object) -> GpuProcess:
+def _process(
+    user: str, pid: int, gib: float, age_s: float, command: str, **more: object
+) -> GpuProcess:
     return GpuProcess(pid, user, int(gib * GIB), age_s, command, **more)  # type: ignore[arg-type]
 
 
@@ -42,8 +44,8 @@ NODE = GpuNode(
     "550.54.15",
     "12.4",
     (
-        _gpu(0, 97, 61, 64, 612, processes=(_of("kevin", 90711, 60.2, 11100, TRAINING),)),
-        _gpu(1, 100, 131, 86, 698, processes=(_of("maria", 804, 130.4, 420, OURS, **RUN),)),
+        _gpu(0, 97, 61, 64, 612, processes=(_process("kevin", 90711, 60.2, 11100, TRAINING),)),
+        _gpu(1, 100, 131, 86, 698, processes=(_process("maria", 804, 130.4, 420, OURS, **RUN),)),
         _gpu(2, 0, 0.004, 34, 76, idle=True),
         Gpu(3, None, "NVIDIA H200", "lost: reboot or reset"),
         Gpu(4, "GPU-4", "NVIDIA H200", processes_told=False),
@@ -54,7 +56,7 @@ NODE = GpuNode(
             35,
             80,
             processes=(
-                _of("maria", 77, 0.48, 200_000, "python -m echelon train", **LEFT),
+                _process("maria", 77, 0.48, 200_000, "python -m echelon train", **LEFT),
                 GpuProcess(None, memory_bytes=int(11.2 * GIB)),
             ),
         ),
@@ -72,7 +74,7 @@ NODE = GpuNode(
                     "NVIDIA H200 MIG 3g.71gb",
                     20 * GIB,
                     70 * GIB,
-                    (_of("kevin", 5, 19, 59, "jupyter"),),
+                    (_process("kevin", 5, 19, 59, "jupyter"),),
                     False,
                 ),
                 MigSlice(1, "MIG-1", "NVIDIA H200 MIG 4g.71gb", 12 << 20, 70 * GIB, (), True),
@@ -84,7 +86,7 @@ NODE = GpuNode(
 SCREENS = Path(__file__).with_name("screens")
 
 
-def drawn(nodes: list[GpuNode], width: int, clock: str = "") -> str:
+def render(nodes: list[GpuNode], width: int, clock: str = "") -> str:
     return (
         "\n".join(
             paint_line(line, use_colour=False)
@@ -96,7 +98,7 @@ def drawn(nodes: list[GpuNode], width: int, clock: str = "") -> str:
 
 @pytest.mark.parametrize("width", [140, 80, 40])
 def test_a_terminal_of_this_width(width: int) -> None:
-    assert drawn([NODE], width) == (SCREENS / f"{width}.txt").read_text()
+    assert render([NODE], width) == (SCREENS / f"{width}.txt").read_text()
 
 
 @pytest.mark.parametrize("width", range(20, 200, 3))
@@ -104,7 +106,7 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     other = GpuNode("a-host-with-a-long-name", "cannot be reached: ssh: connect to host port 22")
     stale = GpuNode("n2", "no answer", "550.1", "12.4", NODE.gpus, stale_s=17.0)
     for clock in ("", "12:34:56"):
-        lines = drawn([NODE, other, stale], width, clock).splitlines()
+        lines = render([NODE, other, stale], width, clock).splitlines()
         assert max(map(len, lines)) <= width
 
 
@@ -124,15 +126,15 @@ def test_several_machines_are_named_in_every_line_of_a_pipe() -> None:
 
 
 def test_what_does_not_fit_is_seen_to_be_cut() -> None:
-    lines = drawn([NODE], 20).splitlines()
+    lines = render([NODE], 20).splitlines()
     assert "  0   97%   61.0/14…" in lines
     assert all(len(line) < 20 or line.endswith("…") for line in lines)
 
 
 def test_a_machine_that_is_silent_says_since_when() -> None:
     stale = GpuNode("n3", "no answer", "550.1", "12.4", NODE.gpus[:1], stale_s=17.2)
-    assert "n3 · 1 GPU, 0 idle" in drawn([stale], 100)
-    assert "seen 17 s ago: no answer" in drawn([stale], 100)
+    assert "n3 · 1 GPU, 0 idle" in render([stale], 100)
+    assert "seen 17 s ago: no answer" in render([stale], 100)
 
 
 def test_own_processes_orphans_and_faults_stand_out() -> None:
@@ -152,11 +154,11 @@ def test_own_processes_orphans_and_faults_stand_out() -> None:
 
 @contextmanager
 def terminal(
-    scene: Scene, *words: str, columns: int = 80, **variables: str
+    driver: FakeDriver, *words: str, columns: int = 80, **variables: str
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     ours, theirs = pty.openpty()
     ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    env = scene.environment(TERM="xterm-256color", LC_ALL="C.UTF-8") | variables
+    env = driver.environment(TERM="xterm-256color", LC_ALL="C.UTF-8") | variables
     env = {k: v for k, v in env.items() if k not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-m", "echelon", "gpus", *words], stdout=theirs, stderr=theirs, env=env
@@ -170,18 +172,20 @@ def terminal(
         os.close(ours)
 
 
-def at_terminal(scene: Scene, *words: str, columns: int = 80, **variables: str) -> str:
+def at_terminal(driver: FakeDriver, *words: str, columns: int = 80, **variables: str) -> str:
     text = b""
-    with terminal(scene, *words, columns=columns, **variables) as (ours, _), suppress(OSError):
+    with terminal(driver, *words, columns=columns, **variables) as (ours, _), suppress(OSError):
         while piece := os.read(ours, 65536):
             text += piece
     return text.decode().replace("\r\n", "\n")
 
 
-def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(stage: Stage) -> None:
-    scene = stage(gpu(0, use=11), gpu(1, use=12))
+def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(gpu(0, use=11), gpu(1, use=12))
     shown = b""
-    with terminal(scene, "--watch", "0.1", NO_COLOR="1") as (ours, process):
+    with terminal(driver, "--watch", "0.1", NO_COLOR="1") as (ours, process):
 
         def until(wanted: bytes) -> bytes:
             nonlocal shown
@@ -193,7 +197,7 @@ def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(stag
         first = until(b"12%")
         assert re.search(rb" \d\d:\d\d:\d\d\x1b\[2;", first), "a full line's last letter stays"
         assert first.startswith(b"\x1b[?1049h\x1b[?25l"), "a page of its own"
-        scene.set(gpu(0, use=11), gpu(1, use=13))
+        driver.set(gpu(0, use=11), gpu(1, use=13))
         later = until(b"13%")
         assert b"\x1b[4;1H" in later
         assert b"11%" not in later[later.index(b"\x1b[4;1H") :], "what stays is not sent again"
@@ -208,23 +212,23 @@ def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(stag
 
 
 @pytest.fixture
-def machine(stage: Stage) -> Scene:
-    return stage(
+def machine(make_driver: MakeDriver) -> FakeDriver:
+    return make_driver(
         gpu(0, use=97, used=61 * GIB, temp=64, power=612_000),
         gpu(1, mig=1),
         gpu(2, code=15),
-        slice_(1, 0),
+        mig_slice(1, 0),
         process(NOBODY_HERE, gib=60),
     )
 
 
-def test_colours_are_for_those_who_want_them(machine: Scene) -> None:
+def test_no_colour_and_dumb_terminals(machine: FakeDriver) -> None:
     assert "\x1b[32m━" in at_terminal(machine)
     assert "\x1b[" not in at_terminal(machine, NO_COLOR="1")
     assert "\x1b[" not in at_terminal(machine, TERM="dumb")
 
 
-def test_letters_are_those_that_can_be_read(machine: Scene) -> None:
+def test_ascii_where_the_locale_has_nothing_else(machine: FakeDriver) -> None:
     terminal = at_terminal(machine, LC_ALL="C", NO_COLOR="1")
     assert terminal.isascii()
     assert "######" in terminal
@@ -236,7 +240,7 @@ def test_letters_are_those_that_can_be_read(machine: Scene) -> None:
     assert "use 97%" in piped
 
 
-def test_a_terminal_is_as_wide_as_it_is(machine: Scene) -> None:
+def test_a_terminal_is_as_wide_as_it_is(machine: FakeDriver) -> None:
     text = at_terminal(machine, columns=40, NO_COLOR="1")
     assert max(map(len, text.splitlines())) <= 40
     assert re.search(r"  0 +97% +61.0/140 GiB  64°C  612/700 W\n +\? +\? +60.0 GiB", text)

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from fake_nvml import GIB, NOBODY_HERE, Scene, Stage, gpu, process, slice_, working
+from fake_nvml import (
+    GIB,
+    NOBODY_HERE,
+    FakeDriver,
+    MakeDriver,
+    gpu,
+    mig_slice,
+    process,
+    run_idle_process,
+)
 
 from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
@@ -24,25 +33,27 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "display-gpu-info.sh"
 COMMAND = [sys.executable, "-m", "echelon", "gpus"]
 
 
-class Typed:
+class GpusCommand:
+    """Runs `echelon gpus` in this process; returns exit code, standard output and error."""
+
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
     def __call__(self, *words: str) -> tuple[int, str, str]:
-        def typed() -> int:
+        def run() -> int:
             try:
                 return run_command(["gpus", *words])
             except SystemExit as error:  # argparse's
                 return int(error.code or 0)
 
-        code = run_guarded(typed)
-        said = self._capsys.readouterr()
-        return code, said.out, said.err
+        code = run_guarded(run)
+        captured = self._capsys.readouterr()
+        return code, captured.out, captured.err
 
 
 @pytest.fixture
-def gpus(capsys: pytest.CaptureFixture[str]) -> Typed:
-    return Typed(capsys)
+def gpus(capsys: pytest.CaptureFixture[str]) -> GpusCommand:
+    return GpusCommand(capsys)
 
 
 # --- what cannot be done ---
@@ -57,9 +68,9 @@ def gpus(capsys: pytest.CaptureFixture[str]) -> Typed:
     ],
 )
 def test_no_gpu_is_one_line_and_a_code_of_its_own(
-    stage: Stage, gpus: Typed, line: str, words: str
+    make_driver: MakeDriver, gpus: GpusCommand, line: str, words: str
 ) -> None:
-    stage(line)
+    make_driver(line)
     assert gpus() == (Exit.NO_GPU, "", f"{words}\n")
     assert gpus("--watch") == (Exit.NO_GPU, "", f"{words}\n")
     assert gpus("--free") == (Exit.NO_GPU, "", f"{words}\n")
@@ -68,7 +79,7 @@ def test_no_gpu_is_one_line_and_a_code_of_its_own(
     assert json.loads(out)["nodes"][0]["gpus"] == []
 
 
-def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver(gpus: GpusCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.gpus.nvml.LIBRARY", "libnothing.so")
     code, out, err = gpus()
     assert (code, out) == (Exit.NO_GPU, "")
@@ -76,7 +87,7 @@ def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["--gpu", "0,x,-1"], Exit.USAGE, "--gpu 0,x,-1: 'x', '-1' is not an index"),
         (["--gpu", "0,,1"], Exit.USAGE, "'' is not an index"),
@@ -101,19 +112,23 @@ def test_no_driver(gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input(stage: Stage, gpus: Typed, words: list[str], code: Exit, told: str) -> None:
-    stage(gpu(0), gpu(1))
+def test_bad_input(
+    make_driver: MakeDriver, gpus: GpusCommand, words: list[str], code: Exit, message: str
+) -> None:
+    make_driver(gpu(0), gpu(1))
     got, out, err = gpus(*words)
     assert (got, out) == (code, "")
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
 
 
 # --- what is chosen ---
 
 
-def test_users(stage: Stage, gpus: Typed) -> None:
-    stage(gpu(0), gpu(1), gpu(2), process(ME, on=1), process(NOBODY_HERE, on=1), process(1, on=2))
+def test_users(make_driver: MakeDriver, gpus: GpusCommand) -> None:
+    make_driver(
+        gpu(0), gpu(1), gpu(2), process(ME, on=1), process(NOBODY_HERE, on=1), process(1, on=2)
+    )
     code, out, _ = gpus("--user", "me")
     assert code == Exit.OK
     assert [line[:5] for line in out.splitlines()][:2] == ["GPU 1", "GPU 1"]
@@ -123,43 +138,45 @@ def test_users(stage: Stage, gpus: Typed) -> None:
     assert (code, out) == (Exit.OK, "no process of daemon on a GPU\n")
 
 
-def test_only_some_gpus(stage: Stage, gpus: Typed) -> None:
-    stage(*(gpu(i) for i in range(6)))
+def test_only_some_gpus(make_driver: MakeDriver, gpus: GpusCommand) -> None:
+    make_driver(*(gpu(i) for i in range(6)))
     code, out, _ = gpus("--gpu", "0,3-4")
     assert code == Exit.OK
     assert [line[4] for line in out.splitlines()] == ["0", "3", "4"]
 
 
-def test_json_has_everything(stage: Stage, gpus: Typed) -> None:
-    stage(gpu(0, use=7), process(ME, gib=2))
-    told = json.loads(gpus("--json")[1])
-    assert told["version"] == 1
-    [node] = told["nodes"]
+def test_json_has_everything(make_driver: MakeDriver, gpus: GpusCommand) -> None:
+    make_driver(gpu(0, use=7), process(ME, gib=2))
+    document = json.loads(gpus("--json")[1])
+    assert document["version"] == 1
+    [node] = document["nodes"]
     [seen] = node["gpus"]
     assert (seen["use_percent"], seen["fan_percent"], seen["idle"]) == (7, None, False)
     assert seen["processes"][0]["pid"] == ME
     assert seen["processes"][0]["memory_bytes"] == 2 * GIB
 
 
-def test_grep_finds_all_of_a_process_in_its_line(stage: Stage, gpus: Typed) -> None:
-    with working("/usr/bin/python train.py") as pid:
-        stage(gpu(0), gpu(1), process(pid, on=1, gib=57.25))
+def test_grep_finds_all_of_a_process_in_its_line(
+    make_driver: MakeDriver, gpus: GpusCommand
+) -> None:
+    with run_idle_process("/usr/bin/python train.py") as pid:
+        make_driver(gpu(0), gpu(1), process(pid, on=1, gib=57.25))
         found = [line for line in gpus()[1].splitlines() if get_current_user() in line]
     assert found == [f"GPU 1  pid {pid}  {get_current_user()}  57.2 GiB     0s  python train.py"]
 
 
-def test_a_title_is_shown_whole(stage: Stage, gpus: Typed) -> None:
+def test_a_title_is_shown_whole(make_driver: MakeDriver, gpus: GpusCommand) -> None:
     """As setproctitle leaves it: all in the first word, with paths further on."""
-    with working("/opt/bin/ray::train /data/shard-1 on 3") as pid:
-        stage(gpu(0), process(pid))
+    with run_idle_process("/opt/bin/ray::train /data/shard-1 on 3") as pid:
+        make_driver(gpu(0), process(pid))
         assert gpus()[1].endswith("  ray::train /data/shard-1 on 3\n")
 
 
 # --- free ones ---
 
 
-def test_free(stage: Stage, gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage(gpu(0), gpu(1, use=99), gpu(2), gpu(3, code=15), gpu(4), process(ME, on=4))
+def test_free(make_driver: MakeDriver, gpus: GpusCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_driver(gpu(0), gpu(1, use=99), gpu(2), gpu(3, code=15), gpu(4), process(ME, on=4))
     assert gpus("--free") == (Exit.OK, "0,2\n", "")
     assert gpus("--free", "1") == (Exit.OK, "0\n", "")
     assert gpus("--free", "1", "--gpu", "1-4") == (Exit.OK, "2\n", "")
@@ -177,17 +194,17 @@ def test_free(stage: Stage, gpus: Typed, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_free_where_cuda_counts_otherwise(
-    stage: Stage, gpus: Typed, monkeypatch: pytest.MonkeyPatch
+    make_driver: MakeDriver, gpus: GpusCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage(gpu(0, name="NVIDIA T4", uuid="GPU-a"), gpu(1, uuid="GPU-b"))
+    make_driver(gpu(0, name="NVIDIA T4", uuid="GPU-a"), gpu(1, uuid="GPU-b"))
     assert gpus("--free")[1] == "GPU-a,GPU-b\n"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert gpus("--free")[1] == "0,1\n"
 
 
-def test_free_slices(stage: Stage, gpus: Typed) -> None:
-    parts = [slice_(0, 0, uuid="MIG-a"), slice_(0, 1, uuid="MIG-b")]
-    stage(gpu(0, mig=1), *parts, process(ME, slice=0))
+def test_free_slices(make_driver: MakeDriver, gpus: GpusCommand) -> None:
+    parts = [mig_slice(0, 0, uuid="MIG-a"), mig_slice(0, 1, uuid="MIG-b")]
+    make_driver(gpu(0, mig=1), *parts, process(ME, slice=0))
     assert gpus("--free")[1] == "MIG-b\n"
 
 
@@ -198,11 +215,11 @@ def test_free_slices(stage: Stage, gpus: Typed) -> None:
 def watching() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(scene: Scene, *words: str, **options: Any) -> subprocess.Popen[str]:
+    def start(driver: FakeDriver, *words: str, **options: Any) -> subprocess.Popen[str]:
         started.append(
             subprocess.Popen(
                 [*COMMAND, *words],
-                env=scene.environment(TERM="xterm", LC_ALL="C.UTF-8"),
+                env=driver.environment(TERM="xterm", LC_ALL="C.UTF-8"),
                 stdout=subprocess.PIPE,
                 text=True,
                 **options,
@@ -221,15 +238,17 @@ def _lines(process: subprocess.Popen[str]) -> IO[str]:
     return process.stdout
 
 
-def test_watching_as_json_is_a_line_for_each_look(
-    stage: Stage, watching: Callable[..., subprocess.Popen[str]]
+def test_watching_as_json_is_a_line_for_each_reading(
+    make_driver: MakeDriver, watching: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    scene = stage(gpu(0, use=1))
-    process = watching(scene, "--watch", "0.1", "--json")
+    driver = make_driver(gpu(0, use=1))
+    process = watching(driver, "--watch", "0.1", "--json")
     first = json.loads(_lines(process).readline())
-    scene.set(gpu(0, use=2))
-    looks = (json.loads(line) for line in _lines(process))
-    later = next(told for told in looks if told["nodes"][0]["gpus"][0]["use_percent"] == 2)
+    driver.set(gpu(0, use=2))
+    readings = (json.loads(line) for line in _lines(process))
+    later = next(
+        reading for reading in readings if reading["nodes"][0]["gpus"][0]["use_percent"] == 2
+    )
     assert first["time"] < later["time"]
     process.send_signal(signal.SIGINT)
     process.stdout = None
@@ -237,9 +256,9 @@ def test_watching_as_json_is_a_line_for_each_look(
 
 
 def test_watching_through_a_pipe(
-    stage: Stage, watching: Callable[..., subprocess.Popen[str]]
+    make_driver: MakeDriver, watching: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = watching(stage(gpu(0)), "--watch", "0.1")
+    process = watching(make_driver(gpu(0)), "--watch", "0.1")
     assert [_lines(process).readline()[:5] for _ in range(3)] == ["GPU 0"] * 3
 
 
@@ -258,18 +277,18 @@ LD_LIBRARY_PATH=$PWD exec sh -c "$*"
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, stage: Stage) -> str:
+def hosts(tmp_path: Path, make_driver: MakeDriver) -> str:
     """Two machines, and a way to them."""
-    stage()
+    make_driver()
     ssh = tmp_path / "ssh"
     ssh.write_text(PRETENDED_SSH.format(folder=tmp_path))
     ssh.chmod(0o755)
-    Scene(tmp_path / "a", gpu(0, use=11), process(NOBODY_HERE))
-    Scene(tmp_path / "b", "init 9")
+    FakeDriver(tmp_path / "a", gpu(0, use=11), process(NOBODY_HERE))
+    FakeDriver(tmp_path / "b", "init 9")
     return str(ssh)
 
 
-def test_other_machines(hosts: str, gpus: Typed) -> None:
+def test_other_machines(hosts: str, gpus: GpusCommand) -> None:
     code, out, err = gpus("--hosts", "a,b,c", "--ssh", hosts)
     assert (code, err) == (Exit.OK, "")
     assert out.splitlines() == [
@@ -284,7 +303,7 @@ def test_other_machines(hosts: str, gpus: Typed) -> None:
 
 
 def test_a_machine_without_our_python(
-    hosts: str, gpus: Typed, monkeypatch: pytest.MonkeyPatch
+    hosts: str, gpus: GpusCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     code, out, _ = gpus("--hosts", "a", "--ssh", hosts)
@@ -301,7 +320,7 @@ exec {python} -c "$now" "$@"
 
 
 def test_a_machine_whose_python_is_too_old(
-    hosts: str, gpus: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: str, gpus: GpusCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tmp_path / "python3.8"
     old.write_text(OLD_PYTHON.format(python=sys.executable))
@@ -316,23 +335,23 @@ def test_a_machine_whose_python_is_too_old(
 def test_a_lost_connection_is_stale_and_comes_back(
     hosts: str, tmp_path: Path, watching: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    there, scene = tmp_path / "a", Scene(tmp_path / "here")
-    process = watching(scene, "--hosts", "a", "--ssh", hosts, "--watch", "0.2", "--json")
-    looks = (json.loads(line)["nodes"][0] for line in _lines(process))
-    assert next(node for node in looks if node["gpus"])["stale_s"] is None
+    there, driver = tmp_path / "a", FakeDriver(tmp_path / "here")
+    process = watching(driver, "--hosts", "a", "--ssh", hosts, "--watch", "0.2", "--json")
+    readings = (json.loads(line)["nodes"][0] for line in _lines(process))
+    assert next(node for node in readings if node["gpus"])["stale_s"] is None
     there.rename(tmp_path / "cut")
-    for pid in _told_by(process.pid):
+    for pid in _list_child_pids(process.pid):
         os.kill(pid, signal.SIGKILL)
-    stale = next(node for node in looks if node["stale_s"])
+    stale = next(node for node in readings if node["stale_s"])
     assert stale["stale_s"] > 1
     assert stale["gpus"][0]["use_percent"] == 11, "what was seen last"
     assert "cannot be reached" in stale["fault"]
     (tmp_path / "cut").rename(there)
-    assert next(node for node in looks if node["stale_s"] is None)["gpus"]
+    assert next(node for node in readings if node["stale_s"] is None)["gpus"]
 
 
-def _told_by(pid: int) -> list[int]:
-    """The processes that the connections of a process are."""
+def _list_child_pids(pid: int) -> list[int]:
+    """Return the child processes of a process: its connections."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for file in children for child in file.read_text().split()]
 
@@ -340,10 +359,10 @@ def _told_by(pid: int) -> list[int]:
 # --- the seed's script, and a launch beside somebody ---
 
 
-def test_the_example(stage: Stage) -> None:
-    with working("python train.py") as pid:
-        scene = stage(gpu(0), process(pid, gib=3))
-        env = scene.environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+def test_the_example(make_driver: MakeDriver) -> None:
+    with run_idle_process("python train.py") as pid:
+        driver = make_driver(gpu(0), process(pid, gib=3))
+        env = driver.environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         words = f"{EXAMPLE} | grep {get_current_user()}"
         done = subprocess.run(["sh", "-c", words], env=env, capture_output=True, text=True)
     assert (
@@ -351,27 +370,29 @@ def test_the_example(stage: Stage) -> None:
     )
 
 
-def test_a_launch_is_told_who_is_there(stage: Stage) -> None:
-    with working("python train.py") as pid:
+def test_a_launch_warns_of_other_users(make_driver: MakeDriver) -> None:
+    with run_idle_process("python train.py") as pid:
         lines = [gpu(0), gpu(1), gpu(2), process(1, on=1, gib=3), process(NOBODY_HERE, on=2)]
-        stage(*lines, process(ME), process(pid, on=1, gib=50))
+        make_driver(*lines, process(ME), process(pid, on=1, gib=50))
         assert describe_other_users(["cuda:0"], {}) == [], "itself"
         [one] = describe_other_users(["cuda:0", "cuda:1"], {})
         assert describe_other_users(["cuda:1"], {"CUDA_VISIBLE_DEVICES": "2,0"}) == []
         assert len(describe_other_users(["cuda:0"], {"CUDA_VISIBLE_DEVICES": "2,0"})) == 1
         assert describe_other_users(["cpu"], {}) == []
     assert one.startswith("GPU 1 is in use: ")
-    stage(gpu(0, used=9 * GIB, use=50), gpu(1))
+    make_driver(gpu(0, used=9 * GIB, use=50), gpu(1))
     [unseen] = describe_other_users(["cuda:0", "cuda:1"], {})
     assert unseen.startswith("GPU 0 is in use: by a process that is not visible, 9.0 GiB; ")
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_another_training_of_the_same_shell_is_company(stage: Stage, shared: bool) -> None:
+def test_another_training_of_the_same_shell_is_another_user(
+    make_driver: MakeDriver, shared: bool
+) -> None:
     """Unless they are ranks that share a device on purpose."""
     ask = "from echelon.gpus.availability import describe_other_users; "
     ask += f"print(len(describe_other_users(['cuda:0'], {{}}, has_sibling_ranks={shared})))"
-    with working("python train.py") as beside:
-        env = stage(gpu(0), process(beside, gib=3)).environment()
-        told = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True)
-    assert told.stdout == f"{0 if shared else 1}\n"
+    with run_idle_process("python train.py") as beside:
+        env = make_driver(gpu(0), process(beside, gib=3)).environment()
+        done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{0 if shared else 1}\n"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fake_nvml import Stage, gpu
+from fake_nvml import MakeDriver, gpu
 
 from echelon.gpus import count_visible_gpus
 
@@ -20,8 +20,8 @@ MIG = "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3f", "MIG-ea5b5f5c-0000-c3f3-1b07-0
 
 
 @pytest.fixture
-def four_gpus(stage: Stage) -> None:
-    stage(*(gpu(i, uuid=uuid) for i, uuid in enumerate(UUIDS)))
+def four_gpus(make_driver: MakeDriver) -> None:
+    make_driver(*(gpu(i, uuid=uuid) for i, uuid in enumerate(UUIDS)))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -63,8 +63,8 @@ def test_count(value: str | None, count: int) -> None:
 
 
 @pytest.mark.parametrize("broken", ["init 9", "gpu handle=15", "gpu code=15", ""])
-def test_a_failing_driver_is_no_device(stage: Stage, broken: str) -> None:
-    stage(broken)
+def test_a_failing_driver_is_no_device(make_driver: MakeDriver, broken: str) -> None:
+    make_driver(broken)
     assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": UUIDS[0]}) == 0
 
 
@@ -76,8 +76,8 @@ def test_no_driver_is_no_device() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_hidden_devices_do_not_start_the_driver(stage: Stage) -> None:
-    scene = stage(gpu())
+def test_hidden_devices_do_not_start_the_driver(make_driver: MakeDriver) -> None:
+    driver = make_driver(gpu())
     code = (
         "from echelon.gpus import count_visible_gpus; "
         "assert count_visible_gpus({'CUDA_VISIBLE_DEVICES': ''}) == 0; "
@@ -85,4 +85,4 @@ def test_hidden_devices_do_not_start_the_driver(stage: Stage) -> None:
         "assert count_visible_gpus({'CUDA_VISIBLE_DEVICES': '0'}) == 1; "
         "assert 'nvidia' in open('/proc/self/maps').read()"
     )
-    subprocess.run([sys.executable, "-c", code], env=scene.environment(), check=True)
+    subprocess.run([sys.executable, "-c", code], env=driver.environment(), check=True)

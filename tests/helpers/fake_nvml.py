@@ -1,4 +1,4 @@
-"""Machines with GPUs that are not there: nvml.c beside this file, and the scenes it plays."""
+"""A stand-in for the NVIDIA driver: nvml.c beside this file, and the scenes it plays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,12 @@ SOURCE = Path(__file__).with_name("nvml.c")
 NAME = "libnvidia-ml.so.1"
 GIB = 1 << 30
 NOBODY_HERE = 2**31 - 1
-"""A pid that no Linux gives."""
+"""A PID above the largest that Linux gives out."""
 
 
 @functools.cache
-def built(newest: int = 3) -> Path:
-    """With process lists up to this version; built once for all tests of a session."""
+def build_library(newest: int = 3) -> Path:
+    """Return the library with process lists up to this version; built once per session."""
     target = Path(tempfile.mkdtemp(prefix="echelon-nvml-")) / NAME
     flags = ["-O1", "-shared", "-fPIC", f"-DNEWEST={newest}"]
     subprocess.run(["gcc", *flags, "-o", target, SOURCE], check=True, timeout=60)
@@ -34,52 +35,52 @@ def gpu(index: int = 0, **values: object) -> str:
         **{"use": 0, "used": 4 << 20, "total": 140 * GIB, "reserved": 600 << 20},
         **{"temp": 34, "power": 76_000, "limit": 700_000, "fan": "-"},
     }
-    return _line("gpu", whole | values)
+    return _format_line("gpu", whole | values)
 
 
-def slice_(of: int, index: int, **values: object) -> str:
+def mig_slice(of: int, index: int, **values: object) -> str:
     whole = {
         "name": "NVIDIA H200 MIG 3g.71gb",
         "uuid": f"MIG-{of}{index}d268-c3f3-1b07-005d5ae1dc3f",
         **{"of": of, "total": 70 * GIB, "used": 12 << 20},
     }
-    return _line("slice", whole | values)
+    return _format_line("slice", whole | values)
 
 
 def process(pid: int, on: int = 0, gib: float = 1.0, **values: object) -> str:
-    return _line("process", {"on": on, "pid": pid, "memory": int(gib * GIB)} | values)
+    return _format_line("process", {"on": on, "pid": pid, "memory": int(gib * GIB)} | values)
 
 
-def _line(kind: str, values: dict[str, object]) -> str:
+def _format_line(kind: str, values: dict[str, object]) -> str:
     return f"{kind} " + " ".join(f"{k}={str(v).replace(' ', '_')}" for k, v in values.items())
 
 
-class Scene:
-    """A folder with a library and what it is to say."""
+class FakeDriver:
+    """A folder with the library and the file (`scene`) that says what it reports."""
 
     def __init__(self, folder: Path, *lines: str, newest: int = 3) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.library = folder / NAME
-        shutil.copy(built(newest), self.library)
+        shutil.copy(build_library(newest), self.library)
         self._scene = folder / "scene"
         self.set(*lines)
 
     def set(self, *lines: str) -> None:
-        beside = self._scene.with_suffix(".new")
-        beside.write_text("\n".join(["driver 550.54.15", "cuda 12040", *lines]) + "\n")
-        beside.replace(self._scene)
+        temporary = self._scene.with_suffix(".new")
+        temporary.write_text("\n".join(["driver 550.54.15", "cuda 12040", *lines]) + "\n")
+        temporary.replace(self._scene)
 
     def environment(self, **more: str) -> dict[str, str]:
         return os.environ | {"LD_LIBRARY_PATH": str(self.library.parent)} | more
 
 
-Stage = Callable[..., Scene]
-"""The fixture `stage`."""
+MakeDriver = Callable[..., FakeDriver]
+"""The fixture `make_driver`."""
 
 
 @contextmanager
-def working(command: str, **options: object) -> Iterator[int]:
-    """A process that is called so and does nothing; its number."""
+def run_idle_process(command: str, **options: object) -> Iterator[int]:
+    """Yield the PID of a process with this command line that does nothing."""
     started = subprocess.Popen(
         [command],
         executable=shutil.which("cat"),
@@ -87,6 +88,9 @@ def working(command: str, **options: object) -> Iterator[int]:
         stdout=subprocess.DEVNULL,
         **options,  # type: ignore[call-overload]
     )
+    # Popen returns while exec is still under way: for a moment there is no command line.
+    while not Path(f"/proc/{started.pid}/cmdline").read_bytes():
+        time.sleep(0.001)
     try:
         yield started.pid
     finally:

@@ -247,7 +247,7 @@ def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(nodes: int) -> 
         assert len(every) == nodes * (nodes - 1) // 2
 
 
-def test_what_was_not_tried_for_want_of_time_is_no_good_news() -> None:
+def test_an_all_reduce_without_time_is_a_warning() -> None:
     late = replace(
         observe(rank_answers={}), all_reduce_answers={}, all_reduce_skipped="not tried: out of time"
     )
@@ -255,8 +255,8 @@ def test_what_was_not_tried_for_want_of_time_is_no_good_news() -> None:
         NONE
     }
     found = [f.verdict for f in evaluate_nodes(replace(late, is_out_of_time=True))]
-    told = {v.do for v in found if v.check == "all-reduce" and v.state == WARN}
-    assert told == {"give it more time: --limit SECONDS"}
+    remedies = {v.do for v in found if v.check == "all-reduce" and v.state == WARN}
+    assert remedies == {"give it more time: --limit SECONDS"}
 
 
 # --- on a screen ---
