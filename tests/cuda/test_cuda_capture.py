@@ -77,7 +77,7 @@ def test_a_run_repeats_itself(tmp_path: Path) -> None:
         (["counter=true"], "the model's calls changes from step to step"),
         (["reads=true"], "capture"),
         (["reads=true", "dropout=0.3"], "capture"),
-        (["optimizer=Adagrad"], "Adagrad keeps numbers of its step on the host"),
+        (["optimizer=Adagrad"], "Adagrad keeps state of its step on the host"),
         (["dataset=true"], "the data is a Dataset"),
         (["own_schedule=true"], "a schedule of its own"),
     ],
