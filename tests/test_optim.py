@@ -20,19 +20,19 @@ def table(width: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.P
     return nn.Parameter(torch.randn(ROWS, width, generator=generator).to(dtype))
 
 
-def by_rows(index: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+def make_row_gradient(index: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.sparse_coo_tensor(index[None], values, shape, check_invariants=True)
 
 
-def looked_up(parameter: nn.Parameter, index: Tensor, seed: int) -> None:
+def set_lookup_gradient(parameter: nn.Parameter, index: Tensor, seed: int) -> None:
     """A gradient as of an embedding: a row once for every time it occurs."""
     values = torch.randn(
         len(index), parameter.shape[1], generator=torch.Generator().manual_seed(seed)
     ).to(parameter.dtype)
-    parameter.grad = by_rows(index, values, parameter.shape)
+    parameter.grad = make_row_gradient(index, values, parameter.shape)
 
 
-def drawn(count: int, seed: int) -> Tensor:
+def draw_indices(count: int, seed: int) -> Tensor:
     return torch.randint(0, ROWS, (count,), generator=torch.Generator().manual_seed(seed))
 
 
@@ -40,7 +40,7 @@ def drawn(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("count", [0, 1, 7, 400])
 def test_merged_rows_are_the_sum(width: int, count: int) -> None:
     p = table(width)
-    looked_up(p, drawn(count, 1), 2)
+    set_lookup_gradient(p, draw_indices(count, 1), 2)
     assert p.grad is not None
     index, values = RowMerger()(p.grad)
     assert len(index.unique()) == len(index) == len(values)
@@ -52,7 +52,7 @@ def test_merging_serves_tables_of_any_size_in_turn() -> None:
     merge = RowMerger()
     for size in (5, 900, 3, 901):
         index = torch.tensor([size - 1, 0, size - 1])
-        rows = merge(by_rows(index, torch.ones(3, 2), (size, 2)))
+        rows = merge(make_row_gradient(index, torch.ones(3, 2), (size, 2)))
         assert sorted(zip(rows.row_indices.tolist(), rows.values[:, 0].tolist(), strict=True)) == [
             (0, 1.0),
             (size - 1, 2.0),
@@ -62,7 +62,7 @@ def test_merging_serves_tables_of_any_size_in_turn() -> None:
 def test_sums_are_taken_in_the_order_of_the_batch() -> None:
     """Whatever occurrence stands for a row: else two runs might differ in the last bit."""
     values = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
-    grad = by_rows(torch.zeros(4, dtype=torch.int64), values, (ROWS, 1))
+    grad = make_row_gradient(torch.zeros(4, dtype=torch.int64), values, (ROWS, 1))
     expected = ((values[0] + values[1]) + values[2]) + values[3]
     assert RowMerger()(grad).values.item() == expected.item()
 
@@ -75,7 +75,7 @@ def test_every_row_is_an_adam_of_its_own(width: int, weight_decay: float) -> Non
     ours = RowAdam([p], lr=0.1, weight_decay=weight_decay)
     theirs = [torch.optim.AdamW([row], lr=0.1, weight_decay=weight_decay) for row in single]
     for seed in range(12):
-        looked_up(p, drawn(20, seed), seed)
+        set_lookup_gradient(p, draw_indices(20, seed), seed)
         assert p.grad is not None
         grad = p.grad.coalesce()
         for row, value in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
@@ -89,10 +89,10 @@ def test_a_row_that_is_not_looked_up_keeps_still() -> None:
     p = table(4)
     before = p.detach().clone()
     optimizer = RowAdam([p], lr=0.1, weight_decay=0.1)
-    looked_up(p, torch.tensor([3, 9, 3]), 0)
+    set_lookup_gradient(p, torch.tensor([3, 9, 3]), 0)
     optimizer.step()
     once = {key: value.clone() for key, value in optimizer.state[p].items()}
-    looked_up(p, torch.tensor([3]), 1)
+    set_lookup_gradient(p, torch.tensor([3]), 1)
     optimizer.step()
     changed = (p.detach() != before).any(1).nonzero().squeeze(1)
     assert changed.tolist() == [3, 9]
@@ -106,16 +106,16 @@ def test_many_rows_are_updated_as_few_are() -> None:
     whole, parted = table(64), table(64)
     index = torch.arange(ROWS)
     one, several = RowAdam([whole]), RowAdam([parted])
-    looked_up(whole, index, 0)
+    set_lookup_gradient(whole, index, 0)
     assert whole.grad is not None
     values = whole.grad.coalesce().values()
     wide = nn.Parameter(whole.detach().repeat(100, 1))
-    wide.grad = by_rows(torch.arange(100 * ROWS), values.repeat(100, 1), wide.shape)
+    wide.grad = make_row_gradient(torch.arange(100 * ROWS), values.repeat(100, 1), wide.shape)
     one.step()
     RowAdam([wide]).step()
     assert torch.equal(wide.detach(), whole.detach().repeat(100, 1))
     for half in index.split(ROWS // 2):
-        parted.grad = by_rows(half, values[half], parted.shape)
+        parted.grad = make_row_gradient(half, values[half], parted.shape)
         several.step()
     assert torch.equal(parted, whole)
 
@@ -132,10 +132,10 @@ class Tower(nn.Module):
         return found
 
 
-def stepped(model: Tower, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+def run_steps(model: Tower, optimizer: torch.optim.Optimizer, seeds: range) -> None:
     for seed in seeds:
         optimizer.zero_grad()
-        model(drawn(16, seed)).square().mean().backward()
+        model(draw_indices(16, seed)).square().mean().backward()
         optimizer.step()
 
 
@@ -143,8 +143,8 @@ def test_dense_parameters_are_adamws() -> None:
     torch.manual_seed(0)
     ours = Tower(sparse=False)
     theirs = copy.deepcopy(ours)
-    stepped(ours, RowAdam(ours.parameters(), lr=0.05, weight_decay=0.1), range(9))
-    stepped(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.05, weight_decay=0.1), range(9))
+    run_steps(ours, RowAdam(ours.parameters(), lr=0.05, weight_decay=0.1), range(9))
+    run_steps(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.05, weight_decay=0.1), range(9))
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
@@ -154,7 +154,7 @@ def test_its_state_goes_on_where_it_was(tmp_path: Any, through_a_file: bool) -> 
     torch.manual_seed(0)
     whole = Tower()
     optimizer = RowAdam(whole.parameters(), lr=0.05)
-    stepped(whole, optimizer, range(5))
+    run_steps(whole, optimizer, range(5))
     later = copy.deepcopy(whole)
     state: Any = copy.deepcopy(optimizer.state_dict())
     if through_a_file:
@@ -162,8 +162,8 @@ def test_its_state_goes_on_where_it_was(tmp_path: Any, through_a_file: bool) -> 
         state = torch.load(tmp_path / "state", weights_only=True)
     resumed = RowAdam(later.parameters(), lr=0.9)
     resumed.load_state_dict(state)
-    stepped(whole, optimizer, range(5, 9))
-    stepped(later, resumed, range(5, 9))
+    run_steps(whole, optimizer, range(5, 9))
+    run_steps(later, resumed, range(5, 9))
     for p, q in zip(whole.parameters(), later.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -172,7 +172,7 @@ def test_int32_indices_will_do() -> None:
     models = [Tower(), Tower()]
     models[1].load_state_dict(models[0].state_dict())
     for model, kind in zip(models, (torch.int64, torch.int32), strict=True):
-        model(drawn(16, 0).to(kind)).sum().backward()
+        model(draw_indices(16, 0).to(kind)).sum().backward()
         RowAdam(model.parameters()).step()
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(p, q)
@@ -181,7 +181,7 @@ def test_int32_indices_will_do() -> None:
 def test_groups_have_rates_of_their_own() -> None:
     still, moved = table(4), table(4)
     for p in (still, moved):
-        looked_up(p, torch.tensor([1]), 0)
+        set_lookup_gradient(p, torch.tensor([1]), 0)
     RowAdam([{"params": [still], "lr": 0.0}, {"params": [moved]}], lr=0.1).step()
     assert torch.equal(still, table(4))
     assert not torch.equal(moved, table(4))
@@ -190,7 +190,7 @@ def test_groups_have_rates_of_their_own() -> None:
 def test_a_table_in_double_precision() -> None:
     p, q = table(3, dtype=torch.float64), table(3, dtype=torch.float64)
     index = torch.arange(ROWS)
-    looked_up(p, index, 0)
+    set_lookup_gradient(p, index, 0)
     assert p.grad is not None
     q.grad = p.grad.to_dense()
     RowAdam([p], lr=0.1).step()
@@ -202,8 +202,8 @@ def test_row_sgd_is_torchs_sgd() -> None:
     torch.manual_seed(0)
     ours = Tower()
     theirs = copy.deepcopy(ours)
-    stepped(ours, RowSGD(ours.parameters(), lr=0.5), range(9))
-    stepped(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), range(9))
+    run_steps(ours, RowSGD(ours.parameters(), lr=0.5), range(9))
+    run_steps(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), range(9))
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 

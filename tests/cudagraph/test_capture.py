@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TRAINER = TrainerConfig(batch_size=8)
 
 
-def given(scaler: torch.amp.GradScaler | None = None, **how: bool) -> Given:
+def make_parts(scaler: torch.amp.GradScaler | None = None, **how: bool) -> Given:
     model, data = nn.Linear(4, 1), (torch.ones(8, 4), torch.ones(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), **how)  # type: ignore[arg-type]
     source = TensorSource(data, CPU)
@@ -32,10 +32,10 @@ def given(scaler: torch.amp.GradScaler | None = None, **how: bool) -> Given:
 def test_a_scaler_that_the_host_asks() -> None:
     """It fails within the capture, after it has noted that gradients are unscaled."""
     scaler = torch.amp.GradScaler("cpu")
-    plain, source = given(scaler, foreach=True)
+    plain, source = make_parts(scaler, foreach=True)
     reason = find_obstacle(plain, source, GPU, 1, TRAINER)
     assert reason == "the gradient scaler needs the host in every step of Adam, which is not fused"
-    fused, source = given(scaler, fused=True)
+    fused, source = make_parts(scaler, fused=True)
     fused.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     assert find_obstacle(fused, source, GPU, 1, TRAINER) is None
 
@@ -43,7 +43,7 @@ def test_a_scaler_that_the_host_asks() -> None:
 @pytest.mark.parametrize(("world_size", "hindered"), [(1, False), (2, True)])
 def test_ranks_that_use_different_parameters(world_size: int, hindered: bool) -> None:
     """They would send each other gradients of different lengths."""
-    experiment, source = given(fused=True)
+    experiment, source = make_parts(fused=True)
     experiment.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     trainer = TrainerConfig(batch_size=8, unused_parameters=True)
     reason = find_obstacle(experiment, source, GPU, world_size, trainer)
@@ -53,7 +53,7 @@ def test_ranks_that_use_different_parameters(world_size: int, hindered: bool) ->
 
 def test_data_without_a_whole_batch() -> None:
     """Only whole batches are of a graph's shape: it would never be replayed, without a word."""
-    experiment, source = given(fused=True)
+    experiment, source = make_parts(fused=True)
     reason = find_obstacle(experiment, source, GPU, 1, TrainerConfig(batch_size=9))
     assert reason == "a batch has 9 samples, but there are only 8"
 
@@ -66,7 +66,7 @@ def test_steps_that_end_before_a_capture_is_worth_it_or_could_be(steps: int, mus
 
 def test_a_step_that_failed_halfway_leaves_nothing_to_the_next() -> None:
     """A capture may fail in its second piece, when the first has left gradients and its loss."""
-    experiment, _ = given()
+    experiment, _ = make_parts()
     model, data = experiment.model, experiment.train_data
     precision, world = Precision("float32", CPU), detect({}).world
     replica = DDPReplica(

@@ -27,7 +27,7 @@ def experiment(loss: Any = nn.functional.mse_loss, predict: Any = None) -> Exper
     return Experiment(model, optimizer, loss, None, predict=predict)
 
 
-def told(e: Experiment, change: Change) -> str | None:
+def find_change_after(e: Experiment, change: Change) -> str | None:
     before = read_host_state(e)
     change()
     return find_host_change(before, read_host_state(e))
@@ -51,14 +51,17 @@ def counting(output: Tensor, target: Tensor, *_: Any) -> Tensor:
 
 def test_a_counter_in_the_loss() -> None:
     loss = Counts()
-    assert told(experiment(loss), loss.tick) == "the loss's n changes from step to step"
-    assert told(experiment(loss), lambda: None) is None
+    assert (
+        find_change_after(experiment(loss), loss.tick) == "the loss's n changes from step to step"
+    )
+    assert find_change_after(experiment(loss), lambda: None) is None
 
 
 def test_a_counter_in_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
     change = functools.partial(monkeypatch.setitem, globals(), "CALLS", 1)
     expected = "the predict's global CALLS changes from step to step"
-    assert told(experiment(predict=functools.partial(counting, None)), change) == expected  # type: ignore[arg-type]
+    predict: Any = functools.partial(counting, torch.zeros(1))
+    assert find_change_after(experiment(predict=predict), change) == expected
 
 
 @pytest.mark.parametrize("kept", [[1], {"a": [1]}, deque([1]), torch.ones(1), Counts()])
@@ -74,7 +77,8 @@ def test_what_a_closure_holds(kept: Any) -> None:
         Counts: lambda: kept.tick(),
     }
     assert (
-        told(experiment(loss), changes[type(kept)]) == "the loss's kept changes from step to step"
+        find_change_after(experiment(loss), changes[type(kept)])
+        == "the loss's kept changes from step to step"
     )
 
 
@@ -82,21 +86,21 @@ def test_what_a_module_remembers() -> None:
     e = experiment()
     e.model.history = [0.5]  # type: ignore[assignment]
     e.model[1].rate = 0.5  # type: ignore[index]
-    assert told(e, lambda: e.model.history.append(0.4)) == (  # type: ignore[operator, union-attr]
+    assert find_change_after(e, lambda: e.model.history.append(0.4)) == (  # type: ignore[operator, union-attr]
         "the model's history changes from step to step"
     )
-    assert told(e, lambda: setattr(e.model[1], "rate", 0.4)) == (  # type: ignore[index]
+    assert find_change_after(e, lambda: setattr(e.model[1], "rate", 0.4)) == (  # type: ignore[index]
         "the model's 1.rate changes from step to step"
     )
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
 def test_random_numbers(draw: Change) -> None:
-    assert told(experiment(), draw) == "the step draws random numbers on the host"
+    assert find_change_after(experiment(), draw) == "the step draws random numbers on the host"
 
 
 def test_a_step_on_its_own_changes_nothing() -> None:
-    assert told(experiment(), lambda: None) is None
+    assert find_change_after(experiment(), lambda: None) is None
 
 
 def test_hooks_of_the_user() -> None:

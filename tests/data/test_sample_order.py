@@ -27,7 +27,7 @@ GOLDEN_BILLION = [219946932, 754685093, 311741677]
 GOLDEN_TRILLION = [795463209678, 527240521069, 144002692927]
 
 
-def whole(size: int, seed: int = 0, epoch: int = 0) -> Tensor:
+def map_epoch(size: int, seed: int = 0, epoch: int = 0) -> Tensor:
     return map_positions(torch.arange(size), size, seed, epoch)
 
 
@@ -48,15 +48,15 @@ def excess(counts: Iterable[int], cells: int) -> float:
 @pytest.mark.parametrize("seed", [0, -1, 2**70])
 def test_every_sample_once_at_every_small_size(seed: int) -> None:
     for size in range(1, 301):
-        assert sorted(whole(size, seed).tolist()) == list(range(size)), size
+        assert sorted(map_epoch(size, seed).tolist()) == list(range(size)), size
 
 
 @pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 10**6, 2**20 + 7])
 def test_every_sample_once_at_large_sizes(size: int) -> None:
-    assert torch.equal(whole(size, seed=3, epoch=5).sort().values, torch.arange(size))
+    assert torch.equal(map_epoch(size, seed=3, epoch=5).sort().values, torch.arange(size))
 
 
-def by_hand(position: int, size: int, seed: int, epoch: int) -> int:
+def map_by_hand(position: int, size: int, seed: int, epoch: int) -> int:
     """The same function in whole numbers of any length, which cannot overflow."""
     bits = max(1, (size - 1).bit_length())
     keys = sample_order._derive_keys(seed, epoch)
@@ -84,7 +84,7 @@ def test_torch_wraps_as_arithmetic_by_hand_says(
 ) -> None:
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
     drawn = map_positions(torch.tensor(positions), size, seed, epoch).tolist()
-    assert drawn == [by_hand(p, size, seed, epoch) for p in positions]
+    assert drawn == [map_by_hand(p, size, seed, epoch) for p in positions]
 
 
 WORDS_END = st.sampled_from([2**31, 2**32])
@@ -102,7 +102,7 @@ def test_it_is_exact_where_a_word_ends(end: int, off: int, seed: int, data: st.D
     )
     positions = data.draw(st.lists(at_borders | st.integers(0, size - 1), min_size=1, max_size=20))
     drawn = map_positions(torch.tensor(positions), size, seed, 0).tolist()
-    assert drawn == [by_hand(p, size, seed, 0) for p in positions]
+    assert drawn == [map_by_hand(p, size, seed, 0) for p in positions]
 
 
 @pytest.mark.parametrize("size", [3, 5, 9, 17, 2**31 - 1, 2**31 + 1, 2**32 + 1])
@@ -124,7 +124,7 @@ def test_no_two_positions_meet_at_sizes_too_large_to_enumerate(size: int) -> Non
 
 
 def test_the_order_is_a_promise_to_old_snapshots() -> None:
-    assert whole(10, seed=0, epoch=0).tolist() == GOLDEN_TEN
+    assert map_epoch(10, seed=0, epoch=0).tolist() == GOLDEN_TEN
     far = torch.tensor([0, 1, 10**9 - 1])
     assert map_positions(far, 10**9, seed=42, epoch=7).tolist() == GOLDEN_BILLION
     assert map_positions(far, 10**12, seed=42, epoch=7).tolist() == GOLDEN_TRILLION
@@ -149,13 +149,13 @@ def test_shape_dtype_and_input_are_kept() -> None:
 @pytest.mark.parametrize("size", [3, 4, 5, 6])
 def test_every_permutation_of_few_samples_comes_equally_often(size: int) -> None:
     epochs = 3000
-    orders = Counter(tuple(whole(size, 1, epoch).tolist()) for epoch in range(epochs))
+    orders = Counter(tuple(map_epoch(size, 1, epoch).tolist()) for epoch in range(epochs))
     assert abs(excess(orders.values(), math.factorial(size))) < 4
 
 
 @pytest.mark.parametrize("size", [8, 13, 16, 33])
 def test_every_pair_of_samples_comes_equally_often_at_two_positions(size: int) -> None:
-    epochs = torch.stack([whole(size, 2, epoch) for epoch in range(2000)])
+    epochs = torch.stack([map_epoch(size, 2, epoch) for epoch in range(2000)])
     for i, j in [(0, 1), (0, size // 2), (1, 3), (0, size - 1), (size // 2 - 1, size // 2)]:
         pairs = (epochs[:, i] * size + epochs[:, j]).bincount()
         assert abs(excess(pairs[pairs > 0].tolist(), size * (size - 1))) < 4, (i, j)
@@ -187,7 +187,7 @@ def test_one_bit_of_the_position_changes_half_of_the_bits(size: int) -> None:
 
 @pytest.mark.parametrize("size", [10**4, 2**17 + 7])
 def test_neighbouring_epochs_and_seeds_share_no_more_places_than_chance(size: int) -> None:
-    orders = [whole(size, seed, epoch) for seed in range(3) for epoch in range(3)]
+    orders = [map_epoch(size, seed, epoch) for seed in range(3) for epoch in range(3)]
     for one, other in itertools.combinations(orders, 2):
         assert (one == other).sum() < 8  # chance gives one on average
         correlation = torch.corrcoef(torch.stack([one, other]).double())[0, 1].item()
@@ -223,7 +223,7 @@ def batches(one: EpochOrder, first: int = 0) -> list[list[int]]:
     return found
 
 
-def joined(size: int, batch_size: int, world: int, shuffle: bool) -> list[list[int]]:
+def join_shares(size: int, batch_size: int, world: int, shuffle: bool) -> list[list[int]]:
     """The global batches, with the ranks' parts joined in turn."""
     ranks = [
         batches(EpochOrder(size, batch_size, rank, world, 5, 1, shuffle)) for rank in range(world)
@@ -234,17 +234,17 @@ def joined(size: int, batch_size: int, world: int, shuffle: bool) -> list[list[i
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_global_order_is_the_same_at_every_world_size(shuffle: bool) -> None:
     for size, batch_size in itertools.product(range(1, 18), range(1, 10)):
-        expected = whole(size, 5, 1) if shuffle else torch.arange(size)
+        expected = map_epoch(size, 5, 1) if shuffle else torch.arange(size)
         for world in range(1, 6):
-            found = joined(size, batch_size, world, shuffle)
+            found = join_shares(size, batch_size, world, shuffle)
             assert found == [part.tolist() for part in torch.split(expected, batch_size)]
 
 
 @pytest.mark.parametrize(("batch_size", "world"), [(32, 3), (7, 8), (100_000, 2), (1024, 1)])
 def test_long_epochs_pass_through_many_blocks(batch_size: int, world: int) -> None:
     size = 250_003
-    found = joined(size, batch_size, world, shuffle=True)
-    assert found == [part.tolist() for part in torch.split(whole(size, 5, 1), batch_size)]
+    found = join_shares(size, batch_size, world, shuffle=True)
+    assert found == [part.tolist() for part in torch.split(map_epoch(size, 5, 1), batch_size)]
 
 
 def test_an_epoch_resumes_at_any_batch() -> None:

@@ -46,7 +46,7 @@ SHORT = (
 CLOSE = 1e-5
 
 
-def trained(folder: Path, ranks: int, *words: str, name: str, **more: Any) -> Run:
+def train_run(folder: Path, ranks: int, *words: str, name: str, **more: Any) -> Run:
     more = {"experiment": layer_stack.stack, **more}
     ended = train_world(folder, ranks, *SHORT, *words, name=name, **more)
     assert ended.codes == [0] * ranks, ended.said
@@ -64,12 +64,12 @@ def require_close(a: Run, b: Run) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return trained(tmp_path_factory.mktemp("whole"), 2, name="ddp")
+    return train_run(tmp_path_factory.mktemp("whole"), 2, name="ddp")
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return trained(tmp_path_factory.mktemp("shared"), 2, FSDP, name="fsdp")
+    return train_run(tmp_path_factory.mktemp("shared"), 2, FSDP, name="fsdp")
 
 
 # --- the curve ----------------------------------------------------------------------------------
@@ -90,23 +90,23 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
 )
 def test_the_curve_is_ddps(tmp_path: Path, ranks: int, words: tuple[str, ...]) -> None:
     of_both = [word for word in words if not word.startswith("replica.blocks")]
-    whole = trained(tmp_path, ranks, *of_both, name="ddp")
-    require_close(trained(tmp_path, ranks, *words, FSDP, name="fsdp"), whole)
+    whole = train_run(tmp_path, ranks, *of_both, name="ddp")
+    require_close(train_run(tmp_path, ranks, *words, FSDP, name="fsdp"), whole)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_curve_of_the_toy_is_ddps(tmp_path: Path, ranks: int) -> None:
     words = ("trainer.clip=1.0", "schedule=step", "metrics=true")
     more = {"experiment": toy_experiments.regression}
-    whole = trained(tmp_path, ranks, *words, name="ddp", **more)
-    require_close(trained(tmp_path, ranks, *words, FSDP, name="fsdp", **more), whole)
+    whole = train_run(tmp_path, ranks, *words, name="ddp", **more)
+    require_close(train_run(tmp_path, ranks, *words, FSDP, name="fsdp", **more), whole)
 
 
 def test_an_overflow_is_skipped_by_all_or_none(tmp_path: Path, traced: Path) -> None:
     """A scale far too large is halved until the gradients of every shard fit."""
     env = {"ECHELON_TEST_TRACE": str(traced)}
     words = (FSDP, "scale=1e38", "optimizer=momentum")  # which does not skip by itself
-    run = trained(tmp_path, 2, *words, name="a", env=env)
+    run = train_run(tmp_path, 2, *words, name="a", env=env)
     steps = [[n["step"] for n in traced_lines(traced, "step") if n["rank"] == r] for r in (0, 1)]
     assert steps[0] == steps[1]
     assert 0 < len(steps[0]) < 12
@@ -116,10 +116,10 @@ def test_an_overflow_is_skipped_by_all_or_none(tmp_path: Path, traced: Path) -> 
 @pytest.mark.parametrize("norm", ["norm=false", "norm=true"])
 def test_half_precision_trains_as_ddps_and_keeps_whole_weights(tmp_path: Path, norm: str) -> None:
     words = ("trainer.precision=bf16", "optimizer=momentum", norm)
-    whole = trained(tmp_path, 2, *words, name="ddp")
-    shared = trained(tmp_path, 2, *words, FSDP, name="fsdp")
+    whole = train_run(tmp_path, 2, *words, name="ddp")
+    shared = train_run(tmp_path, 2, *words, FSDP, name="fsdp")
     assert losses(shared) == pytest.approx(losses(whole), rel=0.01)
-    assert losses(shared) != losses(trained(tmp_path, 2, *words[1:], FSDP, name="plain"))
+    assert losses(shared) != losses(train_run(tmp_path, 2, *words[1:], FSDP, name="plain"))
     kept = state_at(shared, 12)["model"].values()
     assert {t.dtype for t in kept if t.is_floating_point()} == {torch.float32}
 
@@ -127,8 +127,8 @@ def test_half_precision_trains_as_ddps_and_keeps_whole_weights(tmp_path: Path, n
 def test_half_precision_leaves_the_inputs_as_they_are(tmp_path: Path) -> None:
     words = ("trainer.precision=bf16", "trainer.log_steps=1")
     more = {"experiment": layer_stack.centred}
-    whole = trained(tmp_path, 2, *words, name="ddp", **more)
-    shared = trained(tmp_path, 2, *words, FSDP, name="fsdp", **more)
+    whole = train_run(tmp_path, 2, *words, name="ddp", **more)
+    shared = train_run(tmp_path, 2, *words, FSDP, name="fsdp", **more)
     assert losses(shared) == pytest.approx(losses(whole), rel=0.01)
 
 
@@ -142,7 +142,7 @@ def test_complex_weights_are_for_one_process(kind: str, tmp_path: Path) -> None:
 
 
 def test_recomputing_changes_nothing_with_ddp(tmp_path: Path, whole: Run) -> None:
-    again = trained(tmp_path, 2, "replica.checkpoint=true", name="again")
+    again = train_run(tmp_path, 2, "replica.checkpoint=true", name="again")
     assert metrics(again) == metrics(whole)
 
 
@@ -183,7 +183,7 @@ def test_weights_of_the_best_and_of_a_snapshot_that_is_gone(shared: Run) -> None
     assert "step-000000012" in fault.do
 
 
-def stopped(folder: Path, ranks: int, *words: str) -> Trained:
+def train_until_stop(folder: Path, ranks: int, *words: str) -> Trained:
     """The short run up to its 8th step, under a name that goes on."""
     ended = train_world(
         folder,
@@ -213,32 +213,32 @@ def stopped(folder: Path, ranks: int, *words: str) -> Trained:
 def test_goes_on_at_another_size_and_of_another_kind(
     tmp_path: Path, whole: Run, before: Any, after: Any
 ) -> None:
-    stopped(tmp_path, *before)
-    gone_on = trained(tmp_path, *after, name="a")
+    train_until_stop(tmp_path, *before)
+    gone_on = train_run(tmp_path, *after, name="a")
     require_close(gone_on, whole)
 
 
 def test_goes_on_bit_for_bit_with_the_same_ranks(tmp_path: Path, shared: Run) -> None:
-    stopped(tmp_path, 2, FSDP)
-    gone_on = trained(tmp_path, 2, FSDP, name="a")
+    train_until_stop(tmp_path, 2, FSDP)
+    gone_on = train_run(tmp_path, 2, FSDP, name="a")
     assert metrics(gone_on) == metrics(shared)
     assert differing(state_at(gone_on, 12), state_at(shared, 12)) == []
 
 
 def test_returning_to_an_older_snapshot_replaces_the_later_ones(tmp_path: Path) -> None:
-    path = stopped(tmp_path, 2, FSDP).run.snapshots_folder / "step-000000004"
+    path = train_until_stop(tmp_path, 2, FSDP).run.snapshots_folder / "step-000000004"
     words = (FSDP, "lr=0.05", "trainer.steps=8", f"trainer.resume={path}")
-    elsewhere = trained(tmp_path, 2, *words, name="b")
-    returned = trained(tmp_path, 2, *words, name="a")
+    elsewhere = train_run(tmp_path, 2, *words, name="b")
+    returned = train_run(tmp_path, 2, *words, name="a")
     assert differing(state_at(returned, 8), state_at(elsewhere, 8)) == []
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "momentum"])
 def test_the_state_of_other_optimizers_goes_on(tmp_path: Path, optimizer: str) -> None:
     words = (f"optimizer={optimizer}", FSDP)
-    unbroken = trained(tmp_path, 2, *words, name="unbroken")
-    stopped(tmp_path, 2, *words)
-    gone_on = trained(tmp_path, 2, *words, name="a")
+    unbroken = train_run(tmp_path, 2, *words, name="unbroken")
+    train_until_stop(tmp_path, 2, *words)
+    gone_on = train_run(tmp_path, 2, *words, name="a")
     assert metrics(gone_on) == metrics(unbroken)
     assert differing(state_at(gone_on, 12), state_at(unbroken, 12)) == []
 
@@ -261,14 +261,14 @@ def test_killed_while_saving_leaves_a_whole_snapshot(
     assert ended.codes[rank] == -9
     for found in snapshot_steps(ended.run):
         verify_snapshot(ended.run.snapshots_folder / f"step-{found:09d}")
-    gone_on = trained(tmp_path, 2, FSDP, "trainer.save.steps=1", name="a")
+    gone_on = train_run(tmp_path, 2, FSDP, "trainer.save.steps=1", name="a")
     assert [n for n in os.listdir(gone_on.snapshots_folder) if n.startswith(".")] == []
     assert metrics(gone_on) == metrics(shared)
 
 
 @pytest.mark.parametrize("how", ["cut short", "missing"])
 def test_a_damaged_piece_makes_the_snapshot_none(tmp_path: Path, whole: Run, how: str) -> None:
-    run = stopped(tmp_path, 2, FSDP).run
+    run = train_until_stop(tmp_path, 2, FSDP).run
     piece = run.snapshots_folder / "step-000000008" / "optimizer.00001-of-00002.pt"
     if how == "missing":
         piece.unlink()

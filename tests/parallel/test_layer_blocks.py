@@ -95,25 +95,25 @@ def test_recomputed_layers_give_the_same_gradients_and_names() -> None:
         torch.testing.assert_close(p.grad, named[name].grad, rtol=0, atol=0)
 
 
-def normed_layers() -> nn.Sequential:
+def make_norm_layers() -> nn.Sequential:
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*layers)
 
 
-def called_twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def call_twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = (model(x) + model(x + 1)).square().sum()
     return found
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_recomputed_layers_count_a_batch_once(compiled: bool) -> None:
-    again, plain = normed_layers(), normed_layers()
+    again, plain = make_norm_layers(), make_norm_layers()
     checkpoint_blocks(find_blocks(again, []))
     again[0][1].eval()  # type: ignore[index]  # its averages are used, and stay
     plain[0][1].eval()  # type: ignore[index]
     for one in (again, plain):
-        twice = partial(called_twice, one)
+        twice = partial(call_twice, one)
         loss = CompiledFunction(twice, Heartbeat(), "aot_eager") if compiled else twice
         for batch in (1.0, 2.0):
             loss(torch.linspace(-batch, 3, 8).view(4, 2)).backward()

@@ -30,14 +30,14 @@ def _experiment(model: nn.Module, rate: float = 0.1, **more: object) -> Experime
     return Experiment(model, optimizer, nn.functional.mse_loss, None, **more)  # type: ignore[arg-type]
 
 
-def _placed(model: nn.Module, sample: Tensor, times: float = 1.0) -> list[str]:
+def _split(model: nn.Module, sample: Tensor, times: float = 1.0) -> list[str]:
     stages = split_model(
         _experiment(model), NAMES, (CPU, OTHER), SampleBatch((sample, sample), times)
     )
     return [stage.layers for stage in stages]
 
 
-def _on(model: nn.Module) -> dict[str, str]:
+def _list_devices(model: nn.Module) -> dict[str, str]:
     return {name: p.device.type for name, p in model.named_parameters()}
 
 
@@ -87,8 +87,8 @@ def test_parameters_and_outputs_decide_together() -> None:
         return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(96, 4))
 
     sample = torch.zeros(2, 1, 100)
-    assert _placed(model(), sample, times=0.0) == ["0 … 2", "3"]
-    assert _placed(model(), sample, times=1e6) == ["0", "1 … 3"]
+    assert _split(model(), sample, times=0.0) == ["0 … 2", "3"]
+    assert _split(model(), sample, times=1e6) == ["0", "1 … 3"]
 
 
 # ---- the model afterwards -----------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_layers_of_a_list_with_what_is_around_them() -> None:
     tokens = torch.zeros(2, 3, dtype=torch.long)
     stages = split_model(experiment, NAMES, (CPU, OTHER), SampleBatch((tokens, tokens), 1.0))
     assert [stage.layers for stage in stages] == ["place … body.layers.1", "body.layers.2 … head"]
-    where = _on(model)
+    where = _list_devices(model)
     assert {n for n, d in where.items() if d == "cpu"} == {
         *("place", "embed.weight", "body.norm.weight", "body.norm.bias"),
         *(n for n in names if n.startswith(("body.layers.0", "body.layers.1"))),
@@ -176,7 +176,7 @@ def test_a_model_that_reads_its_numbers_is_cut_by_its_parameters() -> None:
             return super().forward(x)
 
     model = nn.Sequential(Reads(4, 4), Reads(4, 4))
-    assert _placed(model, torch.zeros(2, 4)) == ["0", "1"]
+    assert _split(model, torch.zeros(2, 4)) == ["0", "1"]
 
 
 def test_a_loss_of_the_last_device_comes_to_the_first() -> None:
@@ -224,7 +224,7 @@ class Clever(nn.Sequential):
 )
 def test_a_model_that_cannot_be_cut(model: nn.Module, what: str, do: str) -> None:
     with pytest.raises(EchelonError) as told:
-        _placed(model, torch.zeros(2, 4, dtype=torch.long))
+        _split(model, torch.zeros(2, 4, dtype=torch.long))
     [fault] = told.value.faults
     assert "replica.devices=2" in fault.what
     assert what in fault.what
@@ -241,7 +241,7 @@ def test_a_forward_that_mixes_stages_is_told_before_the_first_step() -> None:
             return self.layers[3](self.layers[2](x)) + self.layers[0](x)
 
     with pytest.raises(EchelonError) as told:
-        _placed(Skips(), torch.zeros(2, 8))
+        _split(Skips(), torch.zeros(2, 8))
     [fault] = told.value.faults
     assert "the forward of Skips uses tensors of two stages at once: Expected all" in fault.what
     assert "def experiment(cfg, devices)" in fault.do

@@ -22,7 +22,7 @@ WORDS = (
 TWO, THREE = "replica.devices=2", "replica.devices=3"
 
 
-def _last(trained: Trained) -> dict[str, object]:
+def _read_last_line(trained: Trained) -> dict[str, object]:
     assert set(trained.codes) == {0}, trained.said
     return state_at(trained.run, metrics(trained.run)[-1]["step"])
 
@@ -35,8 +35,8 @@ def test_two_stages_are_one_to_the_bit(tmp_path: Path, world_size: int, optimize
         train_world(tmp_path, world_size, *words, *more, name=name, experiment=deep)
         for name, more in {"one": (), "two": (TWO,), "three": (THREE,)}.items()
     )
-    assert differing(_last(one), _last(two)) == []
-    assert differing(_last(one), _last(three)) == []
+    assert differing(_read_last_line(one), _read_last_line(two)) == []
+    assert differing(_read_last_line(one), _read_last_line(three)) == []
     assert metrics(one.run) == metrics(two.run) == metrics(three.run)
     assert len(losses(one.run)) == 12
     assert "× 2 stages (cpu stage 0: 0 … 5" in two.said
@@ -49,7 +49,7 @@ def test_a_rank_without_a_sample(tmp_path: Path) -> None:
         train_world(tmp_path, 2, *words, more, name=name, experiment=deep)
         for name, more in {"one": "replica.devices=1", "two": TWO}.items()
     )
-    assert differing(_last(one), _last(two)) == []
+    assert differing(_read_last_line(one), _read_last_line(two)) == []
 
 
 def test_tables_by_rows_on_two_stages(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_tables_by_rows_on_two_stages(tmp_path: Path) -> None:
         train_world(tmp_path, 2, *words, more, name=name, experiment=toy_experiments.tables)
         for name, more in {"one": "replica.devices=1", "two": TWO}.items()
     )
-    assert differing(_last(one), _last(two)) == []
+    assert differing(_read_last_line(one), _read_last_line(two)) == []
     assert "cpu stage 0: users" in two.said
 
 
@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path, before: int, after: int
         ended = train_world(
             tmp_path, 1, *words, more, f"replica.devices={stages}", name="cut", experiment=deep
         )
-    assert differing(_last(whole), _last(ended)) == []
+    assert differing(_read_last_line(whole), _read_last_line(ended)) == []
     assert "resuming run cut after step 5" in ended.said
 
 

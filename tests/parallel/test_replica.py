@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 DATA = (torch.arange(32.0).view(8, 4) / 32, torch.ones(8, 1))
 
 
-def told_of_two_steps(
+def run_two_steps(
     loss: Callable[[Tensor, Tensor], Tensor],
     scaler: torch.amp.GradScaler | None = None,
     clip: float | None = None,
@@ -41,8 +41,8 @@ def told_of_two_steps(
 
 def test_only_what_is_trained_is_clipped() -> None:
     """A scaler leaves the others' gradients as they are, 65,536 times too large."""
-    plain = told_of_two_steps(nn.functional.mse_loss, clip=1.0)
-    scaled = told_of_two_steps(nn.functional.mse_loss, torch.amp.GradScaler("cpu"), clip=1.0)
+    plain = run_two_steps(nn.functional.mse_loss, clip=1.0)
+    scaled = run_two_steps(nn.functional.mse_loss, torch.amp.GradScaler("cpu"), clip=1.0)
     assert plain[1] < plain[0]
     assert scaled == pytest.approx(plain)
 
@@ -51,7 +51,7 @@ def test_a_loss_with_one_element_is_a_number() -> None:
     def shaped(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, target).reshape(1, 1)
 
-    assert told_of_two_steps(shaped) == told_of_two_steps(nn.functional.mse_loss)
+    assert run_two_steps(shaped) == run_two_steps(nn.functional.mse_loss)
 
 
 def test_a_loss_in_half_precision_is_weighed_in_whole() -> None:

@@ -19,7 +19,7 @@ FSDP = "replica.kind=fsdp"
 WORDS = ("trainer.batch_size=8", "trainer.epochs=2", "trainer.eval_batch_size=2")
 
 
-def trained(folder: Path, *words: str, name: str = "a") -> Run:
+def train_model(folder: Path, *words: str, name: str = "a") -> Run:
     ended = train_world(folder, 2, *WORDS, *words, name=name, experiment=batchnorm_model.normed)
     assert ended.codes == [0, 0], ended.said
     return ended.run
@@ -30,7 +30,7 @@ def trained(folder: Path, *words: str, name: str = "a") -> Run:
 def test_what_is_evaluated_is_the_model_that_is_saved(
     tmp_path: Path, how: str, samples: int
 ) -> None:
-    run = trained(tmp_path, how, f"eval_samples={samples}")
+    run = train_model(tmp_path, how, f"eval_samples={samples}")
     saved = batchnorm_model.normed(batchnorm_model.Settings(eval_samples=samples))
     saved.model.load_state_dict(echelon.load_weights(run.folder))
     saved.model.eval()
@@ -42,15 +42,15 @@ def test_what_is_evaluated_is_the_model_that_is_saved(
 
 @pytest.mark.parametrize("how", ["replica.kind=ddp", FSDP])
 def test_recomputing_leaves_averages_as_they_are(tmp_path: Path, how: str) -> None:
-    plain = trained(tmp_path, how, name="plain")
-    again = trained(tmp_path, how, "replica.checkpoint=true", name="again")
+    plain = train_model(tmp_path, how, name="plain")
+    again = train_model(tmp_path, how, "replica.checkpoint=true", name="again")
     assert metrics(again) == metrics(plain)
     assert differing(echelon.load_weights(again.folder), echelon.load_weights(plain.folder)) == []
 
 
 @pytest.mark.parametrize("how", ["replica.kind=ddp", FSDP, "replica.devices=2"])
 def test_a_frozen_layer_in_eval_mode_stays_as_it_is(tmp_path: Path, how: str) -> None:
-    run = trained(tmp_path, how, "frozen=true", "trainer.evaluate.steps=2")
+    run = train_model(tmp_path, how, "frozen=true", "trainer.evaluate.steps=2")
     assert sum("eval_loss" in line for line in metrics(run)) == 4
     found = echelon.load_weights(run.folder)
     assert [int(found[f"{i}.1.num_batches_tracked"]) for i in (0, 1)] == [0, 8]

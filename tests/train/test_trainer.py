@@ -36,7 +36,7 @@ BATCH = "trainer.batch_size=5"
 """Four steps per epoch of the 17 samples."""
 
 
-def evaluated(run: Run, name: str = "eval_loss") -> dict[int, float]:
+def read_eval_values(run: Run, name: str = "eval_loss") -> dict[int, float]:
     return {line["step"]: line[name] for line in metrics(run) if name in line}
 
 
@@ -71,7 +71,7 @@ def test_evaluated_and_saved_when_due(
     common = [BATCH, "eval_samples=3", "trainer.keep_last=99", "lr=0"]
     trained = train_world(tmp_path, 2, *common, *words)
     assert trained.codes == [0, 0], trained.said
-    assert list(evaluated(trained.run)) == steps_evaluated
+    assert list(read_eval_values(trained.run)) == steps_evaluated
     assert snapshot_steps(trained.run) == sorted({*steps_saved, steps_evaluated[0]})
 
 
@@ -81,7 +81,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, best_is: str, pick:
     keep = ["trainer.keep_last=2", "trainer.best=mae", f"trainer.best_is={best_is}"]
     trained = train_world(tmp_path, 1, BATCH, *words, *keep)
     assert trained.codes == [0], trained.said
-    of_steps = evaluated(trained.run, "eval_mae")
+    of_steps = read_eval_values(trained.run, "eval_mae")
     best_step = pick(of_steps, key=lambda step: of_steps[step])
     kept = find_best(trained.run.snapshots_folder)
     assert kept is not None
@@ -97,7 +97,7 @@ def test_the_last_step_can_be_the_best(tmp_path: Path) -> None:
     never = ["trainer.evaluate.epochs=null", "trainer.evaluate.steps=7"]
     trained = train_world(tmp_path, 1, BATCH, *words, *never)
     assert trained.codes == [0], trained.said
-    of_steps = evaluated(trained.run)
+    of_steps = read_eval_values(trained.run)
     assert of_steps[12] == min(of_steps.values())
     kept = find_best(trained.run.snapshots_folder)
     assert kept is not None
@@ -144,7 +144,7 @@ def test_a_snapshot_holds_the_whole_state(tmp_path: Path) -> None:
     expected = {
         "step": 6,
         "samples": 17 + 10,
-        "best": min(evaluated(trained.run).values()),
+        "best": min(read_eval_values(trained.run).values()),
         "fingerprint": config.numerics_fingerprint(),
         "config": config.numerics_settings(),
         "world_size": 2,
@@ -168,7 +168,7 @@ def train_and_watch_files(rank: int, master: str, folder: Path, epochs: int) -> 
     sys.addaudithook(watch)
     words = ["run.name=a", BATCH, "eval_samples=3", f"trainer.epochs={epochs}"]
     config = configured(folder, words)
-    assert _trained(config, 3, rank, master) == 0
+    assert _train_rank(config, 3, rank, master) == 0
     assert bool(touched) == (rank == 0), touched
 
 
@@ -183,7 +183,7 @@ def test_only_rank_0_touches_the_run_folder(tmp_path: Path) -> None:
     assert steps_logged(Run(folder / "a")) == list(range(1, 9))
 
 
-def _trained(config: Config, world_size: int, rank: int, master: str) -> int:
+def _train_rank(config: Config, world_size: int, rank: int, master: str) -> int:
     """A rank of a world leaves with os._exit; here it must come back to be asked."""
     worker.exit_process = sys.exit  # type: ignore[assignment]
     try:
@@ -197,7 +197,7 @@ def count_collectives(rank: int, master: str, folder: Path, words: list[str]) ->
     calls: list[str] = []
     for collective in COLLECTIVES:
         _count(collective, calls)
-    assert _trained(configured(folder, words), 2, rank, master) == 0
+    assert _train_rank(configured(folder, words), 2, rank, master) == 0
     return len(calls)
 
 
@@ -217,7 +217,7 @@ def test_more_of_it_needs_no_more_collectives(
 ) -> None:
     """DDP's own all-reduce of gradients is not seen here; anything else would be."""
 
-    def called(words: list[str]) -> list[int]:
+    def count_calls(words: list[str]) -> list[int]:
         name = f"run.name={len(words)}-{words[-1].replace('=', '-')}"
         words = [name, BATCH, "metrics=true", *once, *words]
         count = partial(count_collectives, folder=tmp_path, words=words)
@@ -227,8 +227,8 @@ def test_more_of_it_needs_no_more_collectives(
 
     # Evaluated and saved once, at the end.
     once = ["trainer.save.epochs=null", "trainer.evaluate.epochs=null", "trainer.eval_batch_size=4"]
-    assert called(few) == called(many)
-    assert min(called(few)) > 0, "else nothing is counted"
+    assert count_calls(few) == count_calls(many)
+    assert min(count_calls(few)) > 0, "else nothing is counted"
 
 
 def _count(collective: str, calls: list[str]) -> None:

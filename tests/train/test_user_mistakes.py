@@ -17,13 +17,13 @@ from worlds import Ended, run_commands
 from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
 
-Told = Callable[..., tuple[int, str]]
+TypeCommand = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def told(
+def type_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Told:
+) -> TypeCommand:
     """Type words in an empty folder; the exit code and what is on stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -96,9 +96,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_a_refused_setting(typed: str, told: Told, tmp_path: Path) -> None:
+def test_a_refused_setting(typed: str, type_command: TypeCommand, tmp_path: Path) -> None:
     words = [typed] if typed == "just words" else typed.split()
-    code, text = told("train", *words)
+    code, text = type_command("train", *words)
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     for part in REFUSED[typed]:
@@ -107,50 +107,55 @@ def test_a_refused_setting(typed: str, told: Told, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["two words", "new\nline", "ünïcode", "", "a" * 101, "a;b", "a$b"])
-def test_a_refused_run_name(name: str, told: Told, tmp_path: Path) -> None:
-    code, text = told("train", f'run.name="{name}"')
+def test_a_refused_run_name(name: str, type_command: TypeCommand, tmp_path: Path) -> None:
+    code, text = type_command("train", f'run.name="{name}"')
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert f"run.name={name!r} is not a valid name for a run" in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_runs_of_no_value(told: Told, tmp_path: Path) -> None:
-    code, text = told("train", "-m", "lr=0.1,0.2", "seed=range(0,0)")
+def test_several_runs_of_no_value(type_command: TypeCommand, tmp_path: Path) -> None:
+    code, text = type_command("train", "-m", "lr=0.1,0.2", "seed=range(0,0)")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "seed=range(0,0) lists no value" in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_names_only_those_alike_are_listed(told: Told) -> None:
+def test_of_many_names_only_those_alike_are_listed(type_command: TypeCommand) -> None:
     for typed, hint in {
         "trainer.epoch=3": "did you mean 'trainer.epochs'? also like it: ",
         "lrr=0.1": "did you mean 'lr'?",
         "entri=1": "known: data_seed",
     }.items():
-        text = told("train", typed)[1]
+        text = type_command("train", typed)[1]
         assert f"hint: {hint}" in text
         assert "entry" not in text
         assert ("launch.account" in text) == hint.startswith("known"), "unlike what was typed"
 
 
-def test_an_experiment_of_ones_own_may_have_any_number(told: Told, tmp_path: Path) -> None:
+def test_an_experiment_of_ones_own_may_have_any_number(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
     _write(tmp_path, GOOD)
-    assert told("train", "experiment=own.py:experiment", "+limit=inf", "--dry-run") == (0, "")
+    assert type_command("train", "experiment=own.py:experiment", "+limit=inf", "--dry-run") == (
+        0,
+        "",
+    )
 
 
-def test_all_faults_are_told_together(told: Told) -> None:
+def test_all_faults_are_told_together(type_command: TypeCommand) -> None:
     words = ["trainer.epoch=3", "lr=fast", "launch=lokal", "run.name=a/b", "rank=5", "world_size=2"]
-    code, text = told("train", *words)
+    code, text = type_command("train", *words)
     assert code == Exit.USAGE
     assert text.count("error: ") == 5
     for word in ("trainer.epoch=3", "lr=fast", "launch=lokal", "run.name='a/b'", "rank=5"):
         assert word in text
 
 
-def test_an_unknown_verb(told: Told) -> None:
-    code, text = told("trian")
+def test_an_unknown_verb(type_command: TypeCommand) -> None:
+    code, text = type_command("trian")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text)
     assert "'train'" in text
@@ -160,16 +165,18 @@ def test_an_unknown_verb(told: Told) -> None:
     "words",
     [["rank=x", "world_size=2"], ["lr=3"], ["rank=3", "world_size=2"], ["replica.devices=two"]],
 )
-def test_explain_refuses_too(words: list[str], told: Told) -> None:
-    code, text = told("explain", *words)
+def test_explain_refuses_too(words: list[str], type_command: TypeCommand) -> None:
+    code, text = type_command("explain", *words)
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert words[0] in text
 
 
-def test_half_a_world_in_the_variables(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_world_in_the_variables(
+    type_command: TypeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
-    code, text = told("train")
+    code, text = type_command("train")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "RANK=1" in text
@@ -179,40 +186,40 @@ def test_half_a_world_in_the_variables(told: Told, monkeypatch: pytest.MonkeyPat
 # --- runs ---
 
 
-def test_an_unknown_run(told: Told) -> None:
-    code, text = told("resume", "nothing")
+def test_an_unknown_run(type_command: TypeCommand) -> None:
+    code, text = type_command("resume", "nothing")
     assert code == Exit.NOT_FOUND
     assert is_a_sentence_and_a_hint(text), text
-    assert told("train", *QUICK, "run.name=first")[0] == 0
-    code, text = told("resume", "frist")
+    assert type_command("train", *QUICK, "run.name=first")[0] == 0
+    code, text = type_command("resume", "frist")
     assert code == Exit.NOT_FOUND
     assert "'first'" in text
 
 
-def test_a_run_of_another_experiment(told: Told, tmp_path: Path) -> None:
+def test_a_run_of_another_experiment(type_command: TypeCommand, tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
-    assert told("train", *QUICK, "run.name=a")[0] == 0
-    code, text = told("train", "experiment=own.py:experiment", "run.name=a")
+    assert type_command("train", *QUICK, "run.name=a")[0] == 0
+    code, text = type_command("train", "experiment=own.py:experiment", "run.name=a")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "echelon.recipes.toy" in text
     assert "own.py:experiment" in text
     assert "trainer.resume=never" in text
     # Nothing is lost: the old run still goes on.
-    assert told("train", *QUICK, "run.name=a")[0] == 0
+    assert type_command("train", *QUICK, "run.name=a")[0] == 0
 
 
-def test_a_resume_with_other_numbers_names_the_field(told: Told) -> None:
-    assert told("train", *QUICK, "run.name=a")[0] == 0
-    code, text = told("train", *QUICK, "run.name=a", "lr=0.3")
+def test_a_resume_with_other_numbers_names_the_field(type_command: TypeCommand) -> None:
+    assert type_command("train", *QUICK, "run.name=a")[0] == 0
+    code, text = type_command("train", *QUICK, "run.name=a", "lr=0.3")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "lr=0.3" in text
     assert "lr=0.05" in text
 
 
-def test_a_snapshot_that_is_none(told: Told) -> None:
-    code, text = told("train", *QUICK, "trainer.resume=nowhere/step-1")
+def test_a_snapshot_that_is_none(type_command: TypeCommand) -> None:
+    code, text = type_command("train", *QUICK, "trainer.resume=nowhere/step-1")
     assert code == Exit.NOT_FOUND
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.resume=nowhere/step-1" in text
@@ -220,27 +227,27 @@ def test_a_snapshot_that_is_none(told: Told) -> None:
 
 @pytest.mark.parametrize("given", ["runs/a", "nowhere"])
 def test_a_refused_snapshot_leaves_the_run_as_it_was(
-    given: str, told: Told, tmp_path: Path
+    given: str, type_command: TypeCommand, tmp_path: Path
 ) -> None:
-    assert told("train", *QUICK, "run.name=a")[0] == 0
+    assert type_command("train", *QUICK, "run.name=a")[0] == 0
     before = {f: (tmp_path / "runs" / "a" / f).read_text() for f in ("config.json", "status.json")}
-    code, text = told("train", "run.name=a", f"trainer.resume={given}")
+    code, text = type_command("train", "run.name=a", f"trainer.resume={given}")
     assert code == Exit.NOT_FOUND, text
     assert is_a_sentence_and_a_hint(text), text
     assert {f: (tmp_path / "runs" / "a" / f).read_text() for f in before} == before
 
 
-def test_a_damaged_config_of_a_run(told: Told, tmp_path: Path) -> None:
-    assert told("train", *QUICK, "run.name=a")[0] == 0
+def test_a_damaged_config_of_a_run(type_command: TypeCommand, tmp_path: Path) -> None:
+    assert type_command("train", *QUICK, "run.name=a")[0] == 0
     (tmp_path / "runs" / "a" / "config.json").write_text("{")
-    code, text = told("resume", "a")
+    code, text = type_command("resume", "a")
     assert code == Exit.NOT_FOUND
     assert is_a_sentence_and_a_hint(text), text
     assert "config.json" in text
 
 
-def test_best_by_a_number_that_nobody_evaluates(told: Told) -> None:
-    code, text = told("train", *QUICK, "trainer.best=maee")
+def test_best_by_a_number_that_nobody_evaluates(type_command: TypeCommand) -> None:
+    code, text = type_command("train", *QUICK, "trainer.best=maee")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.best=maee" in text
@@ -248,16 +255,16 @@ def test_best_by_a_number_that_nobody_evaluates(told: Told) -> None:
 
 
 @pytest.mark.parametrize("folder", ["with space", "ünï/cødé", "a'quote", "per%cent+plus"])
-def test_paths_of_any_name(folder: str, told: Told, tmp_path: Path) -> None:
+def test_paths_of_any_name(folder: str, type_command: TypeCommand, tmp_path: Path) -> None:
     place = tmp_path / folder
     place.mkdir(parents=True)
     _write(place, GOOD)
     quoted = str(place / "out").replace("'", "\\'")
     words = [f"experiment={place}/own.py:experiment", f"run.dir='{quoted}'", "run.name=a"]
-    code, text = told("train", *words)
+    code, text = type_command("train", *words)
     assert code == 0, text
     assert (place / "out" / "a" / "status.json").exists()
-    assert told("resume", str(place / "out" / "a"), "trainer.epochs=4")[0] == 0
+    assert type_command("resume", str(place / "out" / "a"), "trainer.epochs=4")[0] == 0
 
 
 # --- the user's file ---
@@ -428,26 +435,28 @@ class Counted(Stream):
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_an_experiment_that_returns_nonsense(what: str, told: Told, tmp_path: Path) -> None:
+def test_an_experiment_that_returns_nonsense(
+    what: str, type_command: TypeCommand, tmp_path: Path
+) -> None:
     *changes, parts = NONSENSE[what]
     text = GOOD
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in text  # type: ignore[operator]
         text = text.replace(old, new)  # type: ignore[arg-type]
     _write(tmp_path, CLASSES.join(text.split("\n\n", 1)))
-    code, text = told("train", "experiment=own.py:experiment")
+    code, text = type_command("train", "experiment=own.py:experiment")
     assert code == Exit.USAGE, text
     assert is_a_sentence_and_a_hint(text), text
     for part in parts:
         assert part in text, text
 
 
-def test_what_the_users_loss_was_given(told: Told, tmp_path: Path) -> None:
+def test_what_the_users_loss_was_given(type_command: TypeCommand, tmp_path: Path) -> None:
     """Below the user's own lines, which say where it failed."""
     changed = GOOD.replace("torch.nn.Linear(4, 1)", "torch.nn.LSTM(4, 1)")
     loss = "lambda output, target: (output - target).mean()"
     _write(tmp_path, changed.replace("torch.nn.functional.mse_loss", loss))
-    code, text = told("train", "experiment=own.py:experiment")
+    code, text = type_command("train", "experiment=own.py:experiment")
     assert code == Exit.FAILED
     assert "unsupported operand" in text
     assert 'own.py", line ' in text
@@ -457,12 +466,12 @@ def test_what_the_users_loss_was_given(told: Told, tmp_path: Path) -> None:
     assert "predict=" in hint
 
 
-def test_numpy_arrays_are_tensors(told: Told, tmp_path: Path) -> None:
+def test_numpy_arrays_are_tensors(type_command: TypeCommand, tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
     other = GOOD.replace(SHORT, "train_data=(x.numpy()[::-1], x.sum(1, keepdim=True).numpy())")
     (tmp_path / "arrays.py").write_text(other)
     for file in ("own", "arrays"):
-        code, text = told("train", f"experiment={file}.py:experiment", f"run.name={file}")
+        code, text = type_command("train", f"experiment={file}.py:experiment", f"run.name={file}")
         assert code == 0, text
     losses = [
         [json.loads(line)["loss"] for line in run.joinpath("metrics.jsonl").open()]
@@ -472,24 +481,24 @@ def test_numpy_arrays_are_tensors(told: Told, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["cfg, devices", "devices, cfg", "devices, cfg: S", "devices"])
-def test_devices_stand_anywhere(order: str, told: Told, tmp_path: Path) -> None:
+def test_devices_stand_anywhere(order: str, type_command: TypeCommand, tmp_path: Path) -> None:
     declared = "from dataclasses import dataclass\n@dataclass\nclass S:\n    width: int = 4\n"
     use = "cfg.width" if "S" in order else "4"
     placed = "Linear(4, 1).to(devices[0])"
     text = GOOD.replace("(cfg)", f"({order})").replace("Linear(4, 1)", placed)
     _write(tmp_path, declared + text.replace("ones(8, 4)", f"ones(8, {use})"))
-    code, said = told("train", "experiment=own.py:experiment")
+    code, said = type_command("train", "experiment=own.py:experiment")
     assert code == 0, said
 
 
-def test_best_of_what_is_not_evaluated(told: Told, tmp_path: Path) -> None:
+def test_best_of_what_is_not_evaluated(type_command: TypeCommand, tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
-    code, text = told("train", "experiment=own.py:experiment", "trainer.best=accuracy")
+    code, text = type_command("train", "experiment=own.py:experiment", "trainer.best=accuracy")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.best=accuracy, but the experiment has no eval_data" in text
     _write(tmp_path, GOOD.replace(SHORT, SHORT + ", eval_data=(x, x[:, :1])"))
-    code, text = told("train", "experiment=own.py:experiment", "trainer.best=los")
+    code, text = type_command("train", "experiment=own.py:experiment", "trainer.best=los")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.best=los, but no such number is evaluated" in text
@@ -497,18 +506,22 @@ def test_best_of_what_is_not_evaluated(told: Told, tmp_path: Path) -> None:
     assert "before the first step" in text
 
 
-def test_no_such_function_names_the_nearest(told: Told, tmp_path: Path) -> None:
+def test_no_such_function_names_the_nearest(type_command: TypeCommand, tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
-    code, text = told("train", "experiment=own.py:experimnt")
+    code, text = type_command("train", "experiment=own.py:experimnt")
     assert code == Exit.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "'experiment'" in text
 
 
-def test_an_undeclared_setting_of_a_users_dataclass(told: Told, tmp_path: Path) -> None:
+def test_an_undeclared_setting_of_a_users_dataclass(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
     declared = "from dataclasses import dataclass\n@dataclass\nclass S:\n    width: int = 4\n"
     _write(tmp_path, declared + GOOD.replace("(cfg)", "(cfg: S)"))
-    code, text = told("train", "experiment=own.py:experiment", "widht=3", "trainer.epochs=x")
+    code, text = type_command(
+        "train", "experiment=own.py:experiment", "widht=3", "trainer.epochs=x"
+    )
     assert code == Exit.USAGE
     assert text.count("error: ") == 2
     assert "'width'" in text
@@ -527,10 +540,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_shows_the_users_lines_only(what: str, told: Told, tmp_path: Path) -> None:
+def test_a_broken_file_shows_the_users_lines_only(
+    what: str, type_command: TypeCommand, tmp_path: Path
+) -> None:
     code_text, error, line = BROKEN[what]
     _write(tmp_path, code_text)
-    code, text = told("train", "experiment=own.py:experiment")
+    code, text = type_command("train", "experiment=own.py:experiment")
     assert code == Exit.FAILED
     assert error in text
     assert f'own.py", line {line}' in text

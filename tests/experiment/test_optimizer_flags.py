@@ -21,7 +21,7 @@ def experiment(make: str, **settings: object) -> Experiment:
     return Experiment(model, optimizer, nn.functional.mse_loss, None)
 
 
-def stepped(e: Experiment, steps: int = 3) -> list[torch.Tensor]:
+def run_steps(e: Experiment, steps: int = 3) -> list[torch.Tensor]:
     x = torch.arange(12.0).view(3, 4) / 12
     for _ in range(steps):
         e.model(x).square().mean().backward()
@@ -35,7 +35,7 @@ def test_adam_is_fused_and_steps_as_before(make: str) -> None:
     plain, fused = experiment(make), experiment(make)
     enable_fused_kernels(fused, CPU)
     assert all(group["fused"] for group in fused.optimizer.param_groups)
-    for a, b in zip(stepped(plain), stepped(fused), strict=True):
+    for a, b in zip(run_steps(plain), run_steps(fused), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -48,9 +48,9 @@ def test_fused_momentum_survives_a_first_step_that_is_skipped() -> None:
     enable_fused_kernels(fused, GPU)
     assert fused.optimizer.param_groups[0]["fused"]
     fused.optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]  # as a scaler says it
-    stepped(fused, 1)
+    run_steps(fused, 1)
     fused.optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-    for a, b in zip(stepped(plain), stepped(fused), strict=True):
+    for a, b in zip(run_steps(plain), run_steps(fused), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -63,7 +63,7 @@ def test_fused_momentum_of_a_layer_that_joins_later() -> None:
         last(first(torch.ones(1, 4)).detach()).sum().backward()  # type: ignore[has-type]
         e.optimizer.step()
         e.optimizer.zero_grad()
-    for a, b in zip(stepped(plain), stepped(fused), strict=True):
+    for a, b in zip(run_steps(plain), run_steps(fused), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -91,14 +91,14 @@ def test_a_snapshot_says_what_the_experiment_chose() -> None:
     ways = OptimizerFlags(e.optimizer)
     enable_fused_kernels(e, CPU)
     assert make_capturable(e.optimizer, CPU) is None
-    stepped(e)
+    run_steps(e)
     [group] = ways.restore_flags(e.optimizer.state_dict())["param_groups"]
     assert (group["fused"], group["foreach"], group["capturable"]) == (None, None, False)
     assert type(group["lr"]) is float
     saved = copy.deepcopy((e.model.state_dict(), ways.restore_flags(e.optimizer.state_dict())))
-    again, plain = (resumed(*copy.deepcopy(saved)) for _ in range(2))
+    again, plain = (resume_optimizer(*copy.deepcopy(saved)) for _ in range(2))
     enable_fused_kernels(again, CPU)
-    for a, b in zip(stepped(again), stepped(plain), strict=True):
+    for a, b in zip(run_steps(again), run_steps(plain), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -117,7 +117,7 @@ def test_of_a_snapshot_only_what_the_experiment_changed_is_not_taken() -> None:
     assert (group["betas"], group["count"]) == ((0.7, 0.9), 3)
 
 
-def resumed(model: dict[str, torch.Tensor], optimizer: dict[str, object]) -> Experiment:
+def resume_optimizer(model: dict[str, torch.Tensor], optimizer: dict[str, object]) -> Experiment:
     e = experiment("Adam")
     e.model.load_state_dict(model)
     e.optimizer.load_state_dict(optimizer)
