@@ -125,7 +125,7 @@ def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
         first(torch.ones(size))
         second(torch.ones(size))  # a layer like the first: what was compiled serves both
     assert beats == [0, 0]  # at work that may take any time
-    heartbeat.beat()  # of the forward pass; torch compiles the backward pass when it is first called
+    heartbeat.beat()  # of the forward pass; the backward pass is compiled at its first call
     assert watch.read_all()[0].beats == 0
     heartbeat.beat()
     assert watch.read_all()[0].beats > 0
