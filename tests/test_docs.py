@@ -21,7 +21,7 @@ _VERB = re.compile(r"^(?:\S+=\S+ )*echelon ([a-z-]+)|`echelon ([a-z-]+)", re.MUL
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_files_and_verbs_exist(page: Path) -> None:
+def test_links_files_and_commands_exist(page: Path) -> None:
     text = page.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
     local = [link for link in links if link and "://" not in link]
@@ -45,7 +45,7 @@ def test_every_promise_has_a_test_that_exists() -> None:
             folder = path if path.is_dir() else path.parent
 
 
-def test_every_exit_code_is_told() -> None:
+def test_every_exit_code_is_documented() -> None:
     section = README.partition("## Exit codes")[2].partition("\n## ")[0]
-    told = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
-    assert told == set(Exit)
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    assert listed == set(Exit)

@@ -33,7 +33,7 @@ TYPED = UserExperiment("/tmp/mine.py:experiment", Settings)
 FREE = UserExperiment("/tmp/mine.py:experiment", None)
 
 
-def faults(
+def list_faults(
     words: Sequence[str], own: UserExperiment | None = None, conf: Path | None = None
 ) -> dict[str, str]:
     """What is wrong, and the hint to each."""
@@ -64,7 +64,7 @@ def test_overrides_by_full_and_by_bare_name() -> None:
     assert config.seed == 7
 
 
-def test_the_last_of_two_overrides_counts() -> None:
+def test_the_last_of_two_overrides_wins() -> None:
     assert compose(["lr=0.2", "lr=0.3"]).experiment_settings["lr"] == 0.3
 
 
@@ -80,13 +80,13 @@ def test_a_group_is_chosen_and_its_values_too() -> None:
     assert (config.launch.kind, config.launch.procs) == ("local", 3)
 
 
-def test_ranks_by_hand_are_top_level_keys() -> None:
+def test_manual_ranks_are_top_level_keys() -> None:
     config = compose(["rank=1", "world_size=4", "master=node1:29501"])
     assert (config.rank, config.world_size, config.master) == (1, 4, "node1:29501")
 
 
 def test_a_yaml_file_gives_types_by_its_values() -> None:
-    [what] = faults(["lr=fast"])
+    [what] = list_faults(["lr=fast"])
     assert what.startswith("lr=fast: ")
     assert compose(["lr=1"]).experiment_settings["lr"] == 1.0
 
@@ -111,19 +111,19 @@ def test_declared_settings_are_typed() -> None:
 
 
 def test_declared_settings_refuse_other_names_and_types() -> None:
-    found = faults(["layer=3", "layers=many", "bias=7"], TYPED)
+    found = list_faults(["layer=3", "layers=many", "bias=7"], TYPED)
     assert len(found) == 3
     assert found["layer=3: there is no such setting"].startswith("did you mean 'layers'?")
     assert any(what.startswith("layers=many: ") for what in found)
     assert any(what.startswith("bias=7: ") for what in found)
 
 
-def test_a_plus_does_not_pass_a_declared_experiment_unseen() -> None:
+def test_a_plus_does_not_add_undeclared_settings() -> None:
     """Hydra's +key adds what nobody declared; the experiment's dataclass would refuse it later."""
     config = compose(["+trainer.batch_size=4"], TYPED)
     assert config.trainer.batch_size == 4
     assert "+trainer.batch_sise=4: there is no such setting" in {
-        f"+{what}" for what in faults(["+trainer.batch_sise=4"], TYPED)
+        f"+{what}" for what in list_faults(["+trainer.batch_sise=4"], TYPED)
     }
 
 
@@ -135,14 +135,14 @@ def test_an_unannotated_experiment_takes_any_setting() -> None:
         "deep": {"er": 2},
         "listed": [1, "a"],
     }
-    found = faults(["trainer.batchsize=3", "free=1"], FREE)
+    found = list_faults(["trainer.batchsize=3", "free=1"], FREE)
     assert list(found) == ["trainer.batchsize=3: there is no such setting"]
 
 
 # --- all faults together ------------------------------------------------------------------------
 
 
-def test_every_fault_is_told_in_one_go() -> None:
+def test_every_fault_is_reported_in_one_go() -> None:
     words = [
         "lrr=0.1",
         "trainer.batch_size=big",
@@ -155,7 +155,7 @@ def test_every_fault_is_told_in_one_go() -> None:
         "=",
         "trainer.save.minutes=-1",
     ]
-    found = faults(words)
+    found = list_faults(words)
     starts = [
         "'=' is not an override",
         "'lr=1,2' has several values",
@@ -178,7 +178,7 @@ def test_every_fault_is_told_in_one_go() -> None:
     ("word", "instead"),
     [("replica.blocks=Block", "[Block]"), ("launch.hosts=null", "[]"), ("launch.carry=3", "[3]")],
 )
-def test_a_list_is_written_as_one(word: str, instead: str) -> None:
+def test_a_list_needs_brackets(word: str, instead: str) -> None:
     with pytest.raises(EchelonError) as wrong:
         compose([word])
     [fault] = wrong.value.faults
@@ -204,23 +204,23 @@ def test_a_list_is_written_as_one(word: str, instead: str) -> None:
     ],
 )
 def test_the_nearest_name_comes_first(word: str, nearest: str) -> None:
-    [hint] = faults([word]).values()
+    [hint] = list_faults([word]).values()
     assert hint.startswith(f"did you mean {nearest!r}?")
 
 
 @pytest.mark.parametrize("word", ["lr=1,2", "lr=range(1,3)", "launch=inline,local", "seed=glob(*)"])
 def test_sweeps_are_refused(word: str) -> None:
-    [(what, do)] = faults([word]).items()
+    [(what, do)] = list_faults([word]).items()
     assert what == f"{word!r} has several values, but one run has one"
     assert do == "give a single value"
 
 
 def test_deleting_a_setting_is_refused() -> None:
-    assert faults(["~lr"]) == {"~lr deletes a setting": "set it to null: lr=null"}
+    assert list_faults(["~lr"]) == {"~lr deletes a setting": "set it to null: lr=null"}
 
 
 def test_a_section_is_not_a_value() -> None:
-    assert faults(["trainer.save=5"])
+    assert list_faults(["trainer.save=5"])
 
 
 @pytest.mark.parametrize(
@@ -256,32 +256,32 @@ def test_a_section_is_not_a_value() -> None:
     ],
 )
 def test_settings_that_contradict_each_other(words: list[str], part: str) -> None:
-    [what] = faults(words)
+    [what] = list_faults(words)
     assert part in what
 
 
-def test_gpus_left_over_on_purpose() -> None:
+def test_unused_gpus_are_allowed_if_procs_is_set() -> None:
     words = ["replica.devices=2", "launch=slurm", "launch.gpus_per_node=5", "launch.procs=2"]
     assert compose(words, TYPED).launch.procs == 2
 
 
-def _told(words: list[str]) -> str:
+def _fault_texts(words: list[str]) -> str:
     try:
         return json.dumps(compose(words, TYPED).to_dict())
     except EchelonError as error:
         return str(error)
 
 
-def test_no_secret_of_the_environment_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation_of_environment_variables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values from outside are plain data: an interpolation is not resolved into the config."""
     monkeypatch.setenv("CANARY_KEY", "tweet")
-    assert "tweet" not in _told(["name='${oc.env:CANARY_KEY}'"])
+    assert "tweet" not in _fault_texts(["name='${oc.env:CANARY_KEY}'"])
 
 
 # --- files of the user's ------------------------------------------------------------------------
 
 
-def _conf(folder: Path, files: Mapping[str, str]) -> Path:
+def _write_conf(folder: Path, files: Mapping[str, str]) -> Path:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +290,7 @@ def _conf(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def test_a_conf_folder_beside_the_file(tmp_path: Path) -> None:
-    conf = _conf(
+    conf = _write_conf(
         tmp_path,
         {
             "config.yaml": "defaults: [echelon, _self_]\n"
@@ -309,15 +309,15 @@ def test_a_conf_folder_beside_the_file(tmp_path: Path) -> None:
     assert compose(["launch=local"], TYPED, conf).launch.kind == "local", "ours are there too"
 
 
-def test_faults_in_a_users_files_are_told_with_the_others(tmp_path: Path) -> None:
-    conf = _conf(
+def test_faults_in_a_users_files_are_reported_with_the_others(tmp_path: Path) -> None:
+    conf = _write_conf(
         tmp_path,
         {
             "config.yaml": "defaults: [echelon, _self_]\n"
             "experiment: {lrr: 1}\ntrainer: {epochs: x}\n"
         },
     )
-    found = faults(["layers=many", "launch=mine"], TYPED, conf)
+    found = list_faults(["layers=many", "launch=mine"], TYPED, conf)
     assert len(found) == 4
     starts = (
         "experiment.lrr in the configuration files: there is no such setting",
@@ -330,12 +330,12 @@ def test_faults_in_a_users_files_are_told_with_the_others(tmp_path: Path) -> Non
 
 
 def test_a_file_that_does_not_compose_is_named(tmp_path: Path) -> None:
-    conf = _conf(tmp_path, {"config.yaml": "defaults: [echelon, {launch: nowhere}]\n"})
-    [what] = faults([], TYPED, conf)
+    conf = _write_conf(tmp_path, {"config.yaml": "defaults: [echelon, {launch: nowhere}]\n"})
+    [what] = list_faults([], TYPED, conf)
     assert str(conf / "config.yaml") in what
 
 
-def test_a_caller_who_uses_hydra_finds_it_again() -> None:
+def test_hydras_global_state_is_restored() -> None:
     with initialize_config_dir(str(BUNDLED_CONF_DIR), version_base="1.3"):
         before = GlobalHydra.instance().hydra
         compose([])
@@ -364,7 +364,7 @@ def test_a_config_written_by_a_later_version_is_read() -> None:
 def test_recompose_changes_a_few_values_of_an_old_run(tmp_path: Path) -> None:
     old = compose(["lr=0.3", "rank=1", "world_size=2", "master=a:1", "trainer.epochs=3"], TYPED)
     new = recompose(old, ["trainer.epochs=9", "layers=5"], name="b", folder=tmp_path)
-    changed = find_differences(_flat(old), _flat(new))
+    changed = find_differences(_flatten(old), _flatten(new))
     assert changed == {
         "trainer.epochs": (3, 9),
         "experiment.layers": (2, 5),
@@ -376,7 +376,7 @@ def test_recompose_changes_a_few_values_of_an_old_run(tmp_path: Path) -> None:
     }
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten(config: Config) -> dict[str, Any]:
     from echelon.config.schema import flatten
 
     return flatten(config.to_dict())
@@ -394,7 +394,7 @@ def test_recompose_can_choose_another_launch(tmp_path: Path) -> None:
     assert (new.launch.kind, new.launch.procs) == ("local", 2)
 
 
-def test_numbers_and_fingerprint_know_what_decides_the_numbers() -> None:
+def test_numerics_fingerprint_covers_what_changes_results() -> None:
     plain = compose([])
     for word in ("lr=0.3", "seed=1", "trainer.batch_size=8", "trainer.clip=1"):
         assert compose([word]).numerics_fingerprint() != plain.numerics_fingerprint(), word

@@ -22,30 +22,32 @@ def test_help_fits_80_columns(
     with pytest.raises(SystemExit) as ended:
         run_command([*words, "--help"])
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: echelon {words[0]} ")
-    long_lines = [line for line in shown.splitlines() if len(line) > 80]
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: echelon {words[0]} ")
+    long_lines = [line for line in output.splitlines() if len(line) > 80]
     assert long_lines == []
 
 
 def test_the_overview_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert [line for line in shown if len(line) > 80] == []
-    assert [line.split()[0] for line in shown[2 : 2 + len(SUBCOMMANDS)]] == list(SUBCOMMANDS)
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if len(line) > 80] == []
+    assert [line.split()[0] for line in output[2 : 2 + len(SUBCOMMANDS)]] == list(SUBCOMMANDS)
 
 
 def test_train_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_command(["train", "--help"])
-    shown = capsys.readouterr().out
-    known = {key.removesuffix(".kind") if key == "launch.kind" else key for key in _settings()}
+    output = capsys.readouterr().out
+    known = {
+        key.removesuffix(".kind") if key == "launch.kind" else key for key in _known_settings()
+    }
     assert {
-        key for key in known if f"\n  {key}=" not in shown and f"\n  {key}." not in shown
+        key for key in known if f"\n  {key}=" not in output and f"\n  {key}." not in output
     } == set()
 
 
-def _settings() -> set[str]:
+def _known_settings() -> set[str]:
     units = (".steps", ".epochs", ".minutes")
     cadences = ("trainer.evaluate", "trainer.save")
     flat = flatten(Config().to_dict())
@@ -64,13 +66,13 @@ def _settings() -> set[str]:
     ],
 )
 def test_train_lists_the_settings_of_the_experiment(
-    words: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         run_command(["train", *words, "--help"])
-    told = capsys.readouterr().out.partition("\nsettings of ")
-    assert shown in "".join(told[1:]).lstrip("\n")
-    assert "epochs" not in told[2], "which are the trainer's"
+    parts = capsys.readouterr().out.partition("\nsettings of ")
+    assert output in "".join(parts[1:]).lstrip("\n")
+    assert "epochs" not in parts[2], "which are the trainer's"
 
 
 def test_help_lists_what_a_users_experiment_declares(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +84,6 @@ def test_help_lists_what_a_users_experiment_declares(capsys: pytest.CaptureFixtu
 
     with pytest.raises(SystemExit):
         train(["--help"], UserExperiment("/home/me/own.py:experiment", Settings))
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: python own.py ")
-    assert "\nsettings of own.py:experiment:\n  lr=0.1\n  tied=true\n  widths=[8]\n" in shown
+    output = capsys.readouterr().out
+    assert output.startswith("usage: python own.py ")
+    assert "\nsettings of own.py:experiment:\n  lr=0.1\n  tied=true\n  widths=[8]\n" in output

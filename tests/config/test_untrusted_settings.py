@@ -41,17 +41,17 @@ class Settings:
 OWN = UserExperiment("file.py:experiment", Settings)
 
 
-def of(given: dict[str, Any]) -> WandbTrial:
+def make_trial_config(given: dict[str, Any]) -> WandbTrial:
     return make_trial("me/pro/sw33p", "abc", given)
 
 
-def taken(given: dict[str, Any], own: UserExperiment | None = OWN, *words: str) -> Any:
-    return apply_trial(compose(words, own), of(given), own)
+def apply_parameters(given: dict[str, Any], own: UserExperiment | None = OWN, *words: str) -> Any:
+    return apply_trial(compose(words, own), make_trial_config(given), own)
 
 
 def refusal(given: dict[str, Any], own: UserExperiment | None = OWN) -> str:
     with pytest.raises(EchelonError) as caught:
-        taken(given, own)
+        apply_parameters(given, own)
     return str(caught.value)
 
 
@@ -59,7 +59,9 @@ def refusal(given: dict[str, Any], own: UserExperiment | None = OWN) -> str:
 
 
 def test_values_become_settings_of_their_types() -> None:
-    config = taken({"lr": "1e-4", "hidden": 16.0, "deep": True, "trainer.batch_size": 64.0})
+    config = apply_parameters(
+        {"lr": "1e-4", "hidden": 16.0, "deep": True, "trainer.batch_size": 64.0}
+    )
     assert config.experiment_settings["lr"] == 1e-4
     assert config.experiment_settings["hidden"] == 16
     assert isinstance(config.experiment_settings["hidden"], int)
@@ -69,21 +71,23 @@ def test_values_become_settings_of_their_types() -> None:
 
 def test_nested_parameters_are_nested_settings() -> None:
     given = {"optimizer": {"lr": 0.5, "betas": [0.8, 0.99]}, "trainer": {"clip": 1}, "seed": 3}
-    config = taken(given)
+    config = apply_parameters(given)
     assert config.experiment_settings["optimizer"] == {"lr": 0.5, "betas": [0.8, 0.99]}
     assert (config.trainer.clip, config.seed) == (1.0, 3)
 
 
-def test_the_run_is_that_trial_and_goes_by_its_name() -> None:
-    config = taken({"lr": 0.1, "optimizer": {"lr": 0.5}})
+def test_the_run_is_tracked_as_the_trial_and_named_after_it() -> None:
+    config = apply_parameters({"lr": 0.1, "optimizer": {"lr": 0.5}})
     assert config.run.name == "sw33p-abc"
     told = config.track.wandb
     assert (told.use, told.sweep, told.id) == (True, "me/pro/sw33p", "abc")
     assert told.swept == ["lr", "optimizer.lr"]
 
 
-def test_what_was_typed_stays() -> None:
-    config = taken({"lr": 0.1}, OWN, "hidden=3", "run.name=mine", "kind='1e3 b'", "trainer.clip=2")
+def test_command_line_settings_are_kept() -> None:
+    config = apply_parameters(
+        {"lr": 0.1}, OWN, "hidden=3", "run.name=mine", "kind='1e3 b'", "trainer.clip=2"
+    )
     assert (config.experiment_settings["hidden"], config.experiment_settings["kind"]) == (
         3,
         "1e3 b",
@@ -91,8 +95,8 @@ def test_what_was_typed_stays() -> None:
     assert (config.run.name, config.trainer.clip) == ("mine", 2.0)
 
 
-def test_a_bundled_experiment_is_held_to_its_file() -> None:
-    assert taken({"lr": 1, "trainer.schedule": "cosine"}, None).experiment["lr"] == 1.0
+def test_a_bundled_experiment_accepts_only_settings_of_its_file() -> None:
+    assert apply_parameters({"lr": 1, "trainer.schedule": "cosine"}, None).experiment["lr"] == 1.0
     assert "lr=fast: " in refusal({"lr": "fast"}, None)
     assert "did you mean 'hidden'" in refusal({"hiden": 1}, None)
 
@@ -129,7 +133,7 @@ def test_a_bundled_experiment_is_held_to_its_file() -> None:
     ],
     ids=lambda given: str(given)[:40],
 )
-def test_what_is_no_plain_data(given: dict[str, Any]) -> None:
+def test_values_that_are_not_plain_data_are_refused(given: dict[str, Any]) -> None:
     assert "hint: " in refusal(given)
     assert len(refusal(given)) < 3000
 
@@ -143,7 +147,7 @@ def test_what_is_no_plain_data(given: dict[str, Any]) -> None:
         *("mode", "trainer.resume", "trainer.loader_workers", "trainer.best", "trainer"),
     ],
 )
-def test_where_and_what_runs_is_not_a_sweeps_to_say(key: str) -> None:
+def test_a_sweep_may_not_set_where_and_what_runs(key: str) -> None:
     assert f"the sweep sets {key}, which it may not" in refusal({key: "local"})
     top, dot, rest = key.partition(".")
     if dot:
@@ -166,17 +170,17 @@ def test_where_and_what_runs_is_not_a_sweeps_to_say(key: str) -> None:
         ({"trainer.batchsize": 8}, "batch_size"),
     ],
 )
-def test_what_does_not_fit_what_is_declared(given: dict[str, Any], said: str) -> None:
+def test_values_that_do_not_fit_the_declared_type(given: dict[str, Any], said: str) -> None:
     assert said in refusal(given)
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_every_fault_is_reported_at_once() -> None:
     told = refusal({"lr": float("nan"), "launch.kind": "slurm", "kind": "${x}"})
     assert told.count("hint: ") == 3
 
 
 @pytest.mark.parametrize("id", ["", "../x", "a/b", "-x", "x" * 200, "a b"])
-def test_an_id_becomes_a_folder(id: str) -> None:
+def test_unsafe_ids_are_refused(id: str) -> None:
     with pytest.raises(EchelonError, match="is not the id of a run"):
         make_trial("me/pro/sw33p", id, {})
 
@@ -184,7 +188,7 @@ def test_an_id_becomes_a_folder(id: str) -> None:
 # --- how it comes -------------------------------------------------------------------------------
 
 
-def agent(folder: Path, text: str) -> dict[str, str]:
+def agent_environ(folder: Path, text: str) -> dict[str, str]:
     file = folder / "config.yaml"
     file.write_text(text)
     return {
@@ -196,15 +200,15 @@ def agent(folder: Path, text: str) -> dict[str, str]:
     }
 
 
-def test_the_file_of_an_agent(tmp_path: Path) -> None:
-    env = agent(tmp_path, "wandb_version: 1\n\nlr:\n  value: 0.5\n")
-    assert read_trial(env) == of({"lr": 0.5})
+def test_the_parameter_file_of_an_agent_is_read(tmp_path: Path) -> None:
+    env = agent_environ(tmp_path, "wandb_version: 1\n\nlr:\n  value: 0.5\n")
+    assert read_trial(env) == make_trial_config({"lr": 0.5})
     assert read_trial({}) is None
     assert read_trial({"WANDB_RUN_ID": "abc"}) is None
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    env = agent(tmp_path, "") | {"WANDB_SWEEP_PARAM_PATH": str(tmp_path / "none")}
+def test_a_missing_parameter_file(tmp_path: Path) -> None:
+    env = agent_environ(tmp_path, "") | {"WANDB_SWEEP_PARAM_PATH": str(tmp_path / "none")}
     with pytest.raises(EchelonError, match="WANDB_DIR"):
         read_trial(env)
 
@@ -230,13 +234,13 @@ _LAUGHS = "a: &a {value: [1]}\n" + "".join(
     ],
     ids=lambda text: text[:30],
 )
-def test_a_file_that_holds_something_else(text: str, tmp_path: Path) -> None:
+def test_a_parameter_file_with_other_content(text: str, tmp_path: Path) -> None:
     with pytest.raises(EchelonError):
-        read_trial(agent(tmp_path, text))
+        read_trial(agent_environ(tmp_path, text))
 
 
-def test_what_ranks_are_told_is_checked_again() -> None:
-    told = of({"lr": 0.5, "optimizer": {"lr": 1}})
+def test_a_trial_sent_to_ranks_is_checked_again() -> None:
+    told = make_trial_config({"lr": 0.5, "optimizer": {"lr": 1}})
     assert parse_trial(told.to_json()) == told
     with pytest.raises(EchelonError, match="KiB"):
         parse_trial(" " * (MAX_BYTES + 1))
@@ -244,9 +248,9 @@ def test_what_ranks_are_told_is_checked_again() -> None:
         parse_trial(json.dumps({"sweep": "a/b/c", "id": "x", "given": {"launch.kind": "ssh"}}))
 
 
-def test_the_words_that_an_agent_filled_in() -> None:
+def test_arguments_that_an_agent_added_are_dropped() -> None:
     given = {"lr": 0.1, "deep": True, "trainer.batch_size": 8, "optimizer": {"lr": 1.5}}
-    told = of(given)
+    told = make_trial_config(given)
     own = ["experiment=toy", "launch=local", "--dry-run", "samples=3"]
     for filled in (
         ["--lr=0.1", "--deep=True", "--trainer.batch_size=8", "--optimizer={'lr': 1.5}"],
@@ -261,9 +265,9 @@ def test_the_words_that_an_agent_filled_in() -> None:
     assert drop_trial_arguments(["--lr=0.1"], None) == ["--lr=0.1"]
 
 
-def test_what_an_agent_writes_is_what_is_read(tmp_path: Path) -> None:
+def test_a_file_that_wandb_writes_is_read(tmp_path: Path) -> None:
     given = {"lr": 1e-05, "kind": "1e-05", "deep": None, "optimizer": {"betas": [1, 2.5]}}
     text = yaml.safe_dump({"wandb_version": 1} | {k: {"value": v} for k, v in given.items()})
-    told = read_trial(agent(tmp_path, text))
+    told = read_trial(agent_environ(tmp_path, text))
     assert told is not None
     assert told.parameters == given

@@ -78,13 +78,13 @@ def test_the_requirement_is_named_with_its_line(log: str) -> None:
     assert fault.do == "read the whole log: /kept.log"
 
 
-def test_what_another_package_needs_is_said_to_be_that() -> None:
+def test_an_indirect_dependency_is_named_as_such() -> None:
     log = "ERROR: No matching distribution found for deep>=2 (from six)"
     (fault,) = explain_build_failure(log, WANTED, SOURCE, Path("/l"))
     assert "could not be built: deep, which another package needs" in fault.what
 
 
-def test_no_password_of_a_requirement_is_told() -> None:
+def test_no_password_of_a_requirement_is_shown() -> None:
     wanted = [
         RequirementLine("deep @ https://user:canary@h/deep-1-py3-none-any.whl", SOURCE / "r.txt", 1)
     ]
@@ -94,7 +94,7 @@ def test_no_password_of_a_requirement_is_told() -> None:
     assert "deep @ https://****@h/deep-1" in fault.what
 
 
-def test_other_reasons_are_told() -> None:
+def test_known_causes_are_reported() -> None:
     full = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
     (fault,) = explain_build_failure(full, WANTED, SOURCE, Path("/l"))
     assert "no space is left on the disk" in fault.what

@@ -15,7 +15,7 @@ from echelon.errors import EchelonError
 from echelon.utils.locks import describe_owner
 
 
-def test_one_has_it_and_then_the_next(tmp_path: Path) -> None:
+def test_one_process_holds_the_lock_at_a_time(tmp_path: Path) -> None:
     first = try_lock(tmp_path / "lock")
     assert first
     assert try_lock(tmp_path / "lock") is None
@@ -25,16 +25,16 @@ def test_one_has_it_and_then_the_next(tmp_path: Path) -> None:
     second.release()
 
 
-def test_who_waits_says_so_and_for_whom(tmp_path: Path) -> None:
+def test_waiting_prints_the_owner(tmp_path: Path) -> None:
     path, lines, order = tmp_path / "lock", [], []
     waits = threading.Event()
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         lines.append(line)
         waits.set()
 
     def wait() -> None:
-        with wait_for_lock(path, "this environment", say):
+        with wait_for_lock(path, "this environment", print_line):
             order.append("second")
 
     with wait_for_lock(path, "this environment", print):
@@ -48,7 +48,7 @@ def test_who_waits_says_so_and_for_whom(tmp_path: Path) -> None:
     assert f"process {os.getpid()} on " in lines[0]
 
 
-def test_what_is_used_is_seen(tmp_path: Path) -> None:
+def test_a_shared_lock_counts_as_use(tmp_path: Path) -> None:
     path = tmp_path / "use"
     with lock_if_unused(path) as unused:
         assert unused

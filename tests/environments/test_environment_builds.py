@@ -70,13 +70,13 @@ def source(folder: Path, **files: str) -> Path:
     return folder
 
 
-def says(planned: EnvironmentPlan, code: str) -> str:
+def record_lines(plan: EnvironmentPlan, code: str) -> str:
     """What Python prints in a shell that has entered the environment."""
-    script = "\n".join(["set -eu", *activation_lines(planned), 'python -c "$CODE"'])
+    script = "\n".join(["set -eu", *activation_lines(plan), 'python -c "$CODE"'])
     done = subprocess.run(
         ["bash", "-c", script],
         env={"PATH": os.defpath, "CODE": code},
-        cwd=planned.source,
+        cwd=plan.source,
         capture_output=True,
         text=True,
     )
@@ -94,7 +94,7 @@ def wait_for(found: Callable[[], bool], process: subprocess.Popen[str] | None = 
 
 
 @pytest.mark.parametrize("builder", ["uv", "pip"])
-def test_built_once_with_what_is_there(
+def test_an_environment_is_built_once(
     tmp_path: Path,
     environ: dict[str, str],
     builder: str,
@@ -109,12 +109,12 @@ def test_built_once_with_what_is_there(
         tmp_path / "it's a $ource é", **{"requirements.txt": lines, "limits.txt": "tiny<2\n"}
     )
     said: list[str] = []
-    planned = plan_environment(folder)
-    assert build_environment(planned, said.append) == planned.folder
-    assert planned.builder == builder
+    plan = plan_environment(folder)
+    assert build_environment(plan, said.append) == plan.folder
+    assert plan.builder == builder
     assert said[0].startswith("building")
-    assert says(planned, "import tiny, other; print(tiny.version)") == "1.0"
-    assert list(planned.folder.parent.glob("*.inputs")) == []
+    assert record_lines(plan, "import tiny, other; print(tiny.version)") == "1.0"
+    assert list(plan.folder.parent.glob("*.inputs")) == []
 
     again = plan_environment(folder)
     assert again.ready
@@ -162,7 +162,7 @@ class _Index(BaseHTTPRequestHandler):
         pass
 
 
-def test_uv_asks_the_index_of_pip_conf_and_its_password_stays_there(
+def test_uv_uses_the_index_of_pip_conf_and_its_password_is_not_stored(
     tmp_path: Path, uv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = "canary-4e1b"
@@ -175,7 +175,7 @@ def test_uv_asks_the_index_of_pip_conf_and_its_password_stays_there(
     said: list[str] = []
     folder = source(tmp_path / "source", **{"requirements.txt": "hidden\n"})
     build_environment(plan_environment(folder), said.append)
-    assert says(plan_environment(folder), "import hidden; print(hidden.version)") == "1.0"
+    assert record_lines(plan_environment(folder), "import hidden; print(hidden.version)") == "1.0"
     (folder / "requirements.txt").write_text("hidden\nnot-there\n")
     with pytest.raises(EchelonError, match=r"not-there \(requirements.txt:2\)") as caught:
         build_environment(plan_environment(folder), said.append)
@@ -197,21 +197,21 @@ def has_match(folder: Path, pattern: str) -> bool:
     return False
 
 
-def test_kills_at_any_moment_and_then_two_at_once(tmp_path: Path, uv: str) -> None:
+def test_builds_survive_kills_and_concurrent_builders(tmp_path: Path, uv: str) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "other\n"})
-    planned = plan_environment(folder)
-    place = EnvironmentPaths(planned.folder)
-    library = planned.folder / "lib"
+    plan = plan_environment(folder)
+    place = EnvironmentPaths(plan.folder)
+    library = plan.folder / "lib"
     moments: list[Callable[[], bool]] = [
         place.lock.exists,
         place.building_marker.exists,
         place.log.exists,
         (place.inputs / "requirements.txt").exists,
-        planned.folder.exists,
-        (planned.folder / "pyvenv.cfg").exists,
+        plan.folder.exists,
+        (plan.folder / "pyvenv.cfg").exists,
         lambda: has_match(library, "*/site-packages/tiny.py"),
         lambda: has_match(library, "*/site-packages/*.dist-info/RECORD"),
-        lambda: has_match(planned.folder, f".{place.marker.stem}.*.json"),
+        lambda: has_match(plan.folder, f".{place.marker.stem}.*.json"),
         place.marker.exists,
     ]
     for moment in moments:
@@ -220,10 +220,10 @@ def test_kills_at_any_moment_and_then_two_at_once(tmp_path: Path, uv: str) -> No
         process.kill()
         process.wait()
         if plan_environment(folder).ready:
-            assert says(planned, "import tiny, other; print(tiny.version)") == "2.0"
-            shutil.rmtree(planned.folder)
+            assert record_lines(plan, "import tiny, other; print(tiny.version)") == "2.0"
+            shutil.rmtree(plan.folder)
 
-    (planned.folder / "half").mkdir(parents=True)
+    (plan.folder / "half").mkdir(parents=True)
     both = [
         subprocess.Popen([*BUILD, str(folder)], stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
@@ -231,11 +231,11 @@ def test_kills_at_any_moment_and_then_two_at_once(tmp_path: Path, uv: str) -> No
     assert [process.returncode for process in both] == [0, 0]
     assert sum("building" in text for text in told) == 1, told
     assert "its build did not finish" in "".join(told)
-    assert says(planned, "import tiny, other; print(tiny.version)") == "2.0"
-    assert not (planned.folder / "half").exists()
+    assert record_lines(plan, "import tiny, other; print(tiny.version)") == "2.0"
+    assert not (plan.folder / "half").exists()
 
 
-def test_a_killed_builder_takes_its_child_along(
+def test_a_killed_builder_kills_its_child(
     tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the child would write into what the next builder makes."""
@@ -265,40 +265,43 @@ def _is_gone(pid: int) -> bool:
     return True
 
 
-def test_what_broke_since_is_built_again(tmp_path: Path, uv: str) -> None:
+def test_a_broken_environment_is_rebuilt(tmp_path: Path, uv: str) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "tiny\n"})
-    planned = plan_environment(folder)
+    plan = plan_environment(folder)
     said: list[str] = []
-    build_environment(planned, said.append)
+    build_environment(plan, said.append)
 
-    python = EnvironmentPaths(planned.folder).python()
+    python = EnvironmentPaths(plan.folder).python()
     python.unlink()
     python.symlink_to(tmp_path / "gone")
     assert not plan_environment(folder).ready, "the base interpreter is gone"
-    build_environment(planned, said.append)
+    build_environment(plan, said.append)
 
-    (record,) = planned.folder.glob("lib/*/site-packages/tiny*.dist-info/METADATA")
+    (record,) = plan.folder.glob("lib/*/site-packages/tiny*.dist-info/METADATA")
     record.unlink()
-    build_environment(planned, said.append)
+    build_environment(plan, said.append)
     assert sum("it no longer works" in line for line in said) == 2
-    assert says(planned, "import tiny; print(tiny.version)") == "2.0"
+    assert record_lines(plan, "import tiny; print(tiny.version)") == "2.0"
 
 
-def test_in_the_source_and_not_over_somebodys_own(tmp_path: Path, uv: str) -> None:
+def test_a_venv_in_the_source_is_built_but_a_users_own_is_kept(tmp_path: Path, uv: str) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "tiny==1.0\n"})
-    planned = plan_environment(folder, "source")
-    assert build_environment(planned, lambda _: None) == folder / ".venv"
+    plan = plan_environment(folder, "source")
+    assert build_environment(plan, lambda _: None) == folder / ".venv"
     (folder / "requirements.txt").write_text("tiny==2.0\n")
     assert not plan_environment(folder, "source").ready
     build_environment(plan_environment(folder, "source"), lambda _: None)
-    assert says(plan_environment(folder, "source"), "import tiny; print(tiny.version)") == "2.0"
+    assert (
+        record_lines(plan_environment(folder, "source"), "import tiny; print(tiny.version)")
+        == "2.0"
+    )
     (folder / ".venv" / EnvironmentPaths(folder / ".venv").marker.name).unlink()
     with pytest.raises(EchelonError, match="was not made by Echelon"):
         build_environment(plan_environment(folder, "source"), lambda _: None)
     assert (folder / ".venv" / "pyvenv.cfg").exists()
 
 
-def test_locks_of_pipenv_and_uv(tmp_path: Path, uv: str) -> None:
+def test_lock_files_of_pipenv_and_uv_are_installed(tmp_path: Path, uv: str) -> None:
     """Hashes are checked, and a project's own code is found in the job's folder."""
     good = hashlib.sha256((tmp_path / "wheels" / "tiny-1.0-py3-none-any.whl").read_bytes())
     folder = source(tmp_path / "pipfile", Pipfile='[packages]\ntiny = "*"\n')
@@ -307,7 +310,9 @@ def test_locks_of_pipenv_and_uv(tmp_path: Path, uv: str) -> None:
         (folder / "Pipfile.lock").write_text(json.dumps({"default": {"tiny": entry}}, indent=4))
         if works:
             build_environment(plan_environment(folder), lambda _: None)
-            assert says(plan_environment(folder), "import tiny; print(tiny.version)") == "1.0"
+            assert (
+                record_lines(plan_environment(folder), "import tiny; print(tiny.version)") == "1.0"
+            )
         else:
             with pytest.raises(EchelonError, match=r"tiny==1.0 \(Pipfile.lock:3\)"):
                 build_environment(plan_environment(folder), lambda _: None)
@@ -317,10 +322,10 @@ def test_locks_of_pipenv_and_uv(tmp_path: Path, uv: str) -> None:
     source(folder / "src", **{"mine.py": "import tiny\n"})
     offline = [uv, "lock", "--no-index", "--find-links", os.environ["PIP_FIND_LINKS"]]
     subprocess.run([*offline, "--python", sys.executable, "-q"], cwd=folder, check=True)
-    planned = plan_environment(folder)
-    assert planned.kind == "uv.lock"
-    build_environment(planned, lambda _: None)
-    assert says(planned, "import mine; print(mine.tiny.version)") == "1.0"
+    plan = plan_environment(folder)
+    assert plan.kind == "uv.lock"
+    build_environment(plan, lambda _: None)
+    assert record_lines(plan, "import mine; print(mine.tiny.version)") == "1.0"
 
 
 BACKEND = """
@@ -358,17 +363,17 @@ def test_a_local_project_is_installed_as_it_is_now(tmp_path: Path, uv: str, kind
         (lib / "mine.py").write_text(f"value = {value}\n")
         if kind == "uv.lock":
             subprocess.run([uv, "lock", "-q", "--no-index"], cwd=folder, check=True)
-        planned = plan_environment(folder)
-        build_environment(planned, lambda _: None)
-        assert says(planned, "import mine; print(mine.value)") == value
+        plan = plan_environment(folder)
+        build_environment(plan, lambda _: None)
+        assert record_lines(plan, "import mine; print(mine.value)") == value
 
 
 def test_a_venv_that_a_job_runs_in_is_not_rebuilt(tmp_path: Path, uv: str) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "tiny==1.0\n"})
-    planned = plan_environment(folder, "source")
-    build_environment(planned, lambda _: None)
+    plan = plan_environment(folder, "source")
+    build_environment(plan, lambda _: None)
     (folder / "requirements.txt").write_text("tiny==2.0\n")
-    job = ["bash", "-c", "\n".join([*activation_lines(planned), "echo in; read -r _"])]
+    job = ["bash", "-c", "\n".join([*activation_lines(plan), "echo in; read -r _"])]
     with subprocess.Popen(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout
         running.stdout.readline()
@@ -376,43 +381,43 @@ def test_a_venv_that_a_job_runs_in_is_not_rebuilt(tmp_path: Path, uv: str) -> No
             build_environment(plan_environment(folder, "source"), lambda _: None)
         running.communicate("\n")
     build_environment(plan_environment(folder, "source"), lambda _: None)
-    assert says(planned, "import tiny; print(tiny.version)") == "2.0"
+    assert record_lines(plan, "import tiny; print(tiny.version)") == "2.0"
 
 
-def test_clean_leaves_what_is_used(tmp_path: Path, uv: str) -> None:
+def test_clean_keeps_environments_in_use(tmp_path: Path, uv: str) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "tiny\n"})
-    planned = plan_environment(folder)
-    build_environment(planned, lambda _: None)
+    plan = plan_environment(folder)
+    build_environment(plan, lambda _: None)
     (tmp_path / "cache" / "envs" / "half").mkdir()
     environ = os.environ
     said: list[str] = []
 
-    def cleaned(**how: bool) -> str:
+    def clean(**how: bool) -> str:
         said.clear()
         given = {"everything": False, "dry_run": False} | how
         clean_cache(environ, 30, given["everything"], given["dry_run"], said.append)
         return "\n".join(said)
 
-    job = ["bash", "-c", "\n".join([*activation_lines(planned), "echo in; read -r _"])]
+    job = ["bash", "-c", "\n".join([*activation_lines(plan), "echo in; read -r _"])]
     with subprocess.Popen(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout
         assert running.stdin
         running.stdout.readline()
-        with lock_if_unused(EnvironmentPaths(planned.folder).use_lock) as alone:
+        with lock_if_unused(EnvironmentPaths(plan.folder).use_lock) as alone:
             assert not alone
-        assert f"kept {planned.key}: a job is running in it" in cleaned(everything=True)
+        assert f"kept {plan.key}: a job is running in it" in clean(everything=True)
         running.stdin.write("\n")
     assert not (tmp_path / "cache" / "envs" / "half").exists()
-    assert cleaned() == "", "used a moment ago"
-    assert f"would remove {planned.key}" in cleaned(everything=True, dry_run=True)
+    assert clean() == "", "used a moment ago"
+    assert f"would remove {plan.key}" in clean(everything=True, dry_run=True)
     long_ago = time.time() - 31 * 86400
-    os.utime(EnvironmentPaths(planned.folder).use_lock, (long_ago, long_ago))
-    assert f"removed {planned.key}: requirements.txt of {folder}" in cleaned()
+    os.utime(EnvironmentPaths(plan.folder).use_lock, (long_ago, long_ago))
+    assert f"removed {plan.key}: requirements.txt of {folder}" in clean()
     assert list_cached(environ) == []
     assert os.listdir(tmp_path / "cache" / "envs") == []
 
 
-def test_conda_builds_and_is_entered(
+def test_a_conda_environment_is_built_and_activated(
     tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a stand-in with conda's command line, as there is none to be had without its installer."""
@@ -435,17 +440,17 @@ echo 'export FROM_CONDA=yes' > "$4/etc/conda/activate.d/x.sh"
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.defpath}")
     folder = source(tmp_path / "source", **{"environment.yml": "dependencies:\n- python\n"})
-    planned = plan_environment(folder)
-    build_environment(planned, lambda _: None)
+    plan = plan_environment(folder)
+    build_environment(plan, lambda _: None)
     assert plan_environment(folder).ready
     code = "import os; print(os.environ['FROM_CONDA'], os.environ['CONDA_PREFIX'])"
-    assert says(planned, code) == f"yes {planned.folder}"
+    assert record_lines(plan, code) == f"yes {plan.folder}"
     (folder / "environment.yml").write_text("dependencies:\n- python\n- no-such-pkg=1\n")
     with pytest.raises(EchelonError, match=r"no-such-pkg=1 \(environment.yml:3\)"):
         build_environment(plan_environment(folder), lambda _: None)
 
 
-def test_a_place_that_cannot_be_written_is_a_sentence(
+def test_an_unwritable_cache_is_reported(
     tmp_path: Path, uv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = source(tmp_path / "source", **{"requirements.txt": "tiny\n"})
@@ -455,12 +460,12 @@ def test_a_place_that_cannot_be_written_is_a_sentence(
 
 
 @pytest.mark.campaign
-def test_pipenv_is_fetched_for_a_pipfile_without_a_lock(
+def test_pipenv_is_installed_for_a_pipfile_without_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs an index, by pip's own settings."""
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     folder = source(tmp_path / "source", Pipfile='[packages]\nsix = "*"\n')
     build_environment(plan_environment(folder))
-    assert says(plan_environment(folder), "import six; print(six.__name__)") == "six"
+    assert record_lines(plan_environment(folder), "import six; print(six.__name__)") == "six"
     assert [path.name for path in folder.iterdir()] == ["Pipfile"], "the source is left alone"

@@ -67,7 +67,7 @@ def tool(folder: Path, name: str, text: str = "exit 0") -> str:
     return str(folder)
 
 
-def wrong(folder: Path, environ: dict[str, str], where: str = "cache") -> str:
+def plan_fault_text(folder: Path, environ: dict[str, str], where: str = "cache") -> str:
     with pytest.raises(EchelonError) as caught:
         plan_environment(folder, where, environ)
     return "\n".join(map(str, caught.value.faults))
@@ -77,14 +77,14 @@ def lock(pipfile_hash: str, **packages: dict[str, object]) -> str:
     return json.dumps({"_meta": {"hash": {"sha256": pipfile_hash}}, "default": packages})
 
 
-def requirements_of(planned: EnvironmentPlan) -> list[str]:
-    return planned.build_steps.inputs["requirements.txt"].splitlines()
+def requirements_of(plan: EnvironmentPlan) -> list[str]:
+    return plan.build_steps.inputs["requirements.txt"].splitlines()
 
 
 # --- which file ---
 
 
-def test_the_first_of_the_order_decides_and_the_others_are_named(
+def test_the_first_file_determines_the_environment_and_others_are_listed(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     this = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -98,35 +98,37 @@ def test_the_first_of_the_order_decides_and_the_others_are_named(
     environ |= {"PATH": tool(tmp_path / "bin", "conda")}
     folder = source(tmp_path / "s", **files)
     for kind, name in zip(expected, files, strict=True):
-        planned = plan_environment(folder, environ=environ)
-        assert planned.kind == kind
-        assert planned.files[0].name == name
+        plan = plan_environment(folder, environ=environ)
+        assert plan.kind == kind
+        assert plan.files[0].name == name
         later = list(files)[expected.index(kind) + 1 :]
-        assert [f.name for f in planned.ignored] == later
+        assert [f.name for f in plan.ignored] == later
         (folder / name).unlink()
     assert plan_environment(folder, environ=environ).kind == "none"
 
 
-def test_a_pyproject_of_linters_asks_for_nothing(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_pyproject_with_linter_settings_alone_needs_no_environment(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
     folder = source(tmp_path / "s", **{"pyproject.toml": "[tool.ruff]\nline-length = 100\n"})
-    planned = plan_environment(folder, environ=environ)
-    assert (planned.kind, planned.ready, activation_lines(planned)) == ("none", True, [])
+    plan = plan_environment(folder, environ=environ)
+    assert (plan.kind, plan.ready, activation_lines(plan)) == ("none", True, [])
     (folder / "environment.yml").write_text(CONDA)
-    assert "conda" in wrong(folder, environ)
+    assert "conda" in plan_fault_text(folder, environ)
 
 
 def test_the_plan_is_data(tmp_path: Path, environ: dict[str, str]) -> None:
-    planned = plan_environment(
+    plan = plan_environment(
         source(tmp_path / "s", **{"requirements.txt": "six\n"}), environ=environ
     )
-    told = json.loads(json.dumps(planned.to_dict()))
+    told = json.loads(json.dumps(plan.to_dict()))
     assert told["kind"] == "requirements"
     assert told["builder"] == "pip"
     assert told["ready"] is False
-    assert told["folder"] == str(tmp_path / "cache" / "envs" / planned.key)
-    assert told["commands"][0].endswith(f"-m venv {planned.folder}")
-    beside = plan_environment(planned.source, "source", environ)
-    assert (beside.key, beside.folder) == (planned.key, planned.source / ".venv")
+    assert told["folder"] == str(tmp_path / "cache" / "envs" / plan.key)
+    assert told["commands"][0].endswith(f"-m venv {plan.folder}")
+    beside = plan_environment(plan.source, "source", environ)
+    assert (beside.key, beside.folder) == (plan.key, plan.source / ".venv")
 
 
 # --- the key ---
@@ -142,7 +144,7 @@ def test_a_copy_of_the_source_has_the_same_environment(
     assert plan_environment(one, environ=environ).key == plan_environment(two, environ=environ).key
 
 
-def test_wheels_of_the_source_are_the_same_in_a_copy(
+def test_wheels_in_the_source_give_the_same_key_in_a_copy(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     one = source(tmp_path / "one", **{"requirements.txt": "--find-links ./wheels\nsix\n"})
@@ -156,7 +158,7 @@ def test_wheels_of_the_source_are_the_same_in_a_copy(
     assert beside.folder == one / ".venv"
 
 
-def test_what_decides_changes_the_key(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_what_changes_the_key(tmp_path: Path, environ: dict[str, str]) -> None:
     folder = source(
         tmp_path / "s",
         **{"requirements.txt": "-r b.txt\n-c c.txt\n./lib\n", "b.txt": "six\n", "c.txt": "six<2\n"},
@@ -191,7 +193,7 @@ def test_what_decides_changes_the_key(tmp_path: Path, environ: dict[str, str]) -
     assert not changed()
 
 
-def test_the_python_decides(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_the_python_changes_the_key(tmp_path: Path, environ: dict[str, str]) -> None:
     folder = source(tmp_path / "s", **{"requirements.txt": "six\n"})
     identity = {
         **{"version": "3.12.1", "build": "3.12.1 (x)", "implementation": "cpython"},
@@ -217,17 +219,17 @@ def test_no_password_is_written_or_shown(tmp_path: Path, environ: dict[str, str]
     text = f"--extra-index-url https://u:{CANARY}@h/\nlib @ https://u:{CANARY}@h/l.whl\nsix\n"
     environ |= {"PIP_INDEX_URL": f"https://u:{CANARY}@m/", "TOKEN": CANARY}
     folder = source(tmp_path / "s", **{"requirements.txt": text})
-    planned = plan_environment(folder, environ=environ)
-    shown = [repr(planned), json.dumps(planned.to_dict()), "\n".join(activation_lines(planned))]
+    plan = plan_environment(folder, environ=environ)
+    shown = [repr(plan), json.dumps(plan.to_dict()), "\n".join(activation_lines(plan))]
     assert CANARY not in "".join(shown)
     other = plan_environment(folder, environ=environ | {"PIP_INDEX_URL": "https://u:other@m/"})
-    assert other.key != planned.key
+    assert other.key != plan.key
 
 
 # --- Pipfile ---
 
 
-def test_a_lock_is_installed_as_it_stands(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_lock_file_is_installed_as_it_is(tmp_path: Path, environ: dict[str, str]) -> None:
     hashes = ["sha256:aa", "sha256:bb"]
     text = lock(
         ITS_HASH,
@@ -236,9 +238,9 @@ def test_a_lock_is_installed_as_it_stands(tmp_path: Path, environ: dict[str, str
     )
     folder = source(tmp_path / "s", **{"Pipfile": PIPFILE, "Pipfile.lock": text})
     _for_3_11(folder)
-    planned = plan_environment(folder, environ=environ)
-    assert planned.builder == "pip", "no pipenv is needed for this"
-    assert requirements_of(planned) == [
+    plan = plan_environment(folder, environ=environ)
+    assert plan.builder == "pip", "no pipenv is needed for this"
+    assert requirements_of(plan) == [
         "six==1.17.0 ; python_version >= '2.7' --hash=sha256:aa --hash=sha256:bb",
         "rich[jupyter]==15.0 --hash=sha256:aa",
     ]
@@ -266,7 +268,7 @@ def test_the_hash_of_a_pipfile_is_pipenvs(tmp_path: Path) -> None:
     )
 
 
-def test_one_package_without_a_hash_leaves_the_others_without(
+def test_one_package_without_a_hash_drops_all_hashes(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     text = lock(
@@ -285,11 +287,11 @@ def test_one_package_without_a_hash_leaves_the_others_without(
 
 def test_a_pipfile_without_a_lock_needs_pipenv(tmp_path: Path, environ: dict[str, str]) -> None:
     folder = source(tmp_path / "s", Pipfile=PIPFILE.partition("[requires]")[0])
-    planned = plan_environment(folder, environ=environ)
-    assert planned.builder == "pipenv"
-    assert "pipenv lock" in planned.commands
-    assert planned.build_steps.pipenv_environment
-    assert planned.build_steps.pipenv_environment.key != planned.key
+    plan = plan_environment(folder, environ=environ)
+    assert plan.builder == "pipenv"
+    assert "pipenv lock" in plan.commands
+    assert plan.build_steps.pipenv_environment
+    assert plan.build_steps.pipenv_environment.key != plan.key
 
 
 # --- what cannot be ---
@@ -325,54 +327,55 @@ def test_a_pipfile_without_a_lock_needs_pipenv(tmp_path: Path, environ: dict[str
         ),
     ],
 )
-def test_bad_files_are_a_sentence(
+def test_bad_files_are_reported(
     tmp_path: Path, environ: dict[str, str], files: dict[str, str], expected: str
 ) -> None:
-    assert expected in wrong(source(tmp_path / "s", **files), environ)
+    assert expected in plan_fault_text(source(tmp_path / "s", **files), environ)
 
 
-def test_bad_words_are_a_sentence(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_bad_arguments_are_reported(tmp_path: Path, environ: dict[str, str]) -> None:
     folder = source(tmp_path / "s", **{"requirements.txt": "six\n"})
-    assert "there is no source folder" in wrong(tmp_path / "gone", environ)
-    assert "known: cache, source" in wrong(folder, environ, "elsewhere")
-    assert "ECHELON_ENV_BUILDER=conda" in wrong(folder, environ | {"ECHELON_ENV_BUILDER": "conda"})
-    assert "pip's settings: packages from http://m/" in wrong(
+    assert "there is no source folder" in plan_fault_text(tmp_path / "gone", environ)
+    assert "known: cache, source" in plan_fault_text(folder, environ, "elsewhere")
+    assert "ECHELON_ENV_BUILDER=conda" in plan_fault_text(
+        folder, environ | {"ECHELON_ENV_BUILDER": "conda"}
+    )
+    assert "pip's settings: packages from http://m/" in plan_fault_text(
         folder, environ | {"PIP_INDEX_URL": "http://m/"}
     )
     plan_environment(
         folder, environ=environ | {"PIP_INDEX_URL": "http://m/", "PIP_TRUSTED_HOST": "m"}
     )
-    assert "a colon or a line break" in wrong(folder, environ | {"ECHELON_CACHE": "/a:b"})
+    assert "a colon or a line break" in plan_fault_text(folder, environ | {"ECHELON_CACHE": "/a:b"})
     with pytest.raises(EchelonError, match="did not report its version"):
         plan_environment(folder, environ=environ, python=str(tmp_path / "no-python"))
 
 
-def test_a_name_of_pyenvs_is_no_version(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_pyenv_name_is_not_a_version(tmp_path: Path, environ: dict[str, str]) -> None:
     files = {"requirements.txt": "six\n", ".python-version": "my-env\n"}
     plan_environment(source(tmp_path / "s", **files), environ=environ)
 
 
-def test_all_faults_come_together(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_all_faults_are_reported_together(tmp_path: Path, environ: dict[str, str]) -> None:
     files = {"requirements.txt": "../lib\n-r gone.txt\n", ".python-version": "2.7\n"}
-    assert wrong(source(tmp_path / "s", **files), environ).count("hint:") == 3
+    assert plan_fault_text(source(tmp_path / "s", **files), environ).count("hint:") == 3
 
 
 # --- conda ---
 
 
 @pytest.mark.parametrize("name", ["conda", "mamba", "micromamba"])
-def test_conda_is_asked_in_its_words(tmp_path: Path, environ: dict[str, str], name: str) -> None:
+def test_the_conda_commands(tmp_path: Path, environ: dict[str, str], name: str) -> None:
     environ["PATH"] = tool(tmp_path / "bin", name)
     folder = source(tmp_path / "s", **{"environment.yml": CONDA})
-    planned = plan_environment(folder, environ=environ)
+    plan = plan_environment(folder, environ=environ)
     file = folder / "environment.yml"
     how = "create --yes" if name == "micromamba" else "env create"
-    expected = f"{tmp_path}/bin/{name} {how} --prefix {planned.folder} --file {file}"
-    assert planned.commands == (expected,)
-    assert planned.builder == "conda"
+    expected = f"{tmp_path}/bin/{name} {how} --prefix {plan.folder} --file {file}"
+    assert plan.commands == (expected,)
+    assert plan.builder == "conda"
     assert (
-        planned.key
-        != plan_environment(folder, environ=environ | {"PIP_INDEX_URL": "https://a/"}).key
+        plan.key != plan_environment(folder, environ=environ | {"PIP_INDEX_URL": "https://a/"}).key
     )
 
 
@@ -380,17 +383,17 @@ def test_conda_is_asked_in_its_words(tmp_path: Path, environ: dict[str, str], na
 
 
 @pytest.mark.parametrize("name", ["plain", "a b'c\"d$(touch x)`y`é; z", "-n"])
-def test_a_shell_enters_it_whatever_its_name(
+def test_activation_quotes_unusual_paths(
     tmp_path: Path, environ: dict[str, str], name: str
 ) -> None:
     folder = source(tmp_path / name, **{"pyproject.toml": PROJECT})
     (folder / "src").mkdir()
-    planned = plan_environment(folder, "source", environ)
-    (planned.folder / "bin").mkdir(parents=True)
-    EnvironmentPaths(planned.folder).make_parent()
-    EnvironmentPaths(planned.folder).use_lock.touch()
+    plan = plan_environment(folder, "source", environ)
+    (plan.folder / "bin").mkdir(parents=True)
+    EnvironmentPaths(plan.folder).make_parent()
+    EnvironmentPaths(plan.folder).use_lock.touch()
     tell = 'printf "%s\\n" "$VIRTUAL_ENV" "$PATH" "$PYTHONPATH" "${PYTHONHOME-unset}"'
-    script = "\n".join(["set -eu", *activation_lines(planned), tell])
+    script = "\n".join(["set -eu", *activation_lines(plan), tell])
     done = subprocess.run(
         ["bash", "-c", script],
         env={"PATH": os.defpath, "PYTHONHOME": "/x", "PYTHONPATH": "/mine"},
@@ -400,22 +403,22 @@ def test_a_shell_enters_it_whatever_its_name(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        str(planned.folder),
-        f"{planned.folder}/bin:{os.defpath}",
+        str(plan.folder),
+        f"{plan.folder}/bin:{os.defpath}",
         f"{folder}/src:{folder}:/mine",
         "unset",
     ]
-    assert os.listdir(folder) == os.listdir(planned.source), "nothing in the name was run"
+    assert os.listdir(folder) == os.listdir(plan.source), "nothing in the name was run"
     assert not (folder / "x").exists()
 
 
-def test_a_shell_without_the_files_of_locks_goes_on(
+def test_activation_continues_without_the_lock_file(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    planned = plan_environment(
+    plan = plan_environment(
         source(tmp_path / "s", **{"requirements.txt": "six\n"}), environ=environ
     )
-    script = "\n".join(["set -eu", *activation_lines(planned), "echo here"])
+    script = "\n".join(["set -eu", *activation_lines(plan), "echo here"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("here\n", "", 0)
 
@@ -423,7 +426,7 @@ def test_a_shell_without_the_files_of_locks_goes_on(
 # --- the verb ---
 
 
-def test_show_says_what_decides(
+def test_show_prints_the_plan(
     tmp_path: Path,
     environ: dict[str, str],
     capsys: pytest.CaptureFixture[str],
@@ -433,10 +436,10 @@ def test_show_says_what_decides(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert run_guarded(lambda: run_command(["env", "show", "--source", str(folder)])) == Exit.OK
-    said = capsys.readouterr().out
-    assert "from         requirements.txt" in said
-    assert "ignored      pyproject.toml" in said
-    assert "not built yet" in said
+    output = capsys.readouterr().out
+    assert "from         requirements.txt" in output
+    assert "ignored      pyproject.toml" in output
+    assert "not built yet" in output
     assert (
         run_guarded(lambda: run_command(["env", "show", "--source", str(folder), "--json"]))
         == Exit.OK
@@ -447,7 +450,7 @@ def test_show_says_what_decides(
     )
 
 
-def test_what_is_made_is_the_users_alone(tmp_path: Path) -> None:
+def test_files_are_readable_by_the_owner_only(tmp_path: Path) -> None:
     place = EnvironmentPaths(tmp_path / "cache" / "envs" / "k")
     place.make_parent()
     assert stat.S_IMODE(place.lock.parent.stat().st_mode) == 0o700

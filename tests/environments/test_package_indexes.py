@@ -18,7 +18,7 @@ from echelon.environments.package_indexes import (
 )
 
 
-def made(folder: Path, **files: str) -> dict[str, str]:
+def read_settings(folder: Path, **files: str) -> dict[str, str]:
     """Variables of a user whose pip.conf files are these: user, own, system."""
     places = {
         "system": folder / "xdg" / "pip" / "pip.conf",
@@ -33,7 +33,7 @@ def made(folder: Path, **files: str) -> dict[str, str]:
 
 
 def test_files_and_variables_win_in_pips_order(tmp_path: Path) -> None:
-    environ = made(
+    environ = read_settings(
         tmp_path,
         system="[global]\nindex-url = https://system/\nfind-links = /a\n    /b\n",
         user="[global]\nindex_url = https://user/\n[install]\nextra-index-url = https://i/\n",
@@ -63,7 +63,7 @@ def test_pip_itself_reads_the_same(tmp_path: Path, own: bool) -> None:
         "system": "[global]\nindex-url = https://system/\ntimeout = 3\nno-index = yes\n",
         "user": "[global]\nindex-url = https://user/\nproxy = http://user:1\n",
     } | ({"own": "[global]\nproxy = http://p:1\n"} if own else {})
-    environ = made(tmp_path, **files) | {"PIP_FIND_LINKS": "/w"}
+    environ = read_settings(tmp_path, **files) | {"PIP_FIND_LINKS": "/w"}
     command = [sys.executable, "-m", "pip", "config", "list"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     if done.returncode != 0:
@@ -80,7 +80,7 @@ def test_pip_itself_reads_the_same(tmp_path: Path, own: bool) -> None:
     assert found.no_index
 
 
-def test_uv_is_told_in_its_own_words() -> None:
+def test_settings_are_translated_for_uv() -> None:
     found = PackageIndexes(
         url="https://u:pw@a/",
         extra=("https://b/", "https://c/"),
@@ -110,14 +110,14 @@ def test_uv_is_told_in_its_own_words() -> None:
     assert "pw" not in repr(found)
 
 
-def test_who_has_set_uvs_own_index_means_it() -> None:
+def test_uvs_own_index_takes_precedence() -> None:
     found = PackageIndexes(
         url="https://a/", extra=("https://b/",), uv_variables=(("UV_DEFAULT_INDEX", "https://o"),)
     )
     assert found.environment_variables("uv") == {"UV_DEFAULT_INDEX": "https://o"}
 
 
-def test_a_requirements_file_takes_the_place_of_the_index_and_adds_the_rest() -> None:
+def test_a_requirements_file_replaces_the_index_and_adds_the_rest() -> None:
     options = [("--index-url", "https://n/"), ("--extra-index-url", "https://m/"), ("--pre", "")]
     found = apply_options(PackageIndexes(url="https://a/", extra=("https://b/",)), options)
     assert (found.url, found.extra, found.pre) == ("https://n/", ("https://b/", "https://m/"), True)
@@ -125,7 +125,7 @@ def test_a_requirements_file_takes_the_place_of_the_index_and_adds_the_rest() ->
     assert (none.url, none.extra, none.no_index) == ("", (), True)
 
 
-def test_nothing_leads_the_packages_elsewhere() -> None:
+def test_variables_that_redirect_packages_are_removed() -> None:
     away = {"PIP_TARGET": "/t", "PIP_USER": "1", "PYTHONPATH": "/p", "VIRTUAL_ENV": "/v"}
     assert builder_environ(away | {"HOME": "/h"}) == {"HOME": "/h"}
     assert PackageIndexes().environment_variables("pip") == {"PIP_USER": "0"}, (

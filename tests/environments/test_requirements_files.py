@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from echelon.environments.requirements import ParsedDependencies, check_urls, read_requirements
 
 
-def parsed(folder: Path, text: str, **more: str) -> ParsedDependencies:
+def parse(folder: Path, text: str, **more: str) -> ParsedDependencies:
     for name, content in {"requirements.txt": text, **more}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     return read_requirements(folder / "requirements.txt", folder, {"TOKEN": "secret"})
 
 
-def said(found: ParsedDependencies) -> str:
+def fault_texts(found: ParsedDependencies) -> str:
     return "\n".join(fault.what for fault in [*found.faults, *check_urls(found, ())])
 
 
-def test_lines_are_what_pip_makes_of_them(tmp_path: Path) -> None:
-    found = parsed(
+def test_lines_are_parsed_as_by_pip(tmp_path: Path) -> None:
+    found = parse(
         tmp_path,
         "# all of it\nnumpy>=1.24, <3  # why\n\ntorch \\\n  ==2.4 ; python_version > '3.8'\n"
         "a.b_c[x,y]~=1.0\nfoo==1 --hash=sha256:aa \\\n --hash=sha256:bb\n"
@@ -49,14 +49,14 @@ def test_lines_are_what_pip_makes_of_them(tmp_path: Path) -> None:
         "six\nrich\n".encode("utf-16"),  # PowerShell's `pip freeze > requirements.txt`
     ],
 )
-def test_other_systems_files_are_read(tmp_path: Path, data: bytes) -> None:
+def test_files_of_other_systems_are_read(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "requirements.txt").write_bytes(data)
     found = read_requirements(tmp_path / "requirements.txt", tmp_path, {})
     assert [w.text for w in found.requirements] == ["six", "rich"]
 
 
 def test_includes_are_followed_from_the_including_file(tmp_path: Path) -> None:
-    found = parsed(
+    found = parse(
         tmp_path,
         "-r sub/base.txt\n-c limits.txt\n-rmore.txt\n--requirement=sub/last.txt\n",
         **{
@@ -75,14 +75,14 @@ def test_includes_are_followed_from_the_including_file(tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_file_twice_is_no_circle(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "-r a.txt\n-r b.txt\n", **{"a.txt": "-r b.txt\n", "b.txt": "six\n"})
+def test_including_a_file_twice_is_not_a_circle(tmp_path: Path) -> None:
+    found = parse(tmp_path, "-r a.txt\n-r b.txt\n", **{"a.txt": "-r b.txt\n", "b.txt": "six\n"})
     assert found.faults == []
 
 
-def test_options_are_taken_out(tmp_path: Path) -> None:
+def test_options_are_collected(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
-    found = parsed(
+    found = parse(
         tmp_path,
         "-i https://a/simple\n--extra-index-url=https://b/simple --pre\n-f wheels\n"
         "--find-links /srv/wheels\n--no-binary :all:\n--trusted-host c\nsix\n",
@@ -100,12 +100,10 @@ def test_options_are_taken_out(tmp_path: Path) -> None:
     assert [w.text for w in found.requirements] == ["six"]
 
 
-def test_a_local_project_is_installed_as_it_is_never_linked_to(tmp_path: Path) -> None:
+def test_a_local_project_is_never_installed_as_editable(tmp_path: Path) -> None:
     (tmp_path / "my lib").mkdir()
     (tmp_path / "a-1.whl").touch()
-    found = parsed(
-        tmp_path, "-e './my lib[fast]'\n-e .\na-1.whl\n./my lib ; python_version > '3'\n"
-    )
+    found = parse(tmp_path, "-e './my lib[fast]'\n-e .\na-1.whl\n./my lib ; python_version > '3'\n")
     assert found.faults == []
     assert [w.text for w in found.requirements] == [
         *("./my lib[fast]", ".", "./a-1.whl", "./my lib ; python_version > '3'"),
@@ -147,8 +145,8 @@ def test_a_local_project_is_installed_as_it_is_never_linked_to(tmp_path: Path) -
         ("-i http://u:pw@mirror/simple\n", "packages from http://****@mirror/simple come"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
-    assert expected in said(parsed(tmp_path, text))
+def test_faults_name_the_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in fault_texts(parse(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -162,28 +160,28 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str, expected
         "-i https://mirror/simple\n",
     ],
 )
-def test_plain_http_is_for_who_is_trusted(tmp_path: Path, text: str) -> None:
-    assert said(parsed(tmp_path, text)) == ""
+def test_plain_http_needs_a_trusted_host(tmp_path: Path, text: str) -> None:
+    assert fault_texts(parse(tmp_path, text)) == ""
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "a b\n../x\n-r gone\n--no\n-i http://m/\n")
-    assert len(said(found).splitlines()) == 5
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
+    found = parse(tmp_path, "a b\n../x\n-r gone\n--no\n-i http://m/\n")
+    assert len(fault_texts(found).splitlines()) == 5
 
 
-def test_a_circle_of_three_is_shown(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "-r a.txt\n", **{"a.txt": "-r b.txt\n", "b.txt": "\n-r a.txt\n"})
-    assert said(found) == (
+def test_a_circle_of_three_files_is_reported(tmp_path: Path) -> None:
+    found = parse(tmp_path, "-r a.txt\n", **{"a.txt": "-r b.txt\n", "b.txt": "\n-r a.txt\n"})
+    assert fault_texts(found) == (
         "b.txt:2: the files include each other in a circle: a.txt → b.txt → a.txt"
     )
 
 
-def test_a_link_out_of_the_source_is_outside(tmp_path: Path) -> None:
+def test_a_symlink_out_of_the_source_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (tmp_path / "lib").mkdir()
     (source / "lib").symlink_to(tmp_path / "lib")
-    assert "outside of the source folder" in said(parsed(source, "./lib\n"))
+    assert "outside of the source folder" in fault_texts(parse(source, "./lib\n"))
 
 
 @example(text="/\0")
@@ -191,7 +189,7 @@ def test_a_link_out_of_the_source_is_outside(tmp_path: Path) -> None:
 @example(text="-r " + "x" * 300)
 @example(text="--find-links ./" + "x" * 300)
 @given(text=st.text(max_size=200))
-def test_no_text_breaks_the_reader(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_text_crashes_the_parser(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("any")
     (folder / "requirements.txt").write_text(text, errors="surrogatepass")
     read_requirements(folder / "requirements.txt", folder, {})

@@ -15,7 +15,7 @@ KINDS = ("movielens", "movielens_dot", "movielens_ranking")
 USERS, ITEMS = 30, 40
 
 
-def made_up(folder: Path, seed: int = 0) -> Path:
+def write_made_up_ratings(folder: Path, seed: int = 0) -> Path:
     """Users 2, 4, …, 60 and movies 3, 6, …; the first half of the users likes the odd ones."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,8 +31,12 @@ def made_up(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def trained(folder: Path, kind: str, world_size: int = 1, *words: str) -> Trained:
-    common = [f"experiment={kind}", f"data={made_up(folder / 'set')}", f"run.dir={folder}"]
+def train_movielens(folder: Path, kind: str, world_size: int = 1, *words: str) -> Trained:
+    common = [
+        f"experiment={kind}",
+        f"data={write_made_up_ratings(folder / 'set')}",
+        f"run.dir={folder}",
+    ]
     quick = ["trainer.epochs=2", "trainer.batch_size=7", "trainer.log_steps=1", "launch.threads=1"]
     name = f"run.name={kind}-{world_size}"
     config = compose([*common, *quick, name, "track.progress=none", *words])
@@ -44,7 +48,7 @@ def trained(folder: Path, kind: str, world_size: int = 1, *words: str) -> Traine
 def test_the_same_result_to_rounding_at_any_world_size(tmp_path: Path, kind: str) -> None:
     results = {}
     for world_size in (1, 2, 4):
-        ended = trained(tmp_path, kind, world_size, "trainer.eval_batch_size=5")
+        ended = train_movielens(tmp_path, kind, world_size, "trainer.eval_batch_size=5")
         assert ended.codes == [0] * world_size, ended.said
         results[world_size] = metrics(ended.run)
     for world_size, lines in results.items():
@@ -55,66 +59,76 @@ def test_the_same_result_to_rounding_at_any_world_size(tmp_path: Path, kind: str
 
 @pytest.mark.slow
 def test_a_taste_is_learned_and_recommended(tmp_path: Path) -> None:
-    ended = trained(tmp_path, "movielens", 1, "trainer.epochs=20", "shrink_vectors=1.0")
+    ended = train_movielens(tmp_path, "movielens", 1, "trainer.epochs=20", "shrink_vectors=1.0")
     assert ended.codes == [0], ended.said
     last = [line for line in metrics(ended.run) if "eval_rmse" in line][-1]
     assert last["eval_rmse"] < 1.0, "where a constant has 1.5"
     assert last["eval_mae"] < last["eval_rmse"]
-    said = verb(tmp_path, "recommend", str(ended.run.folder), "--user", "2", "-k", "5", "--json")
-    assert said.code == 0, said.output
-    [told] = json.loads(said.output)
-    assert told["user"] == 2
-    assert told["known"]
-    movies = [movie["movie"] // 3 - 1 for movie in told["movies"]]
+    ended_command = verb(
+        tmp_path, "recommend", str(ended.run.folder), "--user", "2", "-k", "5", "--json"
+    )
+    assert ended_command.code == 0, ended_command.output
+    [recommendation] = json.loads(ended_command.output)
+    assert recommendation["user"] == 2
+    assert recommendation["known"]
+    movies = [movie["movie"] // 3 - 1 for movie in recommendation["movies"]]
     assert [item % 2 for item in movies] == [1] * 5, "odd ones are what the user likes"
     rows = (tmp_path / "set" / "ratings.csv").read_text().splitlines()[1:]
     rated = {int(row.split(",")[1]) for row in rows if row.startswith("2,")}
-    assert rated.isdisjoint(movie["movie"] for movie in told["movies"])
+    assert rated.isdisjoint(movie["movie"] for movie in recommendation["movies"])
 
 
 @pytest.mark.slow
-def test_recommending_by_every_kind_and_what_can_be_wrong(tmp_path: Path) -> None:
+def test_recommend_with_every_model_and_its_faults(tmp_path: Path) -> None:
     for kind in KINDS:
-        run = trained(tmp_path, kind).run
-        said = verb(tmp_path, "recommend", str(run.folder), "--user", "60", "--user", "61")
-        assert said.code == 0, said.output
-        assert "user 61 is not in the data: what most people rated" in said.output
-        lines = [line.split("\t") for line in said.output.splitlines() if "\t" in line]
+        run = train_movielens(tmp_path, kind).run
+        ended_command = verb(tmp_path, "recommend", str(run.folder), "--user", "60", "--user", "61")
+        assert ended_command.code == 0, ended_command.output
+        assert "user 61 is not in the data: what most people rated" in ended_command.output
+        lines = [line.split("\t") for line in ended_command.output.splitlines() if "\t" in line]
         assert [(line[0], line[1]) for line in lines] == [
             (user, str(place)) for user in ("60", "61") for place in range(1, 11)
         ]
         assert all(line[4].startswith("Film ") for line in lines)
 
     other = train_world(tmp_path, 1, "trainer.epochs=1", name="other").run
-    said = verb(tmp_path, "recommend", str(other.folder), "--user", "2")
-    assert (said.code, "which is not an experiment on MovieLens" in said.output) == (2, True), (
-        said.output
+    ended_command = verb(tmp_path, "recommend", str(other.folder), "--user", "2")
+    assert (
+        ended_command.code,
+        "which is not an experiment on MovieLens" in ended_command.output,
+    ) == (2, True), ended_command.output
+
+    write_made_up_ratings(tmp_path / "set", seed=1)
+    ended_command = verb(tmp_path, "recommend", str(run.folder), "--user", "2")
+    assert (ended_command.code, "are not those that run" in ended_command.output) == (2, True), (
+        ended_command.output
     )
 
-    made_up(tmp_path / "set", seed=1)
-    said = verb(tmp_path, "recommend", str(run.folder), "--user", "2")
-    assert (said.code, "are not those that run" in said.output) == (2, True), said.output
-
     (tmp_path / "set" / "ratings.csv").unlink()
-    said = verb(tmp_path, "recommend", str(run.folder), "--user", "2")
-    assert (said.code, "no ratings in" in said.output) == (3, True), said.output
-    assert "call this from the folder" in said.output
+    ended_command = verb(tmp_path, "recommend", str(run.folder), "--user", "2")
+    assert (ended_command.code, "no ratings in" in ended_command.output) == (3, True), (
+        ended_command.output
+    )
+    assert "call this from the folder" in ended_command.output
 
     for folder in run.snapshots_folder.glob("step-*"):
         (folder / "manifest.json").unlink()
-    said = verb(tmp_path, "recommend", str(run.folder), "--user", "2")
-    assert (said.code, "no snapshot to recommend from" in said.output) == (3, True), said.output
+    ended_command = verb(tmp_path, "recommend", str(run.folder), "--user", "2")
+    assert (ended_command.code, "no snapshot to recommend from" in ended_command.output) == (
+        3,
+        True,
+    ), ended_command.output
 
 
 @pytest.mark.slow
-def test_faults_of_the_settings_are_sentences(tmp_path: Path) -> None:
+def test_faults_of_the_settings_are_reported(tmp_path: Path) -> None:
     for words, sentence in (
         (["data=nowhere"], "there is no folder nowhere"),
         (["split=tme"], "did you mean 'time'?"),
         (["dim=0"], "dim=0: it must be larger than zero"),
         (["held_out=1.5"], "1.5 of the ratings is to be held out"),
     ):
-        ended = trained(tmp_path, "movielens", 1, *words)
+        ended = train_movielens(tmp_path, "movielens", 1, *words)
         assert ended.codes != [0]
         assert sentence in ended.said
         assert "Traceback" not in ended.said

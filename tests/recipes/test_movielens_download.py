@@ -33,7 +33,7 @@ RATINGS = b"userId,movieId,rating,timestamp\n1,2,3.0,4\n5,2,4.5,6\n"
 SMALL = "ml-latest-small"
 
 
-def zipped(members: dict[str, bytes], folder: str = SMALL) -> bytes:
+def make_zip(members: dict[str, bytes], folder: str = SMALL) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
@@ -42,7 +42,7 @@ def zipped(members: dict[str, bytes], folder: str = SMALL) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def make_release_zip(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A set of several pieces, stored as it is so that its size is known to be large."""
     folder = write_csv(make_synthetic(8_000, 300, 200, seed=0), tmp_path_factory.mktemp("made"))
     made = io.BytesIO()
@@ -127,9 +127,9 @@ def serving(shelf: Shelf) -> Iterator[Shelf]:
 
 
 @pytest.fixture
-def shelf(packed: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    md5 = f"MD5 ({SMALL}.zip) = {hashlib.md5(packed).hexdigest()}\n".encode()
-    with serving(Shelf({f"{SMALL}.zip": packed, f"{SMALL}.zip.md5": md5})) as shelf:
+def shelf(make_release_zip: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    md5 = f"MD5 ({SMALL}.zip) = {hashlib.md5(make_release_zip).hexdigest()}\n".encode()
+    with serving(Shelf({f"{SMALL}.zip": make_release_zip, f"{SMALL}.zip.md5": md5})) as shelf:
         monkeypatch.setenv("ECHELON_MOVIELENS_URL", shelf.address)
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
@@ -141,7 +141,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-class Quiet:
+class SilentProgress:
     """Notes what it is told."""
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class Quiet:
         self.notes.append(line)
 
 
-def fetched(shelf: Shelf, waits_s: tuple[float, ...] = (0.0,)) -> tuple[bytes, Quiet]:
-    part, shown = PartialDownload.in_folder(Path(), "file.zip"), Quiet()
+def get_release(shelf: Shelf, waits_s: tuple[float, ...] = (0.0,)) -> tuple[bytes, SilentProgress]:
+    part, shown = PartialDownload.in_folder(Path(), "file.zip"), SilentProgress()
     download(f"{shelf.address}/{SMALL}.zip", part, shown, waits_s)
     return part.data.read_bytes(), shown
 
@@ -164,7 +164,7 @@ def fetched(shelf: Shelf, waits_s: tuple[float, ...] = (0.0,)) -> tuple[bytes, Q
 # --- downloading --------------------------------------------------------------------------------
 
 
-def test_downloaded_checked_unpacked_and_told(
+def test_a_release_is_downloaded_verified_unpacked_and_reported(
     shelf: Shelf, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["data", "movielens"]) == 0
@@ -183,10 +183,10 @@ def test_downloaded_checked_unpacked_and_told(
     assert len(shelf.asked) == 1
 
 
-def test_a_connection_that_breaks_again_and_again(shelf: Shelf, packed: bytes) -> None:
+def test_a_connection_that_breaks_again_and_again(shelf: Shelf, make_release_zip: bytes) -> None:
     shelf.breaks_after = [70_000, 10, 0, 50_000]
-    content, shown = fetched(shelf, waits_s=(0.0, 0.0))
-    assert content == packed
+    content, shown = get_release(shelf, waits_s=(0.0, 0.0))
+    assert content == make_release_zip
     assert shelf.asked == [
         None,
         "bytes=70000-",
@@ -195,53 +195,57 @@ def test_a_connection_that_breaks_again_and_again(shelf: Shelf, packed: bytes) -
         "bytes=120010-",
     ]
     assert len(shown.notes) == 4
-    assert f"broke after 70,000 of {len(packed):,} bytes" in shown.notes[0]
-    assert shown.seen[-1] == (len(packed), len(packed))
+    assert f"broke after 70,000 of {len(make_release_zip):,} bytes" in shown.notes[0]
+    assert shown.seen[-1] == (len(make_release_zip), len(make_release_zip))
 
 
-def test_what_came_is_kept_for_the_next_call(shelf: Shelf, packed: bytes) -> None:
+def test_received_bytes_are_kept_for_the_next_call(shelf: Shelf, make_release_zip: bytes) -> None:
     shelf.breaks_after = [70_000, 0]
     with pytest.raises(EchelonError, match=r"70,000 bytes are kept in file.zip.part") as caught:
-        fetched(shelf)
+        get_release(shelf)
     assert "type the same command again" in caught.value.faults[0].do
-    assert fetched(shelf)[0] == packed
+    assert get_release(shelf)[0] == make_release_zip
     assert shelf.asked[-1] == "bytes=70000-"
-    assert fetched(shelf)[0] == packed
-    assert shelf.asked[-1] == f"bytes={len(packed)}-", "all of it was here"
+    assert get_release(shelf)[0] == make_release_zip
+    assert shelf.asked[-1] == f"bytes={len(make_release_zip)}-", "all of it was here"
 
 
-def test_a_file_that_changed_meanwhile_comes_whole(shelf: Shelf, packed: bytes) -> None:
+def test_a_file_that_changed_meanwhile_is_downloaded_again(
+    shelf: Shelf, make_release_zip: bytes
+) -> None:
     shelf.breaks_after = [70_000, 0]
     with pytest.raises(EchelonError):
-        fetched(shelf)
-    changed = packed[::-1] + b"more"
+        get_release(shelf)
+    changed = make_release_zip[::-1] + b"more"
     shelf.files[f"{SMALL}.zip"], shelf.tag = changed, '"two"'
-    assert fetched(shelf)[0] == changed
+    assert get_release(shelf)[0] == changed
 
 
 @pytest.mark.parametrize("unsure", ["weak tag", "no ranges", "another address"])
-def test_a_part_that_may_not_fit_is_not_used(shelf: Shelf, packed: bytes, unsure: str) -> None:
+def test_a_part_of_unknown_version_is_not_used(
+    shelf: Shelf, make_release_zip: bytes, unsure: str
+) -> None:
     if unsure == "weak tag":
         shelf.tag = 'W/"one"'
     shelf.ranges = unsure != "no ranges"
     shelf.breaks_after = [70_000, 0]
     with pytest.raises(EchelonError):
-        fetched(shelf)
+        get_release(shelf)
     if unsure == "another address":
         about = Path("file.zip.part.json")
         about.write_text(json.dumps({"url": "http://elsewhere", "version": shelf.tag}))
         Path("file.zip.part").write_bytes(b"x" * 70_000)
-    assert fetched(shelf)[0] == packed
+    assert get_release(shelf)[0] == make_release_zip
 
 
-def test_a_server_out_of_breath_is_asked_again(shelf: Shelf, packed: bytes) -> None:
+def test_an_overloaded_server_is_retried(shelf: Shelf, make_release_zip: bytes) -> None:
     shelf.fails_with = [503, 429]
-    content, shown = fetched(shelf, waits_s=(0.0, 0.0))
-    assert content == packed
+    content, shown = get_release(shelf, waits_s=(0.0, 0.0))
+    assert content == make_release_zip
     assert "503" in shown.notes[0]
 
 
-def test_what_is_not_there_is_not_asked_for_again(shelf: Shelf) -> None:
+def test_not_found_is_not_retried(shelf: Shelf) -> None:
     del shelf.files[f"{SMALL}.zip"]
     with pytest.raises(EchelonError, match="answered 404") as caught:
         run_command(["data", "movielens"])
@@ -250,19 +254,19 @@ def test_what_is_not_there_is_not_asked_for_again(shelf: Shelf) -> None:
     assert not Path("data").exists()
 
 
-def test_wrong_bytes_are_not_unpacked(shelf: Shelf, packed: bytes) -> None:
-    wrong = bytearray(packed)
+def test_a_wrong_checksum_is_not_unpacked(shelf: Shelf, make_release_zip: bytes) -> None:
+    wrong = bytearray(make_release_zip)
     wrong[len(wrong) // 2] ^= 1
     shelf.files[f"{SMALL}.zip"] = bytes(wrong)
     with pytest.raises(EchelonError, match="wrong checksum") as caught:
         run_command(["data", "movielens"])
     assert hashlib.md5(wrong).hexdigest() in str(caught.value)
     assert not any(Path("data").iterdir())
-    shelf.files[f"{SMALL}.zip"] = packed
+    shelf.files[f"{SMALL}.zip"] = make_release_zip
     assert run_command(["data", "movielens"]) == 0
 
 
-def test_a_set_that_is_not_the_known_one_needs_a_published_checksum(shelf: Shelf) -> None:
+def test_a_newer_release_needs_a_published_checksum(shelf: Shelf) -> None:
     del shelf.files[f"{SMALL}.zip.md5"]
     with pytest.raises(EchelonError, match="wrong checksum: known 4412bda2958b"):
         run_command(["data", "movielens"])
@@ -282,7 +286,7 @@ def test_no_internet_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path("data").exists()
 
 
-def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_mirror_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_MOVIELENS_URL", "file:///etc")
     with pytest.raises(EchelonError, match="ECHELON_MOVIELENS_URL is 'file:///etc'"):
         run_command(["data", "movielens"])
@@ -292,7 +296,7 @@ def test_two_downloads_at_once(shelf: Shelf) -> None:
     with Path("file.zip.part").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(EchelonError, match="another process is downloading"):
-            fetched(shelf)
+            get_release(shelf)
 
 
 # --- from a file --------------------------------------------------------------------------------
@@ -300,26 +304,26 @@ def test_two_downloads_at_once(shelf: Shelf) -> None:
 
 def test_from_a_zip_or_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     members = {"ratings.csv": RATINGS, "README.txt": b"licence", ".echelon/lock": b"hidden"}
-    Path("given.zip").write_bytes(zipped(members))
+    Path("given.zip").write_bytes(make_zip(members))
     assert run_command(["data", "movielens", "--from", "given.zip"]) == 0
     assert Path(f"data/{SMALL}/ratings.csv").read_bytes() == RATINGS
     assert Path(f"data/{SMALL}/.echelon/lock").read_bytes() == b"", "ours, not the zip's"
     assert run_command(["data", "movielens", "--from", f"data/{SMALL}", "--to", "other"]) == 0
     assert Path(f"other/{SMALL}/README.txt").exists()
-    said = capsys.readouterr().out
-    assert f"next: echelon train experiment=movielens data=other/{SMALL}" in said
+    printed = capsys.readouterr().out
+    assert f"next: echelon train experiment=movielens data=other/{SMALL}" in printed
     assert run_command(["data", "movielens", "--from", f"other/{SMALL}", "--to", "other"]) == 0
     assert "exists already" in capsys.readouterr().err
 
 
-def test_the_name_is_the_zips_own_or_that_of_the_size() -> None:
-    Path("flat.zip").write_bytes(zipped({"u.data": b"1\t2\t3\t4\n"}, folder=""))
+def test_the_folder_is_named_after_the_zip_or_the_size() -> None:
+    Path("flat.zip").write_bytes(make_zip({"u.data": b"1\t2\t3\t4\n"}, folder=""))
     assert run_command(["data", "movielens", "--from", "flat.zip"]) == 0
     assert run_command(["data", "movielens", "--from", "flat.zip", "--size", "100k"]) == 0
     assert sorted(path.name for path in Path("data").iterdir()) == ["flat", "ml-100k"]
 
 
-def refused(content: bytes) -> list[str]:
+def import_fault_texts(content: bytes) -> list[str]:
     Path("given.zip").write_bytes(content)
     with pytest.raises(EchelonError) as caught:
         run_command(["data", "movielens", "--from", "given.zip", "--to", "inside/data"])
@@ -329,9 +333,11 @@ def refused(content: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "..\\evil"])
-def test_nothing_leads_out_of_the_folder(name: str) -> None:
-    made = zipped({f"{SMALL}/ratings.csv": RATINGS, name: b"!"}, folder="")
-    assert refused(made) == [f"given.zip is not unpacked: {name!r} leads out of the folder"]
+def test_paths_out_of_the_folder_are_refused(name: str) -> None:
+    made = make_zip({f"{SMALL}/ratings.csv": RATINGS, name: b"!"}, folder="")
+    assert import_fault_texts(made) == [
+        f"given.zip is not unpacked: {name!r} leads out of the folder"
+    ]
     assert not list(Path().rglob("evil"))
 
 
@@ -341,32 +347,39 @@ def test_links_are_not_unpacked() -> None:
         link = zipfile.ZipInfo("ml/ratings.csv")
         link.external_attr = (stat.S_IFLNK | 0o777) << 16
         archive.writestr(link, "/etc/passwd")
-    assert "'ml/ratings.csv' is a link or a device" in refused(made.getvalue())[0]
+    assert "'ml/ratings.csv' is a link or a device" in import_fault_texts(made.getvalue())[0]
 
 
-def test_a_bomb_is_not_unpacked() -> None:
-    [what] = refused(zipped({"ratings.csv": RATINGS + b"0" * 20_000_000}))
+def test_a_zip_bomb_is_not_unpacked() -> None:
+    [what] = import_fault_texts(make_zip({"ratings.csv": RATINGS + b"0" * 20_000_000}))
     assert "more than 100 × the" in what
-    [what] = refused(zipped({"ratings.csv": RATINGS} | {f"{i}": b"x" for i in range(1000)}))
+    [what] = import_fault_texts(
+        make_zip({"ratings.csv": RATINGS} | {f"{i}": b"x" for i in range(1000)})
+    )
     assert "1,001 files are more than 1,000" in what
 
 
-def test_a_zip_that_is_cut_damaged_or_something_else(packed: bytes) -> None:
-    assert "given.zip is not a complete zip file" in refused(packed[: len(packed) // 2])[0]
-    damaged = bytearray(packed)
+def test_damaged_zip_files_are_reported(make_release_zip: bytes) -> None:
+    assert (
+        "given.zip is not a complete zip file"
+        in import_fault_texts(make_release_zip[: len(make_release_zip) // 2])[0]
+    )
+    damaged = bytearray(make_release_zip)
     damaged[5_000] ^= 1
-    assert "Bad CRC-32" in refused(bytes(damaged))[0]
-    assert "given.zip is not a complete zip file" in refused(b"<html>not found</html>")[0]
-    assert "given.zip is not a complete zip file" in refused(b"")[0]
-    no_utf8 = zipped({"ratings.csv": RATINGS, "é": b""}).replace("é".encode(), b"\xff\xff")
-    assert "given.zip is not a complete zip file" in refused(no_utf8)[0]
-    assert refused(zipped({"names.csv": b"a,b\n"})) == [
+    assert "Bad CRC-32" in import_fault_texts(bytes(damaged))[0]
+    assert (
+        "given.zip is not a complete zip file" in import_fault_texts(b"<html>not found</html>")[0]
+    )
+    assert "given.zip is not a complete zip file" in import_fault_texts(b"")[0]
+    no_utf8 = make_zip({"ratings.csv": RATINGS, "é": b""}).replace("é".encode(), b"\xff\xff")
+    assert "given.zip is not a complete zip file" in import_fault_texts(no_utf8)[0]
+    assert import_fault_texts(make_zip({"names.csv": b"a,b\n"})) == [
         "given.zip has no ratings: looked for ratings.csv, ratings.dat, u.data"
     ]
 
 
-def test_what_is_in_the_way_is_not_touched() -> None:
-    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS}))
+def test_an_existing_folder_is_not_touched() -> None:
+    Path("given.zip").write_bytes(make_zip({"ratings.csv": RATINGS}))
     in_the_way = Path(f"data/{SMALL}/thesis.txt")
     in_the_way.parent.mkdir(parents=True)
     in_the_way.write_text("mine")
@@ -377,25 +390,25 @@ def test_what_is_in_the_way_is_not_touched() -> None:
     assert run_command(["data", "movielens", "--from", "given.zip"]) == 0, "an empty one is used"
 
 
-def test_a_damaged_set_that_is_there_says_to_remove_it() -> None:
+def test_a_damaged_existing_data_set_is_reported() -> None:
     folder = Path(f"data/{SMALL}")
     folder.mkdir(parents=True)
     (folder / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,x,4\n")
     with pytest.raises(EchelonError) as caught:
         run_command(["data", "movielens"])
-    told = [str(fault) for fault in caught.value.faults]
-    assert "line 2: rating is 'x', not a number" in told[0]
-    assert f"rm -r data/{SMALL}" in told[1]
+    printed = [str(fault) for fault in caught.value.faults]
+    assert "line 2: rating is 'x', not a number" in printed[0]
+    assert f"rm -r data/{SMALL}" in printed[1]
 
 
 @pytest.mark.parametrize("kind", ["zip", "folder"])
-def test_a_bad_set_does_not_stand_in_the_way_of_the_mended_one(kind: str, tmp_path: Path) -> None:
+def test_a_bad_data_set_is_removed_after_import(kind: str, tmp_path: Path) -> None:
     given = tmp_path / "given" / (f"{SMALL}.zip" if kind == "zip" else SMALL)
 
     def make(ratings: bytes) -> None:
         given.parent.mkdir(exist_ok=True)
         if kind == "zip":
-            given.write_bytes(zipped({"ratings.csv": ratings}))
+            given.write_bytes(make_zip({"ratings.csv": ratings}))
         else:
             given.mkdir(exist_ok=True)
             (given / "ratings.csv").write_bytes(ratings)
@@ -409,7 +422,7 @@ def test_a_bad_set_does_not_stand_in_the_way_of_the_mended_one(kind: str, tmp_pa
     assert run_command(["data", "movielens", "--from", str(given)]) == 0
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_file() -> None:
     with pytest.raises(EchelonError, match=r"there is no nothing.zip"):
         run_command(["data", "movielens", "--from", "nothing.zip"])
 
@@ -436,7 +449,7 @@ def test_no_space_to_download(shelf: Shelf, tiny: Path) -> None:
     assert not any(tiny.iterdir())
 
 
-def test_no_space_half_way(shelf: Shelf, tiny: Path) -> None:
+def test_no_space_halfway(shelf: Shelf, tiny: Path) -> None:
     shelf.tells_length = False
     with pytest.raises(EchelonError, match=r"no space left for .*zip.part; the .* bytes that came"):
         run_command(["data", "movielens", "--to", str(tiny)])
@@ -444,7 +457,7 @@ def test_no_space_half_way(shelf: Shelf, tiny: Path) -> None:
 
 
 def test_no_space_to_unpack(tiny: Path) -> None:
-    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS + os.urandom(200_000)}))
+    Path("given.zip").write_bytes(make_zip({"ratings.csv": RATINGS + os.urandom(200_000)}))
     with pytest.raises(EchelonError, match=r"no space left for .*; nothing of it was kept"):
         run_command(["data", "movielens", "--from", "given.zip", "--to", str(tiny)])
     assert not any(tiny.iterdir())
@@ -452,7 +465,9 @@ def test_no_space_to_unpack(tiny: Path) -> None:
 
 def test_no_space_to_prepare(tiny: Path) -> None:
     lines = b"".join(b"%d,3,1,1\n" % i for i in range(8_000))
-    Path("given.zip").write_bytes(zipped({"ratings.csv": RATINGS.splitlines()[0] + b"\n" + lines}))
+    Path("given.zip").write_bytes(
+        make_zip({"ratings.csv": RATINGS.splitlines()[0] + b"\n" + lines})
+    )
     with pytest.raises(EchelonError, match="no space left for the prepared form"):
         run_command(["data", "movielens", "--from", "given.zip", "--to", str(tiny)])
     assert not list(tiny.rglob("making-*"))
@@ -461,7 +476,7 @@ def test_no_space_to_prepare(tiny: Path) -> None:
 # --- as it is typed -----------------------------------------------------------------------------
 
 
-def test_the_verb_as_it_is_typed(shelf: Shelf) -> None:
+def test_the_command_line(shelf: Shelf) -> None:
     words = [sys.executable, "-m", "echelon", "data", "movielens"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -470,6 +485,6 @@ def test_the_verb_as_it_is_typed(shelf: Shelf) -> None:
 
 
 @pytest.mark.skipif("ECHELON_MOVIELENS_ZIP" not in os.environ, reason="the real set is not here")
-def test_the_real_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_real_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["data", "movielens", "--from", os.environ["ECHELON_MOVIELENS_ZIP"]]) == 0
     assert "100,836 ratings of 610 users for 9,724 movies" in capsys.readouterr().out

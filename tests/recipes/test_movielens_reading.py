@@ -28,7 +28,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
 
 
-def a_set(folder: Path, ratings: str | bytes, name: str = "ratings.csv") -> Path:
+def make_data_set(folder: Path, ratings: str | bytes, name: str = "ratings.csv") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     content = ratings.encode() if isinstance(ratings, str) else ratings
     (folder / name).write_bytes(content)
@@ -51,7 +51,9 @@ def rows(ratings: Ratings) -> list[tuple[int, int, float, int]]:
 
 
 def test_csv_with_quotes_commas_and_other_line_ends(tmp_path: Path) -> None:
-    folder = a_set(tmp_path / "a", HEADER.strip() + "\r\n7,30,4.0,100\r\n7,10,0.5,90\r\n2,10,5,1")
+    folder = make_data_set(
+        tmp_path / "a", HEADER.strip() + "\r\n7,30,4.0,100\r\n7,10,0.5,90\r\n2,10,5,1"
+    )
     movies = 'movieId,title,genres\n10,"Postino, Il (1994)",Comedy|Drama\n99,Unrated,Drama\n'
     (folder / "movies.csv").write_text(movies + "30,Ünïcode,(no genres listed)\n")
     ratings = load_ratings(folder)
@@ -67,11 +69,11 @@ def test_csv_with_quotes_commas_and_other_line_ends(tmp_path: Path) -> None:
 
 def test_columns_in_another_order_with_a_mark_in_front_and_one_more(tmp_path: Path) -> None:
     text = "﻿timestamp,rating,comment,movieId,userId\n5,3.5,well,20,10\n"
-    assert rows(load_ratings(a_set(tmp_path / "a", text))) == [(10, 20, 3.5, 5)]
+    assert rows(load_ratings(make_data_set(tmp_path / "a", text))) == [(10, 20, 3.5, 5)]
 
 
 def test_the_format_with_double_colons(tmp_path: Path) -> None:
-    folder = a_set(
+    folder = make_data_set(
         tmp_path / "ml-1m", "1::1193::5::978300760\n2::661::3::978302109\n", "ratings.dat"
     )
     movies = "661::Café:: the Movie (1996)::Animation|Children's\n"
@@ -83,7 +85,7 @@ def test_the_format_with_double_colons(tmp_path: Path) -> None:
 
 
 def test_the_format_of_100k(tmp_path: Path) -> None:
-    folder = a_set(
+    folder = make_data_set(
         tmp_path / "ml-100k", "196\t242\t3\t881250949\n186\t302\t3\t891717742\n", "u.data"
     )
     (folder / "u.genre").write_text("unknown|0\nAction|1\nComedy|2\n\n")
@@ -95,7 +97,7 @@ def test_the_format_of_100k(tmp_path: Path) -> None:
     assert ratings.genres() == [["Action", "Comedy"], []]
 
 
-def test_many_blocks_come_back_as_they_were_made(tmp_path: Path) -> None:
+def test_many_blocks_round_trip(tmp_path: Path) -> None:
     made = make_synthetic(100_000, 2_000, 1_500, seed=1)
     read = load_ratings(write_csv(made, tmp_path / "made"))
     for name in COLUMNS:
@@ -104,7 +106,7 @@ def test_many_blocks_come_back_as_they_were_made(tmp_path: Path) -> None:
     assert read.titles()[0] == f"Movie {made.item_ids[0]}, The (1999)"
 
 
-def test_made_up_ratings_are_skewed_seeded_and_distinct() -> None:
+def test_synthetic_ratings_are_skewed_seeded_and_distinct() -> None:
     made, again = (make_synthetic(50_000, 3_000, 2_000, seed=3) for _ in range(2))
     np.testing.assert_array_equal(made.items, again.items)
     assert len(set(zip(made.users.tolist(), made.items.tolist(), strict=True))) == 50_000
@@ -114,24 +116,22 @@ def test_made_up_ratings_are_skewed_seeded_and_distinct() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_of_a_repeated_rating_the_newest_stays(
+def test_the_newest_of_repeated_ratings_is_kept(
     tmp_path: Path, ordered: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["1,5,1.0,30", "1,5,2.0,40", "1,5,3.0,20", "1,6,4.0,1", "2,5,2.5,7", "2,5,3.5,7"]
     lines = lines if ordered else [*lines[3:], *lines[:3]]
-    folder = a_set(tmp_path / "a", HEADER + "\n".join(lines))
+    folder = make_data_set(tmp_path / "a", HEADER + "\n".join(lines))
     assert sorted(rows(load_ratings(folder))) == [(1, 5, 2.0, 40), (1, 6, 4.0, 1), (2, 5, 3.5, 7)]
-    said = capsys.readouterr().err
-    assert f"warning: {folder}/ratings.csv rates 3 times a movie that the same user" in said
+    printed = capsys.readouterr().err
+    assert f"warning: {folder}/ratings.csv rates 3 times a movie that the same user" in printed
 
 
 # --- the cache ----------------------------------------------------------------------------------
 
 
-def test_a_second_start_reads_no_ratings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = a_set(tmp_path / "a", HEADER + "1,2,3,4\n")
+def test_a_second_load_uses_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_data_set(tmp_path / "a", HEADER + "1,2,3,4\n")
     first = load_ratings(folder)
     assert "prepared" in capsys.readouterr().err
     kept = (folder / "ratings.csv").stat()
@@ -147,8 +147,8 @@ def test_a_second_start_reads_no_ratings(
     subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=60)
 
 
-def test_touched_stays_valid_and_changed_is_made_anew(tmp_path: Path) -> None:
-    folder = a_set(tmp_path / "a", HEADER + "1,2,3,4\n")
+def test_a_touched_file_keeps_the_cache_and_a_changed_one_does_not(tmp_path: Path) -> None:
+    folder = make_data_set(tmp_path / "a", HEADER + "1,2,3,4\n")
     first = load_ratings(folder)
     os.utime(folder / "ratings.csv", (1, 1))
     touched = load_ratings(folder)
@@ -157,7 +157,7 @@ def test_touched_stays_valid_and_changed_is_made_anew(tmp_path: Path) -> None:
         json.loads((folder / ".echelon/sources.json").read_text())["looks"]["ratings.csv"][1]
         == 10**9
     )
-    a_set(folder, HEADER + "1,2,5,4\n")
+    make_data_set(folder, HEADER + "1,2,5,4\n")
     os.utime(folder / "ratings.csv", (1, 1))  # the same size and time as before
     changed = load_ratings(folder)
     assert changed.fingerprint != first.fingerprint
@@ -168,8 +168,8 @@ def test_touched_stays_valid_and_changed_is_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone", "manifest", "key"])
-def test_a_damaged_cache_is_made_anew(tmp_path: Path, harm: str) -> None:
-    folder = a_set(tmp_path / "a", HEADER + "1,2,3,4\n")
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, harm: str) -> None:
+    folder = make_data_set(tmp_path / "a", HEADER + "1,2,3,4\n")
     prepared = load_ratings(folder).prepared
     assert prepared
     if harm == "cut":
@@ -206,10 +206,10 @@ def shared() -> Iterator[Path]:
             path.chmod(0o755)
 
 
-def test_a_folder_that_cannot_be_written_has_its_cache_elsewhere(
+def test_a_read_only_folder_uses_the_users_cache(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = a_set(shared / "a", HEADER + GOOD)
+    folder = make_data_set(shared / "a", HEADER + GOOD)
     (shared / "caches").mkdir()
     (shared / "caches").chmod(0o777)
     folder.chmod(0o555)
@@ -226,14 +226,14 @@ def test_a_folder_that_cannot_be_written_has_its_cache_elsewhere(
     assert what.count("permission denied") == 2
 
 
-def test_a_user_without_a_home_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where nobody is known
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert rows(load_ratings(a_set(tmp_path / "a", HEADER + GOOD))) == [(1, 2, 3.0, 4)]
+    assert rows(load_ratings(make_data_set(tmp_path / "a", HEADER + GOOD))) == [(1, 2, 3.0, 4)]
 
 
-def test_what_somebody_prepared_is_used_where_nothing_can_be_written(shared: Path) -> None:
-    folder = a_set(shared / "a", HEADER + GOOD)
+def test_a_cache_in_a_read_only_folder_is_used(shared: Path) -> None:
+    folder = make_data_set(shared / "a", HEADER + GOOD)
     first = load_ratings(folder)
     os.utime(folder / "ratings.csv", (1, 1))
     (folder / ".echelon").chmod(0o555)
@@ -242,8 +242,8 @@ def test_what_somebody_prepared_is_used_where_nothing_can_be_written(shared: Pat
         assert load_ratings(folder).prepared == first.prepared
 
 
-def test_a_file_that_may_not_be_read(shared: Path) -> None:
-    folder = a_set(shared / "a", HEADER + GOOD)
+def test_an_unreadable_file(shared: Path) -> None:
+    folder = make_data_set(shared / "a", HEADER + GOOD)
     (folder / "ratings.csv").chmod(0o000)
     folder.chmod(0o777)
     with nobody():
@@ -256,7 +256,7 @@ _LOAD = (
 )
 
 
-def test_processes_at_once_prepare_once(tmp_path: Path) -> None:
+def test_concurrent_processes_prepare_once(tmp_path: Path) -> None:
     folder = write_csv(make_synthetic(50_000, 1_000, 500, seed=0), tmp_path / "made")
     started = [
         subprocess.Popen(
@@ -267,9 +267,9 @@ def test_processes_at_once_prepare_once(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    said = [process.communicate(timeout=120) for process in started]
-    assert [out.strip() for out, _ in said] == ["50000"] * 3
-    assert sum("prepared" in err for _, err in said) == 1
+    printed = [process.communicate(timeout=120) for process in started]
+    assert [out.strip() for out, _ in printed] == ["50000"] * 3
+    assert sum("prepared" in err for _, err in printed) == 1
 
 
 # --- what is wrong with a file ------------------------------------------------------------------
@@ -297,24 +297,24 @@ GOOD = "1,2,3.0,4\n"
         (GOOD + "1,3,1.0,5,6\n", "line 3: 5 values where 4 belong: '1,3,1.0,5,6'"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, lines: str, wrong: str) -> None:
-    folder = a_set(tmp_path / "a", HEADER + lines)
+def test_a_wrong_line_is_reported(tmp_path: Path, lines: str, wrong: str) -> None:
+    folder = make_data_set(tmp_path / "a", HEADER + lines)
     assert faults_of(folder) == [f"{folder}/ratings.csv, {wrong}"]
     assert not list((folder / ".echelon").glob("making-*"))
 
 
-def test_wrong_lines_far_down_are_named_together(tmp_path: Path) -> None:
+def test_wrong_lines_far_down_are_reported_together(tmp_path: Path) -> None:
     many = "".join(f"{i},7,3.5,1000000\n" for i in range(60_000))
     text = HEADER + many + "1,8,x,1\n" + many + "1,9,1.0,y\n"
-    wrong = faults_of(a_set(tmp_path / "a", text))
+    wrong = faults_of(make_data_set(tmp_path / "a", text))
     assert [what.partition("ratings.csv, ")[2] for what in wrong] == [
         "line 60002: rating is 'x', not a number",
         "line 120003: timestamp is 'y', not a whole number",
     ]
 
 
-def test_of_many_wrong_lines_the_first_five_are_told(tmp_path: Path) -> None:
-    assert len(faults_of(a_set(tmp_path / "a", HEADER + "a,b,c,d\n" * 50))) == 5
+def test_the_first_five_of_many_wrong_lines_are_reported(tmp_path: Path) -> None:
+    assert len(faults_of(make_data_set(tmp_path / "a", HEADER + "a,b,c,d\n" * 50))) == 5
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_of_many_wrong_lines_the_first_five_are_told(tmp_path: Path) -> None:
         (HEADER.encode("utf-16"), "ratings.csv, line 1 is not UTF-8"),
     ],
 )
-def test_a_file_that_holds_no_ratings(tmp_path: Path, content: str | bytes, wrong: str) -> None:
-    folder = a_set(tmp_path / "a", content)
+def test_a_file_without_ratings(tmp_path: Path, content: str | bytes, wrong: str) -> None:
+    folder = make_data_set(tmp_path / "a", content)
     assert faults_of(folder) == [f"{folder}/{wrong}"]
 
 
@@ -340,7 +340,7 @@ def test_a_file_that_holds_no_ratings(tmp_path: Path, content: str | bytes, wron
     ("name", "content"), [("ratings.dat", "1::2::x::4\n"), ("u.data", "1\t2\tx\t4\n")]
 )
 def test_wrong_lines_of_older_formats(tmp_path: Path, name: str, content: str) -> None:
-    folder = a_set(tmp_path / "a", content, name)
+    folder = make_data_set(tmp_path / "a", content, name)
     assert faults_of(folder) == [f"{folder}/{name}, line 1: rating is 'x', not a number"]
 
 
@@ -356,14 +356,14 @@ def test_wrong_lines_of_older_formats(tmp_path: Path, name: str, content: str) -
     ],
 )
 def test_a_wrong_line_of_movies(tmp_path: Path, content: bytes, wrong: str) -> None:
-    folder = a_set(tmp_path / "a", HEADER + GOOD)
+    folder = make_data_set(tmp_path / "a", HEADER + GOOD)
     (folder / "movies.csv").write_bytes(content)
     [what] = faults_of(folder)
     assert what.startswith(f"{folder}/{wrong}")
 
 
-def test_a_folder_without_ratings_says_what_was_looked_for(tmp_path: Path) -> None:
-    a_set(tmp_path / "data" / "ml-1m", "1::2::3::4\n", "ratings.dat")
+def test_a_folder_without_ratings_is_reported(tmp_path: Path) -> None:
+    make_data_set(tmp_path / "data" / "ml-1m", "1::2::3::4\n", "ratings.dat")
     with pytest.raises(EchelonError) as caught:
         load_ratings(tmp_path / "data")
     [fault] = caught.value.faults

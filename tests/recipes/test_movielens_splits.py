@@ -39,7 +39,7 @@ def test_a_fraction_out_of_range(held_out: float) -> None:
         split_randomly(10, held_out, seed=0)
 
 
-def made(users: list[int], times: list[int]) -> Ratings:
+def make_ratings(users: list[int], times: list[int]) -> Ratings:
     n = len(users)
     return Ratings(
         users=np.array(users, np.int32),
@@ -53,7 +53,7 @@ def made(users: list[int], times: list[int]) -> Ratings:
 
 
 def test_the_last_of_each_user_is_held_out_in_any_order() -> None:
-    ratings = made([1, 0, 1, 0, 2, 1], [50, 9, 70, 8, 3, 60])
+    ratings = make_ratings([1, 0, 1, 0, 2, 1], [50, 9, 70, 8, 3, 60])
     train, held = split_newest(ratings, seed=0)
     assert held.tolist() == [1, 2], "user 2 has one rating, and keeps it"
     assert train.tolist() == [0, 3, 4, 5]
@@ -61,7 +61,7 @@ def test_the_last_of_each_user_is_held_out_in_any_order() -> None:
 
 
 def test_ties_are_broken_by_the_seed() -> None:
-    ratings = made([0] * 5, [7, 7, 7, 7, 1])
+    ratings = make_ratings([0] * 5, [7, 7, 7, 7, 1])
     held = [split_newest(ratings, seed)[1].tolist() for seed in range(40)]
     assert {tuple(rows) for rows in held} == {(0,), (1,), (2,), (3,)}
     assert held == [split_newest(ratings, seed)[1].tolist() for seed in range(40)]
@@ -69,11 +69,11 @@ def test_ties_are_broken_by_the_seed() -> None:
 
 @pytest.mark.parametrize("last", [1, 3])
 @pytest.mark.parametrize("factor", [1, 10**17])
-def test_against_sorting_user_by_user(last: int, factor: int) -> None:
+def test_the_split_equals_sorting_user_by_user(last: int, factor: int) -> None:
     """Few different times, so that ties are many; and times whose span overflows a product."""
     ratings = make_synthetic(3000, 150, 100, seed=2)
     times = ratings.times % 13 * factor
-    ratings = made(ratings.users.tolist(), times.tolist())
+    ratings = make_ratings(ratings.users.tolist(), times.tolist())
     _, held = split_newest(ratings, seed=5, last=last)
     for user in range(ratings.num_users):
         rows = np.flatnonzero(ratings.users == user)
@@ -83,6 +83,6 @@ def test_against_sorting_user_by_user(last: int, factor: int) -> None:
         assert not len(mine) or times[mine].min() >= times[rest].max()
 
 
-def test_less_than_one_cannot_be_the_last() -> None:
+def test_holding_out_less_than_one_is_refused() -> None:
     with pytest.raises(EchelonError, match="at least 1"):
-        split_newest(made([0], [1]), seed=0, last=0)
+        split_newest(make_ratings([0], [1]), seed=0, last=0)

@@ -54,7 +54,7 @@ def taste() -> UserRidgeModel:
     return model.double()
 
 
-def test_pages_hold_every_rating_of_the_users_asked_for_once() -> None:
+def test_pages_contain_every_rating_of_the_requested_users_once() -> None:
     ratings = _ratings([PAGE_LENGTH, 0, 1, 3 * PAGE_LENGTH + 5, PAGE_LENGTH + 1])
     histories = RatingHistories(ratings, np.arange(len(ratings.users)))
     asked = torch.tensor([4, 1, 3, 0])
@@ -68,7 +68,7 @@ def test_pages_hold_every_rating_of_the_users_asked_for_once() -> None:
         assert dict(found) == expected
 
 
-def test_windows_hold_what_came_before_the_newest_first() -> None:
+def test_windows_contain_earlier_ratings_newest_first() -> None:
     ratings = _ratings([3, 5])
     histories = RatingHistories(ratings, np.arange(8))
     in_time = [
@@ -84,7 +84,7 @@ def test_windows_hold_what_came_before_the_newest_first() -> None:
     ]
 
 
-def test_the_closed_form_is_leaving_each_rating_out(taste: UserRidgeModel) -> None:
+def test_the_closed_form_equals_leaving_each_rating_out(taste: UserRidgeModel) -> None:
     ratings = _ratings([PAGE_LENGTH + 9, 4])
     everything = np.arange(len(ratings.users))
     histories = RatingHistories(ratings, everything)
@@ -110,7 +110,7 @@ def test_a_taste_is_a_ridge_regression(taste: UserRidgeModel) -> None:
     torch.testing.assert_close(taste.score_movies(0, items, rated)[7], expected)
 
 
-def test_the_gain_is_torchmetrics_own() -> None:
+def test_ndcg_equals_torchmetrics() -> None:
     torch.manual_seed(0)
     scores, target = torch.randn(50, 30), torch.randint(0, 30, (50,))
     ours, theirs = SingleTargetNDCG(10), RetrievalNormalizedDCG(top_k=10)
@@ -123,7 +123,7 @@ def test_the_gain_is_torchmetrics_own() -> None:
 
 
 @pytest.mark.parametrize("score", [float("nan"), 0.0])
-def test_scores_that_say_nothing_gain_nothing(score: float) -> None:
+def test_constant_scores_have_no_gain(score: float) -> None:
     gain = SingleTargetNDCG(10)
     gain.update(torch.full((4, 30), score), torch.tensor([0, 1, 2, 29]))
     assert float(gain.compute()) == 0
@@ -136,13 +136,13 @@ def test_recall_is_the_share_of_users_whose_movie_is_among_the_first_ten() -> No
     assert float(recall.compute()) == 0.5
 
 
-def test_there_may_be_fewer_movies_than_are_looked_at() -> None:
+def test_fewer_movies_than_k() -> None:
     recall = make_ranking_metrics(4)["recall"]
     recall.update(torch.randn(3, 4), torch.tensor([0, 1, 3]))
     assert float(recall.compute()) == 1
 
 
-def test_parameters_astray_are_a_loss_that_is_not_finite(taste: UserRidgeModel) -> None:
+def test_diverged_parameters_give_a_loss_that_is_not_finite(taste: UserRidgeModel) -> None:
     ratings = _ratings([9, 4])
     histories = RatingHistories(ratings, np.arange(13))
     torch.nn.init.constant_(taste.vectors.weight, 1e200)
@@ -163,7 +163,7 @@ def test_parameters_astray_are_a_loss_that_is_not_finite(taste: UserRidgeModel) 
     ],
     ids=["taste", "dot", "tower", "next"],
 )
-def test_a_model_is_made_again_from_its_weights(
+def test_a_model_is_restored_from_its_weights(
     model: UserRidgeModel | MatrixFactorization | NextItemModel,
 ) -> None:
     again = type(model).from_weights(model.state_dict())
