@@ -1,6 +1,7 @@
 """One look at 8 GPUs with 100 processes, and what looking twice a second takes.
 
-The GPUs are the tests' stand-in for NVML (tests/helpers/fake_nvml.py), which answers at once, so that the programs
+The GPUs are the tests' stand-in for NVML (tests/helpers/fake_nvml.py), which answers at once, so
+that the programs
 are compared and not the driver; the processes are real. gpustat (of the extra `bench`, or in the
 PATH) is asked for the same columns: user, pid, command, power. Where there is an NVIDIA GPU,
 nvidia-smi is timed beside it on the real driver.

@@ -169,7 +169,7 @@ def link(layout: Layout, host: str, state: str) -> None:
 
 
 def shape(layout: Layout, host: str, words: str) -> None:
-    """Shape a host's cable both ways, in the words of tc-netem (loss, rate, delay); '' restores it."""
+    """Shape a host's cable both ways, as tc-netem says it (loss, rate, delay); '' restores it."""
     for where in (["-n", host], []):
         device = "eth0" if where else layout.port(host)
         works(["tc", *where, "qdisc", "del", "dev", device, "root"])

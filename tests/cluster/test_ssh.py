@@ -131,7 +131,7 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: CommandLine, tmp_path: 
         metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 9.9.9\\n"
         _write(config, torch / "torch-9.9.9.dist-info" / "METADATA", metadata)
         _write(config, gpus / "scene", "\\n".join(map(fake_nvml.gpu, range(4))))
-        _send(config, gpus / fake_nvml.NAME, fake_nvml.built())
+        _send(config, gpus / fake_nvml.NAME, fake_nvml.build_library())
         words = (*WORDS, *SHORT, f"launch.ssh='ssh -F {config}'")
         there = f"launch.hosts=[{first},gone,liar,bare,apart]"
         done = command_line.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")

@@ -1,6 +1,6 @@
 """What the tests train, and the faults they suffer, given as data.
 
-`ECHELON_TEST_FAULT="RANK:STEP:WHAT"`: after this rank's STEP-th optimizer step of this life, WHAT happens
+`ECHELON_TEST_FAULT="RANK:STEP:WHAT"`: after this rank's STEP-th optimizer step, WHAT happens
 to it: a signal (KILL, TERM, USR2, INT), `wait` (until it is ended from outside), `hear` (it waits
 until it is asked to stop) or `go` (nothing; it has waited for ECHELON_TEST_AFTER).
 `ECHELON_TEST_AFTER=PATH`: it does not happen before this is there.

@@ -346,7 +346,7 @@ def echelon(words: Sequence[str], folder: Path, env: Mapping[str, str] | None = 
     return finish(command(words, folder, env))
 
 
-# --- what ranks wrote down (ECHELON_TEST_TRACE) --------------------------------------------------------
+# --- what ranks wrote down (ECHELON_TEST_TRACE) ---
 
 
 def traced_lines(folder: Path, key: str) -> list[dict[str, Any]]:

@@ -239,7 +239,7 @@ class Training:
         return every == 1 or self.readback.is_due(self.step, every) or self._is_action_due()
 
     def _is_action_due(self) -> bool:
-        """Whether something is due by the number of the step, or a process that is alone was asked to
+        """Whether something is due at this step, or a process that is alone was asked to
         stop."""
         trainer = self.config.trainer
         is_stopped_alone = self.stop.is_requested and self.group.world.size == 1
