@@ -145,8 +145,8 @@ def _plan_stages(
     if not layer_groups:
         raise EchelonError(
             Fault(
-                f"replica.devices={count}, but {kind} cannot be split: there is no Sequential, no "
-                "ModuleList in it that would say in which order its layers come",
+                f"replica.devices={count}, but {kind} cannot be split: there is no Sequential and "
+                "no ModuleList in it that would say in which order its layers come",
                 f"put its layers into one, or {_PLACE_BY_HAND}",
             )
         )
