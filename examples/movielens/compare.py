@@ -28,7 +28,7 @@ import numpy as np
 
 from echelon.config.compose import compose
 from echelon.recipes.movielens.data import Ratings, load_ratings, split_newest, split_randomly
-from echelon.runs.run_folder import find_run
+from echelon.runs.find import find_run
 from echelon.train.worker import train_in_process
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.runs import run_folder
+from echelon.runs.create import assign_numbered_names, create_run
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
@@ -85,7 +85,7 @@ def train_multirun(
     experiment = named_experiment or experiment
     conf_dir = _find_conf_folder(experiment) if experiment else None
     defaults = load_project_defaults()
-    configs = run_folder.assign_numbered_names(
+    configs = assign_numbered_names(
         [compose(words, experiment, conf_dir, defaults=defaults) for words in expand_multirun(rest)]
     )
     return make_launcher(configs[0]).start_multirun(configs, dry_run, start_run)
@@ -166,7 +166,7 @@ def _make_services() -> LaunchServices:
     def run_wandb_agent(config: Config) -> int:
         from echelon.submit.wandb_agent import run_agent_here
 
-        return run_agent_here(config, run_folder.create_run(config))
+        return run_agent_here(config, create_run(config))
 
     def follow_queued_run(config: Config, wait: bool) -> int:
         from echelon.jobs import attach

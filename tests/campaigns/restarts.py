@@ -41,7 +41,7 @@ from command_runner import (
 )
 from rich.progress import Progress
 
-from echelon.tracking.metrics_line import SPEED_METRICS
+from echelon.runs.metrics_file import SPEED_METRICS
 
 PROCS = 2
 PER_RUN = 50

@@ -32,7 +32,8 @@ from typing import Any
 import report
 import torch
 
-from echelon.snapshot.reader import find_best, find_newest, list_snapshots
+from echelon.snapshot.layout import find_best, list_snapshots
+from echelon.snapshot.reader import find_newest
 from echelon.snapshot.writer import SnapshotWriter
 
 KEEP_LAST = 2

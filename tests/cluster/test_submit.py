@@ -16,7 +16,7 @@ from wandb_server import SWEEP, serving
 from wheels import wheel
 
 from echelon.errors import Exit
-from echelon.jobs.status import read_run_status
+from echelon.runs.status import read_run_status
 from echelon.submit.command_file import quote_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]

@@ -15,7 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from echelon.config.compose import BUNDLED_CONF_DIR, UserExperiment, compose, recompose
 from echelon.config.schema import Config, build_config, find_differences
 from echelon.errors import EchelonError
-from echelon.runs import run_folder
+from echelon.runs.create import create_run
+from echelon.runs.find import find_run
 
 
 @dataclass
@@ -347,11 +348,11 @@ def test_hydras_global_state_is_restored() -> None:
 
 def test_the_resolved_configuration_is_saved(tmp_path: Path) -> None:
     config = compose([f"run.dir={tmp_path}", "run.name=a", "lr=0.3", "trainer.clip=2"])
-    run = run_folder.create_run(config)
+    run = create_run(config)
     assert run.read_config() == config
     assert json.loads(run.config_file.read_text())["experiment"]["lr"] == 0.3
-    assert run_folder.find_run("a", str(tmp_path)).read_config() == config
-    assert run_folder.find_run("latest", str(tmp_path)).folder == run.folder
+    assert find_run("a", str(tmp_path)).read_config() == config
+    assert find_run("latest", str(tmp_path)).folder == run.folder
 
 
 def test_a_config_written_by_a_later_version_is_read() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_cuda_training import echelon, losses
 
-from echelon.tracking.metrics_file import read_metrics
+from echelon.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from echelon.optim import RowAdam
 from echelon.recipes.movielens.data.synthetic import make_synthetic, write_csv
-from echelon.tracking.metrics_file import read_metrics
+from echelon.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 

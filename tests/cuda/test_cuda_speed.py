@@ -15,7 +15,7 @@ from echelon.data.batches import Batch
 from echelon.experiment.definition import Experiment
 from echelon.monitoring.flops import FlopsCounter, get_peak_flops
 from echelon.monitoring.speed import SpeedMonitor, StepTimestamps
-from echelon.tracking.metrics_file import read_metrics
+from echelon.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 

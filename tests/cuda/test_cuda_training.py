@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from echelon.data.batches import make_source
 from echelon.gpus import count_visible_gpus
-from echelon.tracking.metrics_file import read_metrics
+from echelon.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 

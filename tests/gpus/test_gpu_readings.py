@@ -195,7 +195,7 @@ def _run(root: Path, name: str, **status: object) -> Path:
 
 def test_the_run_and_whether_it_is_over(make_driver: MakeDriver, tmp_path: Path) -> None:
     now = time.time()
-    from echelon.launch.process_record import identify_this_process
+    from echelon.runs.process_record import identify_this_process
 
     gone = identify_this_process() | {"born": "1@here"}
     folders = [

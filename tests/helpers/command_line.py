@@ -18,8 +18,8 @@ import slurm_cluster
 from command_runner import CommandResult, RunningCommand, until
 from slurm_cluster import TestCluster
 
+from echelon.runs.metrics_file import read_metrics
 from echelon.runs.run_folder import Run
-from echelon.tracking import metrics_file
 
 ECHELON = (sys.executable, "-m", "echelon")
 FAULTY = f"experiment={command_runner.HERE / 'faulty_experiment.py'}:experiment"
@@ -85,7 +85,7 @@ class CommandLine:
 
     def step(self, name: str = "a") -> int:
         """The newest step in the metrics, whose last line may be half written."""
-        lines = metrics_file.read_metrics(self.run(name).metrics_file)
+        lines = read_metrics(self.run(name).metrics_file)
         return max((line["step"] for line in lines if "loss" in line), default=0)
 
     def wait_for_step(self, step: int, name: str = "a", limit_s: float = START_S) -> None:

@@ -220,7 +220,7 @@ def steps_seen(run_folder: Path, ranks: int) -> list[int]:
 
     row = struct.Struct("<QQd")
     try:
-        raw = (run_folder / ".pulse-0").read_bytes()
+        raw = (run_folder / ".heartbeat-0").read_bytes()
     except OSError:
         return [0] * ranks
     if len(raw) < row.size * ranks:

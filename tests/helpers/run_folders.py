@@ -11,7 +11,7 @@ from rich.text import Text
 
 from echelon.cli import run_command, run_guarded
 from echelon.config.schema import Config
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import RUN_FORMAT, Run
 
 STARTED = 1_700_000_000.0
 TOY = "echelon.recipes.toy:experiment"
@@ -42,7 +42,7 @@ def make_run(
     run.logs_folder.mkdir(parents=True)
     config = Config(experiment={"entry": TOY, **settings}).to_dict()
     config["trainer"] |= trainer or {}
-    run.config_file.write_text(json.dumps(config))
+    run.config_file.write_text(json.dumps({"run_format": RUN_FORMAT, **config}))
     said = {"state": "finished", "launcher": "inline", "nodes": 1, "world": 1}
     times = {"started": STARTED, "since": STARTED, "updated": STARTED + 99}
     run.status_file.write_text(json.dumps(said | times | (status or {})))

@@ -32,10 +32,10 @@ from echelon.cli import run_command, run_guarded
 from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.entrypoint import inspect_experiment
+from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
-from echelon.snapshot.reader import list_snapshots, parse_step, verify_snapshot
-from echelon.tracking import metrics_file
-from echelon.tracking.metrics_line import SPEED_METRICS
+from echelon.snapshot.layout import list_snapshots, parse_step
+from echelon.snapshot.reader import verify_snapshot
 from echelon.train.worker import train_in_process
 
 LIMIT_S = 120.0
@@ -276,7 +276,7 @@ def _run_command(rank: int, master: str, commands: Sequence[Sequence[str]]) -> N
 
 def metrics(run: Run) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock wrote."""
-    lines = metrics_file.read_metrics(run.metrics_file)
+    lines = read_metrics(run.metrics_file)
     return [{k: v for k, v in line.items() if k not in _CLOCKS} for line in lines]
 
 

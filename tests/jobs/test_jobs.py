@@ -22,9 +22,9 @@ from echelon.jobs import follow as following
 from echelon.jobs.cancel import cancel_runs
 from echelon.jobs.follow import PlainPrinter
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs
-from echelon.jobs.status import read_run_status
-from echelon.launch.process_record import _read_birth, identify_this_process, is_alive, send_signal
+from echelon.runs.process_record import _read_birth, identify_this_process, is_alive, send_signal
 from echelon.runs.run_folder import Run
+from echelon.runs.status import read_run_status
 
 LONG = ("train", "launch=local", "launch.procs=2", "run.name=a", "trainer.steps=1000000")
 NOT_THERE = {"host": socket.gethostname(), "pid": 1, "born": "another"}

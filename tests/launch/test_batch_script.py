@@ -20,6 +20,7 @@ from echelon.errors import EchelonError, Exit
 from echelon.launch.plan import LaunchMachine, LaunchPlan
 from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.runs import run_folder
+from echelon.runs.create import assign_name
 
 CANARY = "canary-5d1f0c"
 HERE = LaunchMachine({"WANDB_API_KEY": CANARY, "PATH": "/bin"}, "login", 0)
@@ -28,7 +29,7 @@ HERE = LaunchMachine({"WANDB_API_KEY": CANARY, "PATH": "/bin"}, "login", 0)
 def planned(*words: str, program: Sequence[str] = ()) -> LaunchPlan:
     name = [] if any(word.startswith("run.name=") for word in words) else ["run.name=a"]
     config = compose(["launch=slurm", *name, *words], program=program)
-    return SlurmLauncher().plan(run_folder.assign_name(config), HERE)
+    return SlurmLauncher().plan(assign_name(config), HERE)
 
 
 def options(plan: LaunchPlan) -> list[str]:

@@ -21,8 +21,8 @@ from echelon.config.schema import Config, ReplicaConfig, TrainerConfig
 from echelon.monitoring.out_of_memory import explain_out_of_memory
 from echelon.parallel import fsdp_replica
 from echelon.parallel.ddp_replica import DDPReplica
+from echelon.runs.metrics_file import read_metrics
 from echelon.runs.run_folder import Run
-from echelon.tracking import metrics_file
 from echelon.world import detect
 
 PARTS = ("data_ms", "compute_ms", "communication_ms", "optimizer_ms")
@@ -42,7 +42,7 @@ def read_device_every(steps: int, rank: int) -> None:
 
 
 def lines(done: Trained) -> list[dict[str, float]]:
-    return [line for line in metrics_file.read_metrics(done.run.metrics_file) if "loss" in line]
+    return [line for line in read_metrics(done.run.metrics_file) if "loss" in line]
 
 
 # --- speed ---

@@ -30,7 +30,8 @@ from worlds import (
 import echelon
 from echelon.errors import EchelonError
 from echelon.runs.run_folder import Run
-from echelon.snapshot.reader import InvalidSnapshotError, verify_snapshot
+from echelon.snapshot.manifest import InvalidSnapshotError
+from echelon.snapshot.reader import verify_snapshot
 
 pytestmark = pytest.mark.slow
 

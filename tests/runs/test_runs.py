@@ -1,11 +1,18 @@
-"""Runs: how they are called."""
+"""Run folders: their names, and the version of their format."""
 
 from __future__ import annotations
 
-import pytest
+import json
+from dataclasses import replace
+from pathlib import Path
 
-from echelon.config.schema import Config
-from echelon.runs.run_folder import assign_name
+import pytest
+from run_folders import echelon, lines, make_run
+
+from echelon.config.schema import Config, RunConfig
+from echelon.errors import EchelonError
+from echelon.runs.create import assign_name, create_run
+from echelon.runs.run_folder import RUN_FORMAT
 
 SHORT = {
     "echelon.recipes.toy:experiment": "toy",
@@ -29,3 +36,31 @@ def test_a_run_is_called_after_its_experiment(entry: str) -> None:
 def test_a_run_is_called_after_its_program(program: tuple[str, ...]) -> None:
     name = assign_name(Config(program=list(program))).run.name
     assert str(name).startswith(f"{PROGRAMS[program]}-2")
+
+
+@pytest.mark.parametrize("version", [None, 1, RUN_FORMAT + 1, "2"])
+def test_a_run_folder_of_another_format_is_refused_and_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: object
+) -> None:
+    run = make_run(tmp_path, "before", lines())
+    data = json.loads(run.config_file.read_text())
+    assert data.pop("run_format") == RUN_FORMAT
+    run.config_file.write_text(
+        json.dumps(data if version is None else {"run_format": version, **data})
+    )
+    with pytest.raises(EchelonError, match=rf"format {version or 1}, and this version .* reads"):
+        run.read_config()
+    named = replace(Config(), run=RunConfig(name="before", dir=str(tmp_path)))
+    with pytest.raises(EchelonError, match="is a run folder of format"):
+        create_run(named)
+    for command in ("runs", "jobs"):
+        code, output, _ = echelon(capsys, command, "--dir", str(tmp_path))
+        assert code == 0
+        assert "before" in output
+        assert "finished" in output
+    code, output, _ = echelon(capsys, "show", str(run.folder))
+    assert code == 0
+    assert "run_format" not in output
+    aside = replace(named, trainer=replace(named.trainer, resume="never"))
+    assert create_run(aside).read_config() == aside
+    assert (tmp_path / "before.1" / "config.json").exists()

@@ -318,7 +318,7 @@ def test_returning_to_an_older_snapshot_of_the_same_run(tmp_path: Path, stopped:
 def test_no_snapshot_at_the_path(tmp_path: Path) -> None:
     ended = train_world(tmp_path, 1, *SHORT, f"trainer.resume={tmp_path / 'nowhere'}")
     assert ended.codes == [3]
-    assert f"trainer.resume={tmp_path / 'nowhere'} is no snapshot" in ended.said
+    assert f"trainer.resume={tmp_path / 'nowhere'} is not a snapshot" in ended.said
 
 
 def test_never_sets_the_old_run_aside(

@@ -22,16 +22,9 @@ import torch
 
 from echelon.errors import EchelonError
 from echelon.snapshot import writer as writing
-from echelon.snapshot.reader import (
-    BLOCK_BYTES,
-    DamagedSnapshot,
-    InvalidSnapshotError,
-    find_best,
-    find_newest,
-    list_snapshots,
-    load_weights,
-    verify_snapshot,
-)
+from echelon.snapshot.layout import find_best, list_snapshots
+from echelon.snapshot.manifest import BLOCK_BYTES, InvalidSnapshotError
+from echelon.snapshot.reader import DamagedSnapshot, find_newest, load_weights, verify_snapshot
 from echelon.snapshot.writer import SaveError, SaveResult, SharedSave, SnapshotWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
@@ -60,9 +53,7 @@ def steps(root: Path) -> list[int]:
 
 def found(root: Path) -> tuple[int | None, dict[int, str]]:
     snapshot, damaged = find_newest(root)
-    return snapshot.step if snapshot else None, {
-        int(d.folder.name[5:]): d.describe_os_error for d in damaged
-    }
+    return snapshot.step if snapshot else None, {int(d.folder.name[5:]): d.reason for d in damaged}
 
 
 def only(saved: list[SaveResult]) -> SaveResult:
@@ -416,12 +407,12 @@ def test_a_manifest_of_garbage_is_found(two: Path, kind: str) -> None:
 def test_a_manifest_with_a_right_checksum_is_still_read_with_care(
     two: Path, change: dict[str, Any]
 ) -> None:
-    from echelon.snapshot import reader as reader_module
+    from echelon.snapshot import manifest
 
     path = hurt(two, "manifest.json")
     body = {**json.loads(path.read_bytes()), **change}
     body.pop("checksum")
-    path.write_bytes(reader_module._render_with_checksum(body))
+    path.write_bytes(manifest._render_with_checksum(body))
     assert found(two)[0] == 1
 
 

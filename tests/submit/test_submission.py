@@ -19,7 +19,9 @@ from echelon.environments import plan_environment as plan_environment
 from echelon.errors import EchelonError, Exit
 from echelon.launch.slurm import batch_script
 from echelon.runs import run_folder
-from echelon.runs.run_folder import Run, find_run, find_runs
+from echelon.runs.create import create_run, generate_run_name
+from echelon.runs.find import find_run, find_runs
+from echelon.runs.run_folder import Run
 from echelon.submit import plan as plans
 from echelon.submit.command_file import parse_commands, quote_words
 from echelon.submit.enqueue import prepare_submission
@@ -137,7 +139,7 @@ def test_twelve_commands_are_an_array_with_every_word_exact(here: Path) -> None:
     for word in nasty[:2]:
         assert word not in job.script, "words are not part of an array's script"
     for entry, command in zip(submission.commands, commands, strict=True):
-        run = run_folder.create_run(entry.config)
+        run = create_run(entry.config)
         batch_script.write_program_words(entry.config, run)
         read = 'mapfile -d "" -t words < "$1"; printf "%s\\0" "${words[@]}"'
         done = subprocess.run(["bash", "-c", read, "_", run.arguments_file], capture_output=True)
@@ -201,7 +203,7 @@ def test_what_would_fail_only_in_the_job_is_told_now(here: Path) -> None:
     for name in ("a b", "a\nb", "$(x)", ";", "-x", "x" * 101):
         assert "is not a valid name for a run" in told("python main.py", name=name)
     for script_ in (f"{'x' * 240}.py", "-x.py", ".py"):
-        assert check_run_name(run_folder.generate_run_name(["python", script_])) is None
+        assert check_run_name(generate_run_name(["python", script_])) is None
 
 
 def test_what_was_queued_before_a_refusal_is_told(
@@ -340,7 +342,7 @@ def test_secrets_stay_where_they_are(here: Path) -> None:
 
 def test_a_name_in_use_keeps_its_code(here: Path) -> None:
     def used(name: str, group: str | None) -> Run:
-        run = run_folder.create_run(compose([f"run.name={name}"]))
+        run = create_run(compose([f"run.name={name}"]))
         run.update_status(state="queued", launcher="slurm")
         folder = here / "runs" / (group or name)
         folder.mkdir(exist_ok=True)
@@ -444,8 +446,8 @@ def test_runs_are_found_by_name_number_and_group(here: Path) -> None:
     (here / "runs" / "a" / run_folder.SUBMISSION_FILE).touch()
     for number in (0, 1, 2, 10):
         named = compose([f"run.name=a-{number}"])
-        run_folder.create_run(named).job_id_file.write_text(f"7_{number}\n")
-    single = run_folder.create_run(compose(["run.name=b"]))
+        create_run(named).job_id_file.write_text(f"7_{number}\n")
+    single = create_run(compose(["run.name=b"]))
     single.job_id_file.write_text("8\n")
     assert config.run.name is None
 
@@ -461,7 +463,7 @@ def test_runs_are_found_by_name_number_and_group(here: Path) -> None:
     with pytest.raises(EchelonError, match="a is 4 runs"):
         find_run("a")
     for number in (1, 2):  # submitted one by one, so that they are no group
-        alone = run_folder.create_run(compose([f"run.name=c-{number}"]))
+        alone = create_run(compose([f"run.name=c-{number}"]))
         (alone.folder / run_folder.SUBMISSION_FILE).touch()
     for nothing in ("9", "7_3", "[", "*", "a-", "c"):
         with pytest.raises(EchelonError, match="no run"):

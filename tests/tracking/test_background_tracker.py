@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import Exit
+from echelon.runs.metrics_file import MetricsLine
 from echelon.tracking.background import (
     BackgroundTracker,
     PrintMessage,
     TrackerProgress,
     summarize_error,
 )
-from echelon.tracking.metrics_line import MetricsLine, name_curves, select_axes
+from echelon.tracking.metrics_line import name_curves, select_axes
 
 
 class Kept:

@@ -12,10 +12,11 @@ from command_runner import ECHELON, HERE, TWO, CommandResult, only_run
 from wandb_server import ServedRun, Server, serving
 from worlds import Trained, train_world
 
+from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
-from echelon.snapshot.reader import list_snapshots, verify_snapshot
-from echelon.tracking import metrics_file
-from echelon.tracking.metrics_line import SPEED_METRICS, name_curves
+from echelon.snapshot.layout import list_snapshots
+from echelon.snapshot.reader import verify_snapshot
+from echelon.tracking.metrics_line import name_curves
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 pytest.importorskip("wandb")
@@ -32,7 +33,7 @@ def numbers(run: Run) -> dict[tuple[int, str], float]:
     """Every number of metrics.jsonl by its step and the name it has on a tracker."""
     return {
         (line["step"], name): value
-        for line in metrics_file.read_metrics(run.metrics_file)
+        for line in read_metrics(run.metrics_file)
         for name, value in name_curves(line).items()
         if name not in CLOCKS
     }

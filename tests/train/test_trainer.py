@@ -26,7 +26,7 @@ from worlds import (
 
 from echelon.config.schema import Config
 from echelon.runs.run_folder import Run
-from echelon.snapshot.reader import find_best
+from echelon.snapshot.layout import find_best
 from echelon.train import worker
 from echelon.train.worker import train_in_process
 

@@ -19,10 +19,10 @@ from run_folders import STARTED, lines, make_run
 from run_folders import echelon as verb
 
 import echelon.views
+from echelon.runs.curves import build_scale, load_metrics
+from echelon.runs.record import read_records
 from echelon.runs.run_folder import Run
-from echelon.views.metrics import build_scale, load_metrics
 from echelon.views.plot_data import Plot, PlotOptions, build_plot
-from echelon.views.record import read_records
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,7 @@ def _composed_config(overrides: Sequence[str]) -> Config:
 
 def _run_config(name: str, root: str) -> Config:
     """The configuration of an old run, as it would start again in its folder."""
-    from echelon.runs.run_folder import find_run
+    from echelon.runs.find import find_run
 
     run = find_run(name, root)
     config = run.read_config()

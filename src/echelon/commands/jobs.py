@@ -63,7 +63,7 @@ def logs(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.logs import show_logs, show_logs_of_runs
-    from echelon.runs.run_folder import find_run, find_runs
+    from echelon.runs.find import find_run, find_runs
 
     found = find_runs(given.run, given.dir)
     if len(found) > 1 and not given.follow:
@@ -83,7 +83,7 @@ def attach(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.attach import attach_run
-    from echelon.runs.run_folder import find_run
+    from echelon.runs.find import find_run
 
     return attach_run(find_run(given.run, given.dir))
 
@@ -99,6 +99,6 @@ def cancel(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.cancel import cancel_runs
-    from echelon.runs.run_folder import find_runs
+    from echelon.runs.find import find_runs
 
     return cancel_runs([run for name in given.run for run in find_runs(name, given.dir)], given.now)

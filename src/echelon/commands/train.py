@@ -114,7 +114,7 @@ def resume(words: list[str]) -> int:
     given = parser.parse_intermixed_args(words)
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
-    from echelon.runs.run_folder import find_run
+    from echelon.runs.find import find_run
 
     run = find_run(given.run)
     if run.submission_file is not None:
@@ -125,6 +125,6 @@ def resume(words: list[str]) -> int:
             )
         )
     config = run.read_config()
-    if config.trainer.resume == "never" or any(run.snapshots_folder.glob("step-*")):
+    if config.trainer.resume == "never" or run.has_snapshots():
         given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
     return start_run(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))

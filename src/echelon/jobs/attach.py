@@ -10,8 +10,10 @@ from echelon.config.schema import Config
 from echelon.errors import Exit
 from echelon.jobs.follow import INITIAL_LINES, PlainPrinter, follow_run
 from echelon.jobs.log_reader import LogLine
-from echelon.jobs.status import RunStatus, read_last_metrics
-from echelon.runs.run_folder import Run, find_run
+from echelon.runs.find import find_run
+from echelon.runs.metrics_file import read_last_metrics
+from echelon.runs.run_folder import Run
+from echelon.runs.status import RunStatus
 from echelon.tracking.progress import ProgressBar
 from echelon.tracking.summary import format_run_argument
 
@@ -88,7 +90,7 @@ class ProgressBarPrinter(StatusPrinter):
 
     def tell(self, standing: RunStatus) -> None:
         super().tell(standing)
-        metrics = read_last_metrics(self.run)
+        metrics = read_last_metrics(self.run.metrics_file)
         total = self.run.read_status().get("total_steps")
         if self._bar is None and metrics and isinstance(total, int):
             self._bar = ProgressBar(total, metrics[0]["step"])

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.jobs.status import RunStatus, read_run_statuses
-from echelon.launch.process_record import is_alive, send_signal
-from echelon.launch.slurm.queue import last_error_line, run_slurm_command
 from echelon.launch.slurm.requeue import REQUEUE_FILE
+from echelon.runs.process_record import is_alive, send_signal
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import last_error_line, run_slurm_command
+from echelon.runs.status import RunStatus, read_run_statuses
 
 
 def cancel_runs(runs: Sequence[Run], now: bool) -> int:

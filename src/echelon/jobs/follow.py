@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs
-from echelon.jobs.status import RunStatus, read_run_status
-from echelon.launch.process_record import is_alive
+from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
+from echelon.runs.status import RunStatus, read_run_status
 
 INITIAL_LINES = 20
 _POLL_S = 0.2

@@ -26,7 +26,7 @@ from echelon.launch.plan import (
     describe_workload,
     place_ranks,
 )
-from echelon.runs import run_folder
+from echelon.runs.create import adopt_run, create_run
 from echelon.runs.run_folder import Run
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def _agree_on_run(
 ) -> Run:
     """Node 0 makes the folder; another node finds the same one, or makes its own at that path."""
     if node.rank == 0:
-        run = run_folder.create_run(config)
+        run = create_run(config)
         store.set("run", str(run.folder))
         return run
-    return run_folder.adopt_run(Path(wait_for_key("run")), config)
+    return adopt_run(Path(wait_for_key("run")), config)
 
 
 def _read_cluster_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:

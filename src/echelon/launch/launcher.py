@@ -30,7 +30,7 @@ from echelon.config.schema import Config
 from echelon.config.validate import check_batch_size, check_fsdp_world_size
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.plan import LaunchMachine, LaunchPlan
-from echelon.launch.process_record import is_alive
+from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 
 

@@ -25,7 +25,7 @@ from echelon.launch.plan import (
     describe_workload,
     place_ranks,
 )
-from echelon.runs import run_folder
+from echelon.runs.create import create_run
 
 
 class LocalLauncher(Launcher):
@@ -64,5 +64,5 @@ class LocalLauncher(Launcher):
             # `wandb agent` starts trials itself; each of them becomes a launch of its own.
             return services.run_wandb_agent(config)
         os.environ |= dict(plan.variables)
-        run = run_folder.create_run(config)
+        run = create_run(config)
         return run_node(config, NodeSpec(procs=len(plan.places)), lambda store, wait_for_key: run)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.parallel.model_parallel import get_devices
 from echelon.runs.run_folder import Run
-from echelon.snapshot.reader import list_snapshots
+from echelon.snapshot.layout import list_snapshots
 from echelon.tracking.summary import format_run_argument, shorten_path
-from echelon.train.loop import Training
 from echelon.utils.text import format_bytes
 from echelon.world import World
+
+if TYPE_CHECKING:
+    from echelon.train.loop import Training
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _AMOUNT = r"([0-9.]+) (bytes|KiB|MiB|GiB|TiB)"

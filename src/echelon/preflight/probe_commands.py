@@ -20,7 +20,7 @@ from echelon.launch.ssh import remote_command
 from echelon.launch.ssh.host_check import explain_ssh_failure
 from echelon.launch.ssh.host_list import SshHost, list_hosts
 from echelon.preflight.probe_client import ProbeCommand, ProbeExit
-from echelon.runs import run_folder
+from echelon.runs.create import assign_name
 from echelon.runs.run_folder import Run
 
 _PROBE_ARGV = (sys.executable, "-m", "echelon.preflight.node_probe")
@@ -99,7 +99,7 @@ def _plan_by_srun(config: Config, env: Mapping[str, str]) -> ProbePlan:
         nodes, options = int(env.get("SLURM_NNODES") or launch.nodes), ["--overlap"]
     else:
         # Ask Slurm first: srun would wait for ever for nodes that do not exist.
-        named = run_folder.assign_name(config)
+        named = assign_name(config)
         folder = Path(named.run.dir).absolute() / str(named.run.name)
         require_slurm_accepts(render_script(named, Run(folder)))
         nodes, options = launch.nodes, [*srun_options(config), f"--job-name={_JOB_NAME}"]

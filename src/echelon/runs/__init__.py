@@ -1,1 +1,5 @@
-"""A run folder: its paths, its failure record and its heartbeat."""
+"""One model of a run and its folder: paths, creation, search, status, metrics, failure, heartbeat.
+
+Everything that reads a run folder (`runs`, `jobs`, `show`, `plot`, `logs`, sweeps, launchers) reads
+it through this package.
+"""

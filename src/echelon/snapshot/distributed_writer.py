@@ -25,7 +25,7 @@ from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.parallel.model_parallel import get_devices
 from echelon.parallel.process_group import RankGroup
-from echelon.snapshot.reader import ManifestEntry
+from echelon.snapshot.manifest import ManifestEntry
 from echelon.snapshot.shards import extract_own_shard, format_shard_name, gather_full_tensors
 from echelon.snapshot.staging_buffer import StagingBuffer
 from echelon.snapshot.state import collect_parts, pack_rng_state

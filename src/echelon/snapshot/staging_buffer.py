@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from echelon.errors import EchelonError, Fault
-from echelon.snapshot.reader import count_cores
+from echelon.snapshot.manifest import count_cores
 
 _ALIGN_BYTES = 64
 # torch.nn.Buffer is there from torch 2.5 on.

@@ -24,24 +24,26 @@ from typing import IO, Any, cast
 import torch
 
 from echelon.errors import EchelonError, Fault
-from echelon.runs.run_folder import BEST_FILE, MANIFEST_FILE
-from echelon.snapshot.reader import (
-    CHUNK_BYTES,
+from echelon.snapshot.layout import (
+    BEST_FILE,
+    MANIFEST_FILE,
     STATE_FILE,
+    find_best,
+    format_folder_name,
+    list_snapshots,
+    parse_step,
+)
+from echelon.snapshot.manifest import (
+    CHUNK_BYTES,
     BlockChecksum,
     InvalidSnapshotError,
     Manifest,
     ManifestEntry,
-    find_best,
-    find_newest,
-    format_folder_name,
     format_part_name,
-    list_snapshots,
-    parse_step,
     read_manifest,
     render_manifest,
-    verify_snapshot,
 )
+from echelon.snapshot.reader import find_newest, verify_snapshot
 from echelon.snapshot.staging_buffer import StagingBuffer
 from echelon.utils.files import flush_to_disk, replace_file
 from echelon.utils.os_errors import describe_os_error

@@ -16,9 +16,10 @@ from echelon.config.user_defaults import read_secrets
 from echelon.environments.build_lock import try_lock
 from echelon.environments.env_command import list_warnings
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.jobs.status import read_run_statuses
 from echelon.launch.slurm import job_array, launcher
-from echelon.runs.run_folder import SUBMISSION_FILE, Run, find_numbered_runs
+from echelon.runs.find import find_numbered_runs
+from echelon.runs.run_folder import SUBMISSION_FILE, Run
+from echelon.runs.status import read_run_statuses
 from echelon.submit.plan import SbatchJob, Submission
 from echelon.submit.source_copy import copy_source
 from echelon.utils.files import write_json_atomically

@@ -19,7 +19,8 @@ from echelon.environments.cache import MARKER_NAME
 from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.slurm import batch_script, job_array
-from echelon.runs.run_folder import Run, generate_run_name
+from echelon.runs.create import generate_run_name
+from echelon.runs.run_folder import Run
 from echelon.submit import command_file, launch_modes
 from echelon.submit.launch_modes import LaunchMode
 from echelon.submit.shell_syntax import ShellCommand

@@ -39,7 +39,6 @@ from echelon.sweep.wandb.agent import GIVE_UP_S, RETRY_S, AgentPool, AgentSlot
 from echelon.sweep.wandb.client import ServerUnavailableError, WandbServer
 from echelon.sweep.wandb.trial_records import WandbTrialRecord
 from echelon.tracking import wandb_key
-from echelon.utils.files import write_json_atomically
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.processes import die_with_parent
 
@@ -301,7 +300,7 @@ class JobTrial:
         """Start the program as a job that was submitted with it would."""
         run = job.run
         config = replace(run.read_config(), program=program, mode="torchrun")
-        write_json_atomically(run.config_file, config.to_dict())  # the agents of the nodes read it
+        run.write_config(config)  # the agents of the nodes read it
         run.agent_exit_file.unlink(missing_ok=True)
         host, _, port = job.master.rpartition(":")
         script_variables = {"run": str(run.folder), "master": host, "port": port}

@@ -10,7 +10,7 @@ from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm.batch_script import render_sweep_script
 from echelon.launch.slurm.job_array import read_max_array_size
 from echelon.launch.slurm.launcher import require_sbatch, require_slurm_accepts, submit_job
-from echelon.launch.slurm.queue import query_queue
+from echelon.runs.slurm_queue import query_queue
 from echelon.sweep.display import open_progress
 from echelon.sweep.plan import SweepPlan
 from echelon.sweep.sweep_folder import SweepFolder

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.launch.process_record import identify_this_process, is_alive
-from echelon.launch.slurm.queue import read_job_id
+from echelon.runs.process_record import identify_this_process, is_alive
+from echelon.runs.slurm_queue import read_job_id
 from echelon.utils.files import write_json_atomically
 
 

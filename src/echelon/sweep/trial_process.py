@@ -12,16 +12,16 @@ from typing import Protocol
 
 from echelon.config.schema import Config
 from echelon.launch.node.fork_server import ForkServer, ForkServerGone, WorkerSpawnRequest
-from echelon.launch.process_record import make_starting_status
 from echelon.launch.slurm.batch_script import (
     FIRST_PORT,
     PORTS,
     count_processes_per_node,
     srun_step_command,
 )
-from echelon.launch.slurm.queue import read_job_id
-from echelon.runs import run_folder
+from echelon.runs.create import create_run
+from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import read_job_id
 from echelon.utils.processes import die_with_parent
 
 _ENTRY_POINT = "echelon.entrypoint:start_from_json"
@@ -112,7 +112,7 @@ class SlurmStepStarter:
 
     def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess:
         """Create the run folder, and start the step."""
-        created = run_folder.create_run(config)
+        created = create_run(config)
         created.agent_exit_file.unlink(missing_ok=True)
         world_size = config.launch.nodes * count_processes_per_node(config)
         status = make_starting_status("slurm", config.launch.nodes, world_size)

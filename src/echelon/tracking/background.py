@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from echelon.errors import Exit
-from echelon.tracking.metrics_line import MetricsLine
+from echelon.runs.metrics_file import MetricsLine
 from echelon.utils.text import truncate_text
 
 _ABANDON_TIMEOUT_S = 5.0

@@ -14,8 +14,8 @@ from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.runs.run_folder import Run
 from echelon.tracking import tensorboard_events, wandb_key, wandb_run
 from echelon.tracking.background import BackgroundTracker
-from echelon.tracking.metrics_file import MetricsFile
 from echelon.tracking.metrics_line import Tracker
+from echelon.tracking.metrics_writer import MetricsFile
 from echelon.tracking.summary import shorten_path
 
 _TENSORBOARD_CLOSE_S = 20.0

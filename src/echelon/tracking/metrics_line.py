@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 from echelon.errors import Exit
-
-MetricsLine = dict[str, Any]
-"""As in metrics.jsonl: `step`, `epoch`, and what was measured there."""
+from echelon.runs.metrics_file import MetricsLine
 
 _AXES = ("step", "epoch", "samples")
 _TIME = "time"
-SPEED_METRICS = (
-    *("samples_per_s", "step_ms", "data_ms", "compute_ms", "communication_ms", "optimizer_ms"),
-    *("mfu", "memory_gb", "slowest_rank", "slowest_x"),
-)
-"""How fast it went and not how well: no two runs have the same, and a line has what was measured
-since the last one."""
 
 
 class Tracker(Protocol):

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import Exit
+from echelon.runs.metrics_file import read_metrics
 from echelon.runs.run_folder import Run
-from echelon.tracking.metrics_file import read_metrics
+from echelon.snapshot.layout import list_snapshots
 from echelon.utils.text import can_print_unicode, convert_to_ascii, format_count
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -89,7 +90,7 @@ def _render_losses(lines: list[dict[str, Any]]) -> str:
 
 
 def _format_newest_snapshot(run: Run) -> str:
-    folders = sorted(run.snapshots_folder.glob("step-*"))
+    folders = list_snapshots(run.snapshots_folder, ignore_errors=True)
     return shorten_path(folders[-1]) if folders else ""
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from echelon.config.schema import Config
 from echelon.errors import Exit
+from echelon.runs.metrics_file import MetricsLine
 from echelon.tracking.background import PrintMessage, TrackerProgress
-from echelon.tracking.metrics_line import MetricsLine, name_curves, select_axes
+from echelon.tracking.metrics_line import name_curves, select_axes
 
 
 def get_event_folder(config: Config, run_folder: Path) -> Path:

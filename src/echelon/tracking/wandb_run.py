@@ -21,10 +21,11 @@ from typing import Any
 
 from echelon.config.schema import Config, TrainerConfig, flatten
 from echelon.errors import Exit
+from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.tracking import wandb_file, wandb_key
 from echelon.tracking.background import PrintMessage, TrackerProgress, summarize_error
-from echelon.tracking.metrics_line import MetricsLine, is_better, name_curves, select_axes
+from echelon.tracking.metrics_line import is_better, name_curves, select_axes
 from echelon.tracking.summary import shorten_path
 from echelon.utils.files import write_json_atomically
 

@@ -27,10 +27,11 @@ from echelon.parallel.process_group import RankGroup
 from echelon.parallel.replica import StepRequests, StepResult
 from echelon.parallel.store import PeerFailedError
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.snapshot.state import collect_state
 from echelon.snapshot.writer import SaveResult, SnapshotWriter
-from echelon.tracking.metrics_line import MetricsLine, Tracker, is_better
+from echelon.tracking.metrics_line import Tracker, is_better
 from echelon.tracking.progress import TrainingProgress
 from echelon.train.evaluate import Evaluator
 from echelon.train.lr_schedule import LRSchedule

@@ -7,14 +7,11 @@ from pathlib import Path
 
 from echelon.config.schema import Config, find_differences
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.runs.run_folder import Run, require_same_settings
-from echelon.snapshot.reader import (
-    InvalidSnapshotError,
-    Snapshot,
-    find_newest,
-    resolve_best,
-    verify_snapshot,
-)
+from echelon.runs.create import require_same_settings
+from echelon.runs.run_folder import Run
+from echelon.snapshot.layout import EXAMPLE_FOLDER, resolve_best
+from echelon.snapshot.manifest import InvalidSnapshotError
+from echelon.snapshot.reader import Snapshot, find_newest, verify_snapshot
 
 
 def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> Snapshot | None:
@@ -31,7 +28,7 @@ def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> 
     snapshot, damaged = find_newest(run.snapshots_folder)
     for bad in damaged:
         instead = f"resuming from {snapshot.folder.name}" if snapshot else "starting from step 0"
-        report(f"warning: {bad.folder} is damaged ({bad.describe_os_error}); {instead}")
+        report(f"warning: {bad.folder} is damaged ({bad.reason}); {instead}")
     if snapshot is not None:
         then = snapshot.info.get("config", {})
         require_same_settings(run, then, config, snapshot.folder)
@@ -48,7 +45,7 @@ def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], Non
         raise EchelonError(
             Fault(
                 f"trainer.resume={path} is not a valid snapshot: {error}",
-                "give a folder such as runs/NAME/snapshots/step-000000100",
+                f"give a folder such as {EXAMPLE_FOLDER}",
             ),
             exit=Exit.NOT_FOUND,
         ) from None

@@ -22,16 +22,16 @@ from echelon.config.validate import check_batch_size, check_cpu_support, check_f
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.experiment.loss_check import LossInputError
 from echelon.gpus import count_visible_gpus
-from echelon.launch.process_record import make_starting_status
 from echelon.monitoring.out_of_memory import explain_out_of_memory, find_out_of_memory
 from echelon.parallel.join_world import join_world, report_to_agent
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.store import PeerFailedError
 from echelon.runs import failure as failures
-from echelon.runs import run_folder
+from echelon.runs.create import create_run, find_restarted_run, get_launch_id
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
-from echelon.runs.run_folder import Run, get_launch_id
+from echelon.runs.process_record import make_starting_status
+from echelon.runs.run_folder import Run
 from echelon.tracking.summary import format_rows, format_run_argument, render_summary
 from echelon.train.loop import Training, train
 from echelon.train.output_tee import OutputTee
@@ -279,11 +279,7 @@ def _agree_on_run(config: Config, group: RankGroup) -> Run:
     """Returns the run of this world. Rank 0 creates the folder; the others receive its path."""
     folder = ""
     if group.world.rank == 0:
-        folder = str(
-            (
-                run_folder.find_restarted_run(config, os.environ) or run_folder.create_run(config)
-            ).folder
-        )
+        folder = str((find_restarted_run(config, os.environ) or create_run(config)).folder)
     return Run(Path(group.share_from_rank0("run", folder)))
 
 

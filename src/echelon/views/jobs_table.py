@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from echelon.errors import Exit
-from echelon.jobs.status import RunStatus, add_progress, list_runs, read_run_statuses
-from echelon.runs.run_folder import find_runs
+from echelon.runs.find import find_runs, list_runs
+from echelon.runs.status import RunStatus, add_progress, read_run_statuses
 from echelon.utils.text import format_duration, truncate_text
 from echelon.views.table_style import COLUMN_GAP, PIPED_WIDTH, STATE_STYLES, get_width
 
@@ -53,7 +53,7 @@ def _collect_statuses(
 ) -> tuple[list[RunStatus], int, str]:
     """What is shown, how many are not, and why Slurm is silent, if it is."""
     wanted = [run for name in names for run in find_runs(name, str(root))]
-    found, silence = read_run_statuses(wanted or list_runs(root.absolute()))
+    found, silence = read_run_statuses(wanted or list_runs(root))
     show_all = show_all or bool(names)
     recent = {s.folder for s in found[: len(found) if show_all else _RECENT_RUNS]}
     shown = [add_progress(s) for s in found if s.is_active or s.folder in recent]

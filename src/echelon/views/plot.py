@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.errors import EchelonError, Exit, Fault
+from echelon.runs.curves import RunMetrics, load_metrics
+from echelon.runs.find import find_run_folder, make_unknown_run_error
+from echelon.runs.record import RunRecord, read_records
 from echelon.runs.run_folder import Run
 from echelon.tracking.summary import shorten_path
 from echelon.utils.files import replace_file
 from echelon.utils.os_errors import describe_os_error
-from echelon.views.metrics import RunMetrics, load_metrics
 from echelon.views.plot_data import Plot, PlotOptions, build_plot
-from echelon.views.record import RunRecord, find_run_folder, make_unknown_run_error, read_records
 
 _SUFFIXES = (".png", ".svg", ".html")
 

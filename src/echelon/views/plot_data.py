@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.runs.curves import Curve, RunMetrics, build_scale, sort_metric_names
+from echelon.runs.record import RunRecord
 from echelon.tracking.summary import needs_log_scale, shorten_path
-from echelon.views.metrics import Curve, RunMetrics, build_scale, sort_metric_names
-from echelon.views.record import RunRecord
 from echelon.views.run_settings import find_differences, format_settings, omit_common_values
 from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, choose_smoothing, smooth_values
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -17,8 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from echelon.errors import Exit
+from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
+from echelon.runs.find import find_run_folder
+from echelon.runs.metrics_file import SPEED_METRICS
+from echelon.runs.record import RunRecord, read_records
 from echelon.runs.run_folder import Run
-from echelon.tracking.metrics_line import SPEED_METRICS, format_speed, format_three_digits
+from echelon.snapshot.layout import find_best, list_snapshots, parse_step
+from echelon.tracking.metrics_line import format_speed, format_three_digits
 from echelon.tracking.summary import format_run_argument, shorten_path
 from echelon.utils.text import (
     can_print_unicode,
@@ -27,8 +31,6 @@ from echelon.utils.text import (
     format_timestamp,
     truncate_text,
 )
-from echelon.views.metrics import Curve, RunMetrics, load_metrics, read_overview
-from echelon.views.record import RunRecord, find_run_folder, read_records
 from echelon.views.run_settings import find_non_defaults, format_settings
 from echelon.views.runs_table import format_digits
 from echelon.views.table_style import PIPED_WIDTH, STATE_STYLES, get_width
@@ -299,11 +301,10 @@ def _explain_no_curves(details: RunDetails) -> str:
 
 
 def _list_snapshots(run: Run) -> list[tuple[int, bool, Path]]:
-    best = ""
-    with contextlib.suppress(OSError, ValueError):
-        best = (run.snapshots_folder / "best").read_text(encoding="utf-8").strip()
-    found = [(p.name.partition("-")[2], p) for p in sorted(run.snapshots_folder.glob("step-*"))]
-    return [(int(step), p.name == best, p) for step, p in found if step.isdecimal()]
+    """Return step, whether it is the best, and folder of each snapshot, oldest first."""
+    best = find_best(run.snapshots_folder)
+    folders = list_snapshots(run.snapshots_folder, ignore_errors=True)
+    return [(parse_step(folder.name) or 0, folder == best, folder) for folder in folders]
 
 
 def _list_files(run: Run) -> dict[str, Path]:

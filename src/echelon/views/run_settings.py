@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from echelon.config.schema import Config, flatten
-from echelon.views.record import RunRecord
+from echelon.runs.record import RunRecord
 
 _IRRELEVANT_PREFIXES = ("run.", "launch.", "track.", "rank", "world_size", "master", "program")
 """Where a run is and who looks at it: two runs that differ in these alone are the same twice."""

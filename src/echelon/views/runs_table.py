@@ -18,14 +18,16 @@ from rich.console import Group
 from rich.text import Text
 
 from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.runs.curves import RunOverview, read_overview
+from echelon.runs.find import list_runs
+from echelon.runs.metrics_file import is_number
+from echelon.runs.record import RunRecord, read_records
 from echelon.utils.text import (
     convert_for_terminal,
     format_duration,
     format_timestamp,
     truncate_text,
 )
-from echelon.views.metrics import RunOverview, read_overview
-from echelon.views.record import RunRecord, is_number, list_run_folders, read_records
 from echelon.views.run_settings import (
     find_differences,
     flatten_settings,
@@ -76,7 +78,7 @@ def show_runs(
     root: Path, show_all: bool, as_json: bool, sort: str, reverse: bool, filters: Sequence[str]
 ) -> int:
     conditions = [_parse_condition(words) for words in filters]
-    records, silence = read_records(list_run_folders(root))
+    records, silence = read_records(list_runs(root, include_broken=True))
     rows = _sort_rows(_filter_rows([RunRow(record) for record in records], conditions), sort)
     rows = rows[::-1] if reverse else rows
     shown = rows if show_all else rows[:_RECENT_RUNS]

@@ -19,12 +19,12 @@ from echelon.launch import network_interface
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.lifeline import LifelineClient, LifelineServer, SingleNodeLifeline
 from echelon.launch.plan import NodeSpec
-from echelon.launch.process_record import make_starting_status
 from echelon.launch.slurm import batch_script, requeue
-from echelon.launch.slurm.queue import read_job_id
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
+from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import read_job_id
 from echelon.tracking import wandb_run
 from echelon.tracking.summary import format_rows
 

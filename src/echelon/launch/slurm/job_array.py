@@ -12,7 +12,7 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm import batch_script
 from echelon.launch.slurm.launcher import record_queued, submit_job
-from echelon.runs import run_folder
+from echelon.runs.create import create_run
 from echelon.runs.run_folder import Run
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
@@ -60,7 +60,7 @@ def plan_arrays(
 def queue_array(array: JobArray) -> tuple[str, list[Run]]:
     """Submit an array; returns its job id and its runs."""
     configs, listing, text = array
-    created_runs = [run_folder.create_run(config) for config in configs]
+    created_runs = [create_run(config) for config in configs]
     listing.write_text(
         "".join(f"{run.folder}\n" for run in created_runs),
         encoding="utf-8",

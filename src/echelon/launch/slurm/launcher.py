@@ -25,11 +25,11 @@ from echelon.launch.plan import (
     describe_workload,
     place_ranks,
 )
-from echelon.launch.process_record import make_starting_status
 from echelon.launch.slurm import batch_script
-from echelon.launch.slurm.queue import query_queue, run_slurm_command
-from echelon.runs import run_folder
+from echelon.runs.create import assign_name, create_run
+from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import query_queue, run_slurm_command
 
 _LOST_ANSWER_TIMEOUT_S = 120.0
 """How long a controller that went away has to come back and answer whether it took a job."""
@@ -44,7 +44,7 @@ class SlurmLauncher(Launcher):
         """Name the run, and see that the secrets can be read. The job reads them itself, so that
         nothing of them is in a script, a log or the queue."""
         read_launch_secrets(config, dry_run)
-        return run_folder.assign_name(config)
+        return assign_name(config)
 
     def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
         launch = config.launch
@@ -126,7 +126,7 @@ def require_sbatch(instead: str = "type the command on a login node") -> None:
 
 def queue_run(config: Config, text: str) -> tuple[str, Run]:
     """Submit one run; returns its job id and its folder."""
-    run = run_folder.create_run(config)
+    run = create_run(config)
     run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
     run.script_file.chmod(0o755)
     record_queued(run, config)

@@ -17,6 +17,7 @@ from echelon.hosts.ask import join_last_lines
 from echelon.launch.ssh import remote_command
 from echelon.launch.ssh.host_check import find_experiment_file
 from echelon.runs.run_folder import Run
+from echelon.snapshot.layout import list_snapshots
 from echelon.utils.ignore import is_ignored
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.text import format_bytes
@@ -142,7 +143,7 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
 def _list_history(run: Run) -> Iterator[Path]:
     """What a run that is continued needs: status, metrics, logs and its newest snapshots."""
     yield from (p for p in (run.status_file, run.metrics_file, run.logs_folder) if p.exists())
-    yield from sorted(run.snapshots_folder.glob("step-*"))[-_SENT_SNAPSHOTS:]
+    yield from list_snapshots(run.snapshots_folder, ignore_errors=True)[-_SENT_SNAPSHOTS:]
 
 
 def fetch_results(remote: RemoteRunFolder) -> str:

@@ -33,10 +33,10 @@ from echelon.launch.plan import (
     describe_workload,
     place_ranks,
 )
-from echelon.launch.process_record import make_starting_status
 from echelon.launch.ssh import file_transfer, host_check, remote_command, sessions
 from echelon.launch.ssh.host_list import SshHost, list_hosts
-from echelon.runs import run_folder
+from echelon.runs.create import assign_name, create_run
+from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.world.device_fit import default_process_count
 
@@ -48,7 +48,7 @@ class SshLauncher(Launcher):
 
     def prepare(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and let the secrets go to the hosts with the other variables."""
-        config = run_folder.assign_name(config)
+        config = assign_name(config)
         secrets = read_launch_secrets(config, dry_run)
         os.environ.update(secrets)
         carry = [*config.launch.carry, *secrets]
@@ -108,7 +108,7 @@ class SshLauncher(Launcher):
         ]
         code = file_transfer.list_code_files(config, run) if separate_hosts else {}
         new = config.trainer.resume == "never" or not run.config_file.exists()
-        run_folder.create_run(config)
+        create_run(config)
         names = [host.name for host in hosts]
         devices_per_replica = config.replica.devices
         world = sum(

@@ -57,6 +57,6 @@ def recommend(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.recipes.movielens.recommend import print_recommendations
-    from echelon.runs.run_folder import find_run
+    from echelon.runs.find import find_run
 
     return print_recommendations(find_run(given.run, given.dir), given.user, given.k, given.json)

@@ -123,12 +123,9 @@ def _take_best(
 
 def _load_best_weights(run: Run) -> dict[str, Tensor]:
     """Return the model's weights from the best snapshot that is intact."""
-    from echelon.snapshot.reader import (
-        InvalidSnapshotError,
-        find_best,
-        find_newest,
-        verify_snapshot,
-    )
+    from echelon.snapshot.layout import find_best
+    from echelon.snapshot.manifest import InvalidSnapshotError
+    from echelon.snapshot.reader import find_newest, verify_snapshot
 
     folder = find_best(run.snapshots_folder)
     if folder is not None:

@@ -22,9 +22,9 @@ from typing import Any
 from echelon.config.untrusted import WandbTrial
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.jobs.cancel import cancel_runs
-from echelon.jobs.status import read_run_status
-from echelon.launch.process_record import is_alive
+from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
+from echelon.runs.status import read_run_status
 from echelon.sweep.display import print_report
 from echelon.sweep.metric_history import MetricHistory, to_file_key
 from echelon.sweep.plan import SweepPlan

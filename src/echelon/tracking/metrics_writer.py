@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from echelon.errors import Exit
-from echelon.tracking.metrics_line import MetricsLine
+from echelon.runs.metrics_file import MetricsLine, read_metrics
 from echelon.utils.files import write_text_atomically
 
 
@@ -29,20 +29,6 @@ class MetricsFile:
         with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
             self._file.close()
         return {}
-
-
-def read_metrics(path: Path) -> list[MetricsLine]:
-    """The whole lines; a process killed while writing leaves half a line."""
-    lines = []
-    content = path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
-    for line_text in content.splitlines():
-        try:
-            line = json.loads(line_text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
 
 
 def _truncate_after(path: Path, step: int) -> list[MetricsLine]:

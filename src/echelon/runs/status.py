@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -13,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import Exit
-from echelon.launch.process_record import is_alive
-from echelon.launch.slurm.queue import (
+from echelon.runs.metrics_file import read_last_metrics
+from echelon.runs.process_record import is_alive
+from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import (
     WAITING_STATES,
     SlurmJobState,
     SlurmQueueAnswer,
     query_accounting,
     query_queue,
 )
-from echelon.runs.run_folder import Run
 
 ACTIVE_STATES = ("starting", "queued", "requeued", "running")
 _JOB_ID = re.compile(r"\d+(_\d+)?")
-_TAIL_BYTES = 8 * 1024
-"""So much of the end of metrics.jsonl holds enough lines to tell the pace."""
 _MAX_TIME_S = 253370764800
 """In seconds since 1970: what lies beyond is a time that no calendar has."""
 
@@ -61,14 +58,6 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def list_runs(root: Path) -> list[Run]:
-    """In no order; `latest` is only another name."""
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-        return [Run(folder) for folder in folders if (folder / "config.json").exists()]
-    return []
 
 
 def read_run_statuses(runs: Iterable[Run]) -> tuple[list[RunStatus], str]:
@@ -266,7 +255,7 @@ def _derive_exit_code(facts: _FolderFacts, state: str) -> int:
 def add_progress(status: RunStatus) -> RunStatus:
     """A few reads more, so only for runs that are shown."""
     run = Run(Path(status.folder))
-    facts, lines = _FolderFacts.read(run), read_last_metrics(run)
+    facts, lines = _FolderFacts.read(run), read_last_metrics(run.metrics_file)
     steps = [line["step"] for line in lines[-1:]] + [facts.get_int("step") or 0]
     total = facts.get_int("total_steps")
     eta = (
@@ -275,17 +264,6 @@ def add_progress(status: RunStatus) -> RunStatus:
         else None
     )
     return replace(status, step=max(steps) or None, total_steps=total, eta_s=eta)
-
-
-def read_last_metrics(run: Run) -> list[dict[str, Any]]:
-    """The last lines of training metrics, without reading the others."""
-    found = []
-    for text in read_tail(run.metrics_file).splitlines():
-        with contextlib.suppress(ValueError):  # the first may be cut, the last half-written
-            line = json.loads(text)
-            if isinstance(line, dict) and _are_numbers(line.get("step"), line.get("time")):
-                found.append(line)
-    return found
 
 
 def _estimate_eta_s(
@@ -302,17 +280,3 @@ def _estimate_eta_s(
     pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
     ready: float = last["time"] + pace_s * (total - last["step"])
     return max(0.0, ready - time.time())
-
-
-def _are_numbers(*values: object) -> bool:
-    return all(isinstance(value, (int, float)) for value in values)
-
-
-def read_tail(path: Path) -> bytes:
-    """The end of a file; its first line may be cut."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read()
-    except OSError:
-        return b""

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from echelon.jobs.status import read_tail
+from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_metrics, read_tail
+from echelon.runs.record import RunRecord
 from echelon.runs.run_folder import Run
-from echelon.tracking import metrics_file
-from echelon.tracking.metrics_line import SPEED_METRICS
-from echelon.views.record import RunRecord, is_number
 
 AXES = ("step", "epoch", "samples", "time")
 _NOT_CURVES = {"step", "epoch", "samples", "time"}
@@ -91,7 +89,7 @@ def load_metrics(record: RunRecord) -> RunMetrics:
 
 def _read_lines(run: Run) -> list[dict[str, Any]]:
     try:
-        return metrics_file.read_metrics(run.metrics_file)
+        return read_metrics(run.metrics_file)
     except OSError:  # no permission, or no file at all
         return []
 

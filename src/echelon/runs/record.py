@@ -6,24 +6,17 @@ be read is missing, and a folder without a readable configuration says why it is
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from echelon.config import bundled_experiments
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
-from echelon.jobs.status import RunStatus, read_run_statuses
-from echelon.runs.run_folder import Run, get_short_subject
+from echelon.runs.create import get_short_subject
+from echelon.runs.metrics_file import is_number
+from echelon.runs.run_folder import Run
+from echelon.runs.status import RunStatus, read_run_statuses
 from echelon.utils.os_errors import describe_os_error
 
-_RUN_FILES = ("config.json", "status.json", "metrics.jsonl")
-_MAX_FLOAT = sys.float_info.max
 _STATES_WITH_BEST = ("finished", "preempted")
 """States that are written together with the best value."""
 
@@ -100,46 +93,11 @@ class RunRecord:
         return value if isinstance(value, dict) else {}
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """JSON has true and integers without end, Python's also has NaN; none can be drawn."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT
-
-
 def read_records(runs: Iterable[Run]) -> tuple[list[RunRecord], str]:
     """Newest first, and why Slurm is silent, if it is."""
     runs_by_folder = {str(run.folder): run for run in runs}
     standings, silence = read_run_statuses(runs_by_folder.values())
     return [_read_record(runs_by_folder[s.folder], s) for s in standings], silence
-
-
-def list_run_folders(root: Path) -> list[Run]:
-    """Whatever looks like a run, sound or broken; `latest` is only another name."""
-    with contextlib.suppress(OSError), os.scandir(root.absolute()) as entries:
-        paths = sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
-        return [Run(p) for p in paths if any((p / sign).exists() for sign in _RUN_FILES)]
-    return []
-
-
-def find_run_folder(where: str, root: str) -> Run:
-    """A run by path, by name, or `latest`; a broken one too."""
-    for folder in (Path(where), Path(root) / where):
-        if any((folder / sign).exists() for sign in _RUN_FILES):
-            return Run(folder.resolve())
-    raise make_unknown_run_error(where, root)
-
-
-def make_unknown_run_error(where: str, root: str) -> EchelonError:
-    found = [run.name for run in list_run_folders(Path(root))]
-    known = [*found, "latest"] if found else []
-    return EchelonError(
-        Fault(
-            f"no run {where!r} here or in {Path(root).absolute()}",
-            suggest_nearest(where, known) if known else "start one with `echelon train`",
-        ),
-        exit=Exit.NOT_FOUND,
-    )
 
 
 def _read_record(run: Run, standing: RunStatus) -> RunRecord:
@@ -148,12 +106,12 @@ def _read_record(run: Run, standing: RunStatus) -> RunRecord:
 
 
 def _read_config(run: Run) -> tuple[dict[str, Any], str]:
+    """Return config.json of any version, and why it cannot be read, if it cannot."""
     try:
-        loaded = json.loads(run.config_file.read_bytes())
+        return run.read_config_json(), ""
     except FileNotFoundError:
         return {}, "config.json is missing"
     except OSError as error:
         return {}, f"config.json: {describe_os_error(error)}"
     except (ValueError, RecursionError):
         return {}, "config.json is damaged"
-    return (loaded, "") if isinstance(loaded, dict) else ({}, "config.json is damaged")

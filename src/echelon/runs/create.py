@@ -1,0 +1,211 @@
+"""The folder of a run, made new or taken up again, and the name it gets."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from echelon.config import bundled_experiments
+from echelon.config.schema import Config, find_differences
+from echelon.config.validate import NAME_CHARACTERS
+from echelon.errors import EchelonError, Exit, Fault, suggest_other_folder
+from echelon.runs.run_folder import STATUS_FILE, Run
+from echelon.snapshot.layout import EXAMPLE_FOLDER, describe_missing_snapshot, list_snapshots
+from echelon.utils.files import replace_file
+from echelon.utils.os_errors import describe_os_error
+
+_SCRIPT_SUFFIXES = (".py", ".sh")
+_MAX_SUBJECT = 60
+"""Characters of a generated name that say what is run."""
+
+
+def create_run(config: Config) -> Run:
+    """Return the run of a configuration, with its folder made and the resolved config in it.
+
+    A run of that name that exists is continued, if it is of the same experiment and settings, or
+    set aside with ``trainer.resume=never``. Everything that can be refused is refused before
+    anything in the folder is replaced.
+    """
+    root = Path(config.run.dir).absolute()
+    run = Run(root / (config.run.name or _generate_name(config)))
+    # 1. Refuse what cannot work while the folder is still as it was.
+    _require_snapshot(config)
+    if run.config_file.exists() and config.trainer.resume == "never":
+        _move_aside(run)
+    elif run.config_file.exists():
+        _require_same_experiment(run, config)
+        newest = next(reversed(list_snapshots(run.snapshots_folder, ignore_errors=True)), None)
+        if newest is not None and config.trainer.resume == "auto":
+            # Ranks check this too, but by then the new config.json would have replaced the run's.
+            require_same_settings(run, run.read_config().numerics_settings(), config, newest)
+    # 2. The new configuration.
+    _make_folder(run, config)
+    # 3. What an earlier start of the run left would be read as the end of this one.
+    for outdated in (run.exit_code_file, run.cancel_file, run.job_id_file):
+        outdated.unlink(missing_ok=True)
+    # 4. Last, so that `latest` never names a run that was refused.
+    _update_latest_link(root, run)
+    return run
+
+
+def adopt_run(folder: Path, config: Config) -> Run:
+    """Return the run that node 0 made at this path, as this node sees it.
+
+    On a shared file system that is the same folder; elsewhere it is made here.
+    """
+    run = Run(folder)
+    if not run.config_file.exists() or run.read_config() != config:
+        _make_folder(run, config)
+    return run
+
+
+def find_restarted_run(config: Config, env: Mapping[str, str]) -> Run | None:
+    """Return the run that torchrun or Slurm has started before and starts again now.
+
+    None on a first start, and for a run with a name, which is found by it.
+    """
+    count = env.get("TORCHELASTIC_RESTART_COUNT") or env.get("SLURM_RESTART_COUNT") or "0"
+    if count == "0" or config.run.name:
+        return None
+    files = Path(config.run.dir).absolute().glob(f"*/{STATUS_FILE}")
+    for file in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
+        run = Run(file.parent)
+        if run.read_status().get("launch_id") == get_launch_id(env) and not run.folder.is_symlink():
+            return run
+    return None
+
+
+def get_launch_id(env: Mapping[str, str]) -> str | None:
+    """Return what stays the same when torchrun or Slurm restarts a job; None outside of both."""
+    return env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID")
+
+
+def require_same_settings(
+    run: Run, recorded: dict[str, Any], config: Config, snapshot: Path
+) -> None:
+    """Raise EchelonError if a run would go on with settings that change its numbers.
+
+    ``recorded`` are the settings of before. A snapshot that a person gives by its path may be
+    continued with any settings; the hint says so.
+    """
+    different = find_differences(recorded, config.numerics_settings())
+    if different:
+        raise EchelonError(
+            *(
+                Fault(
+                    f"{key}={now}, but run {run.name} was trained with {key}={before}",
+                    "set it back, choose another run.name, or take the snapshot on purpose with "
+                    f"trainer.resume={snapshot}",
+                )
+                for key, (before, now) in different.items()
+            )
+        )
+
+
+def _require_same_experiment(run: Run, config: Config) -> None:
+    before, now = run.read_config().experiment.get("entry"), config.experiment.get("entry")
+    if before != now:
+        raise EchelonError(
+            Fault(
+                f"run.name={run.name}: {run.folder} is a run of the experiment {before!r}, "
+                f"not of {now!r}",
+                "choose another run.name, or trainer.resume=never to set the old run aside",
+            )
+        )
+
+
+def _require_snapshot(config: Config) -> None:
+    """Raise EchelonError if ``trainer.resume=PATH`` is not a snapshot, by the names in it.
+
+    Its content is verified where it is read, which with ssh is another machine.
+    """
+    given = config.trainer.resume
+    if given in ("auto", "never") or config.launch.kind == "ssh":
+        return
+    if missing := describe_missing_snapshot(Path(given)):
+        raise EchelonError(
+            Fault(
+                f"trainer.resume={given} is not a snapshot: {missing}",
+                f"give a folder such as {EXAMPLE_FOLDER}",
+            ),
+            exit=Exit.NOT_FOUND,
+        )
+
+
+def _make_folder(run: Run, config: Config) -> None:
+    try:
+        run.logs_folder.mkdir(parents=True, exist_ok=True)
+        run.write_config(config)
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
+                f"{describe_os_error(error)}",
+                suggest_other_folder(error, "run.dir=PATH"),
+            )
+        ) from error
+
+
+def _move_aside(run: Run) -> None:
+    """Rename the folder to the first free NAME.1, NAME.2, …"""
+    for number in range(1, 10_000):
+        aside = run.folder.with_name(f"{run.name}.{number}")
+        if not aside.exists():
+            run.folder.rename(aside)
+            return
+
+
+def _update_latest_link(root: Path, run: Run) -> None:
+    """Point `latest` to the run; a file system without links does without it."""
+    with contextlib.suppress(OSError), replace_file(root / "latest") as temporary:
+        temporary.symlink_to(run.name)
+
+
+# --- names ---
+
+
+def assign_name(config: Config) -> Config:
+    """Return the configuration with a name for its run, so that a plan can show its folder."""
+    if config.run.name:
+        return config
+    return replace(config, run=replace(config.run, name=_generate_name(config)))
+
+
+def assign_numbered_names(configs: list[Config]) -> list[Config]:
+    """Return the configurations with the name of the first and a number each: NAME-0, NAME-1, …"""
+    name = assign_name(configs[0]).run.name
+    return [
+        replace(config, run=replace(config.run, name=f"{name}-{number}"))
+        for number, config in enumerate(configs)
+    ]
+
+
+def generate_run_name(program: Sequence[str], entry: str = "") -> str:
+    """Return a new name for a run of this experiment or program: ``toy-20260228-090500-1a2b``."""
+    short = get_short_subject(entry, program).lstrip(".-")[:_MAX_SUBJECT] or "run"
+    return f"{short}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def get_short_subject(entry: str, program: Sequence[str]) -> str:
+    """Return one word for what is run: the name, file or module of an experiment or a program."""
+    if entry in bundled_experiments.list_entries():
+        return bundled_experiments.list_entries()[entry]
+    entry = entry or _find_script(program)
+    where = entry.rpartition(":")[0] or entry
+    stem = Path(where).stem if where.endswith(_SCRIPT_SUFFIXES) else where
+    return "".join(c for c in stem.rpartition(".")[2] if c in NAME_CHARACTERS) or "run"
+
+
+def _generate_name(config: Config) -> str:
+    return generate_run_name(config.program, str(config.experiment.get("entry") or ""))
+
+
+def _find_script(program: Sequence[str]) -> str:
+    """Return the word of a command that names it best: its first script, or the program."""
+    scripts = [word for word in program if word.endswith(_SCRIPT_SUFFIXES)]
+    return f"{scripts[0]}:" if scripts else Path(program[0]).name if program else "run"
