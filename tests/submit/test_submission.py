@@ -460,7 +460,7 @@ def test_runs_are_found_by_name_number_and_group(here: Path) -> None:
     assert names("7_2") == ["a-2"]
     assert names("8") == ["b"]
     assert find_run("8") == Run(single.folder)
-    with pytest.raises(EchelonError, match="a is 4 runs"):
+    with pytest.raises(EchelonError, match="a is the name of 4 runs"):
         find_run("a")
     for number in (1, 2):  # submitted one by one, so that they are no group
         alone = create_run(compose([f"run.name=c-{number}"]))
