@@ -136,7 +136,7 @@ def _load_best_weights(run: Run) -> dict[str, Tensor]:
     snapshot, damaged = find_newest(run.snapshots_folder)
     if snapshot is None:
         why = (
-            f"those there are damaged: {damaged[0].describe_os_error}"
+            f"those there are damaged: {damaged[0].reason}"
             if damaged
             else "none was saved"
         )
