@@ -58,7 +58,7 @@ def _known_settings() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
+    ("words", "output"),
     [
         ([], "settings of toy:\n  samples=2048\n"),
         (["experiment=transformer"], "  feed=gelu\n      the layers after attention: gelu, or swi"),

@@ -228,7 +228,8 @@ def test_memory_is_kept_and_later_changes_are_not_written(
 
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from pathlib import Path; from echelon.snapshot.writer import SnapshotWriter;"
+        "import sys, torch; from pathlib import Path;"
+        "from echelon.snapshot.writer import SnapshotWriter;"
         "SnapshotWriter(Path(sys.argv[1])).save(1, {'m': torch.ones(3_000_000)}, {})"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
@@ -690,7 +691,7 @@ def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
 
 
 def test_other_threads_run_while_a_snapshot_is_written(tmp_path: Path) -> None:
-    """A writer that held the interpreter's lock would stop this thread for most of every save. Other
+    """A writer that held the interpreter's lock would stop this thread for most of a save. Other
     work on the machine stops it now and then, hence the best of several."""
     writer = SnapshotWriter(tmp_path)
     assert min(_measure_longest_pause(writer, step) for step in range(1, 6)) < 0.5

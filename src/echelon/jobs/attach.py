@@ -29,7 +29,8 @@ def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
         status = follow_run(run, lambda: _list_log_names(run), printer, initial_lines, printer.tell)
     except KeyboardInterrupt:
         printer.close()
-        hint = f"`echelon attach {format_run_argument(run)}` comes back, `echelon cancel {format_run_argument(run)}` ends it"
+        name = format_run_argument(run)
+        hint = f"`echelon attach {name}` comes back, `echelon cancel {name}` ends it"
         print(f"\ndetached; run {run.name} goes on\n  hint: {hint}", file=sys.stderr)
         return Exit.OK
     printer.close()

@@ -88,7 +88,8 @@ def _cancel_process(status: RunStatus, run: Run, now: bool) -> None:
     process = run.read_status()["process"]
     there = send_signal(process, signal.SIGKILL if now else signal.SIGTERM)
     print(
-        f"run {status.run}: process {process['pid']} {_OUTCOMES[now] if there else 'ended just now'}"
+        f"run {status.run}: process {process['pid']} "
+        f"{_OUTCOMES[now] if there else 'ended just now'}"
     )
 
 

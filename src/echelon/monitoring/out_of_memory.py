@@ -162,7 +162,8 @@ class MemoryUse:
         rest = self.peak_bytes - self.constant_bytes
         if on_gpu and rest > 0:
             parts[
-                f"activations of {_format_samples(samples_per_pass)} at a time, and what else a step needs"
+                f"activations of {_format_samples(samples_per_pass)} at a time, "
+                "and what else a step needs"
             ] = rest
         text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
         yield f"used by {text}"

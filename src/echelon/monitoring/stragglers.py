@@ -108,7 +108,8 @@ class StragglerDetector:
         if straggler != self._current_straggler and self._suspects == [straggler] * _CONFIRMATIONS:
             if straggler is None:
                 self._print_message(
-                    f"rank {self._current_straggler} on {get_host(self._current_straggler or 0)} keeps up again"
+                    f"rank {self._current_straggler} on "
+                    f"{get_host(self._current_straggler or 0)} keeps up again"
                 )
             else:
                 self._print_message(
@@ -129,8 +130,9 @@ def _describe_straggler(rank: int, host: str, slowest_time: OwnTime, median_ms: 
         )
     part = "waits for its data" if slowest_time.data_ms > slowest_time.compute_ms else "computes"
     return (
-        f"rank {rank} on {host} takes {slowest_time.total_ms / max(median_ms, 1e-6):.1f} × the median "
-        f"({slowest_time.total_ms:.3g} ms beside {median_ms:.3g}) and all wait for it: of these it {part} "
+        f"rank {rank} on {host} takes {slowest_time.total_ms / max(median_ms, 1e-6):.1f} × "
+        f"the median ({slowest_time.total_ms:.3g} ms beside {median_ms:.3g}) and all wait for it: "
+        f"of these it {part} "
         f"{max(slowest_time):.3g} ms a step; {hint}"
     )
 

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def cancel_file(self) -> Path:
-        """Made by whoever cancels the run. A file of its own, because status.json belongs to the run
+        """Made by whoever cancels the run. A separate file: status.json belongs to the run
         and a second writer would lose fields of the first."""
         return self.folder / "cancelled"
 

@@ -205,7 +205,8 @@ class SnapshotWriter:
                 _recover_best(self._root, self._resumed_step)
             _remove_old_snapshots(self._root, pending.step, self._keep_last)
         except OSError as error:
-            message = f"step {pending.step} is saved, but tidying up failed: {describe_save_error(self._root, error)}"
+            reason = describe_save_error(self._root, error)
+            message = f"step {pending.step} is saved, but tidying up failed: {reason}"
             return SaveResult(pending.step, folder, message, duration_s, was_present)
         return SaveResult(pending.step, folder, None, duration_s, was_present)
 

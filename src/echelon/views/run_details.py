@@ -286,7 +286,8 @@ def _render_curves(details: RunDetails, width: int) -> Iterator[str]:
             [draw_panel(panel, each, _PANEL_HEIGHT, glyphs) for panel in panels]
         )
     if len(curves) > _MAX_PANELS:
-        yield f"  and {len(curves) - _MAX_PANELS} more: echelon plot {format_run_argument(details.record.run)}"
+        name = format_run_argument(details.record.run)
+        yield f"  and {len(curves) - _MAX_PANELS} more: echelon plot {name}"
 
 
 def _explain_no_curves(details: RunDetails) -> str:

@@ -135,11 +135,7 @@ def _load_best_weights(run: Run) -> dict[str, Tensor]:
             print(f"warning: {folder} is damaged: {error}; using the newest one", file=sys.stderr)
     snapshot, damaged = find_newest(run.snapshots_folder)
     if snapshot is None:
-        why = (
-            f"those there are damaged: {damaged[0].reason}"
-            if damaged
-            else "none was saved"
-        )
+        why = f"those there are damaged: {damaged[0].reason}" if damaged else "none was saved"
         raise EchelonError(
             Fault(
                 f"run {run.name} has no snapshot to recommend from; {why}",
