@@ -1,11 +1,12 @@
-"""Snapshots of a sharded model: every rank writes its own rows, rank 0 what makes them a snapshot.
+"""Snapshots of a sharded model: every rank writes its own shards, rank 0 publishes the snapshot.
 
-Rank 0 makes the hidden folder and all write into it, each in the background. A rank tells the sizes
-and checksums of its files once they are flushed; only when all have told does rank 0 write the
-manifest and give the folder its name. So a kill of any rank at any moment leaves what was there.
-The words go through the store, not through collectives, which belong to the training.
+1. Rank 0 makes a hidden folder and broadcasts its name. 2. Every rank writes its files there in the
+background, flushes them, and reports sizes and checksums through the store. Collectives are not
+used, because they belong to the training. 3. When all ranks have reported, rank 0 writes the
+manifest and renames the folder. So a kill of any rank at any moment leaves the snapshots that were
+there.
 
-Where the ranks share no folder, rank 0 gathers everything and writes alone.
+Where the ranks do not share a folder, rank 0 gathers everything and writes alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _POLL_S = 0.02
 
 
 def is_folder_shared(folder: Path, group: RankGroup) -> bool:
-    """Whether every rank sees here what rank 0 wrote here."""
+    """Whether every rank sees a file in this folder that rank 0 has just written there. A
+    collective."""
     rank = group.world.rank
     token_file = folder / f".writing-shared-{os.urandom(8).hex()}"
     if rank == 0:
@@ -61,7 +63,8 @@ def is_folder_shared(folder: Path, group: RankGroup) -> bool:
 def collect_shards(
     experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup
 ) -> dict[str, Any]:
-    """This rank's rows, as parts of names of their own."""
+    """Return the parts of this rank: its rows of every sharded tensor, under names with its
+    rank. A collective; rank 0 also gets the random states of all ranks."""
     world = group.world
     rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
     parts = {
@@ -74,14 +77,15 @@ def collect_shards(
 def gather_full_state(
     experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup
 ) -> dict[str, Any]:
-    """All rows on rank 0, tensor by tensor; nothing elsewhere."""
+    """Return the full state on rank 0, gathered tensor by tensor, and an empty dict on other
+    ranks. A collective."""
     rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
     parts = gather_full_tensors(collect_parts(experiment, optimizer_flags), keep=bool(rng_rows))
     return parts | {"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {}
 
 
 class DistributedSnapshotWriter:
-    """The writers of all ranks, with the surface of `Writer`; results come out of rank 0's."""
+    """The writers of all ranks, with the methods of SnapshotWriter; only rank 0 returns results."""
 
     def __init__(self, root: Path, group: RankGroup, writer: SnapshotWriter | None) -> None:
         self._root = root
@@ -93,7 +97,8 @@ class DistributedSnapshotWriter:
     def save(
         self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], is_best: bool = False
     ) -> None:
-        """On every rank; each copies its state and writes it in the background."""
+        """Copy this rank's state and write it in the background. Every rank calls it, at the
+        same step."""
         hidden = self._agree_on_folder(step)
         if hidden is None:
             return
@@ -104,13 +109,16 @@ class DistributedSnapshotWriter:
             self._save_own_shards(hidden, parts)
 
     def take_results(self) -> list[SaveResult]:
+        """Return how saves ended since the last call; empty on ranks other than 0."""
         return self._writer.take_results() if self._writer is not None else []
 
     def wait(self) -> list[SaveResult]:
+        """Wait for the save under way and return its result; empty on ranks other than 0."""
         self._join_thread()
         return self._writer.wait() if self._writer is not None else []
 
     def close(self) -> list[SaveResult]:
+        """Wait for the save under way, free the staging buffer, and return results."""
         self._join_thread()
         self._staging_buffer.release()
         return self._writer.close() if self._writer is not None else []
@@ -121,6 +129,7 @@ class DistributedSnapshotWriter:
             self._thread = None
 
     def _agree_on_folder(self, step: int) -> Path | None:
+        """Return the hidden folder that rank 0 has made; None on all ranks if it could not."""
         name = None
         if self._writer is not None:
             hidden = make_hidden_path(self._root, step)
@@ -163,6 +172,8 @@ class DistributedSnapshotWriter:
     # --- rank 0 ---
 
     def _wait_for_other_ranks(self, hidden: Path) -> dict[str, ManifestEntry]:
+        """Return the files of all other ranks once they are on disk. Raises SaveError if a rank
+        could not write or has failed, since it would be waited for for ever."""
         store = self._group.store
         assert store is not None
         keys = {rank: _make_store_key(hidden, rank) for rank in range(1, self._group.world.size)}

@@ -1,4 +1,8 @@
-"""The manifest of a snapshot and the checksums in it."""
+"""The manifest of a snapshot, its format, and the checksums in it.
+
+The manifest names every other file with size and checksum, and has a checksum of its own. Checksums
+are hashes of the hashes of blocks, so that one file can be verified by several threads.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 class InvalidSnapshotError(Exception):
-    """A folder is not a whole snapshot; the message says which file and why."""
+    """A folder is not a valid snapshot; the message says which file and why."""
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """What the manifest says of one file."""
+    """Size and checksum of one file."""
 
     size_bytes: int
     checksum: str
@@ -42,19 +46,23 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class Manifest:
+    """What a manifest holds: the step, whether it was the best, and every file."""
+
     step: int
     is_best: bool
     files: Mapping[str, ManifestEntry]
 
 
 def format_part_name(part: str) -> str:
+    """Return the file name of a part. Raises ValueError for a name that could leave the folder."""
     if not _PLAIN_NAME.fullmatch(part):
         raise ValueError(f"a part's name is made of letters, digits, '_', '-' and '.': {part!r}")
     return f"{part}.pt"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest alone, checked against itself and the folder's name."""
+    """Return the manifest of a folder, checked against itself and the folder's name; no other
+    file is read. Raises InvalidSnapshotError."""
     size = _get_regular_size(folder / MANIFEST_FILE)
     if size > _MANIFEST_MAX_BYTES:
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: {size} bytes, too large to be one")
@@ -78,6 +86,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def render_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest file."""
     files = {
         name: {"size": e.size_bytes, "checksum": e.checksum} for name, e in manifest.files.items()
     }
@@ -87,12 +96,14 @@ def render_manifest(manifest: Manifest) -> bytes:
 
 
 def _render_with_checksum(body: dict[str, Any]) -> bytes:
+    """Return the JSON of a manifest with its own checksum."""
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(body).encode())
     return json.dumps({**body, "checksum": checksum}, indent=1).encode() + b"\n"
 
 
 def _parse_manifest(body: dict[str, Any]) -> Manifest:
-    """A checksum only shows that nothing changed, not that we wrote it: types are checked."""
+    """Return the manifest in a JSON object. Types are checked, because a checksum shows only
+    that nothing changed since it was written, not that this program wrote it."""
     try:
         step, best, files = body["step"], body["best"], body["files"]
         entries = {
@@ -109,13 +120,15 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
 
 
 def check_size(path: Path, expected_bytes: int) -> None:
+    """Raise InvalidSnapshotError unless the file has the expected size."""
     actual_bytes = _get_regular_size(path)
     if actual_bytes != expected_bytes:
         raise InvalidSnapshotError(f"{path.name}: {actual_bytes} bytes instead of {expected_bytes}")
 
 
 def _get_regular_size(path: Path) -> int:
-    """Asked before opening: opening a FIFO would wait for ever."""
+    """Return the size of a regular file. Asked before opening: opening a FIFO would wait for
+    ever."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -128,7 +141,7 @@ def _get_regular_size(path: Path) -> int:
 
 
 def read_or_raise(name: str, read: Callable[[], Any]) -> Any:
-    """Whatever reading garbage raises, as damage of the file ``name``."""
+    """Call ``read`` and report whatever reading garbage raises as damage of the file ``name``."""
     try:
         return read()
     except OSError as error:
@@ -144,7 +157,7 @@ def read_or_raise(name: str, read: Callable[[], Any]) -> Any:
 
 
 class BlockChecksum:
-    """The hash of a file's block hashes, so that blocks can be verified in parallel."""
+    """The checksum of a file while it is written: the hash of the hashes of its blocks."""
 
     def __init__(self) -> None:
         self._block_digests: list[bytes] = []
@@ -152,6 +165,7 @@ class BlockChecksum:
         self._filled = 0
 
     def update(self, data: memoryview) -> None:
+        """Add the next bytes of the file."""
         while data:
             piece = data[: BLOCK_BYTES - self._filled]
             self._block.update(piece)
@@ -162,6 +176,7 @@ class BlockChecksum:
                 self._block, self._filled = xxhash.xxh3_128(), 0
 
     def hexdigest(self) -> str:
+        """Return the checksum of all bytes so far."""
         last = [self._block.digest()] if self._filled else []
         return _combine_digests(self._block_digests + last)
 
@@ -171,6 +186,7 @@ def _combine_digests(blocks: list[bytes]) -> str:
 
 
 def check_checksums(folder: Path, files: Mapping[str, ManifestEntry]) -> None:
+    """Raise InvalidSnapshotError if the content of a file differs from the manifest."""
     blocks = [
         (folder / name, start)
         for name, entry in files.items()
@@ -196,7 +212,8 @@ def _hash_blocks(blocks: list[tuple[Path, int]], threads: int) -> list[bytes]:
 
 
 def _hash_block(block: tuple[Path, int]) -> bytes:
-    """Read, not mapped: a failing disk under a mapping is SIGBUS, under a read an OSError."""
+    """Return the hash of one block. Read and not mapped: a failing disk under a mapping kills
+    the process with SIGBUS, under a read it raises OSError."""
     path, start = block
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -215,7 +232,7 @@ def _hash_block(block: tuple[Path, int]) -> bytes:
 
 
 def count_cores() -> int:
-    """Those this process may use; macOS does not say and gives all."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,11 +1,11 @@
-"""Snapshots on disk: what one is, which are there, and which is the newest that is whole.
+"""Reading snapshots: which one is the newest that is valid, and what is in it.
 
 A snapshot is a folder ``ROOT/step-000000123/`` with one file per part (``model.pt``,
-``optimizer.pt``, …; where ranks held a part together, one of each rank, see `pieces.py`), each
-readable by plain ``torch.load(path, weights_only=True)``, ``state.json`` (the run's position and
-whatever else is JSON) and ``manifest.json``, written last, with the size and checksum of every
-other file. A folder is a snapshot if it verifies; files the manifest does not name (an editor's,
-NFS's) are neither read nor minded.
+``optimizer.pt``, …; of a sharded model one per part and rank, see `shards`), each readable by plain
+``torch.load(path, weights_only=True)``; ``state.json`` (the position of the run and other JSON);
+and ``manifest.json``, written last, with the size and checksum of every other file. A folder is a
+snapshot if all of this verifies. Files that the manifest does not name (an editor's, NFS's) are
+ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from echelon.utils.os_errors import describe_os_error
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that was whole when it was verified."""
+    """A snapshot that was valid when it was verified."""
 
     folder: Path
     step: int
@@ -54,10 +54,14 @@ class Snapshot:
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of its parts: ``model``, ``optimizer``, ``rng``."""
         return tuple(self.part_files)
 
     def load_part(self, part: str) -> Any:
-        """One part, whole. Tensors are mapped, not read: bytes nobody touches are never loaded."""
+        """Return one part, joined from the files of all ranks where they wrote shards.
+
+        Tensors are mapped, not read: bytes that nobody touches are never loaded.
+        """
         loaded = [self._load_file(piece) for piece in self.part_files.get(part, [part])]
         return loaded[0] if len(loaded) == 1 else join_shards(loaded)
 
@@ -68,7 +72,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class DamagedSnapshot:
-    """A folder that should be a snapshot and is not."""
+    """A folder that is named like a snapshot and is not a valid one."""
 
     folder: Path
     reason: str
@@ -78,7 +82,8 @@ class DamagedSnapshot:
 
 
 def find_newest(root: Path) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
-    """The newest snapshot that verifies, and the damaged ones that are newer than it."""
+    """Return the newest snapshot that verifies, or None, and the damaged ones that are newer
+    than it."""
     try:
         folders = list_snapshots(root)
     except OSError as error:
@@ -94,9 +99,13 @@ def find_newest(root: Path) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
 
 
 def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The model's weights by name, whole, however many ranks wrote them: of a snapshot's folder,
-    of a run's `snapshots/best`, or of the newest snapshot of a run: its folder, its name in ./runs,
-    or `latest`."""
+    """Return the weights of a model by name, on the CPU, however many ranks wrote them.
+
+    ``folder`` is the folder of a snapshot, ``runs/NAME/snapshots/best``, or a run: its folder, its
+    name in ``./runs``, or ``latest``; of a run the newest valid snapshot is taken. Raises
+    EchelonError if there is none. Example:
+    ``model.load_state_dict(echelon.load_weights("latest"))``.
+    """
     path = resolve_best(Path(folder))
     if not path.exists() and path.parent.name == "snapshots":
         raise EchelonError(
@@ -132,7 +141,8 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _find_run_folder(name: str) -> Path:
-    """By its name in ./runs; one that is not there is answered with those that have weights."""
+    """Return the folder of a run by its name in ./runs. The error for an unknown name suggests
+    only runs that have weights."""
     try:
         return find_run(name).folder
     except EchelonError as error:
@@ -145,6 +155,7 @@ def _find_run_folder(name: str) -> Path:
 
 
 def _describe_existing(root: Path) -> str:
+    """Return which snapshots there are, as the hint of an error."""
     names = [folder.name for folder in list_snapshots(root)]
     return f"kept are {', '.join(names)} in {root}" if names else f"none is kept in {root}"
 
@@ -153,7 +164,10 @@ def _describe_existing(root: Path) -> str:
 
 
 def verify_snapshot(folder: Path) -> Snapshot:
-    """The snapshot in this folder, every byte of it checked; else :class:`SnapshotDamaged`."""
+    """Return the snapshot in this folder after every byte of it was checked.
+
+    Raises :class:`InvalidSnapshotError` with the file and the reason.
+    """
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         check_size(folder / name, entry.size_bytes)

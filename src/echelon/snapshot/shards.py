@@ -1,7 +1,7 @@
-"""State of which every rank holds some rows: cut for the rank's own file, and joined again.
+"""State of which every rank holds some rows: the shard of one rank, and shards joined again.
 
-A file holds the whole tree of a part, with the rank's rows in the place of a sharded tensor. What
-is not sharded is in the file of rank 0 alone.
+The file of a rank holds the whole tree of a part, with the rank's rows in the place of a sharded
+tensor. What is not sharded is in the file of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ _SHARD_NAME = re.compile(r"(.+)\.([0-9]{5,})-of-([0-9]{5,})")
 
 
 def format_shard_name(part: str, rank: int, size: int) -> str:
+    """Return the name of one rank's shard of a part: ``model.00003-of-00008``."""
     return f"{part}.{rank:05d}-of-{size:05d}"
 
 
 def group_shards(names: Iterable[str]) -> dict[str, list[str]]:
-    """The parts these files make, each with its pieces in order; ValueError where one lacks."""
+    """Return the parts that these names make, each with its shards by rank. Raises ValueError if
+    one is missing."""
     parts: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for name in sorted(names):
@@ -39,7 +41,8 @@ def group_shards(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def extract_own_shard(tree: Any, rank: int) -> Any:
-    """This rank's rows of every sharded tensor; every rank takes part with the same tree."""
+    """Return the tree with this rank's rows in the place of sharded tensors. A collective: a
+    tensor that is not cut by rows is gathered."""
     from torch.distributed.tensor import DTensor
 
     def piece(leaf: Any) -> Any:
@@ -54,7 +57,8 @@ def extract_own_shard(tree: Any, rank: int) -> Any:
 
 
 def get_own_rows(tensor: Any) -> tuple[Tensor, int] | None:
-    """This rank's rows and the number of the first; None if it is not cut by rows."""
+    """Return this rank's rows of a sharded tensor and the index of the first; None if it is not
+    cut by rows."""
     from torch.distributed.tensor import Shard
 
     if tuple(tensor.placements) != (Shard(0),):
@@ -71,7 +75,7 @@ def get_row_range(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def gather_full_tensors(tree: Any, keep: bool) -> Any:
-    """The tree with whole tensors, in host memory, where `keep`; every rank takes part."""
+    """Return the tree with full tensors in host memory where ``keep`` is set. A collective."""
     from torch.distributed.tensor import DTensor
 
     def whole(leaf: Any) -> Any:
@@ -84,7 +88,7 @@ def gather_full_tensors(tree: Any, keep: bool) -> Any:
 
 
 def join_shards(trees: Sequence[Any]) -> Any:
-    """The tree that was cut into these, in the order of ranks."""
+    """Return the tree that was cut into these, which are in the order of ranks."""
     first = trees[0]
     if isinstance(first, Mapping):
         if _ROWS_KEY in first:

@@ -1,8 +1,8 @@
-"""Kept memory a state is copied into, so that the loop can go on while it is written.
+"""Memory that a state is copied into, so that training can go on while the copy is written.
 
-The copy keeps what ``torch.save`` keeps (which tensors share a storage, strides, offsets) and
-makes the tree plain: dict, list, tuple, scalars, tensors. One block of memory holds it all, is
-kept from save to save, and is pinned when the state is on a GPU.
+The copy keeps what ``torch.save`` keeps (which tensors share a storage, strides, offsets) and makes
+the tree plain: dict, list, tuple, scalars, tensors. One block of memory holds all of it, is kept
+from save to save, and is pinned when the state is on a GPU.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class _StoragePlan:
 
 
 class StagingBuffer:
-    """The kept memory. What :meth:`copy` returns lies in it until the next copy."""
+    """The memory of the copy. What :meth:`copy_state` returns is valid until the next call."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._pinned_at = 0
 
     def copy_state(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """A plain copy of these trees; returns when the last byte has arrived.
+        """Return a plain copy of these trees, complete when this returns.
 
         Raises OSError when there is no memory, EchelonError when a tree holds what a snapshot
         cannot.
@@ -110,12 +110,15 @@ class StagingBuffer:
         }
 
     def release(self) -> None:
+        """Free the memory."""
         if self._pinned_at:
             _cudart().cudaHostUnregister(self._pinned_at)
             self._pinned_at = 0
         self._memory = None
 
     def _allocate_slots(self, slots: list[_StorageSlot], pinned: bool) -> None:
+        """Give every storage a place in the memory, which is grown if needed and pinned if
+        asked."""
         total = 0
         for slot in slots:
             slot.start = total
@@ -127,7 +130,8 @@ class StagingBuffer:
             self._pinned_at = _pin_memory(self._memory)
 
     def _fill_slot(self, slot: _StorageSlot, moves: list[_MemoryMove]) -> torch.Tensor:
-        """The slot's memory; what is plain bytes on the CPU is noted in moves, not yet copied."""
+        """Return the memory of a slot. Plain bytes on the CPU are added to ``moves`` to be
+        copied by threads; everything else is copied here."""
         source = slot.source if slot.is_partial else _view_whole_storage(slot.source)
         flat = self._view_slot(slot, source.numel())
         if source.device.type == "cpu" and source.is_contiguous():
@@ -162,11 +166,12 @@ def _split_move(target: int, source: int, nbytes: int) -> list[_MemoryMove]:
 
 
 def _run_in_threads(call: Callable[..., Any], moves: list[_MemoryMove], max_threads: int) -> None:
-    """Work on memory by threads that take the next piece when they are free, without the GIL.
+    """Call a function on pieces of memory in threads that take the next piece when they are free.
 
-    ``Tensor.copy_`` splits every tensor over OpenMP's threads and waits for the slowest: for
-    600 MB in 60 tensors 0.035 s on two idle cores, but 0.07 to 0.46 s when another process (a
-    data loader) uses one of them. This takes 0.026 s, and 0.05 to 0.08 s beside another process.
+    ctypes releases the GIL during each call. ``Tensor.copy_`` splits every tensor over OpenMP's
+    threads and waits for the slowest: for 600 MB in 60 tensors 0.035 s on two idle cores, but 0.07
+    to 0.46 s when another process (a data loader) uses one of them. This takes 0.026 s, and 0.05 to
+    0.08 s beside another process.
     """
     todo = deque(moves)
 
@@ -189,8 +194,8 @@ def _cudart() -> Any:
 
 
 def _pin_memory(memory: mmap.mmap) -> int:
-    """Pin in place; torch's own pinned memory is rounded up to a power of two. Returns the
-    address, 0 if the system refused (the copy is then only slower)."""
+    """Pin the memory in place, and return its address, or 0 if the system refused: the copy is
+    then only slower. torch's own pinned memory would be rounded up to a power of two."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     # CUDA would find the pages one by one: for 16 GB, 10 s instead of 4.
     pages = [(at, 0, size) for at, _, size in _split_move(address, 0, len(memory))]
@@ -204,11 +209,12 @@ def _pin_memory(memory: mmap.mmap) -> int:
 
 
 def _view_whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as one row."""
+    """Return all of a tensor's storage as a flat tensor."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _make_storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common exactly if they share a storage and a dtype."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes(), tensor.dtype
 
@@ -217,7 +223,8 @@ def _make_storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _to_plain_tree(tree: Any, leaf: Callable[[torch.Tensor], torch.Tensor], path: TreePath) -> Any:
-    """The same tree in plain types (what ``weights_only=True`` reads), tensors through leaf."""
+    """Return the same tree in plain types, which ``weights_only=True`` reads, with tensors
+    mapped by ``leaf``."""
     if isinstance(tree, torch.Tensor):
         return leaf(_to_plain_tensor(tree, path))
     if isinstance(tree, Mapping):
@@ -231,7 +238,8 @@ def _to_plain_tree(tree: Any, leaf: Callable[[torch.Tensor], torch.Tensor], path
 
 
 def _to_plain_scalar(value: Any, path: TreePath) -> Any:
-    """Subclasses (an IntEnum, a numpy.float64) become what they are a kind of."""
+    """Return the built-in value of a scalar; a subclass (an IntEnum, a numpy.float64) becomes
+    its base."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float):
@@ -245,6 +253,7 @@ def _to_plain_scalar(value: Any, path: TreePath) -> Any:
 
 
 def _to_plain_tensor(tensor: torch.Tensor, path: TreePath) -> torch.Tensor:
+    """Return a detached dense tensor, or raise EchelonError for a kind that a file cannot hold."""
     if type(tensor) not in _PLAIN_TENSORS:
         raise _make_refusal(f"a tensor of type {type(tensor).__qualname__}", path)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

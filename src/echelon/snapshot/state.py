@@ -1,4 +1,4 @@
-"""The whole state of a run at a step boundary: collected for a snapshot, restored from one.
+"""The whole state of a training at a step boundary: collected for a snapshot, restored from one.
 
 Rank 0 reads; the others receive plain data and tensors, so no file system need be shared.
 """
@@ -24,6 +24,8 @@ from echelon.parallel.process_group import RankGroup
 
 
 def pack_rng_state(*devices: torch.device) -> Tensor:
+    """Return the random states of torch, Python, NumPy and these GPUs as bytes of a fixed
+    length."""
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     parts = [
@@ -37,7 +39,8 @@ def pack_rng_state(*devices: torch.device) -> Tensor:
 
 
 def restore_rng_state(row: Tensor, *devices: torch.device) -> None:
-    """A replica of more devices than it had draws anew on those that are new."""
+    """Set the random states from pack_rng_state(). GPUs that the state does not know keep their
+    own."""
     raw = row.numpy().tobytes()
     size = torch.get_rng_state().numel()
     python, numpy_ = struct.Struct("<625I?d"), struct.Struct("<624Iq?d")
@@ -54,6 +57,7 @@ def restore_rng_state(row: Tensor, *devices: torch.device) -> None:
 
 
 def seed_all(seed: int) -> None:
+    """Seed torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -69,7 +73,8 @@ def _to_byte_tensor(raw: bytes) -> Tensor:
 def collect_state(
     experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup
 ) -> dict[str, Any]:
-    """What a snapshot holds, on rank 0; every rank takes part, for its random numbers."""
+    """Return the parts of a snapshot on rank 0 and an empty dict on other ranks. A collective,
+    for the random states."""
     rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
     if group.world.rank != 0:
         return {}
@@ -77,7 +82,8 @@ def collect_state(
 
 
 def collect_parts(experiment: Experiment, optimizer_flags: OptimizerFlags) -> dict[str, Any]:
-    """What is the same on every rank, or held by all of them together."""
+    """Return the parts without random states: what is the same on every rank, or sharded over
+    all."""
     optimizer: dict[str, Any] = {
         "optimizer": optimizer_flags.restore_flags(experiment.optimizer.state_dict()),
         "settings": optimizer_flags.settings,
@@ -96,8 +102,11 @@ def restore_state(
     group: RankGroup,
     is_explicit: bool,
 ) -> None:
-    """Load what rank 0 read into every rank. Of a snapshot that was `given` by its path, what the
-    experiment has set otherwise since is not taken."""
+    """Load what rank 0 read into every rank. A collective.
+
+    ``is_explicit`` is set for a snapshot that a person gave by its path: then settings that the
+    experiment has changed since win over those in the snapshot.
+    """
     optimizer = _broadcast_tree(parts.get("optimizer"), group)
     state, saved_settings = (
         optimizer["optimizer"],
@@ -122,6 +131,8 @@ def restore_state(
 
 
 def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:
+    """Load weights into the experiment's model. Raises EchelonError with every key and shape
+    that does not fit."""
     own_state = experiment.model.state_dict()
     faults = [
         Fault(f"the snapshot has {key!r}, the model does not", suggest_nearest(key, own_state))
@@ -149,6 +160,7 @@ def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:
 
 
 def _broadcast_tree(tree: Any, group: RankGroup) -> Any:
+    """Return rank 0's tree of plain data and tensors on every rank."""
     if group.world.size == 1:
         return tree
     tensors: list[Tensor] = []
@@ -159,7 +171,8 @@ def _broadcast_tree(tree: Any, group: RankGroup) -> Any:
 
 
 def _build_skeleton(tree: Any, tensors: list[Tensor]) -> Any:
-    """JSON for the tree, with what a receiver must allocate in the place of tensors."""
+    """Return JSON for the tree, with shape and dtype in the place of each tensor, so that a
+    receiver can allocate it; tensors are appended to ``tensors``."""
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return {"tensor": [list(tree.shape), str(tree.dtype).removeprefix("torch.")]}
@@ -176,6 +189,7 @@ def _build_skeleton(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def _rebuild_tree(node: Any, tensors: Any, group: RankGroup) -> Any:
+    """Return the tree of a skeleton, receiving its tensors one by one."""
     if not isinstance(node, dict):
         return node
     [(kind, value)] = node.items()

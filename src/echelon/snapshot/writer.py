@@ -72,16 +72,18 @@ class SaveError(Exception):
 
 @dataclass(frozen=True)
 class SharedSave:
-    """A snapshot that other ranks write parts of."""
+    """A save in which every rank writes its own shards into one hidden folder."""
 
     hidden_folder: Path
     """The hidden folder they write to."""
     wait_for_others: Callable[[], Mapping[str, ManifestEntry]]
-    """Waits for the others and gives their files; :class:`SaveFailed` where one could not."""
+    """Waits for the others and returns their files; raises :class:`SaveError` if one could not."""
 
 
 @dataclass(frozen=True)
 class _PendingSave:
+    """One save as the background thread needs it: the copied state and what was asked for."""
+
     step: int
     parts: Mapping[str, Any]
     info: bytes
@@ -91,13 +93,13 @@ class _PendingSave:
 
 
 class SnapshotWriter:
-    """The one writer of a snapshot folder (rank 0's).
+    """Writes the snapshots of one run in the background, on rank 0 alone.
 
-    Errors of the disk never raise here; they come out of :meth:`finished` as sentences, and
-    the snapshots there were before still stand.
+    Errors of the disk do not raise here. They are returned by :meth:`take_results` as sentences,
+    and the snapshots that were there before stay valid.
 
-    `after` is the step the run goes on from. Folders of later steps were left behind when it
-    returned there: they stand until their step is saved again, and are replaced then.
+    ``resumed_step`` is the step from which the run goes on. Folders of later steps are from before
+    the return to that step. They stay until their step is saved again, and are replaced then.
     """
 
     def __init__(self, root: Path, keep_last: int = 3, resumed_step: int | None = None) -> None:
@@ -124,7 +126,11 @@ class SnapshotWriter:
         is_best: bool = False,
         shared_save: SharedSave | None = None,
     ) -> None:
-        """Copy this state and write it in the background; waits for an earlier save first."""
+        """Copy this state and write it in the background; an earlier save is waited for first.
+
+        Returns as soon as the copy is complete, so the caller may change the state at once.
+        ``parts`` are trees of tensors and plain values, one file each; ``info`` is JSON.
+        """
         self._join_thread()
         begun_s = time.monotonic()
         _check_names(step, parts)
@@ -143,12 +149,12 @@ class SnapshotWriter:
         self._thread.start()
 
     def record_failure(self, step: int, error: OSError) -> None:
-        """Note a save that could not begin."""
+        """Add the result of a save that could not begin."""
         what = describe_save_error(self._root, error)
         self._results.append(self._make_failure(step, time.monotonic(), what))
 
     def take_results(self) -> list[SaveResult]:
-        """How the saves ended that ended since this was last asked; never waits."""
+        """Return how saves ended that ended since the last call, without waiting."""
         results = []
         with contextlib.suppress(IndexError):
             while True:
@@ -156,12 +162,13 @@ class SnapshotWriter:
         return results
 
     def wait(self) -> list[SaveResult]:
-        """The same, after the save under way has ended."""
+        """Wait for the save under way, then return results as take_results() does."""
         self._join_thread()
         return self.take_results()
 
     def close(self) -> list[SaveResult]:
-        """The same, and the kept memory is given back."""
+        """Wait for the save under way, free the staging buffer, and return results as
+        take_results() does."""
         results = self.wait()
         self._staging_buffer.release()
         return results
@@ -171,9 +178,10 @@ class SnapshotWriter:
             self._thread.join()
             self._thread = None
 
-    # What follows runs in the background.
+    # --- in the background thread ---
 
     def _write_in_background(self, pending: _PendingSave) -> None:
+        """Body of the thread: publish, and turn whatever happens into a result."""
         try:
             result = self._publish(pending)
         except OSError as error:
@@ -189,6 +197,7 @@ class SnapshotWriter:
         self._results.append(result)
 
     def _publish(self, pending: _PendingSave) -> SaveResult:
+        """Write the snapshot, mark the best one and remove old ones, in this order."""
         folder = self._root / format_folder_name(pending.step)
         was_present = folder not in self._abandoned_folders and _is_valid(folder)
         was_best = find_best(self._root) == folder
@@ -198,6 +207,7 @@ class SnapshotWriter:
         else:
             _abandon_shared_save(pending.shared_save)
         duration_s = time.monotonic() - pending.begun_s
+        # The snapshot is valid from here on: an error below is reported with its folder.
         try:
             if pending.is_best:
                 _mark_best(folder)
@@ -211,6 +221,7 @@ class SnapshotWriter:
         return SaveResult(pending.step, folder, None, duration_s, was_present)
 
     def _make_failure(self, step: int, begun_s: float, reason: str) -> SaveResult:
+        """Return the result of a failed save; it names the snapshot that is still valid."""
         newest, _ = find_newest(self._root)
         stands = (
             "no snapshot stands"
@@ -221,7 +232,7 @@ class SnapshotWriter:
 
 
 def describe_save_error(root: Path, error: OSError) -> str:
-    """What the system said, about which file."""
+    """Return the reason of a disk error and the path it is about, as a person will find it."""
     # The hidden folder is gone by the time a person looks: name the one that would be there.
     path = Path(os.fsdecode(error.filename)) if error.filename else root
     if path.parent.name.startswith(".writing-"):
@@ -233,7 +244,7 @@ def describe_save_error(root: Path, error: OSError) -> str:
 
 
 def _prepare_folder(root: Path, resumed_step: int | None) -> None:
-    """Make the folder, and finish what a killed writer left undone."""
+    """Make the folder, and delete what a killed writer left half written or half deleted."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         names = os.listdir(root)
@@ -259,7 +270,8 @@ def _check_names(step: int, parts: Mapping[str, Any]) -> None:
 
 
 def _encode_info(info: Mapping[str, Any]) -> bytes:
-    """Now, not in the background: the caller may change it, or hear that it is not JSON."""
+    """Return ``info`` as JSON. Done before the save goes to the background: the caller may
+    change the mapping, and must be told at once if it is not JSON."""
     try:
         return json.dumps(dict(info), indent=1).encode() + b"\n"
     except (TypeError, ValueError) as error:
@@ -272,6 +284,7 @@ def _encode_info(info: Mapping[str, Any]) -> bytes:
 
 
 def _is_valid(folder: Path) -> bool:
+    """Whether the folder holds a snapshot that verifies."""
     if not os.path.lexists(folder):
         return False
     try:
@@ -282,7 +295,8 @@ def _is_valid(folder: Path) -> bool:
 
 
 def _abandon_shared_save(shared_save: SharedSave | None) -> None:
-    """Once the others are done: a folder that is deleted while they write may stay, half full."""
+    """Delete the hidden folder of a save that is not needed, after all ranks have finished
+    writing: a folder that is deleted while they write may stay, half full."""
     if shared_save is not None:
         with contextlib.suppress(SaveError):
             shared_save.wait_for_others()
@@ -290,6 +304,12 @@ def _abandon_shared_save(shared_save: SharedSave | None) -> None:
 
 
 def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
+    """Write a snapshot and give it its name.
+
+    The order of the steps is what makes a kill at any moment harmless: before the rename there is
+    no snapshot of this step, after it there is a whole one. tests/campaigns/snapshot_kills.py kills
+    at every one of them.
+    """
     root = folder.parent
     hidden = (
         pending.shared_save.hidden_folder
@@ -298,22 +318,34 @@ def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
     )
     replaced: Path | None = None
     try:
+        # 1. A hidden folder beside the target: on the same file system, so that it can be renamed,
+        #    and not visible to list_snapshots(). The next start deletes it if this one is killed.
         if pending.shared_save is None:
             os.mkdir(hidden)
+        # 2. The parts, each flushed to disk when it is written. Also after an error here the other
+        #    ranks are waited for: deleting the folder while they write would leave a part of it.
         try:
             files = write_parts(hidden, pending.parts)
-        finally:  # see _abandon
+        finally:
             files_of_others = pending.shared_save.wait_for_others() if pending.shared_save else {}
         files |= files_of_others
+        # 3. The manifest comes last, because it says that everything it names is complete.
         files[STATE_FILE] = _write_bytes(hidden / STATE_FILE, pending.info)
         manifest = Manifest(pending.step, pending.is_best, files)
         _write_bytes(hidden / MANIFEST_FILE, render_manifest(manifest))
+        # 4. The names in the folder: content that was flushed is lost if its name was not.
         flush_to_disk(hidden)
-        if os.path.lexists(folder):  # damaged or left behind, else it would have been kept
+        # 5. A folder of this step that is in the way is damaged, or from before a return to an
+        #    older step; otherwise it would have been kept. The mark as the best goes first: a kill
+        #    between the two must not leave it on the new snapshot.
+        if os.path.lexists(folder):
             if find_best(root) == folder and not pending.is_best:
-                _unmark_best(root)  # first: a kill must not leave the mark on the new one
+                _unmark_best(root)
             replaced = _hide_folder(folder)
+        # 6. One rename makes it a snapshot, for every reader at once.
         os.rename(hidden, folder)
+        # 7. Only now is the new name on disk. Old snapshots are removed after this, so that a power
+        #    cut never leaves neither the old nor the new.
         flush_to_disk(root)
     except BaseException:
         _delete(hidden)
@@ -324,11 +356,13 @@ def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
 
 
 def make_hidden_path(root: Path, step: int) -> Path:
+    """Return a new name for a snapshot that is being written; list_snapshots() does not see it."""
     return root / f".writing-{step:09d}-{secrets.token_hex(4)}"
 
 
 def write_parts(folder: Path, parts: Mapping[str, Any]) -> dict[str, ManifestEntry]:
-    """On the disk when this returns, but for the folder itself."""
+    """Write one file per part and return their manifest entries; the content of each file is
+    flushed to disk, the folder that names them is not."""
     return {
         format_part_name(n): _write_part(folder / format_part_name(n), tree)
         for n, tree in parts.items()
@@ -348,11 +382,11 @@ def _write_bytes(path: Path, data: bytes) -> ManifestEntry:
 
 
 class _ChecksummedFile:
-    """A file that is checksummed as it is written, in pieces and without the GIL.
+    """A file that is checksummed while it is written, in chunks and without the GIL.
 
-    Given a path, ``torch.save`` writes by itself: the checksum would need a second pass, and a
-    full disk reads "unexpected pos 640 vs 534". Either way another thread waits about 5 ms at a
-    time while 600 MB are written (over an old file, which we never do, 90 to 160 ms).
+    Given a path, ``torch.save`` writes by itself: the checksum would need a second pass, and a full
+    disk is reported as "unexpected pos 640 vs 534". Either way another thread waits about 5 ms at a
+    time while 600 MB are written (over an old file, which never happens here, 90 to 160 ms).
     """
 
     def __init__(self, path: Path) -> None:
@@ -363,6 +397,7 @@ class _ChecksummedFile:
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
+        """Write all of ``data``; an error is kept until flush_to_disk()."""
         view = memoryview(data).cast("B")
         # Kept for later and not raised: our caller is C++ code that still has to close its
         # archive, and would answer with an error of its own.
@@ -385,7 +420,7 @@ class _ChecksummedFile:
         """Asked for by torch.save; nothing is buffered here."""
 
     def flush_to_disk(self) -> None:
-        """On the disk, or an OSError that names the file."""
+        """Flush the file to disk. Raises the first error of any write, with the file's name."""
         try:
             if self._error is not None:
                 raise self._error
@@ -397,11 +432,13 @@ class _ChecksummedFile:
         os.close(self._file)
 
     def make_entry(self) -> ManifestEntry:
+        """Return size and checksum of what was written."""
         return ManifestEntry(self._size, self._checksum.hexdigest())
 
 
 @contextlib.contextmanager
 def _open_checksummed(path: Path) -> Iterator[_ChecksummedFile]:
+    """Create a new file, flush it at the end of the block and close it in any case."""
     file = _ChecksummedFile(path)
     try:
         try:
@@ -416,10 +453,11 @@ def _open_checksummed(path: Path) -> Iterator[_ChecksummedFile]:
 
 
 def _remove_old_snapshots(root: Path, step: int, keep_last: int) -> None:
-    """Keep the last of those up to ``step``, which was just saved and so is known to be whole.
+    """Remove all but the last ``keep_last`` snapshots up to ``step``, and the best one.
 
-    Newer ones are from before a return to an older snapshot. Counting them, a damaged one could
-    push out the only good one; they are pruned once the run has passed them again.
+    ``step`` was just saved and so is known to be valid. Later steps are from before a return to an
+    older snapshot. If they counted, a damaged one among them could push out the only valid one;
+    they are removed once the run has passed them again.
     """
     folders = [f for f in list_snapshots(root) if (parse_step(f.name) or 0) <= step]
     best = find_best(root)
@@ -431,6 +469,7 @@ def _remove_old_snapshots(root: Path, step: int, keep_last: int) -> None:
 
 
 def _mark_best(folder: Path) -> None:
+    """Make ``best`` name this folder, atomically and on disk."""
     root = folder.parent
     # The prefix is that of all unfinished work, which the next open() removes.
     with replace_file(root / BEST_FILE, durable=True, prefix=".writing-") as temporary:
@@ -438,12 +477,14 @@ def _mark_best(folder: Path) -> None:
 
 
 def _unmark_best(root: Path) -> None:
+    """Remove the file ``best``, on disk when this returns."""
     (root / BEST_FILE).unlink()
     flush_to_disk(root)
 
 
 def _recover_best(root: Path, resumed_step: int | None) -> None:
-    """A kill between the rename of a snapshot and its mark as the best must not lose the mark."""
+    """Write the mark of the best snapshot that a kill between publishing and marking has
+    prevented."""
     folders = [folder for folder in list_snapshots(root) if _is_up_to(resumed_step, folder)]
     last = next(filter(_is_marked_best, reversed(folders)), None)
     if last is None or last == find_best(root):
@@ -457,10 +498,12 @@ def _recover_best(root: Path, resumed_step: int | None) -> None:
 
 
 def _is_up_to(step: int | None, folder: Path) -> bool:
+    """Whether the step of a folder is not after ``step``; every one is if ``step`` is None."""
     return step is None or (parse_step(folder.name) or 0) <= step
 
 
 def _is_marked_best(folder: Path) -> bool:
+    """Whether the manifest says that the snapshot was the best when it was saved."""
     try:
         return read_manifest(folder).is_best
     except InvalidSnapshotError:
@@ -468,13 +511,15 @@ def _is_marked_best(folder: Path) -> bool:
 
 
 def _hide_folder(folder: Path) -> Path:
+    """Rename a folder so that it is no longer a snapshot, before anything in it is deleted."""
     hidden = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     os.rename(folder, hidden)
     return hidden
 
 
 def _delete(path: Path) -> None:
-    """As far as it goes; what stays has a hidden name and is tried again at the next open."""
+    """Delete a file or folder as far as possible. What stays has a hidden name, and is tried
+    again when the run is next opened."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
