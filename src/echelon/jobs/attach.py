@@ -1,4 +1,5 @@
-"""`echelon attach` and `--wait`: a run that goes on elsewhere, as if it had been started here."""
+"""`echelon attach` and `--wait`: a run on other machines or in the background, as if started
+here."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _STEP_LINE = re.compile(rb"step \d+/\d+  epoch ")
 
 
 def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
-    """Show what rank 0 says until the run is over; the exit code is the training's."""
+    """Show the output of rank 0 until the run is over, and return the exit code of the training.
+    Ctrl-C detaches; the run goes on."""
     has_bar = sys.stderr.isatty() and run.read_config().track.progress in ("auto", "bar")
     printer = ProgressBarPrinter(run) if has_bar else StatusPrinter(run)
     try:
@@ -53,13 +55,14 @@ def follow_queued_run(config: Config, wait: bool) -> int:
 
 
 def _list_log_names(run: Run) -> list[str]:
-    """Rank 0's words, of its agent where that has a log: rank 0's are in there."""
+    """Return the logs to show: the batch script's and rank 0's. Where the agent of node 0 has a
+    log, it is shown instead, because it contains rank 0's output."""
     of_rank_0 = "node-0" if run.node_log_file(0).exists() else "rank-0"
     return [name for name in ("job", of_rank_0) if (run.logs_folder / f"{name}.log").exists()]
 
 
 class StatusPrinter(PlainPrinter):
-    """Beside what was written: how the run stands, whenever that changes."""
+    """Prints the log as it is and, on stderr, every change of the run's status."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -81,7 +84,7 @@ class StatusPrinter(PlainPrinter):
 
 
 class ProgressBarPrinter(StatusPrinter):
-    """On a terminal, with a bar as soon as it is known how many steps there will be."""
+    """On a terminal: shows a progress bar as soon as the number of steps is known."""
 
     whole_lines = True
 

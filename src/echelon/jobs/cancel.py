@@ -1,4 +1,4 @@
-"""`echelon cancel`: ask runs to save and end, and not to be queued again."""
+"""`echelon cancel`: ask runs to save and stop, and not to be queued again."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from echelon.runs.status import RunStatus, read_run_statuses
 
 
 def cancel_runs(runs: Sequence[Run], now: bool) -> int:
+    """Cancel runs, whatever launched them; with ``now``, kill them. Raises EchelonError before
+    any of them is touched if one cannot be reached from here."""
     by_folder = {str(run.folder): run for run in runs}
     statuses, silence = read_run_statuses(by_folder.values())
     faults = [fault for s in statuses if (fault := _check_reachable(s, silence))]
@@ -37,11 +39,12 @@ def cancel_runs(runs: Sequence[Run], now: bool) -> int:
 
 
 def _is_trial(run: Run) -> bool:
-    """Of a sweep's worker, whose job is that of the trials after it as well."""
+    """Whether the run is a trial of a sweep's worker, whose job other trials need as well."""
     return bool(run.read_status().get("in_sweep"))
 
 
 def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
+    """Return the fault of a run that cannot be cancelled from this machine; None if it can."""
     if s.is_active and s.job and silence:
         return Fault(
             f"run {s.run} is job {s.job}, but Slurm does not answer: {silence}",
@@ -59,13 +62,14 @@ def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
 
 
 def _mark_cancelled(run: Run) -> None:
-    """Before anything else, so that nobody queues it again meanwhile."""
+    """Mark the run as cancelled before anything else, so that it is not queued again meanwhile."""
     run.cancel_file.touch()
     (run.folder / REQUEUE_FILE).unlink(missing_ok=True)
 
 
 def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
-    """On TERM ranks save; KILL comes after Slurm's KillWait, or to the step at once."""
+    """Cancel jobs. On TERM ranks save; KILL comes after Slurm's KillWait, or at once with
+    ``now``."""
     jobs = [str(s.job) for s in statuses]
     if jobs and now:
         run_slurm_command("scancel", "--quiet", "--signal=KILL", *(f"{job}.0" for job in jobs))
@@ -84,7 +88,7 @@ def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
 
 
 def _cancel_process(status: RunStatus, run: Run, now: bool) -> None:
-    """Under an agent, workers end with it."""
+    """Signal the process that the run depends on; workers end with it."""
     process = run.read_status()["process"]
     there = send_signal(process, signal.SIGKILL if now else signal.SIGTERM)
     print(

@@ -1,4 +1,4 @@
-"""What a run says from now on, over all its restarts and requeues, until it is over."""
+"""The output of a run from now on, over all its restarts and requeues, until it is over."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class LogPrinter(Protocol):
+    """Shows lines of logs."""
+
     whole_lines: bool
 
     def show(self, line: LogLine) -> None: ...
 
     def pause(self) -> None:
-        """For now nothing more is coming."""
+        """Called when nothing more is there for now."""
 
 
 class PlainPrinter:
-    """As it was written, progress bars included."""
+    """Writes logs as they were written, progress bars included."""
 
     whole_lines = False
 
@@ -54,7 +56,11 @@ def follow_run(
     initial_lines: int,
     on_status: Callable[[RunStatus], None] = lambda standing: None,
 ) -> RunStatus:
-    """Show the logs of these names, which may come into being later; `tell` hears of every look."""
+    """Show these logs until the run is over, and return its last status.
+
+    ``list_names`` is called again and again, because logs may appear later; ``on_status`` is called
+    with every status that is read.
+    """
     logs = {name: LogFile(run, name) for name in list_names()}
     for line in merge_logs(
         run, list(logs.values()), initial_lines, include_partial=not printer.whole_lines
@@ -77,7 +83,8 @@ def follow_run(
 
 
 def _poll_status(run: Run) -> Iterator[RunStatus]:
-    """How it stands, again and again, until it is over."""
+    """Yield the status of a run again and again until it is over and its last output can be
+    read."""
     times_lost = 0
     while True:
         status = read_run_status(run)
@@ -96,7 +103,8 @@ def _poll_status(run: Run) -> Iterator[RunStatus]:
 
 
 def _is_closing(run: Run) -> bool:
-    """Where that can be known: its process is of this machine."""
+    """Whether the run has ended and its process on this machine is still closing, e.g. a
+    tracker."""
     status = run.read_status()
     ended = status.get("updated")
     recent = isinstance(ended, (int, float)) and time.time() - ended < _CLOSE_TIMEOUT_S

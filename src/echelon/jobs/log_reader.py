@@ -25,6 +25,8 @@ _RECENT_STAMPS_BYTES = 1 << 22
 
 
 class LogLine(NamedTuple):
+    """One line of one log."""
+
     time: float
     """By when it was there."""
     log: str
@@ -34,7 +36,7 @@ class LogLine(NamedTuple):
 
 
 class LogFile:
-    """One file, read from where the last reading stopped."""
+    """One log, read from where the last read stopped."""
 
     def __init__(self, run: Run, name: str) -> None:
         self.path = run.logs_folder / f"{name}.log"
@@ -42,7 +44,7 @@ class LogFile:
         self.offset = 0
 
     def read_lines(self, include_partial: bool = False) -> Iterator[bytes]:
-        """Whole lines that are new, and if wanted the one that is still being written."""
+        """Yield new lines, and with ``include_partial`` the one that is still being written."""
         partial = b""
         for block in self.read_blocks():
             partial += block
@@ -55,7 +57,7 @@ class LogFile:
             self.offset -= len(partial)
 
     def read_blocks(self) -> Iterator[bytes]:
-        """Whatever is new."""
+        """Yield whatever is new, in blocks."""
         size = _get_size(self.path)
         if size < self.offset:
             self.offset = 0  # another file under the same name
@@ -67,7 +69,7 @@ class LogFile:
             yield block
 
     def seek_to_last_lines(self, lines: int) -> None:
-        """Be where so many lines are left, without reading those before."""
+        """Move to where so many lines are left, without reading those before them."""
         self.offset = _get_size(self.path)
         last = True
         while lines and self.offset:
@@ -83,7 +85,8 @@ class LogFile:
 def merge_logs(
     run: Run, logs: Sequence[LogFile], last: int | None = None, include_partial: bool = True
 ) -> Iterator[LogLine]:
-    """In order of time, all lines or the last so many; the logs then stand at their ends."""
+    """Yield lines of several logs by time, all or the last so many; the logs are then at their
+    ends."""
     if last is not None:
         for log in logs:
             log.seek_to_last_lines(last)
@@ -94,7 +97,7 @@ def merge_logs(
 
 
 def read_ranks_of_node(run: Run, node: int) -> set[int]:
-    """The ranks whose logs the agent of a node watches."""
+    """Return the ranks whose logs the agent of a node watches."""
     names = {name for name, _ in _read_stamps(run.stamps_file(node), None)}
     return {int(n.removeprefix("rank-")) for n in names if n.startswith("rank-")}
 
@@ -106,7 +109,8 @@ LogStamp = tuple[float, int]
 def _add_times(
     log: LogFile, stamps: Sequence[LogStamp], include_partial: bool
 ) -> Iterator[LogLine]:
-    """What was written after the last stamp was there when the file was last changed."""
+    """Yield the lines of a log with times by its stamps. What was written after the last stamp
+    gets the time of the file's last change."""
     at, passed, newest, changed = log.offset, 0, 0.0, _get_modified_time(log.path)
     for text in log.read_lines(include_partial):
         at += len(text)
@@ -135,7 +139,8 @@ def _read_stamps(path: Path, limit: int | None) -> Iterator[tuple[str, LogStamp]
 
 
 def _split_lines(block: bytes) -> Iterator[bytes]:
-    """At newlines alone: a carriage return, as in progress bars, is part of its line."""
+    """Yield lines, cut at newlines alone: a carriage return, as in progress bars, is part of its
+    line."""
     parts = block.split(b"\n")
     yield from (part + b"\n" for part in parts[:-1])
     if parts[-1]:

@@ -1,4 +1,4 @@
-"""`echelon logs`: what all of a run said and say, in order of time, whoever wrote it."""
+"""`echelon logs`: the logs of a run by time, of its ranks, its agents and its batch script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from echelon.runs.run_folder import Run
 def show_logs(
     run: Run, ranks: Sequence[int], nodes: Sequence[int], last: int | None, keep_following: bool
 ) -> int:
-    """All lines or the last so many, and then, if wanted, what is added until the run is over."""
+    """Show all lines or the last so many, and with ``keep_following`` what is added until the
+    end."""
 
     def list_wanted() -> list[str]:
         return _select_log_names(run, ranks, nodes)
@@ -42,7 +43,8 @@ def show_logs(
 def show_logs_of_runs(
     runs: Sequence[Run], ranks: Sequence[int], nodes: Sequence[int], last: int | None
 ) -> int:
-    """One after the other, each under its name; what has not begun to speak is left out."""
+    """Show the logs of several runs one after the other, each under its name; runs without logs
+    are left out."""
     for run in runs:
         if _list_logs(run):
             print(f"==> {run.name} <==", flush=True)
@@ -54,10 +56,11 @@ def show_logs_of_runs(
 
 
 def _select_log_names(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> list[str]:
-    """The logs that are there and wanted, in order: the batch script's, the agents', the ranks'.
+    """Return the logs that exist and are wanted, in order: the batch script's, the agents', the
+    ranks'.
 
-    What rank 0 says its agent says too, so where the agent has a log, rank 0's is shown only when
-    it is asked for.
+    The agent of node 0 repeats the output of rank 0. Where it has a log, rank 0's own is shown only
+    if it is asked for.
     """
     existing = _list_logs(run)
     duplicates = {"rank-0"} if "node-0" in existing else set()
@@ -83,7 +86,8 @@ _NAME = re.compile(r"job|(node|rank)-\d+")
 
 
 def _list_ranks_of_node(run: Run, node: int) -> Iterable[int]:
-    """As its agent knows them; where Slurm itself started them, as many on each."""
+    """Return the ranks of a node as its agent knows them; where Slurm started them, as many on
+    each."""
     if run.stamps_file(node).exists():
         return read_ranks_of_node(run, node)
     status = run.read_status()
@@ -93,6 +97,7 @@ def _list_ranks_of_node(run: Run, node: int) -> Iterable[int]:
 
 
 def _require_logs(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> None:
+    """Raise EchelonError if a wanted rank or node has no log."""
     missing = [f"rank {r}" for r in ranks if not _select_log_names(run, [r], [])]
     missing += [f"node {n}" for n in nodes if not _select_log_names(run, [], [n])]
     existing = _list_logs(run)
@@ -118,8 +123,8 @@ _MIN_REPEATED_LINES = 4
 
 
 class PrefixedPrinter:
-    """Each line after who said it. Ranks often say the same at once, above all when one of them
-    fails: several lines that were shown a moment ago are counted instead."""
+    """Prints each line after the rank that wrote it. Ranks often write the same at once, above
+    all when one of them fails: lines that were shown a moment ago are counted instead."""
 
     whole_lines = True
 

@@ -50,8 +50,8 @@ _PEAKS: dict[str, tuple[float, float | None, float]] = {
 
 
 def get_peak_flops(device_name: str, precision: str) -> float | None:
-    """Per second; None where it is not known. A slice of a GPU (MIG) has a part nobody tells, and
-    so has a laptop's."""
+    """Return the peak of a GPU in operations per second at a precision; None where it is not
+    known. A slice of a GPU (MIG) has an unknown share of it, and so has a laptop's GPU."""
     if "MIG" in device_name or "Laptop" in device_name:
         return None
     known = (peaks for name, peaks in _PEAKS.items() if re.search(rf"\b{name}\b", device_name))
@@ -64,7 +64,7 @@ def get_peak_flops(device_name: str, precision: str) -> float | None:
 
 
 class FlopsCounter:
-    """Of the first batch that has samples."""
+    """Counts the operations of one batch, once, and turns a speed into MFU."""
 
     def __init__(self, experiment: Experiment, peak: float) -> None:
         self._peak = peak
@@ -77,13 +77,13 @@ class FlopsCounter:
         self.flops_per_sample: float | None = None
 
     def keep_shapes(self, batch: Batch | BlockSlice) -> None:
-        """Keep the shapes of a batch; all are alike."""
+        """Keep the shapes of the first batch that has samples; all batches are alike."""
         if self._batch is None and batch.sample_count:
             shapes = tree_map_only(Tensor, lambda t: t.to("meta"), batch.data)
             self._batch = Batch(shapes, batch.sample_count)
 
     def count_flops(self) -> None:
-        """Once. It takes a moment, as torch imports its compiler for it."""
+        """Count, once. This takes a moment, because torch imports its compiler for it."""
         model, self._model = self._model, None
         self.is_counted = True
         if model is None or self._batch is None:
@@ -93,6 +93,8 @@ class FlopsCounter:
             self.flops_per_sample = self._count(model, self._batch.data) / self._batch.sample_count
 
     def compute_mfu(self, samples_per_s: float) -> float | None:
+        """Return the share of the peak that is used at this speed; None before or without a
+        count."""
         return samples_per_s * self.flops_per_sample / self._peak if self.flops_per_sample else None
 
     def _count(self, model: nn.Module, data: Any) -> float:
@@ -106,8 +108,9 @@ class FlopsCounter:
 
 
 class _RefuseRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Nothing real becomes a shape. What an experiment keeps outside its model, and moves to where
-    a batch lies, would be gone for the next step."""
+    """Raises where a real tensor would be moved to the meta device. What an experiment keeps
+    outside its model, and moves to where a batch is, would have lost its values for the next
+    step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,6 +121,7 @@ class _RefuseRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_to_meta(model: nn.Module) -> nn.Module | None:
+    """Return a copy of the model with shapes and without values; None if it cannot be copied."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()

@@ -1,8 +1,8 @@
-"""Memory ran out: what was asked for, what was free, what holds the rest, and what to set.
+"""Memory ran out: what was requested, what was free, what uses the rest, and what to set.
 
-torch tells the first two in its message. What holds the rest is counted here: parameters, gradients
-and the optimizer's state have the same size in every step; activations grow with the samples that a
-process computes at a time.
+torch's message has the first two. What uses the rest is counted here: parameters, gradients and the
+optimizer's state have the same size in every step; activations grow with the samples that a process
+computes at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _LINE_BREAK = "\n        "
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """The error itself, or the one it came from, where that is what happened."""
+    """Return the error itself, or the one among its causes, that says memory ran out; None
+    otherwise."""
     current: BaseException | None = error
     while current is not None:
         text = str(current).lower()
@@ -85,6 +86,7 @@ def explain_out_of_memory(
 
 
 def _describe_request(message: str, world: World, on_gpu: bool) -> str:
+    """Return how much was requested and how much was free."""
     where = f"{world.devices[0]} of rank {world.rank}" if on_gpu else f"rank {world.rank}"
     tried = _parse_bytes(_REQUESTED.search(message))
     text = f"out of memory on {where}"
@@ -97,7 +99,8 @@ def _describe_request(message: str, world: World, on_gpu: bool) -> str:
 
 
 def _read_free_and_total(message: str, on_gpu: bool) -> tuple[float | None, float | None]:
-    """By torch's message, which was true when it failed; by the machine for its own memory."""
+    """Return free and total bytes. torch's message is preferred, because it was true when the
+    request failed; the machine's memory is asked otherwise."""
     if found := _FREE.search(message):
         total, unit, free, free_unit = found.groups()
         return float(free) * _UNITS[free_unit], float(total) * _UNITS[unit]
@@ -110,7 +113,8 @@ def _read_free_and_total(message: str, on_gpu: bool) -> tuple[float | None, floa
 
 
 def _find_fragmented_bytes(message: str) -> float | None:
-    """What is reserved and in too small pieces, where it is enough to matter."""
+    """Return the bytes that are reserved in pieces too small to use, if they would have been
+    enough."""
     unused, tried = (
         _parse_bytes(_FRAGMENTED.search(message)),
         _parse_bytes(_REQUESTED.search(message)),
@@ -127,7 +131,7 @@ def _parse_bytes(found: re.Match[str] | None) -> float | None:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on this rank; nothing where the training was not built yet."""
+    """Bytes that this rank uses; all zero if the training was not built yet."""
 
     parameter_bytes: int = 0
     gradient_bytes: int = 0
@@ -137,6 +141,7 @@ class MemoryUse:
 
     @classmethod
     def measure(cls, training: Training | None) -> MemoryUse:
+        """Return the memory use of a training as it is now."""
         if training is None:
             return cls()
         model, device = training.experiment.model, training.device
@@ -152,9 +157,11 @@ class MemoryUse:
 
     @property
     def constant_bytes(self) -> int:
+        """What is needed whatever the batch size is."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.data_bytes
 
     def describe(self, samples_per_pass: int, on_gpu: bool) -> Iterator[str]:
+        """Yield what uses the memory, as parts of a sentence."""
         if not self.parameter_bytes:
             return
         parts = {"parameters": self.parameter_bytes, "gradients": self.gradient_bytes}
@@ -176,6 +183,7 @@ def _format_samples(count: int) -> str:
 
 
 def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, such as the state of an optimizer."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -184,12 +192,12 @@ def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _count_bytes(tensors: Any) -> int:
-    """A sharded tensor counts with what lies here."""
+    """Return the bytes of tensors; of a sharded tensor, those of this rank."""
     return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
 
 
 def _get_samples_per_pass(config: Config, world: World) -> int:
-    """Samples that a process computes at a time, at the most."""
+    """Return the largest number of samples that a process computes at a time."""
     return math.ceil(config.trainer.batch_size / world.size / config.trainer.accumulate)
 
 
@@ -199,7 +207,8 @@ def _get_samples_per_pass(config: Config, world: World) -> int:
 def _suggest_settings(
     config: Config, world: World, memory_use: MemoryUse, is_evaluating: bool, on_gpu: bool
 ) -> Iterator[str]:
-    """Those that help most come first: more pieces do not make a model smaller."""
+    """Yield settings that need less memory, the most helpful first. Smaller batches do not make
+    a large model smaller, so for one they come later."""
     trainer, replica = config.trainer, config.replica
     large_model = (
         not memory_use.parameter_bytes or memory_use.constant_bytes > memory_use.peak_bytes / 2 > 0
@@ -224,7 +233,7 @@ def _suggest_settings(
 def _suggest_smaller_batches(
     config: Config, world: World, is_evaluating: bool
 ) -> Iterator[tuple[str, str]]:
-    """Settings that this very run can go on with; each alone, and with what it means."""
+    """Yield settings with which this very run can go on, each with its explanation."""
     trainer = config.trainer
     if is_evaluating:
         each = trainer.eval_batch_size or trainer.batch_size
@@ -240,7 +249,8 @@ def _suggest_smaller_batches(
 
 
 def _describe_newest_snapshot(run: Run, training: Training | None, setting: str) -> str:
-    """Rank 0 lets a save that is under way come to its end."""
+    """Return what can be resumed and the command for it. Rank 0 waits for a save that is under
+    way."""
     if training is not None and training.writer is not None:
         training.heartbeat.suspend()
         training.writer.wait()

@@ -24,6 +24,7 @@ _NAME_WIDTH = 44
 
 
 def check_profile_steps(steps: int, total_steps: int) -> Fault | None:
+    """Return the fault of a run that is too short for its profile; None if it is long enough."""
     if WARMUP_STEPS + steps <= total_steps:
         return None
     most = total_steps - WARMUP_STEPS
@@ -37,7 +38,8 @@ def check_profile_steps(steps: int, total_steps: int) -> Fault | None:
 def create_profiler(
     steps: int | None, step: int, total_steps: int, folder: Path, rank: int, device: torch.device
 ) -> StepProfiler | None:
-    """For a run that stands at `step`. One that goes on near its end is not worth an error."""
+    """Return the profiler of a run that is at ``step``, or None if none is wanted. A resumed run
+    with too few steps left goes on without one, since that is not worth an error."""
     if steps is None:
         return None
     if step == 0 and (fault := check_profile_steps(steps, total_steps)):
@@ -52,6 +54,8 @@ def create_profiler(
 
 
 class StepProfiler:
+    """Records a trace of some steps after a warm-up, with torch's profiler, and then stops."""
+
     def __init__(
         self, steps: int, step: int, folder: Path, rank: int, device: torch.device
     ) -> None:
@@ -60,7 +64,8 @@ class StepProfiler:
         self._profiler: Any = None
 
     def advance(self, step: int) -> float:
-        """After each step; the seconds it took to start the profile, or to write it."""
+        """Call after each step. Returns the seconds that starting the profile or writing it
+        took, which are not training time."""
         begun = time.monotonic()
         if step == self._first - 2:
             self._start()  # in the step before the first it warms itself up
@@ -73,8 +78,8 @@ class StepProfiler:
         return time.monotonic() - begun
 
     def close(self) -> None:
-        """Where the run ends before the profile does: torch would crash at the end of the process,
-        and whoever stops a run does not wait for a trace."""
+        """Discard a profile that the run ended within. torch would crash at the end of the
+        process otherwise, and whoever stops a run does not wait for a trace."""
         if self._profiler is not None:
             self._profiler.on_trace_ready = None
             self._stop()
@@ -102,7 +107,8 @@ class StepProfiler:
         self._profiler = None
 
     def _write(self, profiler: Any) -> None:
-        """A disk that is full costs the trace and not the training."""
+        """Write the trace; on rank 0 also print where it is. A full disk costs the trace, not
+        the training."""
         file = self._folder / f"steps-{self._first}-{self._last}-rank-{self._rank}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +125,7 @@ class StepProfiler:
 
 
 def render_costliest_operators(operators: Iterable[Any], on_gpu: bool) -> str:
-    """A table of those that take the most time by themselves."""
+    """Return a table of the operators that take the most time by themselves."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     found = [o for o in operators if not o.key.startswith("ProfilerStep")]
     total = sum(getattr(o, key) for o in found) or 1.0

@@ -18,6 +18,8 @@ _FIRST_STEPS = 4
 
 
 class ReadbackSchedule:
+    """Decides after which steps the results on the device are read, the same on all ranks."""
+
     def __init__(self) -> None:
         self.wants_every_step = False
         """Whether this rank wishes to read after every step."""
@@ -26,11 +28,14 @@ class ReadbackSchedule:
         self._last = (0.0, 0)
 
     def is_due(self, step: int, every: int) -> bool:
+        """Whether the results are read after this step; ``every`` applies to quick steps."""
         if self._first is None:
             self._first = step
         return self._reads_every_step or step % every == 0 or step < self._first + _FIRST_STEPS
 
     def record_readback(self, step: int, agreed: StepRequests) -> None:
+        """Note that the results were read after this step, and what the ranks agreed on with
+        them."""
         now, (then, before) = time.monotonic(), self._last
         if before:
             self.wants_every_step = now - then > _SLOW_STEP_S * (step - before)

@@ -1,14 +1,15 @@
 """How fast a run trains, and what its steps spend their time on.
 
-Samples/s and ms/step are of all steps. Their split is of sampled ones, at most twenty a second, so
-that it costs next to nothing: a moment is noted at each border of such a step. On a GPU the moments
-are events in its stream, read when they have passed: nobody ever waits for them.
+Samples/s and ms/step are of all steps. The split of a step is of sampled steps, at most twenty a
+second, so that it costs next to nothing: a timestamp is recorded at each border of such a step. On
+a GPU the timestamps are events in its stream, read when they have completed; the host never waits
+for them.
 
     asked ─ data ─ given ─ compute ─ own ─ communication ─ reduced ─ optimizer ─ stepped
 
 `own` is when the last of this rank's own gradients is there, and `reduced` when those of all ranks
-are averaged: between them lies the communication that the backward pass did not hide, and the wait
-for slower ranks. A step that is captured as one CUDA graph has no borders within.
+are averaged. Between them is the communication that the backward pass did not hide, and the wait
+for slower ranks. A step that is captured as one CUDA graph has no borders inside.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class StepTimestamps:
         self.record("asked")
 
     def record(self, border: str) -> None:
+        """Record that the step is at this border now."""
         if not self._on_gpu:
             self._times[border] = time.perf_counter()
         elif not torch.cuda.is_current_stream_capturing():  # there it would be noted, not passed
@@ -60,8 +62,9 @@ class StepTimestamps:
             self._times[border] = event
 
     def watch_backward(self, loss: Tensor) -> None:
-        """Note when its backward pass is through, before DDP's own callback waits for the others:
-        callbacks are called in the order of their wishes, and the loss is first of all."""
+        """Record when the backward pass of this loss is complete on this rank, before DDP's own
+        callback waits for the other ranks. Callbacks run in the order in which they were queued,
+        and the hook of the loss is the first to queue one."""
         loss.register_hook(self._queue_callback)  # type: ignore[no-untyped-call]
 
     def _queue_callback(self, grad: Tensor) -> None:
@@ -69,11 +72,12 @@ class StepTimestamps:
         engine.queue_callback(lambda: self.record("own"))
 
     def has_completed(self) -> bool:
+        """Whether all timestamps can be read without waiting."""
         last = self._times.get("stepped")
         return last is not None and (not self._on_gpu or bool(last.query()))
 
     def compute_split(self) -> StepSplit:
-        """What lies between borders that were noted."""
+        """Return the times between the borders that were recorded."""
         computed = "own" if "own" in self._times else "reduced"
         return StepSplit(
             self._elapsed_ms("asked", "given"),
@@ -99,7 +103,8 @@ class StepSplit(NamedTuple):
 
 
 def create_speed_monitor(experiment: Experiment, config: Config, group: RankGroup) -> SpeedMonitor:
-    """Before anything wraps the model, as operations are counted on a copy."""
+    """Return the monitor of this rank. Call it before anything wraps the model, because
+    operations are counted on a copy of it."""
     world = group.world
     devices = list(get_devices(world))
     flops = None
@@ -111,13 +116,13 @@ def create_speed_monitor(experiment: Experiment, config: Config, group: RankGrou
 
 
 class SampledReplica(Protocol):
-    """A replica: it notes the borders within its step where moments are given."""
+    """A replica that records timestamps within its step while ``step_timer`` is set."""
 
     step_timer: StepTimestamps | None
 
 
 class SpeedMonitor:
-    """Of one rank."""
+    """Measures the speed of one rank."""
 
     def __init__(
         self,
@@ -136,18 +141,18 @@ class SpeedMonitor:
         self._memory_at = 0.0
 
     def restart_interval(self, step: int, samples: int) -> None:
-        """What was done since the last line was no training."""
+        """Begin a new interval: what was done since the last line was not training."""
         self._interval_start = (time.monotonic(), step, samples)
 
     def exclude_time(self, seconds: float) -> None:
-        """So much of the time since the last line was no training."""
+        """Leave so many seconds out of the present interval: they were not training."""
         then, step, samples = self._interval_start
         self._interval_start = (then + seconds, step, samples)
 
     def sample_batches(
         self, batches: Iterable[Batch | BlockSlice], replica: SampledReplica
     ) -> Iterator[Batch | BlockSlice]:
-        """The batches; now and then one whose step is sampled."""
+        """Yield the batches; now and then the step of one is sampled."""
         iterator = iter(batches)
         while True:
             timestamps = None
@@ -175,7 +180,8 @@ class SpeedMonitor:
         self._pending = [*self._pending[-_MAX_PENDING:], timestamps]
 
     def measure_interval(self, step: int, samples: int) -> dict[str, float]:
-        """Since the last one. What was not measured since then is not in it."""
+        """Return the speed metrics since the last call. What was not measured since then is left
+        out."""
         now, (start, last_step, last_samples) = time.monotonic(), self._interval_start
         self._interval_start = (now, step, samples)
         seconds = max(1e-9, now - start)
@@ -217,7 +223,8 @@ class SpeedMonitor:
         return metrics
 
     def _get_peak_memory_bytes(self) -> int:
-        """The most this process ever held: of its fullest device, or of the machine."""
+        """Return the most this process ever used: of its fullest GPU, or of the machine without
+        one."""
         if self._on_gpu:
             return max(torch.cuda.max_memory_allocated(device) for device in self._devices)
         unit = 1 if sys.platform == "darwin" else 1024
@@ -225,8 +232,8 @@ class SpeedMonitor:
 
 
 def _get_own_time(split: StepSplit) -> OwnTime | None:
-    """What a rank took before it waited for anybody. A sharded model waits within its computation,
-    and a captured step says nothing at all."""
+    """Return what a rank took before it waited for any other; None if it is not known. A sharded
+    model waits inside its computation, and a captured step has no borders."""
     if split.data is None or split.compute is None:
         return None
     return OwnTime(split.data, 0.0 if split.communication is None else split.compute)

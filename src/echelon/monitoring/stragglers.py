@@ -1,8 +1,8 @@
 """Which rank the others wait for.
 
-With a line of metrics, at most once a second, every rank writes into the store how long its own
-part of a step took (its data and its computation, before it waits for anybody), and rank 0 reads
-what is there. No rank waits for another, and no step has a collective more.
+With a line of metrics, at most once a second, every rank writes to the store how long its own part
+of a step took (data and computation, before it waits for another rank), and rank 0 reads what is
+there. No rank waits for another, and no step has one more collective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OwnTime(NamedTuple):
 
 
 class StragglerMonitor:
-    """Of one rank of several."""
+    """Reports the own time of this rank; on rank 0 also compares all ranks."""
 
     def __init__(
         self, group: RankGroup, print_message: Callable[[str], None] | None = None
@@ -50,10 +50,12 @@ class StragglerMonitor:
         self._next_s = 0.0
 
     def add_steps(self, own_times: Iterable[OwnTime | None]) -> None:
+        """Add the own times of sampled steps; None stands for a step that could not be measured."""
         self._own_times += [one for one in own_times if one is not None]
 
     def compare_ranks(self, now: float) -> dict[str, float]:
-        """On rank 0, now and then, `slowest_rank` and `slowest_x`."""
+        """Return, on rank 0 and about once a second, `slowest_rank` and `slowest_x`; empty
+        otherwise."""
         if now < self._next_s or len(self._own_times) < _MIN_SAMPLES:
             return {}
         self._next_s = now + _COMPARE_EVERY_S
@@ -69,7 +71,7 @@ class StragglerMonitor:
         return {}
 
     def _read_all_ranks(self) -> dict[int, OwnTime]:
-        """Of the ranks that have said something."""
+        """Return the own times of all ranks, or nothing until every rank has reported."""
         store, size = self._group.store, self._group.world.size
         keys = [f"pace/{rank}" for rank in range(size)]
         if store is None or not store.check(keys):
@@ -81,7 +83,8 @@ class StragglerMonitor:
 
 
 class StragglerDetector:
-    """Says when a rank falls behind, another one does, or none does any more."""
+    """Prints a message when a rank falls behind, when another one does, and when none does any
+    more."""
 
     def __init__(self, print_message: Callable[[str], None]) -> None:
         self._print_message = print_message
@@ -122,6 +125,7 @@ class StragglerDetector:
 
 
 def _describe_straggler(rank: int, host: str, slowest_time: OwnTime, median_ms: float) -> str:
+    """Return the message about a rank that is behind: by how much, where, and what it waits for."""
     hint = f"look at {host} with `echelon gpus` or `echelon preflight`"
     if not slowest_time.compute_ms:
         return (
@@ -138,7 +142,7 @@ def _describe_straggler(rank: int, host: str, slowest_time: OwnTime, median_ms: 
 
 
 def _compute_median(values: Sequence[float]) -> float:
-    """Python's own takes a hundredth of a second to import."""
+    """Return the median. Python's own module takes a hundredth of a second to import."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else sum(ordered[middle - 1 : middle + 1]) / 2

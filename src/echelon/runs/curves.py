@@ -1,4 +1,4 @@
-"""The numbers of a run: curves by step, where each step lies on other axes, and the best of each.
+"""The metrics of a run as curves by step, their best values, and where a step is on other axes.
 
 Values that are not finite are left out and counted; lines that are cut or strange are skipped.
 """
@@ -55,6 +55,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunMetrics:
+    """All metrics of a run."""
+
     curves: dict[str, Curve]
     """The training loss first, then what was evaluated, then the rest."""
     not_finite: int
@@ -65,10 +67,12 @@ class RunMetrics:
 
     @property
     def default_curves(self) -> list[Curve]:
+        """The curves that are drawn when none is named: the loss and what was evaluated."""
         return [c for name, c in self.curves.items() if name not in _HIDDEN_METRICS]
 
 
 def load_metrics(record: RunRecord) -> RunMetrics:
+    """Return the metrics of a run; empty if its file cannot be read."""
     curves: dict[str, Curve] = {}
     not_finite = 0
     lines_with_step = [line for line in _read_lines(record.run) if is_number(line.get("step"))]
@@ -95,7 +99,8 @@ def _read_lines(run: Run) -> list[dict[str, Any]]:
 
 
 def sort_metric_names(names: Iterable[str], best: str) -> list[str]:
-    """The training loss, what says which snapshot is best, what else was evaluated, the rest."""
+    """Return the names with the training loss first, then the metric that decides the best
+    snapshot, what else was evaluated, and the rest."""
     first = ("loss", f"eval_{best}")
     return sorted(names, key=lambda n: (*(n != one for one in first), not n.startswith("eval_"), n))
 
@@ -109,11 +114,13 @@ def _create_curve(name: str, record: RunRecord) -> Curve:
 
 
 def _is_training_line(line: dict[str, Any]) -> bool:
+    """Whether a line is one of training, with step, samples, speed and time."""
     return all(is_number(line.get(key)) for key in ("step", "samples", "samples_per_s", "time"))
 
 
 def _find_evaluations(lines: Sequence[dict[str, Any]]) -> list[bool]:
-    """For each line of training, whether an evaluation lies before it and after the last."""
+    """Return for each line of training whether an evaluation was logged between it and the one
+    before."""
     found, between = [], False
     for line in lines:
         if _is_training_line(line):
@@ -127,11 +134,11 @@ def _find_evaluations(lines: Sequence[dict[str, Any]]) -> list[bool]:
 def _compute_trained_s(
     lines: Sequence[dict[str, Any]], evaluated: Sequence[bool], starts: Sequence[float]
 ) -> list[float]:
-    """Seconds at work up to each line of training.
+    """Return the seconds of training up to each line of training, without pauses.
 
-    A run that was stopped and went on has pauses between its lines. The status knows when it last
-    went on, and of a batch job every start. Of others the lines themselves tell: what was taken
-    beyond their own pace is a pause when it is far longer than the usual, e.g. an evaluation.
+    A run that was stopped and resumed has pauses between its lines. The status knows when it was
+    last resumed, and every start of a batch job. For other starts the lines themselves tell: time
+    beyond their own speed is a pause if it is far longer than the usual, for example an evaluation.
     """
     taken_s, beyond_pace_s = [], []
     before: dict[str, Any] | None = None
@@ -149,6 +156,7 @@ def _compute_trained_s(
 
 
 def _remove_pauses(beyond: Sequence[float], evaluated: Sequence[bool]) -> list[float]:
+    """Return the times with those that are far above the median, of their kind, set to zero."""
     longest = {}
     for kind in (True, False):
         mine = [b for b, e in zip(beyond, evaluated, strict=True) if e is kind]
@@ -161,12 +169,13 @@ def _remove_pauses(beyond: Sequence[float], evaluated: Sequence[bool]) -> list[f
 
 @dataclass(frozen=True)
 class StepScale:
-    """Where a step lies: straight between points, which begin at (0, 0)."""
+    """Converts steps to another axis: linear between points, which begin at (0, 0)."""
 
     steps: list[float]
     positions: list[float]
 
     def convert(self, step: float) -> float:
+        """Return the position of a step."""
         if len(self.steps) < 2:
             return float(step)
         i = min(max(1, bisect_right(self.steps, step)), len(self.steps) - 1)
@@ -175,6 +184,7 @@ class StepScale:
 
 
 def build_scale(axis: str, record: RunRecord, metrics: RunMetrics) -> StepScale:
+    """Return the scale of an axis (step, epoch, samples or time) for a run."""
     steps = [float(line["step"]) for line in metrics.lines]
     if axis == "samples":
         return StepScale([0.0, *steps], [0.0, *(float(line["samples"]) for line in metrics.lines)])
@@ -200,6 +210,8 @@ def _estimate_steps_per_epoch(record: RunRecord, metrics: RunMetrics) -> float |
 
 @dataclass(frozen=True)
 class RunOverview:
+    """What a list of runs shows of one run's metrics."""
+
     step: int | None
     best: float | None
     best_name: str
@@ -208,7 +220,8 @@ class RunOverview:
 
 
 def read_overview(record: RunRecord) -> RunOverview:
-    """By the ends of metrics.jsonl; the whole file only where its middle matters."""
+    """Return the overview by the first and last lines of metrics.jsonl. The whole file is read
+    only if the run was resumed or its best value is not in its status."""
     last = _read_last_line(record.run)
     step = max(last["step"] if last else 0, record.get_count("step") or 0) or None
     name, best = record.best_name, record.best
@@ -220,7 +233,8 @@ def read_overview(record: RunRecord) -> RunOverview:
 
 
 def _scan_best_value(record: RunRecord) -> float | None:
-    """Of a run whose status does not tell. The lines are searched as text: ten times as fast."""
+    """Return the best value of a run whose status does not have it. The lines are searched as
+    text, which is ten times as fast as parsing them."""
     number = re.compile(rb'"eval_' + re.escape(record.best_name).encode() + rb'": (-?[0-9.eE+-]+)')
     try:
         found = [float(text) for text in number.findall(record.run.metrics_file.read_bytes())]
@@ -233,6 +247,7 @@ def _scan_best_value(record: RunRecord) -> float | None:
 
 
 def _estimate_trained_s(record: RunRecord, last: dict[str, Any] | None) -> float | None:
+    """Return the seconds of training, by the first and last lines where that is enough."""
     first = _read_first_line(record.run) if last else None
     if first is None or last is None:
         return _get_lifetime_s(record)
@@ -244,7 +259,8 @@ def _estimate_trained_s(record: RunRecord, last: dict[str, Any] | None) -> float
 
 
 def _get_lifetime_s(record: RunRecord) -> float | None:
-    """Of a program that tells no numbers: from its start to the last word of its status."""
+    """Return for a program without metrics the time from its start to the last change of its
+    status."""
     started, updated = record.get_time("started"), record.get_time("updated")
     if not record.program or started is None or updated is None:
         return None

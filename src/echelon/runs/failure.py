@@ -1,4 +1,4 @@
-"""The first failure of a world: what every log and screen ends with, whoever else broke after."""
+"""The first failure of a world: what every log and screen ends with, whatever fails after it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from echelon.errors import EchelonError, Exit
 
 @dataclass(frozen=True)
 class Failure:
+    """What failed first, where and at which step. Sent between processes as JSON."""
+
     rank: int
     host: str
     step: int | None
@@ -46,7 +48,8 @@ class Failure:
 def failure_from_exception(
     error: BaseException, rank: int, step: int | None, hint: str = ""
 ) -> Failure:
-    """A user's mistake is told in sentences; anything else keeps its traceback."""
+    """Return the failure of an exception. A fault is told in its sentences; anything else keeps
+    its traceback."""
     if isinstance(error, EchelonError):
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
         return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)
@@ -58,7 +61,8 @@ def failure_from_exception(
 
 
 def format_user_traceback(error: BaseException) -> str:
-    """From the user's first line on; whole where no line is theirs, as the fault may be ours."""
+    """Return the traceback from the user's first frame on, or all of it if no frame is the
+    user's, since the mistake may then be ours."""
     user_frames = find_user_frames(error)
     first = user_frames[0] if user_frames else 0
     if isinstance(error, SyntaxError) and not user_frames:
@@ -70,7 +74,7 @@ def format_user_traceback(error: BaseException) -> str:
 
 
 def find_user_frames(error: BaseException) -> list[int]:
-    """Which frames of its traceback are in the user's files."""
+    """Return the indices of the frames of a traceback that are in the user's files."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [i for i, file in enumerate(files) if not file.startswith(_NON_USER_PREFIXES)]
 
@@ -82,7 +86,7 @@ _NON_USER_PREFIXES = (str(Path(__file__).parents[1]), "<frozen ", *_INSTALLED)
 
 
 def failure_from_exit_code(code: int, rank: int, step: int | None) -> Failure:
-    """For a process that died without a word."""
+    """Return the failure of a process that died without reporting one."""
     if code < 0:
         name = signal.Signals(-code).name
         summary = f"killed by {name}"

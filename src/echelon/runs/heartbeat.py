@@ -1,4 +1,4 @@
-"""A rank's sign of life: a row of a small file that its agent maps. A beat costs a microsecond."""
+"""A rank's heartbeat: a row of a small file that its agent maps. A beat costs a microsecond."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROW = struct.Struct("<QQd")
 
 
 class HeartbeatRecord(NamedTuple):
-    """The last sign of life of a rank."""
+    """The last heartbeat of a rank."""
 
     beats: int
     """A beat is a forward pass, a step, an evaluated batch; 0: at work that may take any time."""
@@ -22,7 +22,7 @@ class HeartbeatRecord(NamedTuple):
 
 
 class Heartbeat:
-    """Writes one row; without a file, beats are for nobody."""
+    """Writes the row of one rank; without a file, beats go nowhere."""
 
     def __init__(self, path: Path | None = None, row: int = 0) -> None:
         self._map = _map_file(path) if path is not None else None
@@ -32,6 +32,7 @@ class Heartbeat:
         self.step = 0
 
     def beat(self) -> None:
+        """Tell the agent that this rank is alive, unless beats are suspended."""
         if self._suspended_beats:
             self._suspended_beats -= 1
         elif self._map is not None:
@@ -39,15 +40,15 @@ class Heartbeat:
             _ROW.pack_into(self._map, self._offset, self._beats, self.step, time.monotonic())
 
     def suspend(self, beats: int = 0) -> None:
-        """For work that may take any time: until the next beat nobody is called hung, or until so
-        many beats later."""
+        """Announce work that may take any time: the rank is not called hung until the next beat,
+        or until so many beats later."""
         self._suspended_beats = beats
         if self._map is not None:
             _ROW.pack_into(self._map, self._offset, 0, self.step, time.monotonic())
 
 
 class HeartbeatReader:
-    """The agent's side."""
+    """The agent's side: creates the file and reads all rows."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         path.write_bytes(bytes(_ROW.size * ranks))
@@ -55,6 +56,7 @@ class HeartbeatReader:
         self._ranks = ranks
 
     def read_all(self) -> list[HeartbeatRecord]:
+        """Return the last heartbeat of every rank."""
         return [
             HeartbeatRecord(*_ROW.unpack_from(self._map, r * _ROW.size)) for r in range(self._ranks)
         ]

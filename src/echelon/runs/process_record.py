@@ -1,7 +1,7 @@
-"""The process that a run depends on: recorded by itself, recognised and signalled by others.
+"""The process that a run depends on: recorded by itself, recognised by others, sent signals.
 
-A process id alone is not enough, because ids are used again. With its start time and the boot it
-was started in, a process is never taken for another.
+A process id alone is not enough, because ids are reused. With the start time and the boot id a
+process is never taken for another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echelon.utils.processes import read_stat_fields
 
 
 def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any]:
-    """What a launcher writes into the status of a run before it starts it from this process."""
+    """Return what a launcher writes into the status of a run that it starts from this process."""
     return {
         "state": "starting",
         "launcher": launcher,
@@ -34,13 +34,13 @@ def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any
 
 
 def identify_this_process() -> dict[str, Any]:
-    """The record of this process, as it goes into a run's status."""
+    """Return host, id and start time of this process, as JSON data."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "born": _read_birth(pid)}
 
 
 def is_alive(process: object) -> bool | None:
-    """Whether the recorded process is running; None if that cannot be known from this machine."""
+    """Whether a recorded process still runs; None if that cannot be known from this machine."""
     if not isinstance(process, Mapping) or process.get("host") != socket.gethostname():
         return None
     pid = process.get("pid")
@@ -48,11 +48,9 @@ def is_alive(process: object) -> bool | None:
 
 
 def send_signal(process: Mapping[str, Any], number: signal.Signals) -> bool:
-    """Send a signal to the recorded process; returns whether it was there.
-
-    The handle is opened before the check, so that the process that was checked is the one that gets
-    the signal.
-    """
+    """Send a signal to a recorded process, and return whether it was there. The handle is opened
+    before the identity is checked, so that the process that was checked is the one that gets the
+    signal."""
     try:
         handle = os.pidfd_open(process["pid"])
     except ProcessLookupError:

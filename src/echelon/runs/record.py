@@ -23,6 +23,9 @@ _STATES_WITH_BEST = ("finished", "preempted")
 
 @dataclass(frozen=True)
 class RunRecord:
+    """One run as listed and displayed: its configuration, status and what went wrong reading
+    them."""
+
     run: Run
     config: dict[str, Any]
     """As it is in the file: a later version's settings are settings too."""
@@ -37,20 +40,23 @@ class RunRecord:
 
     @property
     def state(self) -> str:
+        """The state; `broken` for a folder without a readable configuration."""
         return "broken" if self.problem else self.run_status.state
 
     @property
     def entry(self) -> str:
+        """The entry point of its experiment, or an empty string."""
         return str(self.get_section("experiment").get("entry") or "")
 
     @property
     def program(self) -> list[str]:
+        """The command of `echelon run`; empty for an experiment."""
         words = self.config.get("program")
         return [str(word) for word in words] if isinstance(words, list) else []
 
     @property
     def experiment(self) -> str:
-        """In a word; with its function when that is its own, and not simply `experiment`."""
+        """The experiment in a word; with its function where that is not simply `experiment`."""
         if not self.entry and not self.program:
             return "–"
         function = self.entry.rpartition(":")[2]
@@ -59,6 +65,7 @@ class RunRecord:
 
     @property
     def best_name(self) -> str:
+        """The metric that decides which snapshot is the best."""
         return str(self.get_section("trainer").get("best") or "loss")
 
     @property
@@ -67,34 +74,37 @@ class RunRecord:
 
     @property
     def best(self) -> float | None:
-        """The best evaluated value, where the status holds it."""
+        """The best evaluated value, if the status holds it."""
         value = self.status.get("best")
         return value if self.status.get("state") in _STATES_WITH_BEST and is_number(value) else None
 
     @property
     def start_times(self) -> list[float]:
-        """When it was begun or went on, as far as the status knows: the last time, and each of a
-        batch job."""
+        """When the run was started or resumed, as far as the status knows: the last time, and
+        each start of a batch job."""
         jobs = self.status.get("starts")
         noted = jobs if isinstance(jobs, list) else []
         times = [job.get("time") for job in noted if isinstance(job, dict)]
         return [float(t) for t in (*times, self.status.get("since")) if is_number(t)]
 
     def get_time(self, key: str) -> float | None:
+        """Return a time in the status, or None."""
         value = self.status.get(key)
         return value if is_number(value) else None
 
     def get_count(self, key: str) -> int | None:
+        """Return an integer in the status, or None."""
         value = self.status.get(key)
         return int(value) if is_number(value) and isinstance(value, int) else None
 
     def get_section(self, name: str) -> dict[str, Any]:
+        """Return a section of the configuration, empty if it is missing."""
         value = self.config.get(name)
         return value if isinstance(value, dict) else {}
 
 
 def read_records(runs: Iterable[Run]) -> tuple[list[RunRecord], str]:
-    """Newest first, and why Slurm is silent, if it is."""
+    """Return a record of each run, newest first, and why Slurm did not answer, if it did not."""
     runs_by_folder = {str(run.folder): run for run in runs}
     standings, silence = read_run_statuses(runs_by_folder.values())
     return [_read_record(runs_by_folder[s.folder], s) for s in standings], silence

@@ -1,4 +1,4 @@
-"""Asking Slurm about jobs: its queue, and its accounting where the cluster keeps one."""
+"""The state of Slurm jobs: from its queue, and from its accounting where that is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAITING_STATES = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
 
 
 class SlurmJobState(NamedTuple):
-    """The state of a job, in Slurm's words."""
+    """The state of one job."""
 
     state: str
     reason: str = ""
@@ -30,7 +30,7 @@ class SlurmJobState(NamedTuple):
 
 
 class SlurmQueueAnswer(NamedTuple):
-    """What the queue answered. A job that is not in `states` is gone only when `error` is empty."""
+    """The states of the jobs that Slurm knows."""
 
     states: dict[str, SlurmJobState]
     error: str = ""
@@ -38,8 +38,8 @@ class SlurmQueueAnswer(NamedTuple):
 
 
 def run_slurm_command(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. One that does not answer, or does not exist, is a result with an
-    exit code and a sentence in `stderr`, not an exception."""
+    """Run a Slurm command with a time limit. A command that is missing or too slow gives a
+    non-zero exit code and a reason in its stderr, like one that failed."""
     try:
         return subprocess.run(
             words,
@@ -58,7 +58,7 @@ def run_slurm_command(*words: str, input: str | None = None) -> subprocess.Compl
 
 
 def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
-    """The states of jobs in the queue, and of those that ended so lately that Slurm still knows
+    """Return the jobs in the queue, and those that ended so recently that Slurm still knows
     them."""
     if not jobs:
         return SlurmQueueAnswer({})
@@ -73,7 +73,7 @@ def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
 
 
 def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
-    """How jobs ended; empty on a cluster without accounting."""
+    """Return how jobs ended; empty on a cluster without accounting."""
     if not jobs:
         return {}
     done = run_slurm_command(
@@ -86,12 +86,12 @@ def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
 
 
 def _join_job_ids(jobs: Sequence[str]) -> str:
-    """Job ids for a command line. An array is asked for once, not task by task."""
+    """Return the ids for a command line. A job array is named once, not task by task."""
     return ",".join(sorted({job.partition("_")[0] for job in jobs}))
 
 
 def read_job_id(env: Mapping[str, str]) -> str | None:
-    """The id by which Slurm's commands know the job that this process is part of; None outside a
+    """Return the id by which Slurm's commands know the job of this process; None outside of a
     job."""
     if array := env.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{env.get('SLURM_ARRAY_TASK_ID')}"
@@ -99,6 +99,6 @@ def read_job_id(env: Mapping[str, str]) -> str | None:
 
 
 def last_error_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The last line that a Slurm command printed about its failure."""
+    """Return the last line of a failed command's output: usually the reason."""
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"{done.args[0]} ended with {done.returncode}"

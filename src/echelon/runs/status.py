@@ -1,4 +1,4 @@
-"""How runs stand: by Slurm's queue, then its accounts, then what their folders say."""
+"""The status of runs: by Slurm's queue, then its accounting, then what their folders say."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_TIME_S = 253370764800
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as seen from outside."""
+    """The status of a run as seen from outside, whatever launched it."""
 
     run: str
     folder: str
@@ -57,12 +57,16 @@ class RunStatus:
         return self.state in ACTIVE_STATES
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as `echelon jobs --json` prints them."""
         return asdict(self)
 
 
 def read_run_statuses(runs: Iterable[Run]) -> tuple[list[RunStatus], str]:
-    """All runs, newest first, with at most one question to the queue and one to the accounts; and
-    why Slurm did not answer, if it did not."""
+    """Return the status of all runs, newest first, and why Slurm did not answer, if it did not.
+
+    Slurm is asked at most twice, whatever the number of runs: its queue, and its accounting for
+    jobs that have left the queue.
+    """
     facts = [_FolderFacts.read(run) for run in runs]
     unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None]
     answer = query_queue(unfinished_jobs)
@@ -73,6 +77,7 @@ def read_run_statuses(runs: Iterable[Run]) -> tuple[list[RunStatus], str]:
 
 
 def read_run_status(run: Run) -> RunStatus:
+    """Return the status of one run."""
     [status], _ = read_run_statuses([run])
     return status
 
@@ -99,6 +104,7 @@ class _FolderFacts:
 
     @property
     def recorded_state(self) -> str | None:
+        """The state that the run itself last wrote."""
         return self._get_text("state")
 
     @property
@@ -107,6 +113,7 @@ class _FolderFacts:
 
     @property
     def job(self) -> str | None:
+        """Slurm's id of the job, if Slurm runs it."""
         job = str(self.status.get("job") or self.run.read_job_id())
         return job if self.launcher == "slurm" and _JOB_ID.fullmatch(job) else None
 
@@ -120,6 +127,8 @@ class _FolderFacts:
 
     @property
     def started(self) -> float:
+        """When the run was started, or when its configuration was written if the status does not
+        tell."""
         started = self.status.get("started")
         if isinstance(started, (int, float)) and abs(started) < _MAX_TIME_S:
             return float(started)
@@ -159,6 +168,11 @@ def _derive_status(facts: _FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
 
 
 def _derive_from_job(facts: _FolderFacts, answer: SlurmQueueAnswer) -> tuple[str, str]:
+    """Return state and note of a run with a Slurm job.
+
+    The batch script's exit code is the last word. Before it is there, Slurm's queue decides, then
+    the run's own words, then Slurm's accounting.
+    """
     if facts.exit_code is not None and (ended := _derive_from_folder(facts)):
         return ended
     word = answer.states.get(str(facts.job))
@@ -183,6 +197,7 @@ def _derive_from_job(facts: _FolderFacts, answer: SlurmQueueAnswer) -> tuple[str
 
 
 def _derive_from_queue(facts: _FolderFacts, word: SlurmJobState) -> tuple[str, str]:
+    """Return state and note of a job that is in the queue."""
     if word.state in WAITING_STATES:
         return "requeued" if facts.status.get("starts") else "queued", word.reason
     return "running", "asked to end" if facts.is_cancelled else ""
@@ -201,6 +216,7 @@ _SLURM_ENDINGS = {
 
 
 def _derive_from_process(facts: _FolderFacts) -> tuple[str, str]:
+    """Return state and note of a run without a job: alive, ended, or gone without a word."""
     if ended := _derive_from_folder(facts):
         return ended
     if facts.recorded_state is None:
@@ -218,7 +234,7 @@ def _derive_from_process(facts: _FolderFacts) -> tuple[str, str]:
 
 
 def _derive_from_folder(facts: _FolderFacts) -> tuple[str, str] | None:
-    """How a run ended; None while it has not."""
+    """Return how a run ended by its own files; None while it has not."""
     state, code = facts.recorded_state, facts.exit_code
     if code == Exit.OK or (code is None and state == "finished"):
         return "finished", ""
@@ -234,6 +250,7 @@ def _derive_from_folder(facts: _FolderFacts) -> tuple[str, str] | None:
 
 
 def _describe_failure(facts: _FolderFacts) -> str:
+    """Return one line on why a run failed: its first failure, or where to look."""
     if failure := facts.failure:
         return f"rank {failure.get('rank')}: {' '.join(str(failure.get('summary', '')).split())}"
     code = "" if facts.exit_code is None else f"exit code {facts.exit_code}; "
@@ -241,6 +258,7 @@ def _describe_failure(facts: _FolderFacts) -> str:
 
 
 def _derive_exit_code(facts: _FolderFacts, state: str) -> int:
+    """Return the exit code of the training, which `attach` and `--wait` pass on."""
     if facts.exit_code is not None:
         return facts.exit_code
     if state in ("finished", "preempted", "cancelled"):
@@ -253,7 +271,8 @@ def _derive_exit_code(facts: _FolderFacts, state: str) -> int:
 
 
 def add_progress(status: RunStatus) -> RunStatus:
-    """A few reads more, so only for runs that are shown."""
+    """Return the status with step, total and remaining time. It reads a few more files, so it is
+    used only for runs that are displayed."""
     run = Run(Path(status.folder))
     facts, lines = _FolderFacts.read(run), read_last_metrics(run.metrics_file)
     steps = [line["step"] for line in lines[-1:]] + [facts.get_int("step") or 0]
@@ -269,7 +288,8 @@ def add_progress(status: RunStatus) -> RunStatus:
 def _estimate_eta_s(
     lines: Sequence[dict[str, Any]], total: int | None, since: object
 ) -> float | None:
-    """By the pace since this start, evaluations and saves included."""
+    """Return the remaining seconds at the speed since the last start, evaluations and saves
+    included; None if there is too little to tell."""
     begun = since if isinstance(since, (int, float)) else 0.0
     recent = [line for line in lines if line["time"] >= begun]
     if total is None or len(recent) < 2:
