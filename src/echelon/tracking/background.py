@@ -23,7 +23,7 @@ _ABANDON_TIMEOUT_S = 5.0
 
 
 class MetricsSink(Protocol):
-    """What lines are put into; any of it may take long, or fail."""
+    """Where a tracker puts lines; any method may take long, or fail."""
 
     settles_s: float
     """So long after it was put in, a line may still be lost when the process is killed."""
@@ -39,7 +39,7 @@ PrintMessage = Callable[[str], None]
 
 
 class TrackerProgress(NamedTuple):
-    """What a sink has, in a file that outlives a kill."""
+    """How much of metrics.jsonl a tracker has, in a file that survives a kill."""
 
     lines: int = 0
     """Of metrics.jsonl, those that are safe with it."""
@@ -58,10 +58,10 @@ OpenSink = Callable[
 
 
 class BackgroundTracker:
-    """Hands lines over to a sink, and warns once when that fails.
+    """Hands lines over to a sink in a thread, and warns once if that fails.
 
-    A sink that missed lines, because it was killed or out of reach or chosen late, is brought up to
-    date from metrics.jsonl whenever the run goes on, and by `echelon resume` when it is finished.
+    A sink that missed lines, because it was killed, out of reach or chosen late, is brought up to
+    date from metrics.jsonl when the run goes on, and by `echelon resume` when it is finished.
     """
 
     def __init__(
@@ -91,11 +91,14 @@ class BackgroundTracker:
     # --- in the thread of the training ---
 
     def log(self, line: MetricsLine) -> None:
+        """Queue a line. Returns at once."""
         if not self._has_failed:
             self._queue.put(line)
         self._print_messages()
 
     def close(self, outcome: Exit) -> dict[str, str]:
+        """Wait for the sink to take what is queued, at most ``close_timeout_s``, and return rows
+        for the summary of the run."""
         self._queue.put(outcome)
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
@@ -106,7 +109,8 @@ class BackgroundTracker:
         return self._get_summary_rows()
 
     def _print_messages(self) -> None:
-        """Here and not where it happened: two threads would write into each other's lines."""
+        """Print messages of the thread. Done in the thread of the training: two threads would
+        write into each other's lines."""
         while self._messages:
             print(self._messages.popleft(), file=sys.stderr)
 
@@ -120,6 +124,7 @@ class BackgroundTracker:
             self._abandon()
 
     def _record_failure(self, reason: str) -> None:
+        """Give up on the sink, and warn once."""
         if not self._has_failed:
             self._has_failed = True
             self._messages.append(
@@ -128,6 +133,7 @@ class BackgroundTracker:
             )
 
     def _write_lines(self) -> None:
+        """Body of the thread: open the sink, give it missing lines, then new ones until the end."""
         previous = _read_progress(self._progress_file)
         sink, missing_lines = self._open_sink(self._past_lines, previous, self._messages.append)
         file = os.open(self._progress_file, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -153,7 +159,7 @@ class BackgroundTracker:
         os.close(file)
 
     def _take_batch(self) -> tuple[list[MetricsLine], Exit | None]:
-        """All that waits, and whether it is the last."""
+        """Return all queued lines, and the outcome of the run if this is the last batch."""
         batch: list[MetricsLine] = []
         item = self._queue.get()
         while not isinstance(item, Exit):
@@ -166,13 +172,14 @@ class BackgroundTracker:
 
 
 def summarize_error(error: BaseException) -> str:
-    """An error of somebody else's in one line."""
+    """Return an exception of a library in one short line."""
     lines = str(error).strip().splitlines()
     text = lines[0].rstrip(".") if lines else type(error).__name__
     return truncate_text(text, 160)
 
 
 def _count_durable_lines(not_yet_durable: deque[tuple[float, int]], durable_after_s: float) -> int:
+    """Return how many lines a kill can no longer take from the sink."""
     until = time.monotonic() - durable_after_s
     while len(not_yet_durable) > 1 and not_yet_durable[1][0] <= until:
         not_yet_durable.popleft()
@@ -180,11 +187,13 @@ def _count_durable_lines(not_yet_durable: deque[tuple[float, int]], durable_afte
 
 
 def _read_progress(path: Path) -> TrackerProgress:
+    """Return the progress in a file; zero if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return TrackerProgress(*json.loads(path.read_text(encoding="utf-8")))
     return TrackerProgress()
 
 
 def _write_progress(file: int, progress: TrackerProgress) -> None:
-    """In place, in one piece: a rename for each batch would cost more than the lines."""
+    """Write the progress in place, in one write: a rename per batch would cost more than the
+    lines."""
     os.pwrite(file, json.dumps(progress).ljust(64).encode(), 0)

@@ -1,4 +1,4 @@
-"""Which trackers a run has, and whether they can be had."""
+"""Which trackers a run has, and whether they can be used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _WANDB_MARGIN_S = 10.0
 
 
 def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
-    """Of rank 0, for a run that goes on after `step`; metrics.jsonl is always the first."""
+    """Return the trackers of rank 0 for a run that goes on after ``step``; the writer of
+    metrics.jsonl is always the first."""
     metrics_file = MetricsFile(run.metrics_file, step)
     trackers: list[Tracker] = [metrics_file]
     if _uses_wandb(config, os.environ):
@@ -59,20 +60,22 @@ def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
 
 
 def _import_early(module: str) -> None:
-    """Before there is a thread for it: a loader's process that is forked in the middle of another
-    thread's import would wait for that import for ever."""
+    """Import a module before there is a thread that needs it: a data loader's process that is
+    forked in the middle of another thread's import would wait for that import for ever."""
     with contextlib.suppress(Exception):  # the thread meets it too, and says so
         importlib.import_module(module)
 
 
 def require_trackers(config: Config, env: Mapping[str, str]) -> None:
-    """Before anything is started, where it will run on this machine."""
+    """Raise EchelonError if a chosen tracker cannot be used on this machine, before a run
+    starts."""
     faults = list(_find_faults(config, env))
     if faults:
         raise EchelonError(*faults)
 
 
 def _find_faults(config: Config, env: Mapping[str, str]) -> Iterator[Fault]:
+    """Yield what is missing: a package, a valid mode, a key."""
     chosen = {"wandb": _uses_wandb(config, env), "tensorboard": config.track.tensorboard.use}
     for name, used in chosen.items():
         if used and importlib.util.find_spec(name) is None:

@@ -1,4 +1,4 @@
-"""A line of metrics, and the names its numbers have wherever they are drawn."""
+"""The names that the numbers of a line have on every tracker, and a line as text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Tracker(Protocol):
 
 
 def select_axes(line: MetricsLine) -> MetricsLine:
-    """What a curve can be drawn over."""
+    """Return what a curve can be drawn over: step, epoch, samples."""
     return {key: line[key] for key in _AXES if key in line}
 
 
 def name_curves(line: MetricsLine) -> dict[str, float]:
-    """`loss` → `train/loss`, `eval_loss` → `eval/loss`: a panel each, on every tracker."""
+    """Return the numbers by their names on trackers: `loss` is `train/loss`, `eval_loss` is
+    `eval/loss`."""
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": value
         for key, value in line.items()
@@ -37,7 +38,7 @@ def name_curves(line: MetricsLine) -> dict[str, float]:
 
 
 def format_speed(line: MetricsLine) -> list[str]:
-    """How fast it goes, for a person: the most telling first."""
+    """Return the speed in a line as short texts, the most important first."""
     texts = []
     if "samples_per_s" in line:
         texts.append(f"{line['samples_per_s']:,.0f} samples/s")
@@ -51,12 +52,13 @@ def format_speed(line: MetricsLine) -> list[str]:
 
 
 def format_three_digits(value: float) -> str:
-    """0.0123, 1.23, 123, 12,345."""
+    """Return a number with three digits: 0.0123, 1.23, 123, 12,345."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def is_better(value: float, best: float | None, best_is: str) -> bool:
-    """NaN is better than nothing only by mistake: no later value would ever be better than it."""
+    """Whether a value is better than the best so far. A value that is not finite never is: no
+    later value would be better than a NaN."""
     if not math.isfinite(value):
         return False
     if best is None or not math.isfinite(best):  # as a snapshot may say that is there already

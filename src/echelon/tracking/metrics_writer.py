@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object per line, always written."""
+"""The writer of metrics.jsonl: one JSON object per line, always written. See
+`runs.metrics_file`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from echelon.utils.files import write_text_atomically
 
 
 class MetricsFile:
-    """Appends lines. A run that goes on from step s forgets the lines after s: they come again."""
+    """Appends lines. A run that goes on from a step forgets the lines after it: they come again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.past_lines = _truncate_after(path, resumed_step)
@@ -32,6 +33,7 @@ class MetricsFile:
 
 
 def _truncate_after(path: Path, step: int) -> list[MetricsLine]:
+    """Rewrite the file without the lines after a step, and return the lines that stay."""
     kept = [line for line in read_metrics(path) if line.get("step", 0) <= step]
     if path.exists():
         write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -1,4 +1,4 @@
-"""What a person sees of a running training: a bar on a terminal, plain lines elsewhere."""
+"""What a person sees of a running training: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _REMAINING_TIME = "0:00:00"
 
 
 def create_progress_display(kind: str, total_steps: int, step: int) -> TrainingProgress:
+    """Return the display of a kind: `bar`, `lines`, `none`, or `auto`, which is a bar on a
+    terminal."""
     if kind == "auto":
         kind = "bar" if sys.stderr.isatty() else "lines"
     displays: dict[str, type[TrainingProgress]] = {
@@ -53,7 +55,7 @@ class TrainingProgress:
 
 
 def join_fitting(texts: list[str], room: int) -> str:
-    """As many of them as there is room for."""
+    """Return as many of the texts as fit the width."""
     shown = ""
     for text in texts:
         longer = f"{shown}  {text}" if shown else text
@@ -68,6 +70,8 @@ def _format_loss(line: dict[str, Any]) -> str:
 
 
 class ProgressLines(TrainingProgress):
+    """Prints a line at most every two seconds."""
+
     draw_every_s = _LINE_EVERY_S
 
     def draw(self, line: dict[str, Any]) -> None:
@@ -83,6 +87,8 @@ class ProgressLines(TrainingProgress):
 
 
 class ProgressBar(TrainingProgress):
+    """A bar that is drawn by the training itself, at most ten times a second."""
+
     draw_every_s = _DRAW_EVERY_S
 
     def __init__(self, total_steps: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The last words of a run: how it went, where things are, what to type next."""
+"""The summary at the end of a run: how it went, where things are, what to type next."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ def render_summary(
     length_setting: str = "trainer.epochs",
     unsaved_reason: str | None = None,
 ) -> str:
-    """`longer` is the setting that says how long it trains; `unsaved`, why the last state is on no
-    disk."""
+    """Return the summary as text.
+
+    ``tracker_rows`` are rows of the trackers by title. ``length_setting`` is the setting that says
+    how long the run trains. ``unsaved_reason`` says why the last state is not on disk, if it is
+    not.
+    """
     if outcome is Exit.PREEMPTED:
         saved = (
             "everything is saved"
@@ -62,12 +66,12 @@ def render_summary(
 
 
 def format_rows(rows: Mapping[str, str]) -> list[str]:
-    """A line for each that says something."""
+    """Return an aligned line for each row that has a text."""
     return [f"  {title:<10}{text}" for title, text in rows.items() if text]
 
 
 def render_sparkline(values: list[float], width: int = 32) -> str:
-    """A curve in one line, on a logarithmic scale when it falls far."""
+    """Return a curve in one line of text, on a logarithmic scale if its values need one."""
     if not values:
         return ""
     step = max(1.0, len(values) / width)
@@ -95,10 +99,11 @@ def _format_newest_snapshot(run: Run) -> str:
 
 
 def shorten_path(path: Path) -> str:
-    """Relative where that is shorter to read and to type."""
+    """Return the path relative to this folder where that is shorter to read and to type."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
 
 
 def format_run_argument(run: Run) -> str:
+    """Return what to type to name this run: its name in ./runs, otherwise its path."""
     return run.name if run.folder.parent == Path("runs").absolute() else shorten_path(run.folder)

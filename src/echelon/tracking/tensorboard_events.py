@@ -1,7 +1,7 @@
 """TensorBoard's event files, written with its own record writer.
 
-Not with torch's SummaryWriter or tensorboard's EventFileWriter: both put a thread and a queue of
-their own between, which hide a full disk and lose the lines of two minutes to a kill. The import
+Not with torch's SummaryWriter or TensorBoard's EventFileWriter: both put a thread and a queue of
+their own in between, which hide a full disk and lose the lines of two minutes to a kill. The import
 costs the same, a quarter of a second.
 """
 
@@ -22,7 +22,8 @@ from echelon.tracking.metrics_line import name_curves, select_axes
 
 
 def get_event_folder(config: Config, run_folder: Path) -> Path:
-    """In one that is chosen, every run has its own: in the same, each would purge the others."""
+    """Return the folder of a run's event files. In a folder that is chosen by a setting every
+    run has its own: in the same one, each would purge the others."""
     chosen = config.track.tensorboard.folder
     return Path(chosen).absolute() / run_folder.name if chosen else run_folder / "tensorboard"
 
@@ -49,6 +50,7 @@ class TensorBoardWriter:
         self._write_config(config, first_step)
 
     def _write_config(self, config: Config, step: int) -> None:
+        """Write the configuration as text."""
         from tensorboard.plugins.text.summary_v2 import text_pb  # the same as it draws
 
         config_lines = json.dumps(config.to_dict(), indent=2).splitlines()
@@ -56,6 +58,7 @@ class TensorBoardWriter:
         self._write(self._event(wall_time=time.time(), step=step, summary=shown))
 
     def put(self, line: MetricsLine, row: int) -> None:
+        """Write one line of metrics as an event."""
         numbers = {key: value for key, value in select_axes(line).items() if key != "step"}
         values = [
             self._summary.Value(tag=name, simple_value=value)
@@ -83,7 +86,8 @@ def open_tensorboard(
     progress: TrackerProgress,
     print_message: PrintMessage,
 ) -> tuple[TensorBoardWriter, Sequence[MetricsLine]]:
-    """The steps that it lacks lines of are written again as a whole."""
+    """Return the writer and the lines it must be given. Steps of which lines are missing are
+    written again as a whole."""
     has = progress.lines if any(folder.glob("events.out.tfevents.*")) else 0
     first = past_lines[has]["step"] if has < len(past_lines) else step + 1
     return TensorBoardWriter(folder, config, first), [

@@ -1,4 +1,5 @@
-"""The files wandb writes for `wandb sync`, read back: records in the framing of LevelDB's log."""
+"""The files that wandb writes for `wandb sync`, read back: records in the framing of LevelDB's
+log."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _FULL, _LAST = 1, 4
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """Up to where a kill cut it off."""
+    """Yield the records of a file, up to where a kill cut it off."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from wandb.proto import wandb_internal_pb2
 
@@ -40,5 +41,5 @@ def read_records(path: Path) -> Iterator[Any]:
 
 
 def count_rows(path: Path) -> int:
-    """How many lines of metrics it holds."""
+    """Return how many lines of metrics a file holds."""
     return sum(record.WhichOneof("record_type") == "history" for record in read_records(path))

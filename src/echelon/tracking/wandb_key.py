@@ -1,4 +1,4 @@
-"""The key that wandb would find, without importing wandb, and without ever showing it."""
+"""The API key that wandb would use, found without importing wandb and never displayed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = re.compile(r"([^-]*-)?[\w-]{40,}|[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 
 
 def find_key_problem(env: Mapping[str, str]) -> str | None:
-    """What is wrong with the key that wandb would use; None if nothing is."""
+    """Return what is wrong with the key that wandb would use; None if nothing is."""
     if env.get("WANDB_IDENTITY_TOKEN_FILE") and not env.get("WANDB_API_KEY", "").strip():
         return None
     server, key, where = _find_key(env)
@@ -27,13 +27,14 @@ def find_key_problem(env: Mapping[str, str]) -> str | None:
 
 
 def read_credentials(env: Mapping[str, str]) -> tuple[str, str] | None:
-    """The server's address and the key, for requests of our own; it is never to be written."""
+    """Return the server's address and the key, for requests of our own; None without a key. It
+    must never be printed or written."""
     server, key, _ = _find_key(env)
     return (server.rstrip("/"), key) if key is not None and _KEY.fullmatch(key) else None
 
 
 def _find_key(env: Mapping[str, str]) -> tuple[str, str | None, str]:
-    """The server, the key, and what the key is called where it was found."""
+    """Return the server, the key or None, and where the key was found, for a message."""
     settings = _read_wandb_settings(env)
     server = env.get("WANDB_BASE_URL") or settings.get("base_url") or _SERVER
     if given := env.get("WANDB_API_KEY", "").strip():
@@ -45,12 +46,12 @@ def _find_key(env: Mapping[str, str]) -> tuple[str, str | None, str]:
 
 
 def get_host(server: str) -> str:
-    """Fit to be shown: a password may stand before it."""
+    """Return the host of a server's address, without the password that may stand before it."""
     return urlsplit(server).netloc.rpartition("@")[2]
 
 
 def _read_wandb_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Of `wandb login` and `wandb init`."""
+    """Return the settings of `wandb login` and `wandb init`."""
     home = Path(env.get("WANDB_CONFIG_DIR") or _get_home() / ".config" / "wandb")
     parser = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
@@ -59,6 +60,7 @@ def _read_wandb_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_netrc_key(env: Mapping[str, str], host: str) -> str | None:
+    """Return the key for a host in ~/.netrc; None without one."""
     given = env.get("NETRC")
     names = [Path(given)] if given else [_get_home() / ".netrc", _get_home() / "_netrc"]
     for path in names:
@@ -69,5 +71,6 @@ def _read_netrc_key(env: Mapping[str, str], host: str) -> str | None:
 
 
 def _get_home() -> Path:
-    """Or a folder that is not there, for a user without one, as in some containers."""
+    """Return the home folder, or a path that does not exist for a user without one, as in some
+    containers."""
     return Path(os.path.expanduser("~"))

@@ -1,7 +1,7 @@
-"""Weights & Biases: one run of theirs for one run of ours, however often it was started.
+"""Weights & Biases: one wandb run for one run of ours, however often it was started.
 
-wandb speaks to a process of its own, wandb-core, which ends by itself when ours is gone. It writes
-every row to a file before it sends it, so what a server did not take can be sent later; but it
+wandb talks to a process of its own, wandb-core, which ends by itself when ours is gone. It writes
+every row to a file before it sends it, so what a server did not take can be sent later. But it
 writes that file only every quarter of a minute, so what a kill took from it is given again.
 """
 
@@ -40,11 +40,13 @@ _UNSENT_WARNING = (
 
 
 def get_mode(config: Config, env: Mapping[str, str]) -> str:
+    """Return wandb's mode: online, offline or disabled."""
     return config.track.wandb.mode or env.get("WANDB_MODE") or "online"
 
 
 def get_timeouts_s(env: Mapping[str, str]) -> tuple[float, float]:
-    """For a server to answer at the start, and to take what is left at the end."""
+    """Return how long a server may take to answer at the start and to receive the rest at the
+    end."""
     return _read_float(env, "WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S), _read_float(
         env, "WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT_S
     )
@@ -57,7 +59,7 @@ def _read_float(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def ensure_run_id(config: Config, run: Run, env: Mapping[str, str]) -> str:
-    """Made once. Of a trial, the sweep's server has made it."""
+    """Return the id of wandb's run, made once. For a trial the sweep's server has made it."""
     known = run.read_wandb_id()
     if known is not None:
         return known
@@ -69,6 +71,8 @@ def ensure_run_id(config: Config, run: Run, env: Mapping[str, str]) -> str:
 
 
 def get_summary_rows(run: Run) -> dict[str, str]:
+    """Return rows for the summary: the address of the run, and the command that sends what its
+    server does not have."""
     state = _read_state(run)
     unsent = [f for name in state["unsent"] if _has_unsent_rows(f := run.folder / "wandb" / name)]
     rows = {"wandb": str(state["url"])} if state.get("url") else {}
@@ -78,7 +82,8 @@ def get_summary_rows(run: Run) -> dict[str, str]:
 
 
 def _has_unsent_rows(folder: Path) -> bool:
-    """`wandb sync` marks what it has sent, and stops at a file that a kill left empty."""
+    """Whether a folder has rows that were not sent. `wandb sync` marks what it has sent, and
+    stops at a file that a kill left empty."""
     files = list(folder.glob("*.wandb"))
     return any(f.stat().st_size > wandb_file.HEADER_BYTES for f in files) and not any(
         folder.glob("*.synced")
@@ -86,7 +91,8 @@ def _has_unsent_rows(folder: Path) -> bool:
 
 
 def abandon_wandb() -> None:
-    """Whatever it waits for; and it must not wait again when this process ends."""
+    """Kill wandb-core, whatever it waits for, so that it is not waited for again when this
+    process ends."""
     import psutil
 
     for child in psutil.Process().children():
@@ -100,7 +106,7 @@ def abandon_wandb() -> None:
 
 
 class WandbRun:
-    """A run of wandb's that is open."""
+    """An open wandb run."""
 
     settles_s = _DURABLE_AFTER_S
 
@@ -127,8 +133,9 @@ class WandbRun:
             print_message(f"wandb: {self._wandb.url}")
 
     def count_received_lines(self, progress: TrackerProgress) -> int:
-        """How many lines it has. A server knows to which row it heard the last start, so that what
-        a kill kept from it needs no `wandb sync`; without one, the file of that start tells."""
+        """Return how many lines it has. A server knows up to which row it received the last
+        start, so what a kill kept from it needs no `wandb sync`; without a server, the file of
+        that start tells."""
         last = self._last_folder
         if self._online and not last.startswith("offline"):
             received_rows = int(self._wandb.step) - progress.first_row
@@ -140,8 +147,8 @@ class WandbRun:
         return progress.first_line + wandb_file.count_rows(files[0]) if files else progress.lines
 
     def put(self, line: MetricsLine, row: int) -> None:
-        """A row has wandb's own number, which must grow; curves are drawn over our `step`, which
-        goes back when a run goes on from a snapshot."""
+        """Log a line. A row has wandb's own number, which must grow; curves are drawn over our
+        `step`, which goes back when a run goes on from a snapshot."""
         self._wandb.log(select_axes(line) | name_curves(line), step=max(row, self._wandb.step))
         if self._best.update(line):
             self._wandb.summary.update(self._best.to_summary())
@@ -149,6 +156,7 @@ class WandbRun:
     def flush(self) -> None: ...
 
     def close(self, outcome: Exit) -> None:
+        """Finish the wandb run with the outcome of ours."""
         import wandb
 
         try:
@@ -179,11 +187,13 @@ def open_wandb(
     progress: TrackerProgress,
     print_message: PrintMessage,
 ) -> tuple[WandbRun, Sequence[MetricsLine]]:
+    """Return the open run and the lines it must be given."""
     wandb_run = WandbRun(config, run, past_lines, print_message)
     return wandb_run, past_lines[wandb_run.count_received_lines(progress) :]
 
 
 def _start_run(config: Config, run: Run, online: bool, print_message: PrintMessage) -> Any:
+    """Return wandb's run object: online if its server answers, offline with a warning otherwise."""
     import wandb
 
     os.environ["WANDB_SILENT"] = "true"  # what it says from the very first is ours to say
@@ -206,6 +216,7 @@ def _start_run(config: Config, run: Run, online: bool, print_message: PrintMessa
 
 
 def _describe_refusal(error: Exception) -> str:
+    """Return why wandb could not start online, as part of a sentence."""
     text = str(error)
     if "deadline exceeded" in text or "timed out" in text.lower():
         return f"no answer from its server within {get_timeouts_s(os.environ)[0]:g} s"
@@ -251,7 +262,8 @@ def _init_run(config: Config, run: Run, mode: str) -> Any:
 
 
 def _build_config(config: Config) -> dict[str, Any]:
-    """What a sweep has set, also by the names that its server looks for."""
+    """Return the configuration for wandb; what a sweep has set also by the names its server
+    looks for."""
     tree = config.to_dict()
     flat = flatten(tree)
     names = config.track.wandb.swept
@@ -259,7 +271,7 @@ def _build_config(config: Config) -> dict[str, Any]:
 
 
 def _handle_stop_button(run: Run) -> None:
-    """The stop button of its page: save, end, and do not queue again."""
+    """Handle the stop button of wandb's page: save, stop, and do not queue the run again."""
     run.cancel_file.touch()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -271,7 +283,7 @@ def _read_state(run: Run) -> dict[str, Any]:
 
 
 def _capture_messages(print_message: PrintMessage) -> _WandbMessages:
-    """Where wandb speaks when it is silent."""
+    """Return an object that receives what wandb would print."""
     import wandb
 
     messages = _WandbMessages(print_message)
@@ -280,7 +292,7 @@ def _capture_messages(print_message: PrintMessage) -> _WandbMessages:
 
 
 class _WandbMessages:
-    """Its first warning becomes ours; one of them says that it has given up sending."""
+    """Prints wandb's first warning as ours, and notes the one that says it has given up sending."""
 
     def __init__(self, print_message: PrintMessage) -> None:
         self._print_message = print_message
@@ -303,7 +315,7 @@ class _WandbMessages:
 
 
 class BestMetric:
-    """The best number of a run so far, by what trainer.best asks for."""
+    """The best value of a run so far, by what trainer.best asks for."""
 
     def __init__(self, trainer: TrainerConfig, past_lines: Sequence[MetricsLine]) -> None:
         self._name = trainer.best
@@ -313,6 +325,7 @@ class BestMetric:
             self.update(line)
 
     def update(self, line: MetricsLine) -> bool:
+        """Take a line into account, and return whether it is the new best."""
         key = f"eval_{self._name}"
         if key not in line:
             return False
@@ -322,6 +335,8 @@ class BestMetric:
         return True
 
     def to_summary(self) -> dict[str, float]:
+        """Return the best value and its step by wandb's names; empty before the first
+        evaluation."""
         if self._line is None:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""`echelon jobs`: runs as a table that fits the screen, or as JSON."""
+"""`echelon jobs`: the status of runs as a table that fits the terminal, or as JSON."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _BAR_WIDTH = 12
 
 
 def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, watch: bool) -> int:
+    """Print the table once or, with ``watch``, again and again until Ctrl-C."""
     console = Console(soft_wrap=True)
     if not watch or as_json:
         standings, hidden, silence = _collect_statuses(root, names, show_all)
@@ -51,7 +52,7 @@ def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, w
 def _collect_statuses(
     root: Path, names: Sequence[str], show_all: bool
 ) -> tuple[list[RunStatus], int, str]:
-    """What is shown, how many are not, and why Slurm is silent, if it is."""
+    """Return what is shown, how many runs are not, and why Slurm did not answer, if it did not."""
     wanted = [run for name in names for run in find_runs(name, str(root))]
     found, silence = read_run_statuses(wanted or list_runs(root))
     show_all = show_all or bool(names)

@@ -1,4 +1,4 @@
-"""`echelon plot RUN… -o FILE`: which runs, what of them, and into what."""
+"""`echelon plot RUN… -o FILE`: which runs, what of them, and in which format."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _SUFFIXES = (".png", ".svg", ".html")
 
 
 def plot_runs(words: Sequence[str], root: str, output: Path, options: PlotOptions) -> int:
+    """Draw the runs into the file, whose suffix decides the format, and print its name."""
     _require_suffix(output)
     loaded = _load_metrics(_find_runs(words, root))
     plot = build_plot([record for record, _ in loaded], [metrics for _, metrics in loaded], options)
@@ -50,7 +51,8 @@ def _require_suffix(output: Path) -> None:
 
 
 def _find_runs(words: Sequence[str], root: str) -> list[Run]:
-    """Each once, in the order they were named; those of a pattern by name, 9 before 10."""
+    """Return each named run once, in the order of the arguments; those of a pattern by name, 9
+    before 10."""
     runs: dict[Path, Run] = {}
     for word in words:
         for run in _resolve_word(word, root):
@@ -82,7 +84,8 @@ def _get_natural_sort_key(path: str) -> list[tuple[int, str]]:
 
 
 def _load_metrics(runs: Sequence[Run]) -> list[tuple[RunRecord, RunMetrics]]:
-    """Those without are named, and left out as long as others remain."""
+    """Return records and metrics of the runs. Runs without numbers are left out with a warning
+    as long as others remain."""
     records, _ = read_records(runs)
     by_folder = {record.run.folder: record for record in records}
     loaded = [(by_folder[run.folder], load_metrics(by_folder[run.folder])) for run in runs]
@@ -112,7 +115,7 @@ def _load_metrics(runs: Sequence[Run]) -> list[tuple[RunRecord, RunMetrics]]:
 
 
 def _write_output(plot: Plot, output: Path) -> None:
-    """Beside and renamed: a viewer that reloads the file never sees a half."""
+    """Write the file atomically: a viewer that reloads it never sees a half."""
     draw = _write_page if output.suffix.lower() == ".html" else _write_figure
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

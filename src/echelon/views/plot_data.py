@@ -1,4 +1,4 @@
-"""What a drawing of several runs holds, before anybody draws it."""
+"""What a plot of several runs contains, before it is drawn."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
 
 @dataclass(frozen=True)
 class PlotOptions:
+    """What a person asked for."""
+
     metrics: Sequence[str]
     """Empty: the loss and all that was evaluated."""
     x: str
@@ -30,6 +32,8 @@ class PlotOptions:
 
 @dataclass(frozen=True)
 class PlotLine:
+    """One metric of one run."""
+
     run_index: int
     """Which of the sheet's."""
     xs: list[float]
@@ -42,6 +46,8 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class PlotPanel:
+    """One metric of all runs."""
+
     metric: str
     best_is: str
     is_log: bool
@@ -61,13 +67,15 @@ class PlotPanel:
 
     @property
     def best_line(self) -> PlotLine:
-        """The one that holds the best of all."""
+        """The line with the best value of all."""
         sign = -1 if self.best_is == "max" else 1
         return min(self.lines, key=lambda line: sign * line.ys[line.best_index])
 
 
 @dataclass(frozen=True)
 class LegendEntry:
+    """The name of a run and the settings in which it differs from the others."""
+
     name: str
     settings: str
 
@@ -77,6 +85,8 @@ class LegendEntry:
 
 @dataclass(frozen=True)
 class Plot:
+    """Panels with one legend."""
+
     title: str
     x: str
     legend: list[LegendEntry]
@@ -86,7 +96,7 @@ class Plot:
 def build_plot(
     records: Sequence[RunRecord], metrics: Sequence[RunMetrics], options: PlotOptions
 ) -> Plot:
-    """Of runs that have metrics."""
+    """Return the plot of runs that have metrics."""
     names = _select_metrics(metrics, options.metrics, records[0].best_name)
     scales = [build_scale(options.x, r, m) for r, m in zip(records, metrics, strict=True)]
     furthest = max(s.convert(m.lines[-1]["step"]) for s, m in zip(scales, metrics, strict=True))
@@ -137,7 +147,8 @@ def _build_panel(
 
 
 def _find_y_limit(peaks: Sequence[float]) -> float | None:
-    """One run that diverges would press all others flat."""
+    """Return where the scale ends if one run diverges, which would press all others flat; else
+    None."""
     near = 100 * statistics.median_low(peaks)
     if 0 < near < max(peaks):
         return 1.2 * max(peak for peak in peaks if peak <= near)
@@ -150,7 +161,7 @@ def _smooth_values(ys: Sequence[float], smooth: float | None, is_log: bool) -> l
 
 
 def _select_metrics(metrics: Sequence[RunMetrics], wanted: Sequence[str], best: str) -> list[str]:
-    """`rmse` may be said for `eval_rmse`."""
+    """Return the metrics to draw; `rmse` may be typed for `eval_rmse`."""
     known = dict.fromkeys(name for m in metrics for name in m.curves)
     if not wanted:
         return sort_metric_names({curve.name for m in metrics for curve in m.default_curves}, best)

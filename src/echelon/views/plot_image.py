@@ -1,4 +1,4 @@
-"""Curves as a picture, by matplotlib. Importing this file imports it."""
+"""Curves as an image, by matplotlib. Importing this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ STYLE = {
 
 
 def save_figure(sheet: Plot, path: Path) -> None:
+    """Draw the plot into a .png or .svg file."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = _build_figure(sheet)
         date = {"Date": None} if path.suffix == ".svg" else {}
@@ -76,12 +77,13 @@ def _build_figure(sheet: Plot) -> Figure:
 
 
 def _escape_math(name: str) -> str:
-    """A name with two dollars is no formula."""
+    """Return a name with its dollars escaped, so that two of them do not make a formula."""
     return name.replace("$", r"\$")
 
 
 def _count_legend_columns(sheet: Plot, wide: float) -> int:
-    """As many as fit; a letter is about 0.065 inches wide, a sample of a line half an inch."""
+    """Return how many columns fit; a letter is about 0.065 inches wide, a sample of a line half
+    an inch."""
     longest = max(len(str(run)) for run in sheet.legend)
     return max(1, min(len(sheet.legend), int(wide / (0.065 * longest + 0.6))))
 
@@ -137,7 +139,7 @@ def _label_decades(axes: Axes) -> None:
 
 
 def _mark_best(axes: Axes, panel: PlotPanel) -> None:
-    """Each run's best is a dot; the best of all is a number as well."""
+    """Mark each run's best value with a dot, and the best of all with its number."""
     best = panel.best_line
     for line in sorted(panel.lines, key=lambda line: line is best):  # on top of others
         at = (line.xs[line.best_index], line.ys[line.best_index])

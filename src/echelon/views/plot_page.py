@@ -1,4 +1,4 @@
-"""Curves as one page that needs nothing else: data, style and script are all in the file."""
+"""Curves as one HTML page that needs nothing else: data, style and script are all in the file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _MAX_LINE_POINTS = 4000
 
 
 def render_page(plot: Plot) -> str:
-    """Names come from folders and settings, so they may hold anything: they are data to the script,
-    which writes them as text, and `<` cannot end the data early."""
+    """Return the page. Names come from folders and settings and may hold anything: they are data
+    to the script, which writes them as text, and `<` is escaped so that it cannot end the data
+    early."""
     data = json.dumps(_to_json_data(plot), separators=(",", ":"), allow_nan=False).replace(
         "<", "\\u003c"
     )

@@ -1,4 +1,4 @@
-"""`echelon show RUN`: what it was, what came of it, its curves, and what to type next."""
+"""`echelon show RUN`: what it was, its results, its curves, and what to type next."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ _RECENT_SAMPLES = 8
 
 @dataclass(frozen=True)
 class RunDetails:
+    """Everything that is shown of one run."""
+
     record: RunRecord
     metrics: RunMetrics
     step: int | None
@@ -66,6 +68,7 @@ class RunDetails:
 
 
 def show_run(where: str, root: str, as_json: bool) -> int:
+    """Print one run, or with ``as_json`` JSON."""
     details = RunDetails.read(find_run_folder(where, root))
     if as_json:
         print(json.dumps(_to_json_data(details), indent=2))
@@ -148,7 +151,7 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
 
 
 def _print_row(screen: Console, name: str, value: str, width: int) -> None:
-    """Long ones are broken between words, and go on below themselves."""
+    """Print a titled row; a long value is wrapped between words."""
     for number, part in enumerate(_wrap_words(convert_for_terminal(value), width - _INDENT - 2)):
         line = Text(f"  {name if number == 0 else '':<{_INDENT}}", "dim")
         screen.print(line.append(part, "default not dim"))
@@ -172,7 +175,8 @@ def _format_experiment(record: RunRecord) -> str:
 
 
 def _format_times(details: RunDetails) -> str:
-    """`started` is of the last time that it was typed, the first line of metrics of the first."""
+    """Return when it was started and how long it trained. `started` is of the last start, the
+    first line of metrics of the first one."""
     started, lines = details.record.run_status.started, details.metrics.lines
     begun = lines[0]["time"] if lines else started
     text = format_timestamp(max(0, min(begun, started)))
@@ -211,8 +215,8 @@ def _format_progress(details: RunDetails) -> str:
 
 
 def _format_split(metrics: RunMetrics) -> str:
-    """By the last lines; a part of a step is the mean of what was sampled there, since a step by
-    itself says little."""
+    """Return the speed by the last lines; the split of a step is a mean of the last samples,
+    because a single step says little."""
     last = {
         name: metrics.curves[name].values[-1] for name in SPEED_METRICS if name in metrics.curves
     }

@@ -17,7 +17,8 @@ _INTERVAL_KEYS = ("trainer.resume", "trainer.save.", "trainer.keep_last", "train
 
 
 def flatten_settings(record: RunRecord) -> dict[str, Any]:
-    """Flat; the experiment's own by their bare names, as they are typed, unless one is ours too."""
+    """Return the settings flat, the experiment's own by their bare names, as they are typed,
+    unless a setting of ours has the same name."""
     flat = flatten({k: v for k, v in record.config.items() if k != "program"})
     return {_get_typed_key(k, flat): v for k, v in flat.items() if k != "experiment.entry"}
 
@@ -28,9 +29,9 @@ def _get_typed_key(key: str, flat: dict[str, Any]) -> str:
 
 
 def find_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """For each run, the settings in which those of its experiment differ, values as text.
+    """Return for each run the settings in which runs of its experiment differ, values as text.
 
-    Runs are compared with those of the same experiment alone: next to another experiment's
+    Runs are compared only with those of the same experiment: next to another experiment's
     everything would differ.
     """
     by_experiment: dict[str, list[RunRecord]] = {}
@@ -46,8 +47,8 @@ def find_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
 def omit_common_values(
     differences: Sequence[dict[str, str]],
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Where many settings differ, each is told only of the runs that do not have what most have;
-    and what most have."""
+    """Return the differences without the values that most runs have, and those values. Does
+    nothing where few settings differ."""
     keys = dict.fromkeys(key for words in differences for key in words if key)
     if len(keys) <= _MAX_FULL_KEYS:
         return list(differences), {}
@@ -62,12 +63,13 @@ def omit_common_values(
 
 
 def format_settings(words: dict[str, str]) -> str:
+    """Return settings as they are typed: ``lr=0.1 epochs=3``."""
     said = {key: value for key, value in words.items() if value != "null"}
     return " ".join(f"{key}={value}" if key else value for key, value in said.items())
 
 
 def find_non_defaults(record: RunRecord) -> dict[str, str]:
-    """What is not as it is when nobody says anything."""
+    """Return the settings of a run that differ from the defaults, values as text."""
     from echelon.config.bundled_experiments import read_defaults
 
     usual = flatten(Config().to_dict()) | read_defaults(record.entry)
@@ -85,7 +87,7 @@ def _is_non_default(key: str, value: Any, usual: dict[str, Any]) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """As it would be typed."""
+    """Return a value as it would be typed."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""`echelon runs`: the notebook of results. What was trained, with what, and what came of it."""
+"""`echelon runs`: runs with their results. What was trained, with which settings, and how good
+it is."""
 
 from __future__ import annotations
 
@@ -52,16 +53,19 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class RunRow:
+    """One run in the table."""
+
     record: RunRecord
 
     @cached_property
     def overview(self) -> RunOverview:
-        """Costs a look into the metrics, so it is taken only of rows where it is asked for."""
+        """The overview of its metrics. It costs a look into a file, so it is read only where it
+        is needed."""
         return read_overview(self.record)
 
     @property
     def sortable_values(self) -> dict[str, Any]:
-        """By what a run can be sorted and filtered."""
+        """What a run can be sorted and filtered by."""
         overview = self.overview
         words = {"name": self.record.name, "experiment": self.record.experiment}
         words |= {"state": self.record.state}
@@ -77,6 +81,7 @@ class RunRow:
 def show_runs(
     root: Path, show_all: bool, as_json: bool, sort: str, reverse: bool, filters: Sequence[str]
 ) -> int:
+    """Print the table, or with ``as_json`` JSON, of the runs in a folder."""
     conditions = [_parse_condition(words) for words in filters]
     records, silence = read_records(list_runs(root, include_broken=True))
     rows = _sort_rows(_filter_rows([RunRow(record) for record in records], conditions), sort)
@@ -132,11 +137,14 @@ def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FilterCondition:
+    """One condition of --filter."""
+
     key: str
     relation: str
     value: str
 
     def is_met(self, values: dict[str, Any]) -> bool:
+        """Whether a run with these values meets it. A run without the key meets only `!=`."""
         if self.key not in values:
             return self.relation == "!="
         mine = values[self.key]
@@ -191,7 +199,8 @@ def _require_known(key: str, rows: Sequence[RunRow], option: str) -> None:
 
 
 def _sort_rows(rows: Sequence[RunRow], sort: str) -> list[RunRow]:
-    """The newest and the best first, everything else from small to large, what is missing last."""
+    """Return the rows sorted: newest and best first, everything else ascending, missing values
+    last."""
     if sort == "when":
         return list(rows)
     _require_known(sort, rows, "--sort")
@@ -201,7 +210,8 @@ def _sort_rows(rows: Sequence[RunRow], sort: str) -> list[RunRow]:
 
 
 def _get_best_sort_key(row: RunRow) -> tuple[Any, ...]:
-    """Values of different metrics say nothing about each other."""
+    """Sort within an experiment and metric, because values of different metrics cannot be
+    compared."""
     value = row.overview.best
     sign = -1 if row.record.best_is == "max" else 1
     what = (row.record.experiment, row.overview.best_name)
@@ -263,6 +273,7 @@ _COLUMN_PRIORITY = ("STATE", "BEST", "STEP", "TIME", "AGE", "EXPERIMENT")
 
 
 def _drop_columns(table: Sequence[list[str]], width: int) -> list[list[str]]:
+    """Return the columns that fit, chosen by priority; the name is always one of them."""
     names = {"RUN"}
     for name in _COLUMN_PRIORITY:
         if _measure_width([column for column in table if column[0] in {*names, name}]) <= width:
@@ -324,7 +335,7 @@ def _render_lines(
 
 
 def _align_cells(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Words to the left, times to the right."""
+    """Return a line of the table: words to the left, times to the right."""
     aligned = [
         f"{truncate_text(cell, w):>{w}}"
         if head in ("TIME", "WHEN", "AGE")
@@ -346,7 +357,7 @@ def _format_best(overview: RunOverview) -> str:
 
 
 def format_digits(value: float) -> str:
-    """Four that count, so that values below each other can be compared."""
+    """Return a value with four significant digits, so that values in a column can be compared."""
     return f"{value:#.4g}".rstrip(".") if 1e-3 <= abs(value) < 1e5 or not value else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Curves made fit to be looked at: less noise, and no more points than can be seen."""
+"""Curves made readable: less noise, and no more points than can be seen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _WINDOWS = 60
 
 
 def smooth_values(values: Sequence[float], smooth: float, is_log: bool = False) -> list[float]:
-    """The mean of the exponential averages from either end, so that a fall is not drawn later than
-    it was. On a logarithmic scale of the logarithms: a long fall would lie above its own end."""
+    """Return the mean of the exponential averages from either end, so that a fall is not drawn
+    later than it was. On a logarithmic scale the logarithms are averaged: a long fall would be
+    drawn above its own end."""
     if is_log:
         return [math.exp(v) for v in smooth_values([math.log(v) for v in values], smooth)]
     there, back = (
@@ -29,7 +30,7 @@ def smooth_values(values: Sequence[float], smooth: float, is_log: bool = False) 
 
 
 def _compute_trailing_average(values: Sequence[float], smooth: float) -> list[float]:
-    """Without the pull of an invented first value."""
+    """Return the exponential average, without the pull of an invented first value."""
     total, weight, averages = 0.0, 0.0, []
     for value in values:
         total = smooth * total + (1 - smooth) * value
@@ -39,7 +40,7 @@ def _compute_trailing_average(values: Sequence[float], smooth: float) -> list[fl
 
 
 def choose_smoothing(values: Sequence[float]) -> float:
-    """How much smoothing these ask for; 0 when they are smooth or few."""
+    """Return how much smoothing these values need; 0 if they are smooth or few."""
     if len(values) < MIN_POINTS_TO_SMOOTH:
         return 0.0
     low, high = min(values), max(values)
@@ -53,8 +54,8 @@ def choose_smoothing(values: Sequence[float]) -> float:
 
 
 def thin_points(ys: Sequence[float], limit: int, required_index: int) -> list[int]:
-    """Indices of at most about so many points: the lowest and the highest of every piece, so that
-    no spike is lost, and this one."""
+    """Return indices of at most about so many points: the lowest and the highest of every piece,
+    so that no spike is lost, and ``required_index``."""
     if len(ys) <= limit:
         return list(range(len(ys)))
     pieces = max(1, limit // 2)

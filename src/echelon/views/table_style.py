@@ -1,4 +1,4 @@
-"""What the tables of runs have in common: colours of states, widths."""
+"""What tables of runs have in common: colours of states, widths."""
 
 from __future__ import annotations
 
@@ -15,4 +15,5 @@ STATE_STYLES = {
 
 
 def get_width(console: Console) -> int:
+    """Return the columns of the terminal; output to a file or pipe is not cut."""
     return console.width if console.is_terminal else PIPED_WIDTH

@@ -1,4 +1,4 @@
-"""Standard output as a place for tables and curves."""
+"""Standard output for tables and curves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rich.console import Console
 
 
 def create_console() -> Console:
-    """Standard output, where a letter that cannot be written is a question mark and no error."""
+    """Return a console on standard output, where a character that cannot be encoded becomes a
+    question mark instead of an error."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""A curve in letters: braille dots with axes, or plain ASCII where there is no braille."""
+"""A curve in text: braille dots with axes, or plain ASCII where there is no braille."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _LABEL_WIDTH = 8
 
 @dataclass(frozen=True)
 class TextPanel:
+    """One curve and its labels."""
+
     title: str
     xs: Sequence[float]
     ys: Sequence[float]
@@ -25,7 +27,7 @@ class TextPanel:
 
 @dataclass(frozen=True)
 class Glyphs:
-    """How many dots a letter has, and how they are written."""
+    """How many dots a character has, and how they are written."""
 
     dots_wide: int
     dots_high: int
@@ -34,6 +36,7 @@ class Glyphs:
     floor: str
 
     def render_cell(self, dots: frozenset[tuple[int, int]]) -> str:
+        """Return the character with these dots."""
         if self.dots_high == 4:
             return chr(0x2800 + sum(_BRAILLE[y][x] for x, y in dots)) if dots else " "
         return {0: " ", 1: "'", 2: ".", 3: ":"}[sum(1 << y for _, y in dots)]
@@ -44,7 +47,7 @@ ASCII = Glyphs(1, 2, "|", "+", "-")
 
 
 def draw_panel(panel: TextPanel, width: int, height: int, glyphs: Glyphs) -> list[str]:
-    """Lines of exactly this width: a title, `height` rows, the axis and its numbers."""
+    """Return lines of exactly this width: a title, ``height`` rows, the axis and its numbers."""
     low, high = min(panel.ys), max(panel.ys)
     is_log = needs_log_scale(low, high)
     columns = width - _LABEL_WIDTH - 1
@@ -63,7 +66,7 @@ def draw_panel(panel: TextPanel, width: int, height: int, glyphs: Glyphs) -> lis
 
 
 def join_side_by_side(panels: Sequence[Sequence[str]], gap: int = 2) -> list[str]:
-    """Panels of one height next to each other."""
+    """Return panels of one height next to each other."""
     return [(" " * gap).join(parts).rstrip() for parts in zip(*panels, strict=True)]
 
 
@@ -102,7 +105,8 @@ def _build_grid(
 def _iterate_dots(
     panel: TextPanel, width: int, height: int, is_log: bool
 ) -> Iterator[tuple[int, int]]:
-    """One value for each column that has any, their mean, joined by lines."""
+    """Yield the dots of a curve: one value for each column that has any, their mean, joined by
+    lines."""
     ys = [math.log(y) if is_log else y / 4 for y in panel.ys]  # a range of 1e308 is finite then
     first, reach = panel.xs[0], (panel.xs[-1] - panel.xs[0]) or 1.0
     gathered: dict[int, list[float]] = {}
