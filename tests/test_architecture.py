@@ -232,7 +232,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         env=os.environ | {"ECHELON_TEST_MODULES": str(file)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(file.read_text()))

@@ -82,7 +82,7 @@ def _typed(folder: Path, *words: str) -> tuple[int, str]:
         env=os.environ | IN_ASCII,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=120,
+        timeout=300,
     )
     return ended.returncode, ended.stdout.decode(errors="replace")
 

@@ -93,7 +93,7 @@ def test_single_gpu(examples: Path) -> None:
 
 def test_multigpu_torchrun(examples: Path) -> None:
     words = [*TORCHRUN, "--standalone", "--nproc_per_node=4", "multigpu_torchrun.py", "50", "10"]
-    run = _trained(command_runner.run(words, examples, timeout_s=180), examples, steps=50 * 64)
+    run = _trained(command_runner.run(words, examples, timeout_s=300), examples, steps=50 * 64)
     assert len(evaluations(run)) == 50
 
 

@@ -39,10 +39,10 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(command_line: CommandLin
     assert found["step"] >= 3
 
     command_line.cluster.slurm("scontrol", "requeue", command_line.job())
-    assert until(lambda: standing(command_line)["state"] == "requeued", 120, "requeued")
+    assert until(lambda: standing(command_line)["state"] == "requeued", 300, "requeued")
     command_line.wait_for_more()
     attached = command_line.start("attach", "a")
-    until(lambda: "running" in attached.read_output(), 120, "attached")
+    until(lambda: "running" in attached.read_output(), 300, "attached")
     assert "was asked to save and end" in command_line.type("cancel", "a").out
     assert attached.wait().code == waiting.wait().code == Exit.PREEMPTED
     assert standing(command_line)["state"] == "cancelled"

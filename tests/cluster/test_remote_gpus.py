@@ -38,7 +38,7 @@ def test_nodes_of_my_jobs(command_line: CommandLine, tmp_path: Path) -> None:
     number = job.strip()
     try:
         running = ("squeue", "-h", "-j", number, "-t", "RUNNING", "-o", "%i")
-        until(lambda: command_line.cluster.slurm(*running).strip(), 60, "running")
+        until(lambda: command_line.cluster.slurm(*running).strip(), 300, "running")
         hosts = command_line.hosts(number)
         done = command_line.type(
             "gpus", "--slurm", "--json", LD_LIBRARY_PATH=str(driver.library.parent)

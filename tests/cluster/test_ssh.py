@@ -154,13 +154,13 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: CommandLine, tmp_path: 
 def _write(config: str, path: Path, text: str) -> None:
     """On the host apart."""
     command = f"mkdir -p {path.parent} && printf '{text}' > {path}"
-    subprocess.run(["ssh", "-F", config, "apart", command], check=True, timeout=30)
+    subprocess.run(["ssh", "-F", config, "apart", command], check=True, timeout=300)
 
 
 def _send(config: str, path: Path, file: Path) -> None:
     with file.open("rb") as source:
         words = ["ssh", "-F", config, "apart", f"cat > {path}"]
-        subprocess.run(words, stdin=source, check=True, timeout=30)
+        subprocess.run(words, stdin=source, check=True, timeout=300)
 
 
 # --- hosts that do not share the folder ---------------------------------------------------------
@@ -206,7 +206,7 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(
             ["ssh", "-F", config, "apart", f"find '{tmp_path}' -path '*/code-*'"],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=300,
         ).stdout
     assert "code-1/neighbour.py" in listed
     assert ".git" not in listed
@@ -286,7 +286,7 @@ def test_one_interrupt_saves_and_two_stop_at_once(command_line: CommandLine) -> 
     command = command_line.start(*words, ECHELON_TEST_FAULT="0:5:wait")
     command_line.wait_for_step(saved + 4)
     command.process.send_signal(signal.SIGINT)
-    until(lambda: "Ctrl-C again stops at once" in command.read_output(), 120, "the first is heard")
+    until(lambda: "Ctrl-C again stops at once" in command.read_output(), 300, "the first is heard")
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
     assert done.code == Exit.INTERRUPTED, done.err

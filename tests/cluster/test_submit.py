@@ -133,7 +133,7 @@ def test_two_at_once_and_a_build_that_was_killed_give_one_environment(offline: C
     (command_line.folder / "one.txt").write_text("python main.py\n")
     killed = command_line.start("submit", "--configs", "one.txt", "--name", "k")
     cache = Path(command_line.variables["ECHELON_CACHE"])
-    until(lambda: list(cache.glob("envs/*/bin")), 60.0, "a build half done")
+    until(lambda: list(cache.glob("envs/*/bin")), 300, "a build half done")
     killed.end()
     assert not command_line.run("k").read_job_id()
     both = [command_line.start("submit", "--configs", "one.txt", "--name", n) for n in ("a", "b")]

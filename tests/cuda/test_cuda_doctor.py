@@ -22,7 +22,7 @@ def _report(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

@@ -28,7 +28,7 @@ def test_the_curve_is_the_whole_models(precision: str, again: str, close: float)
         [sys.executable, str(ALONE), "cuda", precision, again],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 def typed(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "echelon", "gpus", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def looked() -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def looked() -> list[dict[str, Any]]:
 
 def smi(*fields: str, about: str = "gpu") -> list[list[str]]:
     words = ["nvidia-smi", f"--query-{about}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    out = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout
     return [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line.strip()]
 
 
@@ -54,7 +54,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             [sys.executable, "-m", "echelon", *words], cwd=folder, stdout=output, stderr=output
         )
     run = folder / "runs" / "busy"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     try:
         while not _steps(run):
             assert process.poll() is None, said.read_text()
@@ -64,7 +64,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert process.poll() is None, f"the training ended meanwhile: {said.read_text()}"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=120)
+        process.wait(timeout=300)
 
 
 def _steps(run: Path) -> bool:
@@ -148,7 +148,7 @@ def test_a_busy_gpu_is_not_free_and_a_launch_says_so(tmp_path: Path) -> None:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert launched.returncode == 0, launched.stderr
     assert "warning: GPU 0 is in use: " in launched.stderr

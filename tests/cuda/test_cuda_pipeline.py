@@ -52,7 +52,7 @@ def train(folder: Path, *words: str, **variables: str) -> subprocess.CompletedPr
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
 
 

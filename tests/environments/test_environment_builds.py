@@ -33,7 +33,7 @@ from echelon.errors import EchelonError
 pytestmark = pytest.mark.slow
 
 BUILD = [sys.executable, "-m", "echelon", "env", "build", "--source"]
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_watching_draws_over_what_changed_and_leaves_the_terminal_as_it_was(
         assert b"\x1b[?1049h\x1b[?25l" in until(b"13%"), "all of it again"
         process.send_signal(signal.SIGINT)
         until(b"\x1b[?25h\x1b[?1049l")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_watching_as_json_is_a_line_for_each_reading(
     assert first["time"] < later["time"]
     process.send_signal(signal.SIGINT)
     process.stdout = None
-    assert process.wait(timeout=60) == Exit.OK
+    assert process.wait(timeout=300) == Exit.OK
 
 
 def test_watching_through_a_pipe(

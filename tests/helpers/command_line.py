@@ -24,9 +24,9 @@ from echelon.runs.run_folder import Run
 ECHELON = (sys.executable, "-m", "echelon")
 FAULTY = f"experiment={command_runner.HERE / 'faulty_experiment.py'}:experiment"
 REGRESSION = f"experiment={command_runner.HERE / 'toy_experiments.py'}:regression"
-START_S = 120.0
+START_S = 300.0
 """From typing to the first steps, on a machine with too few cores."""
-GONE_S = 30.0
+GONE_S = 60.0
 """The same, from an end to the end of the last process."""
 
 
@@ -53,7 +53,7 @@ class CommandLine:
         return started
 
     def type(
-        self, *words: str, on: str | None = None, limit_s: float = 180.0, **variables: str
+        self, *words: str, on: str | None = None, limit_s: float = 300.0, **variables: str
     ) -> CommandResult:
         return self.start(*words, on=on, **variables).wait(limit_s)
 

@@ -29,7 +29,7 @@ QUICK = ("samples=64", "eval_samples=16", "trainer.batch_size=8", "trainer.epoch
 """The toy in 16 steps."""
 
 _MARK = "ECHELON_TEST_MARK"
-_GONE_S = 20.0
+_GONE_S = 60.0
 """No process may be left so long after the first one ended."""
 _OURS = re.compile(r'File ".*/src/echelon/.*", line')
 
@@ -60,7 +60,7 @@ class RunningCommand:
     mark: str
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self, timeout_s: float = 180.0) -> CommandResult:
+    def wait(self, timeout_s: float = 300.0) -> CommandResult:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def start(words: Sequence[str], cwd: Path, **variables: str) -> RunningCommand:
 
 
 def run(
-    words: Sequence[str], cwd: Path, timeout_s: float = 180.0, **variables: str
+    words: Sequence[str], cwd: Path, timeout_s: float = 300.0, **variables: str
 ) -> CommandResult:
     return start(words, cwd, **variables).wait(timeout_s)
 
@@ -114,7 +114,7 @@ def started(words: Sequence[str], cwd: Path, **variables: str) -> Iterator[Runni
 
 
 def together(
-    commands: Sequence[Sequence[str]], cwd: Path, timeout_s: float = 180.0, **variables: str
+    commands: Sequence[Sequence[str]], cwd: Path, timeout_s: float = 300.0, **variables: str
 ) -> list[CommandResult]:
     """Commands started in this order without waiting, as by several people at once."""
     running = [start(words, cwd, **variables) for words in commands]

@@ -24,7 +24,7 @@ def build_library(newest: int = 3) -> Path:
     """Return the library with process lists up to this version; built once per session."""
     target = Path(tempfile.mkdtemp(prefix="echelon-nvml-")) / NAME
     flags = ["-O1", "-shared", "-fPIC", f"-DNEWEST={newest}"]
-    subprocess.run(["gcc", *flags, "-o", target, SOURCE], check=True, timeout=60)
+    subprocess.run(["gcc", *flags, "-o", target, SOURCE], check=True, timeout=300)
     return target
 
 

@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parents[2] / "cluster" / "cluster.py"
 EXIT_CANNOT_BE_MADE = 3
 UP_S = 600.0
 """The first `up` on a machine installs packages."""
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 EMPTY_S = 240.0
 
 

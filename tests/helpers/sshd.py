@@ -46,7 +46,7 @@ def start_sshd(
     process = subprocess.Popen([*on, "--", *private, *daemon], stderr=subprocess.DEVNULL)
     try:
         probe = f"exec 3<>/dev/tcp/{address}/{ports[-1]}"
-        until(lambda: subprocess.run(["bash", "-c", probe]).returncode == 0, 120, "another sshd")
+        until(lambda: subprocess.run(["bash", "-c", probe]).returncode == 0, 300, "another sshd")
         yield address
     finally:
         process.terminate()

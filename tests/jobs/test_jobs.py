@@ -295,7 +295,7 @@ class Ear(PlainPrinter):
         self._pauses += 1
         if self._pauses == 3:
             self._run.rank_log_file(0).write_text("finished\nlast words\n")
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=300)
 
 
 def test_a_run_that_closes_its_trackers_is_heard_out(
@@ -323,7 +323,7 @@ slow = pytest.mark.slow
 def test_a_run_is_seen_cancelled_and_goes_on(tmp_path: Path) -> None:
     folder = Run(tmp_path / "runs/a")
     with started([*ECHELON, *LONG], tmp_path) as training:
-        until(lambda: only_if(tmp_path).get("eta_s"), 120, "an ETA")
+        until(lambda: only_if(tmp_path).get("eta_s"), 300, "an ETA")
         found = only(tmp_path)
         assert (found["state"], found["launcher"], found["nodes"]) == ("running", "local", 1)
         assert (found["world"], found["total_steps"]) == (2, 1_000_000)
@@ -349,7 +349,7 @@ def only_if(folder: Path) -> dict[str, Any]:
 @slow
 def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
     with started([*ECHELON, *LONG], tmp_path) as training:
-        until(lambda: only_if(tmp_path).get("step"), 120, "a step")
+        until(lambda: only_if(tmp_path).get("step"), 300, "a step")
         os.kill(training.process.pid, signal.SIGKILL)
         training.wait()
     assert only(tmp_path)["state"] == "lost"
@@ -358,7 +358,7 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
 @slow
 def test_killed_now(tmp_path: Path) -> None:
     with started([*ECHELON, *LONG], tmp_path) as training:
-        until(lambda: only_if(tmp_path).get("step"), 120, "a step")
+        until(lambda: only_if(tmp_path).get("step"), 300, "a step")
         assert "was killed" in echelon(tmp_path, "cancel", "a", "--now").out
         assert training.wait().left == []
     assert only(tmp_path)["state"] == "cancelled"
@@ -399,9 +399,9 @@ def test_attach_ends_as_the_program_does(tmp_path: Path, code: int) -> None:
     wait += f"while not os.path.exists('go'):\n    time.sleep(0.05)\nsys.exit({code})"
     words = ("run", "launch=local", "launch.procs=2", "run.name=a", "--", sys.executable, "-c")
     with started([*ECHELON, *words, wait], tmp_path) as program:
-        until(lambda: Run(tmp_path / "runs/a").rank_log_file(0).exists(), 120, "a log")
+        until(lambda: Run(tmp_path / "runs/a").rank_log_file(0).exists(), 300, "a log")
         with started([*ECHELON, "attach", "a"], tmp_path) as attached:
-            until(lambda: "here" in attached.read_output(), 120, "attached")
+            until(lambda: "here" in attached.read_output(), 300, "attached")
             (tmp_path / "go").touch()
             done = attached.wait()
         assert program.wait().code == done.code == code

@@ -241,7 +241,7 @@ class Bench:
             **variables,
         }
         command = ["bash", str(script)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
     def asked(self, whom: str) -> list[str]:
         file = self.calls / whom

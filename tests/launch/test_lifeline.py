@@ -13,7 +13,7 @@ from echelon.errors import Exit
 from echelon.launch.node.lifeline import LifelineClient, LifelineServer
 from echelon.runs.failure import Failure
 
-LIMIT_S = 30.0
+LIMIT_S = 300.0
 
 
 def until(what: Callable[[], Any]) -> Any:

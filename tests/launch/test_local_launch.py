@@ -246,7 +246,7 @@ def test_torchrun_starts_a_killed_worker_again_in_the_same_run(tmp_path: Path) -
     settings = ["trainer.log_steps=1", "fault=kill", "on=1", "at=13", f"once={tmp_path}/once"]
     settings += [f"after={tmp_path}/runs/*/snapshots/step-000000010"]
     options = ["--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    done = command_runner.run([*TORCHRUN, *options, *faulty, *settings], tmp_path, timeout_s=120)
+    done = command_runner.run([*TORCHRUN, *options, *faulty, *settings], tmp_path, timeout_s=300)
     assert done.code == 0, done.err
     assert done.left == []
     folder = only_run(tmp_path)  # one, not two
@@ -261,7 +261,7 @@ def test_torchrun_asked_to_stop_lets_the_ranks_save(tmp_path: Path) -> None:
     words = [*TORCHRUN, *options, "run.name=a", "trainer.steps=1000000"]
     folder = tmp_path / "runs" / "a"
     with command_runner.started(words, tmp_path) as running:
-        command_runner.until(lambda: folder.exists() and len(_lines(folder)) > 2, 120, "training")
+        command_runner.until(lambda: folder.exists() and len(_lines(folder)) > 2, 300, "training")
         os.kill(running.process.pid, signal.SIGTERM)
         done = running.wait()
     assert done.code != 0

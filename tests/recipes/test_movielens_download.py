@@ -478,7 +478,7 @@ def test_no_space_to_prepare(tiny: Path) -> None:
 
 def test_the_command_line(shelf: Shelf) -> None:
     words = [sys.executable, "-m", "echelon", "data", "movielens"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == (f"downloading {shelf.address}/{SMALL}.zip (about 1 MB)")
     assert "\x1b" not in done.stderr + done.stdout

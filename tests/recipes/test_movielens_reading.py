@@ -144,7 +144,7 @@ def test_a_second_load_uses_the_cache(tmp_path: Path, capsys: pytest.CaptureFixt
         "load_ratings(sys.argv[1]);"
         "assert not {'torch', 'pyarrow', 'polars', 'pandas'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=300)
 
 
 def test_a_touched_file_keeps_the_cache_and_a_changed_one_does_not(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_concurrent_processes_prepare_once(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    printed = [process.communicate(timeout=120) for process in started]
+    printed = [process.communicate(timeout=300) for process in started]
     assert [out.strip() for out, _ in printed] == ["50000"] * 3
     assert sum("prepared" in err for _, err in printed) == 1
 

@@ -367,7 +367,9 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
         env = at_home(tmp_path, server)
         words = sweeping(tmp_path, 1, EXPERIMENT)
         with command_runner.started(words, tmp_path, ECHELON_TEST_PAUSE_S="0.1", **env) as first:
-            command_runner.until(lambda: any(run.snapshots_folder.glob("step-*")), 60, "a snapshot")
+            command_runner.until(
+                lambda: any(run.snapshots_folder.glob("step-*")), 300, "a snapshot"
+            )
             first.process.terminate()
             broken_off = first.wait()
         assert broken_off.code == 75, broken_off.err
@@ -378,7 +380,7 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
         server.then = 500  # after the first request, as there is a run already
         env |= {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
         with command_runner.started(words, tmp_path, **env) as second:
-            command_runner.until(lambda: "trial0\t" in second.read_output(), 60, "its end")
+            command_runner.until(lambda: "trial0\t" in second.read_output(), 300, "its end")
             second.process.terminate()
             again = second.wait()
     assert rows(again.out)["trial0"][1] == "finished", again.err

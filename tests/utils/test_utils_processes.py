@@ -38,7 +38,7 @@ def test_a_child_ends_with_its_killed_parent(name: str) -> None:
         child = int(parent.stdout.readline())
         assert read_stat_fields(child)
         parent.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while (fields := read_stat_fields(child)) and fields[0] != "Z":
         assert time.monotonic() < deadline, fields
         time.sleep(0.02)
@@ -56,7 +56,7 @@ def test_fields_begin_with_the_state_whatever_the_program_is_called() -> None:
     with subprocess.Popen(command, **pipes, text=True) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == "1\n"
         process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while (fields := read_stat_fields(process.pid)) and fields[0] != "T":
             assert time.monotonic() < deadline, fields
             time.sleep(0.02)

@@ -280,7 +280,7 @@ def test_the_script_of_the_page_is_sound(tmp_path: Path) -> None:
     template = Path(echelon.views.__file__).with_name("page.html")
     script = re.findall(r"<script>(.*?)</script>", template.read_text(), re.S)[0]
     (tmp_path / "page.js").write_text(script)
-    subprocess.run([node, "--check", tmp_path / "page.js"], check=True, timeout=60)
+    subprocess.run([node, "--check", tmp_path / "page.js"], check=True, timeout=300)
 
 
 @pytest.mark.usefixtures("several")
