@@ -206,8 +206,8 @@ class NodeProbe:
                     break
                 if writable:
                     left -= connection.send(data[: min(_CHUNK_BYTES, left)], socket.MSG_DONTWAIT)
-            if left <= 0:
-                connection.shutdown(socket.SHUT_WR)
+            # Else the other end, whose time began later, might wait for data that never comes.
+            connection.shutdown(socket.SHUT_WR)
             connection.settimeout(limit_s + _CONNECT_TIMEOUT_S)
             answer: ProbeAnswer = json.loads(_read_line(connection))
             drop = struct.pack("ii", 1, 0)  # on close, discard what is still in the buffers
