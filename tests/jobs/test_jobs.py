@@ -291,7 +291,7 @@ class Ear(PlainPrinter):
     def show(self, line: LogLine) -> None:
         self.heard += line.text
 
-    def pause(self) -> None:
+    def flush(self) -> None:
         self._pauses += 1
         if self._pauses == 3:
             self._run.rank_log_file(0).write_text("finished\nlast words\n")

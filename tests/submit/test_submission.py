@@ -24,11 +24,11 @@ from echelon.runs.find import find_run, find_runs
 from echelon.runs.run_folder import Run
 from echelon.submit import plan as plans
 from echelon.submit.command_file import parse_commands, quote_words
+from echelon.submit.dry_run import format_words
 from echelon.submit.enqueue import prepare_submission
 from echelon.submit.launch_modes import build_argv, detect_launch_mode
 from echelon.submit.plan import Submission, SubmitRequest
 from echelon.submit.prerequisites import require_prerequisites
-from echelon.submit.render import format_words
 from echelon.submit.source_copy import copy_source, survey_source
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

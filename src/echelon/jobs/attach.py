@@ -76,11 +76,11 @@ class StatusPrinter(PlainPrinter):
             self.say(said)
 
     def say(self, text: str) -> None:
-        self.pause()
+        self.flush()
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        self.pause()
+        self.flush()
 
 
 class ProgressBarPrinter(StatusPrinter):

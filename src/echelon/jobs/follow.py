@@ -33,7 +33,7 @@ class LogPrinter(Protocol):
 
     def show(self, line: LogLine) -> None: ...
 
-    def pause(self) -> None:
+    def flush(self) -> None:
         """Called when nothing more is there for now."""
 
 
@@ -45,7 +45,7 @@ class PlainPrinter:
     def show(self, line: LogLine) -> None:
         sys.stdout.buffer.write(line.text)
 
-    def pause(self) -> None:
+    def flush(self) -> None:
         sys.stdout.buffer.flush()
 
 
@@ -73,11 +73,11 @@ def follow_run(
             log = logs.setdefault(name, LogFile(run, name))
             for text in log.read_lines() if printer.whole_lines else log.read_blocks():
                 printer.show(LogLine(time.time(), name, text))
-        printer.pause()
+        printer.flush()
     for name in list_names():
         for text in logs.setdefault(name, LogFile(run, name)).read_lines(include_partial=True):
             printer.show(LogLine(time.time(), name, text))
-    printer.pause()
+    printer.flush()
     assert status is not None
     return status
 

@@ -34,9 +34,9 @@ def show_logs(
         else:
             for line in merge_logs(run, [LogFile(run, name) for name in list_wanted()], last):
                 printer.show(line)
-            printer.pause()
+            printer.flush()
     except KeyboardInterrupt:
-        printer.pause()
+        printer.flush()
     return Exit.OK
 
 
@@ -137,14 +137,14 @@ class PrefixedPrinter:
 
     def show(self, line: LogLine) -> None:
         if self._repeated and self._repeated[-1].log != line.log:
-            self.pause()
+            self.flush()
         if line.time - self._shown.get(line.text, -math.inf) < _REPEAT_WITHIN_S:
             self._repeated.append(line)
             return
         self._flush_repeated()
         self._write(line)
 
-    def pause(self) -> None:
+    def flush(self) -> None:
         self._flush_repeated()
         sys.stdout.flush()
 

@@ -115,7 +115,7 @@ def create_speed_monitor(experiment: Experiment, config: Config, group: RankGrou
     return SpeedMonitor(devices, flops, StragglerMonitor(group) if world.size > 1 else None)
 
 
-class SampledReplica(Protocol):
+class TimedReplica(Protocol):
     """A replica that records timestamps within its step while ``step_timer`` is set."""
 
     step_timer: StepTimestamps | None
@@ -150,7 +150,7 @@ class SpeedMonitor:
         self._interval_start = (then + seconds, step, samples)
 
     def sample_batches(
-        self, batches: Iterable[Batch | BlockSlice], replica: SampledReplica
+        self, batches: Iterable[Batch | BlockSlice], replica: TimedReplica
     ) -> Iterator[Batch | BlockSlice]:
         """Yield the batches; now and then the step of one is sampled."""
         iterator = iter(batches)

@@ -90,7 +90,7 @@ def _join_job_ids(jobs: Sequence[str]) -> str:
     return ",".join(sorted({job.partition("_")[0] for job in jobs}))
 
 
-def read_job_id(env: Mapping[str, str]) -> str | None:
+def read_current_job_id(env: Mapping[str, str]) -> str | None:
     """Return the id by which Slurm's commands know the job of this process; None outside of a
     job."""
     if array := env.get("SLURM_ARRAY_JOB_ID"):

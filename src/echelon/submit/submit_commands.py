@@ -12,6 +12,7 @@ from echelon.config.user_defaults import UserDefaults
 from echelon.errors import Exit
 from echelon.jobs.attach import follow_queued_run
 from echelon.launch.launcher import collect_until_stopped
+from echelon.submit.dry_run import print_submission
 from echelon.submit.enqueue import (
     capture_shell_environment,
     enqueue_jobs,
@@ -20,7 +21,6 @@ from echelon.submit.enqueue import (
 )
 from echelon.submit.plan import Submission, SubmitRequest, plan_submission
 from echelon.submit.prerequisites import require_prerequisites
-from echelon.submit.render import print_submission
 
 
 def submit_commands(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.runs.process_record import identify_this_process, is_alive
-from echelon.runs.slurm_queue import read_job_id
+from echelon.runs.slurm_queue import read_current_job_id
 from echelon.utils.files import write_json_atomically
 
 
@@ -50,7 +50,7 @@ class TrialLease:
 def make_worker_name(slot: str, env: Mapping[str, str]) -> str:
     """Return the id of the Slurm job, which outlives a requeue, or a name of this process."""
     process = identify_this_process()
-    return read_job_id(env) or f"{process['host']}:{process['pid']}:{slot}"
+    return read_current_job_id(env) or f"{process['host']}:{process['pid']}:{slot}"
 
 
 def create_lease(worker: str, previous_lease: TrialLease | None, step: int) -> TrialLease:

@@ -21,7 +21,7 @@ from echelon.launch.slurm.batch_script import (
 from echelon.runs.create import create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import read_job_id
+from echelon.runs.slurm_queue import read_current_job_id
 from echelon.utils.processes import die_with_parent
 
 _ENTRY_POINT = "echelon.entrypoint:start_from_json"
@@ -116,7 +116,7 @@ class SlurmStepStarter:
         created.agent_exit_file.unlink(missing_ok=True)
         world_size = config.launch.nodes * count_processes_per_node(config)
         status = make_starting_status("slurm", config.launch.nodes, world_size)
-        job = {"process": None, "job": read_job_id(os.environ), "in_sweep": True}
+        job = {"process": None, "job": read_current_job_id(os.environ), "in_sweep": True}
         created.update_status(**status | job)
         command = srun_step_command(config, run, _find_master_address(os.environ))
         return _SlurmStepTrial(command, run, variables)

@@ -47,12 +47,12 @@ def get_mode(config: Config, env: Mapping[str, str]) -> str:
 def get_timeouts_s(env: Mapping[str, str]) -> tuple[float, float]:
     """Return how long a server may take to answer at the start and to receive the rest at the
     end."""
-    return _read_float(env, "WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S), _read_float(
+    return _read_float_variable(env, "WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S), _read_float_variable(
         env, "WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT_S
     )
 
 
-def _read_float(env: Mapping[str, str], name: str, default: float) -> float:
+def _read_float_variable(env: Mapping[str, str], name: str, default: float) -> float:
     with contextlib.suppress(KeyError, ValueError):
         return float(env[name])
     return default

@@ -24,7 +24,7 @@ from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import read_job_id
+from echelon.runs.slurm_queue import read_current_job_id
 from echelon.tracking import wandb_run
 from echelon.tracking.summary import format_rows
 
@@ -224,7 +224,7 @@ def _record_start(run: Run, node: NodeSpec, config: Config) -> None:
     if node.rank != 0 or kind == "ssh":
         return
     if kind == "slurm":  # perhaps by hand, with sbatch
-        run.update_status(launcher=kind, job=read_job_id(os.environ), world=world)
+        run.update_status(launcher=kind, job=read_current_job_id(os.environ), world=world)
     else:
         run.update_status(
             **make_starting_status("env" if kind == "env" else "local", node.node_count, world)
