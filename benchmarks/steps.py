@@ -292,7 +292,7 @@ class Ready:
 
 
 def train_echelon(t: Any, steps: int, progress: str) -> tuple[float, int]:
-    from echelon.tracking.progress import TrainingProgress, create_progress_display
+    from echelon.tracking.progress import TrainingDisplay, create_progress_display
 
     t.total_steps = t.step + steps
     if t.group.world.rank == 0:
@@ -303,7 +303,7 @@ def train_echelon(t: Any, steps: int, progress: str) -> tuple[float, int]:
     if t.writer is not None:
         t.writer.wait()
     t.screen.close()
-    t.screen = TrainingProgress()
+    t.screen = TrainingDisplay()
     return taken, steps
 
 

@@ -22,8 +22,8 @@ from echelon.runs.create import assign_numbered_names, create_run
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
+    from echelon.config.defaults_files import FileDefaults
     from echelon.config.untrusted import WandbTrial
-    from echelon.config.user_defaults import UserDefaults
     from echelon.launch.launcher import LaunchServices
 
 
@@ -159,7 +159,7 @@ def _make_services() -> LaunchServices:
         return worker.train_in_process(config)
 
     def run_preflight(config: Config) -> int:
-        from echelon.preflight.command import check_job_nodes
+        from echelon.preflight.check_nodes import check_job_nodes
 
         return check_job_nodes(config)
 
@@ -199,12 +199,12 @@ def compose_config(
     return apply_trial(config, trial, experiment)
 
 
-def load_project_defaults(*folders: Path) -> UserDefaults:
+def load_project_defaults(*folders: Path) -> FileDefaults:
     """The defaults in the echelon.yaml of the user and of the project here, or in these folders.
 
     The variables that such a file sets are set in this process, unless they are set already.
     """
-    from echelon.config.user_defaults import load_defaults
+    from echelon.config.defaults_files import load_defaults
 
     defaults = load_defaults(os.environ, [Path(), *folders])
     for name, value in defaults.variables.items():

@@ -14,7 +14,7 @@ from worlds import losses, train_world
 from echelon.config.schema import Config, TrainerConfig
 from echelon.errors import Exit
 from echelon.experiment.compilation import CompiledFunction
-from echelon.runs.heartbeat import Heartbeat, HeartbeatReader
+from echelon.runs.heartbeat import Heartbeat, HeartbeatTable
 
 NOBODY = Heartbeat()
 STEPS = ["trainer.batch_size=5", "trainer.steps=6"]
@@ -108,7 +108,7 @@ def test_another_shape_that_does_not_compile(capsys: pytest.CaptureFixture[str])
 
 def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
     """Nor where it compiles another shape after many steps."""
-    watch = HeartbeatReader(tmp_path / "heartbeat", ranks=1)
+    watch = HeartbeatTable(tmp_path / "heartbeat", ranks=1)
     heartbeat = Heartbeat(tmp_path / "heartbeat")
     beats = []
 

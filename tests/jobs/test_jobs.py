@@ -23,7 +23,7 @@ from echelon.jobs.cancel import cancel_runs
 from echelon.jobs.follow import PlainPrinter
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs
 from echelon.runs.process_record import _read_birth, identify_this_process, is_alive, send_signal
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import RUN_FORMAT, Run
 from echelon.runs.status import read_run_status
 
 LONG = ("train", "launch=local", "launch.procs=2", "run.name=a", "trainer.steps=1000000")
@@ -49,7 +49,7 @@ def only(folder: Path) -> dict[str, Any]:
 def make_run(folder: Path, name: str = "a", **status: Any) -> Run:
     made = Run(folder / "runs" / name)
     made.logs_folder.mkdir(parents=True)
-    made.config_file.write_text("{}")
+    made.config_file.write_text(json.dumps({"run_format": RUN_FORMAT}))
     made.status_file.write_text(json.dumps(status))
     return made
 

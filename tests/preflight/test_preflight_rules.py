@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echelon.doctor.verdict import FAIL, NONE, OK, WARN
-from echelon.preflight.command import _pair_in_rounds
+from echelon.preflight.check_nodes import _pair_in_rounds
 from echelon.preflight.report import print_node_matrix
 from echelon.preflight.rules import (
     LinkSpeed,

@@ -13,7 +13,7 @@ import pytest
 
 from echelon.cli import run_command, run_guarded
 from echelon.config.compose import compose
-from echelon.config.user_defaults import NO_DEFAULTS, load_defaults, read_secrets
+from echelon.config.defaults_files import NO_DEFAULTS, load_defaults, read_secrets
 from echelon.config.validate import check_run_name
 from echelon.environments import plan_environment as plan_environment
 from echelon.errors import EchelonError, Exit

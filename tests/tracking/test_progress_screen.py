@@ -19,7 +19,7 @@ from echelon.runs.run_folder import Run
 from echelon.tracking.progress import (
     ProgressBar,
     ProgressLines,
-    TrainingProgress,
+    TrainingDisplay,
     create_progress_display,
 )
 from echelon.tracking.summary import render_sparkline, render_summary
@@ -47,7 +47,7 @@ def test_lines_say_how_fast_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_line_has_not_is_as_it_was() -> None:
-    shown = TrainingProgress()
+    shown = TrainingDisplay()
     shown.progress(FULL)
     shown.progress({**LINE, "step": 4, "step_ms": 30.0})
     assert shown.latest == {**FULL, "step": 4, "step_ms": 30.0}
@@ -81,7 +81,7 @@ def test_a_bar_says_what_there_is_room_for(
 
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     shown = create_progress_display("none", 10, 0)
-    assert type(shown) is TrainingProgress
+    assert type(shown) is TrainingDisplay
     shown.progress(LINE)
     shown.close()
     assert capsys.readouterr() == ("", "")

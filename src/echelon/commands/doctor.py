@@ -73,7 +73,7 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
     given = parser.parse_intermixed_args(words)
     if given.run and given.overrides:
         parser.error("a run has its own settings: give --run or KEY=VALUE")
-    from echelon.preflight.command import check_job_nodes
+    from echelon.preflight.check_nodes import check_job_nodes
 
     config = _run_config(given.run, given.dir) if given.run else _composed_config(given.overrides)
     return check_job_nodes(config, given.json, given.limit, given.wait)

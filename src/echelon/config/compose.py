@@ -23,8 +23,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from echelon.config.defaults_files import NO_DEFAULTS, FileDefaults
 from echelon.config.schema import Config, build_config, flatten
-from echelon.config.user_defaults import NO_DEFAULTS, UserDefaults
 from echelon.config.validate import find_faults
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
@@ -47,7 +47,7 @@ def compose(
     user_experiment: UserExperiment | None = None,
     conf_dir: Path | None = None,
     program: Sequence[str] = (),
-    defaults: UserDefaults = NO_DEFAULTS,
+    defaults: FileDefaults = NO_DEFAULTS,
 ) -> Config:
     """Compose the configuration of a new run.
 

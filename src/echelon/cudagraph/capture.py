@@ -23,7 +23,7 @@ from echelon.data.batches import Batch, BatchSource, BlockSlice, TensorSource
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import make_capturable
-from echelon.experiment.sparse_embeddings import find_sparse_tables
+from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.utils.text import format_bytes
 
 _WARMUP_STEPS = 3

@@ -158,7 +158,7 @@ def _suggest_driver(facts: MachineFacts) -> str:
     return f"install a driver for CUDA {_format_version(cuda)} or later: {_DRIVER_URL}"
 
 
-def check_toolkit(facts: MachineFacts) -> Iterator[Verdict]:
+def check_cuda_toolkit(facts: MachineFacts) -> Iterator[Verdict]:
     """nvcc, if there is one, matches torch's CUDA."""
     built = parse_version(facts.torch.cuda) if isinstance(facts.torch, TorchFacts) else None
     if facts.nvcc_version is None:
@@ -376,7 +376,7 @@ RULES: Sequence[Callable[[MachineFacts], Iterable[Verdict]]] = (
         check_torch,
         check_driver,
         check_capability,
-        check_toolkit,
+        check_cuda_toolkit,
         check_communication,
     ),
     *(

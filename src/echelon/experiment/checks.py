@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from echelon.data.batches import get_columns
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.experiment.sparse_embeddings import find_sparse_tables
+from echelon.experiment.sparse_parameters import find_sparse_tables
 
 if TYPE_CHECKING:
     from echelon.experiment.definition import Experiment

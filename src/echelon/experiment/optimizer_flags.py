@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon.experiment.definition import Experiment
-from echelon.experiment.sparse_embeddings import find_sparse_tables
+from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.kernels import can_use_kernels
 from echelon.optim import RowAdam, RowSGD
 

@@ -130,7 +130,7 @@ def read_launch_secrets(config: Config, dry_run: bool) -> dict[str, str]:
     """The variables of `launch.secrets`; empty if there is no such file, and in a dry run."""
     if not config.launch.secrets or dry_run:
         return {}
-    from echelon.config.user_defaults import read_secrets
+    from echelon.config.defaults_files import read_secrets
 
     return read_secrets(config.launch.secrets)
 

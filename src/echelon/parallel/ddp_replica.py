@@ -30,7 +30,7 @@ from echelon.experiment.optimizer_step import (
     update_weights,
 )
 from echelon.experiment.precision import Precision
-from echelon.experiment.sparse_embeddings import find_sparse_tables
+from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.optim import RowMerger
 from echelon.parallel.replica import (
     READBACK_STEPS,

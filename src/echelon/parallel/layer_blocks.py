@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.experiment.sparse_embeddings import find_sparse_tables
+from echelon.experiment.sparse_parameters import find_sparse_tables
 
 _LAYER_LISTS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)

@@ -47,7 +47,7 @@ class Heartbeat:
             _ROW.pack_into(self._map, self._offset, 0, self.step, time.monotonic())
 
 
-class HeartbeatReader:
+class HeartbeatTable:
     """The agent's side: creates the file and reads all rows."""
 
     def __init__(self, path: Path, ranks: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon import environments
-from echelon.config.user_defaults import read_secrets
+from echelon.config.defaults_files import read_secrets
 from echelon.environments.build_lock import try_lock
 from echelon.environments.env_command import list_warnings
 from echelon.errors import EchelonError, Exit, Fault

@@ -96,12 +96,12 @@ def build_argv(command: ShellCommand, launch_mode: LaunchMode) -> list[str]:
             ["env", *(f"{name}={value.text}" for name, value in variables)] if variables else []
         )
         return [*before, *(word.text for word in launch_mode.words)]
-    texts = [f"export {name}={_quote_for_bash(value)};" for name, value in variables]
-    texts += ["exec", *map(_quote_for_bash, launch_mode.words), '"$@"']
+    texts = [f"export {name}={_render_for_bash(value)};" for name, value in variables]
+    texts += ["exec", *map(_render_for_bash, launch_mode.words), '"$@"']
     return ["bash", "-c", " ".join(texts), "bash"]
 
 
-def _quote_for_bash(word: ShellWord) -> str:
+def _render_for_bash(word: ShellWord) -> str:
     return word.shell or shlex.quote(word.text)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.compose import compose
+from echelon.config.defaults_files import FileDefaults, has_secret
 from echelon.config.schema import Config
-from echelon.config.user_defaults import UserDefaults, has_secret
 from echelon.config.validate import check_run_name, find_faults
 from echelon.environments import EnvironmentPlan, activation_lines, plan_environment
 from echelon.environments.cache import MARKER_NAME
@@ -187,7 +187,7 @@ def _group_alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
 
 
 def plan_submission(
-    request: SubmitRequest, defaults: UserDefaults, env: Mapping[str, str]
+    request: SubmitRequest, defaults: FileDefaults, env: Mapping[str, str]
 ) -> Submission:
     """Read the command file and decide everything; EchelonError with all faults. Writes nothing."""
     source = request.source or Path()
@@ -212,7 +212,7 @@ def plan_submission(
     )
 
 
-def _compose_config(request: SubmitRequest, defaults: UserDefaults, first: ShellCommand) -> Config:
+def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: ShellCommand) -> Config:
     """Compose the settings that all commands share, with the first one as the program."""
     words = [] if "launch" in _overridden_keys(request) else ["launch=slurm"]
     config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from echelon.config.defaults_files import FileDefaults
 from echelon.config.schema import Config
-from echelon.config.user_defaults import UserDefaults
 from echelon.errors import Exit
 from echelon.jobs.attach import follow_queued_run
 from echelon.launch.launcher import collect_until_stopped
@@ -25,7 +25,7 @@ from echelon.submit.prerequisites import require_prerequisites
 
 def submit_commands(
     request: SubmitRequest,
-    defaults: UserDefaults,
+    defaults: FileDefaults,
     dry_run: bool,
     as_json: bool,
     wait: bool,

@@ -16,20 +16,20 @@ _REMAINING_TIME = "0:00:00"
 """What the remaining time may take."""
 
 
-def create_progress_display(kind: str, total_steps: int, step: int) -> TrainingProgress:
+def create_progress_display(kind: str, total_steps: int, step: int) -> TrainingDisplay:
     """Return the display of a kind: `bar`, `lines`, `none`, or `auto`, which is a bar on a
     terminal."""
     if kind == "auto":
         kind = "bar" if sys.stderr.isatty() else "lines"
-    displays: dict[str, type[TrainingProgress]] = {
+    displays: dict[str, type[TrainingDisplay]] = {
         "bar": ProgressBar,
         "lines": ProgressLines,
-        "none": TrainingProgress,
+        "none": TrainingDisplay,
     }
     return displays[kind](total_steps, step)
 
 
-class TrainingProgress:
+class TrainingDisplay:
     """Shows nothing; what the others are made from."""
 
     draw_every_s = float("inf")
@@ -69,7 +69,7 @@ def _format_loss(line: dict[str, Any]) -> str:
     return f"loss {line['loss']:.5g}"
 
 
-class ProgressLines(TrainingProgress):
+class ProgressLines(TrainingDisplay):
     """Prints a line at most every two seconds."""
 
     draw_every_s = _LINE_EVERY_S
@@ -86,7 +86,7 @@ class ProgressLines(TrainingProgress):
         )
 
 
-class ProgressBar(TrainingProgress):
+class ProgressBar(TrainingDisplay):
     """A bar that is drawn by the training itself, at most ten times a second."""
 
     draw_every_s = _DRAW_EVERY_S

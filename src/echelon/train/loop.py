@@ -32,7 +32,7 @@ from echelon.runs.run_folder import Run
 from echelon.snapshot.state import collect_state
 from echelon.snapshot.writer import SaveResult, SnapshotWriter
 from echelon.tracking.metrics_line import Tracker, is_better
-from echelon.tracking.progress import TrainingProgress
+from echelon.tracking.progress import TrainingDisplay
 from echelon.train.evaluate import Evaluator
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.stop_signals import StopSignals
@@ -97,7 +97,7 @@ class Training:
     speed: SpeedMonitor = field(init=False)
     profile: StepProfiler | None = None
     trackers: tuple[Tracker, ...] = ()
-    screen: TrainingProgress = field(default_factory=TrainingProgress)
+    screen: TrainingDisplay = field(default_factory=TrainingDisplay)
     writer: SnapshotWriter | DistributedSnapshotWriter | None = None
     collect_state: Callable[[Experiment, OptimizerFlags, RankGroup], dict[str, Any]] = collect_state
 

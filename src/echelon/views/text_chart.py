@@ -51,7 +51,7 @@ def draw_panel(panel: TextPanel, width: int, height: int, glyphs: Glyphs) -> lis
     low, high = min(panel.ys), max(panel.ys)
     is_log = needs_log_scale(low, high)
     columns = width - _LABEL_WIDTH - 1
-    grid = _build_grid(panel, columns, height, glyphs, is_log)
+    grid = _group_dots_by_cell(panel, columns, height, glyphs, is_log)
     labels = _format_labels(low, high, height, is_log)
     title = panel.title + (" (log)" if is_log else "")
     lines = [" " * (_LABEL_WIDTH + 1) + title[:columns].ljust(columns)]
@@ -91,10 +91,10 @@ def _format_x_axis(panel: TextPanel, columns: int) -> str:
     return first + last.rjust(columns - len(first))
 
 
-def _build_grid(
+def _group_dots_by_cell(
     panel: TextPanel, columns: int, height: int, glyphs: Glyphs, is_log: bool
 ) -> dict[tuple[int, int], set[tuple[int, int]]]:
-    """The dots of each letter."""
+    """The dots of the curve in each character cell."""
     found: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for x, y in _iterate_dots(panel, columns * glyphs.dots_wide, height * glyphs.dots_high, is_log):
         cell = found.setdefault((x // glyphs.dots_wide, y // glyphs.dots_high), set())

@@ -35,13 +35,13 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
-from echelon.launch.node.lifeline import HungRank, RankHeartbeats, SingleNodeLifeline
+from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats
 from echelon.launch.node.log_stamps import LogStamps
 from echelon.launch.node.rendezvous import FixedRendezvous, host_store
 from echelon.launch.plan import NodeSpec
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
-from echelon.runs.heartbeat import HeartbeatReader, HeartbeatRecord
+from echelon.runs.heartbeat import HeartbeatRecord, HeartbeatTable
 from echelon.runs.run_folder import Run
 from echelon.utils.processes import read_stat_fields
 
@@ -85,7 +85,7 @@ class NodeAgent(SimpleElasticAgent):
         spec: WorkerSpec,
         store: dist.TCPStore,
         fork_server: ForkServer,
-        lifeline: SingleNodeLifeline,
+        lifeline: Lifeline,
         job: NodeJob,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=300)
@@ -110,7 +110,7 @@ class NodeAgent(SimpleElasticAgent):
         """Local ranks to which a stop signal has yet to be sent."""
         self._has_reported_done = False
         """Whether this node has counted itself as done, in this attempt."""
-        self._heartbeat_watch = HeartbeatReader(self._heartbeat_file, spec.local_world_size)
+        self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
         self._log_stamps = LogStamps(self._run, job.node, [], job.shows_rank_0)
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
@@ -131,7 +131,7 @@ class NodeAgent(SimpleElasticAgent):
             False,
         )
         self._ranks = {w.local_rank: w.global_rank for w in worker_group.workers}
-        self._heartbeat_watch = HeartbeatReader(
+        self._heartbeat_watch = HeartbeatTable(
             self._heartbeat_file, worker_group.spec.local_world_size
         )
         self._log_stamps = LogStamps(

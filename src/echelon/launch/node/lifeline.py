@@ -48,7 +48,7 @@ class HungRank(NamedTuple):
     limit_s: float
 
 
-class SingleNodeLifeline:
+class Lifeline:
     """The lifeline of a world of one node, which has nobody to inform; also the interface of the
     others."""
 
@@ -96,7 +96,7 @@ class LifelinePeer:
     partial_line: bytes = b""
 
 
-class LifelineServer(SingleNodeLifeline):
+class LifelineServer(Lifeline):
     """Node 0's end of all lifelines. A thread reads from them."""
 
     def __init__(self, address: str, nodes: int) -> None:
@@ -220,7 +220,7 @@ class LifelineServer(SingleNodeLifeline):
             _send_line(peer.connection, message)
 
 
-class LifelineClient(SingleNodeLifeline):
+class LifelineClient(Lifeline):
     """The end of every node but node 0. One thread reads, another sends heartbeats."""
 
     def __init__(self, host: str, key: str, node: int, on_lost: Callable[[Failure], None]) -> None:

@@ -17,7 +17,7 @@ from echelon.errors import Exit
 from echelon.gpus import count_visible_gpus
 from echelon.launch import network_interface
 from echelon.launch.node.fork_server import ForkServer
-from echelon.launch.node.lifeline import LifelineClient, LifelineServer, SingleNodeLifeline
+from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServer
 from echelon.launch.plan import NodeSpec
 from echelon.launch.slurm import batch_script, requeue
 from echelon.runs import failure as failures
@@ -89,7 +89,7 @@ class _NodeService:
             report_failure,
             store,
         )
-        self._lifeline = SingleNodeLifeline()
+        self._lifeline = Lifeline()
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
@@ -256,10 +256,10 @@ class _WorldFailed(Exception):
 
 def _open_lifeline(
     store: dist.TCPStore, node: NodeSpec, on_lost: Callable[[Failure], None]
-) -> SingleNodeLifeline:
+) -> Lifeline:
     """The connection by which the nodes learn of each other's failures; see `lifeline.py`."""
     if node.node_count == 1:
-        return SingleNodeLifeline()
+        return Lifeline()
     from echelon.launch.node.rendezvous import find_listening_address
 
     if node.rank == 0:

@@ -41,7 +41,7 @@ class DefaultValue(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UserDefaults:
+class FileDefaults:
     """The defaults of all files together; a project's take precedence over a user's."""
 
     launch: Mapping[str, DefaultValue]
@@ -60,10 +60,10 @@ class UserDefaults:
         return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
 
 
-NO_DEFAULTS = UserDefaults({}, {})
+NO_DEFAULTS = FileDefaults({}, {})
 
 
-def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> UserDefaults:
+def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> FileDefaults:
     """Read the user's file and those in the folders; raise one EchelonError with all faults."""
     launch: dict[str, DefaultValue] = {}
     variables: dict[str, str] = {}
@@ -80,7 +80,7 @@ def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> UserDefaul
         launch["launch.secrets"] = secrets_file._replace(value=str(path))
     if faults:
         raise EchelonError(*faults)
-    return UserDefaults(launch, variables)
+    return FileDefaults(launch, variables)
 
 
 def find_files(env: Mapping[str, str], folders: Sequence[Path]) -> list[Path]:
