@@ -4,7 +4,7 @@ The kernel holds them (``flock``; NFS makes it a lock of its server, Lustre has 
 ``-o flock``), so a lock ends with its holder, however that ends: after ``kill -9`` the next process
 has it at once. A lock that is the existence of a file would be left behind.
 
-The package ``filelock`` was tried and left. It offers no descriptor for a child to inherit, it
+The package ``filelock`` was considered and left. It offers no descriptor for a child to inherit, it
 falls back to lock files that stay after a kill where ``flock`` is missing, and it cannot lock a
 file of somebody else that may only be read.
 """
