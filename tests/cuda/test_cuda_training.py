@@ -141,8 +141,9 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
     from echelon.runs.heartbeat import Heartbeat
     from echelon.world import detect
 
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    if not dist.is_initialized():  # another test of this process may have left its group
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     device = torch.device("cuda:0")
     model = torch.nn.Linear(2, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
