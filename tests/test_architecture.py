@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import echelon
+from echelon.config.schema import LAUNCHERS
 
 SOURCE = Path(echelon.__file__).parent
 
@@ -64,8 +65,8 @@ BESIDE = {
     ("submit", "sweep"),
     ("commands", "entrypoint"),
     ("commands", "ssh_setup"),
+    ("commands", "cli"),
     ("entrypoint", "cli"),
-    ("entrypoint", "commands"),
 }
 """Rooms of one level that may import each other."""
 OUTSIDE = {"echelon", "__main__"}
@@ -83,6 +84,26 @@ TORCH_FILES = {
     "doctor/torch_facts.py",
     "preflight/all_reduce.py",
 }
+
+ASKING_FOR_A_LAUNCHER = {
+    "config/compose.py": "the defaults of a file are chosen for the launcher",
+    "config/defaults_files.py": "the same",
+    "config/validate.py": "each kind has settings of its own",
+    "launch/registry.py": "from the kind to the launcher",
+    "runs/status.py": "only Slurm knows whether a recorded job is still queued",
+    "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
+    "submit/enqueue.py": "sbatch is asked before anything is copied",
+    "submit/launch_modes.py": "a command's GPUs are counted from what the job asks of Slurm",
+    "submit/plan.py": "commands become jobs of Slurm's queue, or run one by one here",
+    "submit/submit_commands.py": "the same",
+    "submit/wandb_agent.py": "inside a job a trial is a step of srun",
+    "sweep/plan.py": "the launcher is kept with the sweep",
+    "sweep/run_sweep.py": "on Slurm the workers are an array of jobs",
+    "sweep/worker.py": "in a job a trial is a step of srun",
+    "sweep/wandb/engine.py": "a trial in Slurm's queue is cancelled by scancel",
+}
+"""The files that may ask which launcher it is, and why. All others ask the launcher: what they need
+is a value or a method of `launch.launcher.Launcher`, so that a new launcher is one file."""
 
 
 class Import(NamedTuple):
@@ -188,6 +209,59 @@ def test_torch_is_imported_by_its_own_rooms() -> None:
         and found.file not in TORCH_FILES
     ]
     assert wrong == []
+
+
+def test_no_module_is_imported_by_what_it_imports() -> None:
+    """Not even by an import inside a function, which hides a cycle instead of breaking it."""
+    graph = {_name(path): _imported_modules(path) for path in SOURCE.rglob("*.py")}
+    assert graph["echelon.entrypoint"] >= {"echelon.errors", "echelon.launch.registry"}
+    while leaves := {module for module, needed in graph.items() if not needed & graph.keys()}:
+        graph = {module: needed for module, needed in graph.items() if module not in leaves}
+    on_cycles = {
+        module: sorted(needed & graph.keys())
+        for module, needed in graph.items()
+        if any(module in graph[other] for other in graph)  # else it only leads to a cycle
+    }
+    assert on_cycles == {}
+
+
+def _name(path: Path) -> str:
+    return ".".join(["echelon", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    )
+
+
+def _imported_modules(path: Path) -> set[str]:
+    """The modules of ours that a file imports; of `from PACKAGE import MODULE`, the module."""
+    own = {_name(file) for file in SOURCE.rglob("*.py")}
+    found: set[str] = set()
+    for node, _ in _walk(ast.parse(path.read_text()), True):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= submodules & own or {node.module or ""}
+    return found & own
+
+
+def test_only_these_files_ask_which_launcher_it_is() -> None:
+    asking = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if any(_asks_for_launcher(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert asking == set(ASKING_FOR_A_LAUNCHER)
+
+
+def _asks_for_launcher(node: ast.AST) -> bool:
+    """Whether a node reads `launch.kind`, or compares a kind or launcher with one that exists."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "kind" and ast.unparse(node.value).split(".")[-1] == "launch"
+    if not isinstance(node, ast.Compare):
+        return False
+    subject = ast.unparse(node.left)
+    words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+    return ("kind" in subject or "launcher" in subject) and not words.isdisjoint(LAUNCHERS)
 
 
 def test_hydra_is_known_to_the_configuration_alone() -> None:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon import optim
-    from echelon.entrypoint import main
+    from echelon.commands.train import main
     from echelon.experiment.definition import Experiment
     from echelon.snapshot.reader import load_weights
 
@@ -46,7 +46,7 @@ __all__ = ["Experiment", "__version__", "load_weights", "main", "optim"]
 _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
     "load_weights": "echelon.snapshot.reader",
-    "main": "echelon.entrypoint",
+    "main": "echelon.commands.train",
 }
 
 

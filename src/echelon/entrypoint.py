@@ -1,8 +1,7 @@
-"""From a configuration to a run: the way in for `echelon train` and for a user's own file.
+"""From settings to a run: what `echelon train` and `echelon run` call once their words are parsed.
 
-`main` is what a user's file calls. `train`, `train_multirun` and `run_program` are the commands of
-the same names. All of them compose a configuration and end in `start_run`, which takes it through
-the four steps of its launcher (`launch/launcher.py`).
+`train`, `train_multirun` and `run_program` compose a configuration and end in `start_run`, which
+takes it through the four steps of its launcher (`launch/launcher.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import inspect
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,29 +26,6 @@ if TYPE_CHECKING:
 
 
 # --- what is called ---
-
-
-def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None) -> NoReturn:
-    """Make a file runnable: `python my_experiment.py lr=0.1 launch=local launch.procs=4`.
-
-    Call it under `if __name__ == "__main__":` at the end of the file. It reads the command line,
-    trains, and ends the process with the exit code of the training; `--help` lists every setting.
-
-    Parameters:
-        experiment: A function at the top level of the file, from its settings to an
-            :class:`echelon.Experiment`. Its settings are overridden by their bare names, `lr=0.1`.
-        overrides: The words to use instead of the command line's, for example `["lr=0.1"]`.
-
-    A folder `conf` beside the file, with a config.yaml in it, is composed the Hydra way.
-    """
-    from echelon.cli import run_guarded
-    from echelon.commands.train import train as train_words
-    from echelon.experiment.loading import is_loading
-
-    if is_loading():
-        inspect_experiment(experiment)  # raises, and who is importing the file reports it
-    words = list(sys.argv[1:] if overrides is None else overrides)
-    sys.exit(run_guarded(lambda: train_words(words, inspect_experiment(experiment))))
 
 
 def train(

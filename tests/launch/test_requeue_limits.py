@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from echelon.config.schema import LaunchConfig
+from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Exit
+from echelon.launch.registry import make_launcher
 from echelon.launch.slurm import requeue
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
@@ -103,7 +104,9 @@ def test_a_finished_run_counts_anew(run: Run) -> None:
 def test_only_a_lost_node_is_worth_another_job(
     run: Run, launch: LaunchConfig, failure: Failure, again: bool
 ) -> None:
-    requeue.request_requeue_after(run, launch, failure)
+    config = Config(launch=launch)
+    make_launcher(config).record_failure(run, config, failure)
+    assert run.read_status()["failure"] == asdict(failure)
     assert (run.folder / requeue.REQUEUE_FILE).exists() is again
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from echelon.config.schema import build_config
 from echelon.doctor.verdict import FAIL, NONE, OK, WARN
+from echelon.launch.registry import make_launcher
+from echelon.launch.ssh.launcher import SshLauncher
 from echelon.preflight.check_nodes import _pair_in_rounds
 from echelon.preflight.report import print_node_matrix
 from echelon.preflight.rules import (
@@ -84,7 +87,7 @@ def observe(
     """Three nodes in order, but for these; `slow` are nodes with slow cables."""
     pairs = [(a, b) for a in range(nodes) for b in range(nodes) if a != b]
     return NodeObservations(
-        kind,
+        make_launcher(build_config({"launch": {"kind": kind}})),
         [f"n{n}" for n in range(nodes)],
         node_answers={n: answer_of_node(n) | (node_answers or {}).get(n, {}) for n in range(nodes)},
         network_answers={
@@ -226,11 +229,13 @@ def test_an_all_reduce_is_blamed_on_who_failed() -> None:
 
 def test_nodes_that_did_not_come_and_answers_that_did_not() -> None:
     found = NodeObservations(
-        "ssh", ["a", "b"], {1: ("b cannot be reached", "try ssh")}, {0: answer_of_node(0)}
+        SshLauncher(), ["a", "b"], {1: ("b cannot be reached", "try ssh")}, {0: answer_of_node(0)}
     )
     assert list_problems(found) == [("b", "start", FAIL)]
     silent = NodeObservations(
-        "ssh", ["a", "b"], node_answers={0: answer_of_node(0), 1: {"trouble": "OSError: full"}}
+        SshLauncher(),
+        ["a", "b"],
+        node_answers={0: answer_of_node(0), 1: {"trouble": "OSError: full"}},
     )
     assert ("b", "start", FAIL) in list_problems(silent)
 

@@ -1,11 +1,13 @@
-"""`echelon train`, `echelon resume` and `echelon run`: what starts a run."""
+"""`echelon train`, `echelon resume` and `echelon run`: what starts a run, and `echelon.main`, by
+which a user's own file is `echelon train` for its experiment."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.commands.arguments import (
     RUN_HELP,
@@ -17,6 +19,29 @@ from echelon.errors import EchelonError, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
+
+
+def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None) -> NoReturn:
+    """Make a file runnable: `python my_experiment.py lr=0.1 launch=local launch.procs=4`.
+
+    Call it under `if __name__ == "__main__":` at the end of the file. It reads the command line,
+    trains, and ends the process with the exit code of the training; `--help` lists every setting.
+
+    Parameters:
+        experiment: A function at the top level of the file, from its settings to an
+            :class:`echelon.Experiment`. Its settings are overridden by their bare names, `lr=0.1`.
+        overrides: The words to use instead of the command line's, for example `["lr=0.1"]`.
+
+    A folder `conf` beside the file, with a config.yaml in it, is composed the Hydra way.
+    """
+    from echelon.cli import run_guarded
+    from echelon.entrypoint import inspect_experiment
+    from echelon.experiment.loading import is_loading
+
+    if is_loading():
+        inspect_experiment(experiment)  # raises, and who is importing the file reports it
+    words = list(sys.argv[1:] if overrides is None else overrides)
+    sys.exit(run_guarded(lambda: train(words, inspect_experiment(experiment))))
 
 
 def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int:

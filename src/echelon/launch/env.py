@@ -73,7 +73,7 @@ class EnvLauncher(Launcher):
         procs = len(plan.places) // count
         os.environ |= dict(plan.variables)
         node = NodeSpec(rank, count, procs, host, port)
-        return run_node(config, node, partial(_agree_on_run, config, node))
+        return run_node(self, config, node, partial(_agree_on_run, config, node))
 
 
 def _agree_on_run(

@@ -6,6 +6,8 @@ with rank= and world_size=, it is one rank of a world that somebody else started
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from echelon.config.schema import Config
 from echelon.config.validate import check_cpu_support, check_fsdp_world_size
 from echelon.errors import EchelonError, Fault
@@ -15,7 +17,13 @@ from echelon.launch.launcher import (
     find_batch_faults,
     warn_of_other_users,
 )
-from echelon.launch.plan import LaunchMachine, LaunchPlan, RankPlacement
+from echelon.launch.plan import (
+    LaunchMachine,
+    LaunchPlan,
+    ProbePlan,
+    RankPlacement,
+    plan_local_probe,
+)
 from echelon.world import detect
 
 
@@ -64,3 +72,8 @@ class InlineLauncher(Launcher):
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
         return services.train_in_process(config)
+
+    def plan_probes(
+        self, config: Config, env: Mapping[str, str], probe: Sequence[str]
+    ) -> ProbePlan:
+        return plan_local_probe(probe, config.launch.procs)

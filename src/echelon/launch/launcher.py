@@ -5,7 +5,9 @@
     start   the run itself, or the queueing of its job
     follow  what the command does after `start`: nothing, or watching a job to its end
 
-`echelon.entrypoint.start_run` calls the steps in this order and knows no launcher by name.
+`echelon.entrypoint.start_run` calls the steps in this order and knows no launcher by name. Neither
+do the agents of a node (`launch/node/`) and `preflight`: what differs between launchers there is a
+value or a method of :class:`Launcher` too, below the four steps, with a default for most.
 
 To add a launcher NAME:
 
@@ -22,15 +24,16 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from echelon.config.schema import Config
 from echelon.config.validate import check_batch_size, check_fsdp_world_size
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.launch.plan import LaunchMachine, LaunchPlan
-from echelon.runs.process_record import is_alive
+from echelon.launch.plan import LaunchMachine, LaunchPlan, ProbeExit, ProbePlan
+from echelon.runs.failure import Failure
+from echelon.runs.process_record import is_alive, make_starting_status
 from echelon.runs.run_folder import Run
 
 
@@ -60,6 +63,16 @@ class Launcher(ABC):
     applies_trial: ClassVar[bool] = True
     """Whether the parameters of a `wandb agent` trial are put into the configuration before the
     launch. With launch=inline they are not: only rank 0 may take them, once it knows that it is."""
+    has_compared_devices: ClassVar[bool] = False
+    """Whether `start` has compared the devices of the nodes, so that the agents need not."""
+    leaves_exit_code: ClassVar[bool] = False
+    """Whether node 0 leaves its exit code in the run folder, for what is told another code."""
+    queue: ClassVar[str] = ""
+    """Where a job waits for its nodes, in words; empty if the nodes are there from the start."""
+    needs_shared_folder: ClassVar[bool] = False
+    """Whether all nodes must see the folder of the run."""
+    finds_node_0_by_name: ClassVar[bool] = False
+    """Whether ranks are told the name of node 0, which then has to resolve, and not its address."""
 
     def prepare(self, config: Config, dry_run: bool) -> Config:
         """Complete the configuration before it is planned: names and secrets.
@@ -108,6 +121,71 @@ class Launcher(ABC):
     ) -> int:
         """Start the runs of `--multirun`, by default one by one; returns the highest exit code."""
         return max(collect_until_stopped(start_run(config, dry_run) for config in configs))
+
+    # --- on a node: asked by `launch/node/` in the processes that carry out the plan ---
+
+    def read_node_rank(self, env: Mapping[str, str]) -> int:
+        """The number of this node, where `echelon node` was not given it."""
+        return 0
+
+    def get_planned_procs(self, config: Config) -> int | None:
+        """Processes on each node as planned; None means one per replica that its devices hold."""
+        return config.launch.procs
+
+    def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
+        """Write the start of the run into its status, on node 0, before the workers start."""
+        run.update_status(**make_starting_status(self.name, node_count, world_size))
+
+    def count_restarts_left(self, run: Run, config: Config) -> int:
+        """How often the workers may be restarted. Called once, on node 0."""
+        return config.launch.max_restarts
+
+    def record_failure(self, run: Run, config: Config, failure: Failure) -> None:
+        """Write the first failure of the world into the status of the run."""
+        run.update_status(state="failed", step=failure.step, failure=asdict(failure))
+
+    # --- preflight: how the nodes of a job are reached before there is a job ---
+
+    def plan_probes(
+        self, config: Config, env: Mapping[str, str], probe: Sequence[str]
+    ) -> ProbePlan:
+        """Return how a probe is started on every node: `probe`, a command of this interpreter,
+        followed by the number of the node or by the name of a variable that holds it.
+
+        By default there is no way, which is a fault.
+        """
+        raise EchelonError(
+            Fault(
+                f"launch={self.name} starts nothing on other nodes, so they cannot be checked from "
+                "here",
+                "type `echelon doctor` on each, or name them: launch=ssh 'launch.hosts=[a,b]'",
+            )
+        )
+
+    def explain_failed_probe(
+        self, config: Config, node_name: str, probe_exit: ProbeExit
+    ) -> Fault | None:
+        """The fault of a node on which no probe could be started.
+
+        None means that the last words of its command and `suggest_after_failed_probe` say it.
+        """
+        return None
+
+    def suggest_after_failed_probe(self) -> str:
+        """What to do about a node on which no probe could be started."""
+        return "echelon doctor"
+
+    def suggest_after_probe_timeout(self, config: Config) -> str:
+        """What to do about a node whose probe did not start in time."""
+        return "echelon doctor"
+
+    def find_own_address(self, node_count: int, env: Mapping[str, str]) -> str:
+        """The address at which the other nodes reach this one. Called on the node."""
+        return "127.0.0.1"
+
+    def choose_master_port(self, env: Mapping[str, str]) -> int:
+        """The port that node 0 will listen on; 0 means any that is free. Called on node 0."""
+        return 0
 
 
 def collect_until_stopped(codes: Iterable[int]) -> list[int]:

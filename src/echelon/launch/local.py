@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 from echelon.config.schema import Config
 from echelon.config.validate import check_cpu_support
@@ -19,11 +20,13 @@ from echelon.launch.plan import (
     LaunchMachine,
     LaunchPlan,
     NodeSpec,
+    ProbePlan,
     count_processes,
     describe_failure_policy,
     describe_idle_devices,
     describe_workload,
     place_ranks,
+    plan_local_probe,
 )
 from echelon.runs.create import create_run
 
@@ -65,4 +68,10 @@ class LocalLauncher(Launcher):
             return services.run_wandb_agent(config)
         os.environ |= dict(plan.variables)
         run = create_run(config)
-        return run_node(config, NodeSpec(procs=len(plan.places)), lambda store, wait_for_key: run)
+        node = NodeSpec(procs=len(plan.places))
+        return run_node(self, config, node, lambda store, wait_for_key: run)
+
+    def plan_probes(
+        self, config: Config, env: Mapping[str, str], probe: Sequence[str]
+    ) -> ProbePlan:
+        return plan_local_probe(probe, config.launch.procs)

@@ -184,3 +184,51 @@ def count_processes(config: Config, visible_devices: int) -> int:
     ):
         raise EchelonError(fault)
     return procs or default_process_count(visible_devices, devices_per_replica)
+
+
+def make_program_words(config: Config, nodes: int, gpus: int) -> list[str]:
+    """The words of the program, with the flags appended by which it learns the world."""
+    launch = config.launch
+    words = list(config.program)
+    if launch.nodes_flag:
+        words += [launch.nodes_flag, str(nodes)]
+    if launch.gpus_flag:
+        words += [launch.gpus_flag, str(gpus)]
+    return words
+
+
+# --- the probes of a preflight ---
+
+
+class ProbeCommand(NamedTuple):
+    """A command that runs the probe of one node, or of many at once as srun does."""
+
+    argv: Sequence[str]
+    nodes: Sequence[int]
+    first_input: bytes = b""
+    """What it reads before the orders."""
+
+
+class ProbeExit(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    output: str
+    """The last lines of what it printed, without messages."""
+
+
+class ProbePlan(NamedTuple):
+    """The nodes of a job and the commands that start their probes."""
+
+    names: Sequence[str]
+    """Of the nodes as they are configured; with Slurm only the probes know the real names."""
+    procs: Sequence[int | None]
+    """Processes on each node; None means one per device."""
+    commands: Sequence[ProbeCommand]
+    is_queued: bool = False
+    """Whether the nodes are still to be allocated, so that the command waits in a queue."""
+
+
+def plan_local_probe(probe: Sequence[str], procs: int | None) -> ProbePlan:
+    """The plan of a launcher whose only node is this machine."""
+    return ProbePlan(["this machine"], [procs], [ProbeCommand([*probe, "0"], [0])])

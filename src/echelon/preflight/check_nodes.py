@@ -15,14 +15,12 @@ from typing import Any
 from echelon.config.schema import Config
 from echelon.doctor.verdict import FAIL, find_worst_state
 from echelon.errors import Exit, Fault
+from echelon.hosts.ask import join_last_lines
+from echelon.launch.launcher import Launcher
+from echelon.launch.plan import ProbeExit, ProbePlan
+from echelon.launch.registry import make_launcher
 from echelon.launch.ssh.host_check import shared_folder_token
 from echelon.preflight.probe_client import ProbeGroup
-from echelon.preflight.probe_commands import (
-    START_TIMEOUT_S,
-    ProbePlan,
-    explain_missing_node,
-    plan_probes,
-)
 from echelon.preflight.report import print_node_matrix
 from echelon.preflight.rules import (
     LinkSpeed,
@@ -36,7 +34,10 @@ PREFLIGHT_JSON_VERSION = 1
 LIMIT_S = 60.0
 """For all checks together, once the probes have started."""
 WAIT_S = 600.0
-"""For Slurm to allocate the nodes."""
+"""For a queue to allocate the nodes."""
+_PROBE_ARGV = (sys.executable, "-m", "echelon.preflight.node_probe")
+_START_TIMEOUT_S = 60.0
+"""How long a login and the start of Python may take on a busy machine."""
 _INSPECT_TIMEOUT_S = 15.0
 _SEND_S = 0.5
 _SEND_BYTES = 256 << 20
@@ -81,22 +82,23 @@ def observe_nodes(
 ) -> NodeObservations:
     """Return everything that can be found out within the limit.
 
-    The limit begins when the nodes are there; with Slurm they are waited for up to ``wait_s``.
+    The limit begins when the nodes are there; in a queue they are waited for up to ``wait_s``.
     """
-    plan = plan_probes(config, env)
+    launcher = make_launcher(config)
+    plan = launcher.plan_probes(config, env, _PROBE_ARGV)
     node_count = len(plan.names)
-    observations = NodeObservations(config.launch.kind, plan.names)
-    start_s = wait_s if config.launch.kind == "slurm" else START_TIMEOUT_S
-    if config.launch.kind == "slurm" and "SLURM_JOB_ID" not in env:
+    observations = NodeObservations(launcher, plan.names)
+    start_s = wait_s if launcher.queue else _START_TIMEOUT_S
+    if plan.is_queued:
         print(
-            f"waiting for {node_count} nodes in Slurm's queue, {wait_s:g} s at most",
+            f"waiting for {node_count} nodes in {launcher.queue}, {wait_s:g} s at most",
             file=sys.stderr,
         )
     root = Path(config.run.dir).absolute()
     with shared_folder_token(root) as token, ProbeGroup(plan.commands) as probes:
         # 1. Start: a node without a probe is missing, and the others are checked without it.
         missing = {
-            node: explain_missing_node(config, plan.names[node], probe_exit, start_s)
+            node: _explain_missing_node(launcher, config, plan.names[node], probe_exit, start_s)
             for node, probe_exit in probes.wait_for_nodes(start_s).items()
         }
         observations = replace(
@@ -117,11 +119,29 @@ def observe_nodes(
         timeout_s = min(limit_s, _INSPECT_TIMEOUT_S)
         answers = probes.ask_nodes(dict.fromkeys(started, arguments), "inspect_node", timeout_s)
         observations = replace(observations, node_answers=answers)
-        return _observe_network(probes, observations, plan, deadline)
+        return _observe_network(probes, observations, plan, config.replica.devices, deadline)
+
+
+def _explain_missing_node(
+    launcher: Launcher, config: Config, name: str, probe_exit: ProbeExit | None, limit_s: float
+) -> Fault:
+    """Return the fault for a node whose probe did not start; no exit means that it still runs."""
+    if probe_exit is None:
+        remedy = launcher.suggest_after_probe_timeout(config)
+        return Fault(f"{name} did not start within {limit_s:g} s", remedy)
+    if fault := launcher.explain_failed_probe(config, name, probe_exit):
+        return fault
+    reason = join_last_lines(probe_exit.output) or f"exit code {probe_exit.code}"
+    remedy = launcher.suggest_after_failed_probe()
+    return Fault(f"no check could be started on {name}: {reason}", remedy)
 
 
 def _observe_network(
-    probes: ProbeGroup, observations: NodeObservations, plan: ProbePlan, deadline: float
+    probes: ProbeGroup,
+    observations: NodeObservations,
+    plan: ProbePlan,
+    devices_per_process: int,
+    deadline: float,
 ) -> NodeObservations:
     """Return the observations with those that concern several nodes added."""
     usable = {n: a for n, a in observations.node_answers.items() if "trouble" not in a}
@@ -152,7 +172,7 @@ def _observe_network(
         if verdict.state == FAIL and verdict.check in _NEEDED_FOR_ALL_REDUCE:
             reason = f"not tried: see {verdict.check} of {observations.get_name(node)}"
             return replace(observations, all_reduce_skipped=reason)
-    return _run_all_reduce(probes, observations, plan, deadline)
+    return _run_all_reduce(probes, observations, plan, devices_per_process, deadline)
 
 
 def _cap_time_left_s(deadline: float, max_s: float) -> float:
@@ -228,7 +248,11 @@ def _make_link_speed(sender: int, receiver: int, answer: dict[str, Any] | None) 
 
 
 def _run_all_reduce(
-    probes: ProbeGroup, observations: NodeObservations, plan: ProbePlan, deadline: float
+    probes: ProbeGroup,
+    observations: NodeObservations,
+    plan: ProbePlan,
+    devices_per_process: int,
+    deadline: float,
 ) -> NodeObservations:
     """Run a rank for every device that the job would use, and all-reduce across them."""
     rates = [link.bytes_per_s for link in observations.links if link.bytes_per_s]
@@ -240,7 +264,7 @@ def _run_all_reduce(
     rank_counts = {}
     for node, answer in sorted(observations.node_answers.items()):
         procs, gpu_count = plan.procs[node], answer["visible_gpus"]
-        wanted = procs * plan.devices_per_process if procs else gpu_count
+        wanted = procs * devices_per_process if procs else gpu_count
         rank_counts[node] = min(wanted, gpu_count) if gpu_count else procs or 1
     left_s = deadline - time.monotonic() - 1
     if left_s < 3:
@@ -269,7 +293,7 @@ def _to_dict(observations: NodeObservations, verdicts: Sequence[NodeVerdict]) ->
     slowest_node = observations.find_slowest_node()
     return {
         "version": PREFLIGHT_JSON_VERSION,
-        "launcher": observations.launcher_kind,
+        "launcher": observations.launcher.name,
         "ready": not _is_failed(verdicts),
         "nodes": [
             {

@@ -4,7 +4,8 @@ Answers go to standard output and through ssh or srun back to ``probe_client``. 
 even where the nodes cannot reach each other, which is what is to be found out. When its standard
 input is closed, the probe ends.
 
-Run as ``python -m echelon.preflight.node_probe NODE``; under srun without NODE.
+Run as ``python -m echelon.preflight.node_probe NODE``. NODE is the number of the node or the name
+of a variable that holds it, because srun gives all nodes the same command.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ from echelon.gpus import count_visible_gpus
 from echelon.hosts.messages import send_message
 from echelon.launch import network_interface
 from echelon.launch.node.service import make_network_variables, make_thread_variables
-from echelon.launch.slurm.batch_script import FIRST_PORT, PORTS
-from echelon.launch.ssh.watchdog import find_own_address
+from echelon.launch.registry import make_launcher
 from echelon.preflight import gpu_health
 from echelon.utils.os_errors import describe_os_error
 from echelon.utils.processes import die_with_parent
@@ -53,7 +53,7 @@ ProbeAnswer = dict[str, Any]
 
 def main() -> NoReturn:
     """Say hello, then execute the orders for this node until the standard input is closed."""
-    node = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ["SLURM_PROCID"])
+    node = int(os.environ.get(sys.argv[1], sys.argv[1]))
     probe = NodeProbe(node)
     probe.write_message({"hello": socket.gethostname()})
     # Orders are executed in a thread, so that the end of the input is noticed meanwhile.
@@ -104,8 +104,10 @@ class NodeProbe:
         runs, which exists only where that folder is shared.
         """
         self._config, self._key = build_config(config), key
-        self._address = _find_own_address(self._config.launch.kind, node_count)
-        port, trouble = self._listen()
+        launcher = make_launcher(self._config)
+        self._address = launcher.find_own_address(node_count, os.environ)
+        wanted_port = launcher.choose_master_port(os.environ) if self._node == 0 else 0
+        port, trouble = self._listen(wanted_port)
         entry = str(self._config.experiment.get("entry", "")).rpartition(":")[0]
         return {
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -129,15 +131,12 @@ class NodeProbe:
             "gpus": gpu_health.read_gpu_health(os.environ),
         }
 
-    def _listen(self) -> tuple[int, str]:
-        """Listen where the training would: with Slurm node 0 has a port of the job's own.
+    def _listen(self, wanted: int) -> tuple[int, str]:
+        """Listen where the training would, or with port 0 at any that is free.
 
         Returns the port, and why it is not the wanted one.
         """
-        wanted, trouble = 0, ""  # port 0: any that is free
-        job = os.environ.get("SLURM_JOB_ID", "")
-        if self._config.launch.kind == "slurm" and self._node == 0 and job.isdecimal():
-            wanted = FIRST_PORT + int(job) % PORTS
+        trouble = ""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         any_address = "::" if family == socket.AF_INET6 else "0.0.0.0"
         try:
@@ -269,16 +268,6 @@ def _wait_for_rank(process: subprocess.Popen[bytes], deadline: float) -> ProbeAn
 
 
 # --- facts about this node ---
-
-
-def _find_own_address(kind: str, node_count: int) -> str:
-    """Return the address at which others reach this node, as the launcher would choose it."""
-    if kind == "ssh":
-        return find_own_address(node_count).strip("[]")
-    if kind == "slurm" and node_count > 1:
-        towards = os.environ.get("SLURM_SRUN_COMM_HOST") or "192.0.2.1"
-        return network_interface.find_local_address(towards) or "127.0.0.1"
-    return "127.0.0.1"
 
 
 def _get_installed_version(package: str) -> str | None:

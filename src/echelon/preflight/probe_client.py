@@ -10,33 +10,17 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from echelon.hosts.messages import split_message
+from echelon.launch.plan import ProbeCommand, ProbeExit
 from echelon.utils.processes import die_with_parent
 
 _LAST_LINES = 20
 _GRACE_AFTER_FAILURE_S = 3.0
 _POLL_S = 0.25
-
-
-class ProbeCommand(NamedTuple):
-    """A command that runs the probe of one node, or of many at once as srun does."""
-
-    argv: Sequence[str]
-    nodes: Sequence[int]
-    first_input: bytes = b""
-    """What it reads before the orders."""
-
-
-class ProbeExit(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    output: str
-    """The last lines of what it printed, without messages."""
 
 
 class ProbeConnection:

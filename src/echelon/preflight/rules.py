@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from echelon.doctor.rules import classify_free_space
 from echelon.doctor.verdict import FAIL, NONE, OK, WARN, Verdict
+from echelon.launch.launcher import Launcher
 from echelon.utils.text import format_bytes
 
 NODE_CHECKS = (
@@ -52,7 +53,8 @@ class LinkSpeed(NamedTuple):
 class NodeObservations:
     """Everything that was found out about the nodes. Mappings have the node's number as key."""
 
-    launcher_kind: str
+    launcher: Launcher
+    """Asked for what it needs of its nodes."""
     node_names: Sequence[str]
     """As they were configured; see ``get_name``."""
     missing_nodes: Mapping[int, tuple[str, str]] = field(default_factory=dict)
@@ -192,7 +194,7 @@ def _check_folder(observations: NodeObservations, node: int) -> Iterator[Verdict
     runs = next(disk for disk in answer["disks"] if disk["name"] == "runs")
     if answer["is_shared"]:
         yield Verdict("folder", OK, "shared")
-    elif observations.launcher_kind == "slurm":
+    elif observations.launcher.needs_shared_folder:
         found = f"does not see {runs['path']}, which the other machines share"
         yield Verdict("folder", FAIL, found, "give a folder that all nodes share: run.dir=PATH")
     elif not runs["is_writable"]:
@@ -262,7 +264,7 @@ def _check_names(observations: NodeObservations, node: int) -> Iterator[Verdict]
             wrong.append((number, f"{name} resolves to {addresses[0]} here, but is {expected}"))
     if wrong:
         # With Slurm the ranks find node 0 by name; over ssh they get its address.
-        is_fatal = observations.launcher_kind == "slurm" and any(n == 0 for n, _ in wrong)
+        is_fatal = observations.launcher.finds_node_0_by_name and any(n == 0 for n, _ in wrong)
         first = wrong[0][0]
         line = f"{observations.node_answers[first]['address']} {observations.get_name(first)}"
         do = f"put `{line}` into /etc/hosts of {observations.get_name(node)}, or fix its DNS"

@@ -24,17 +24,19 @@ _MAX_SUBJECT = 60
 """Characters of a generated name that say what is run."""
 
 
-def create_run(config: Config) -> Run:
+def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
     """Return the run of a configuration, with its folder made and the resolved config in it.
 
     A run of that name that exists is continued, if it is of the same experiment and settings, or
     set aside with ``trainer.resume=never``. Everything that can be refused is refused before
-    anything in the folder is replaced.
+    anything in the folder is replaced. ``is_snapshot_here=False`` means that a snapshot given by
+    its path is on another machine, where it is looked for later.
     """
     root = Path(config.run.dir).absolute()
     run = Run(root / (config.run.name or _generate_name(config)))
     # 1. Refuse what cannot work while the folder is still as it was.
-    _require_snapshot(config)
+    if is_snapshot_here:
+        _require_snapshot(config)
     if run.config_file.exists() and config.trainer.resume == "never":
         _move_aside(run)
     elif run.config_file.exists():
@@ -122,10 +124,10 @@ def _require_same_experiment(run: Run, config: Config) -> None:
 def _require_snapshot(config: Config) -> None:
     """Raise EchelonError if ``trainer.resume=PATH`` is not a snapshot, by the names in it.
 
-    Its content is verified where it is read, which with ssh is another machine.
+    Its content is verified where it is read.
     """
     given = config.trainer.resume
-    if given in ("auto", "never") or config.launch.kind == "ssh":
+    if given in ("auto", "never"):
         return
     if missing := describe_missing_snapshot(Path(given)):
         raise EchelonError(

@@ -16,7 +16,7 @@ from echelon.config.defaults_files import read_secrets
 from echelon.environments.build_lock import try_lock
 from echelon.environments.env_command import list_warnings
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.launch.slurm import job_array, launcher
+from echelon.launch.slurm import job_array, sbatch
 from echelon.runs.find import find_numbered_runs
 from echelon.runs.run_folder import SUBMISSION_FILE, Run
 from echelon.runs.status import read_run_statuses
@@ -56,9 +56,9 @@ def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterat
     if secrets := submission.configs[0].launch.secrets:
         read_secrets(secrets)
     if submission.kind == "slurm":
-        launcher.require_sbatch(_LOCAL_HINT)
+        sbatch.require_sbatch(_LOCAL_HINT)
         for job in submission.build_jobs():
-            launcher.require_slurm_accepts(job.script)
+            sbatch.require_slurm_accepts(job.script)
     with _hold_name(submission):
         # 2. The name, before the source of its last submission is replaced.
         _require_no_active_runs(submission)
@@ -143,7 +143,7 @@ def enqueue_jobs(jobs: Sequence[SbatchJob]) -> Iterator[QueuedJob]:
 def _enqueue_job(job: SbatchJob) -> QueuedJob:
     if job.array is not None:
         return QueuedJob(*job_array.queue_array(job.array))
-    job_id, run = launcher.queue_run(job.configs[0], job.script)
+    job_id, run = sbatch.queue_run(job.configs[0], job.script)
     return QueuedJob(job_id, [run])
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from echelon.sweep.plot import SweepPlotData
 from echelon.views.palette import COLOURS
 from echelon.views.plot_image import STYLE
+
+if TYPE_CHECKING:
+    from echelon.sweep.plot import SweepPlotData
 
 _BEST_COLOUR, _PRUNED_COLOUR = COLOURS[1], "#b9bec6"
 

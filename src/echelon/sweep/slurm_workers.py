@@ -9,7 +9,7 @@ import time
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm.batch_script import render_sweep_script
 from echelon.launch.slurm.job_array import read_max_array_size
-from echelon.launch.slurm.launcher import require_sbatch, require_slurm_accepts, submit_job
+from echelon.launch.slurm.sbatch import require_sbatch, require_slurm_accepts, submit_job
 from echelon.runs.slurm_queue import query_queue
 from echelon.sweep.display import open_progress
 from echelon.sweep.plan import SweepPlan

@@ -12,6 +12,7 @@ from pathlib import Path
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.gpus import count_visible_gpus
+from echelon.launch.launcher import Launcher
 from echelon.launch.node.service import (
     make_network_variables,
     make_thread_variables,
@@ -19,7 +20,7 @@ from echelon.launch.node.service import (
     run_node,
 )
 from echelon.launch.plan import NodeSpec
-from echelon.launch.slurm.batch_script import count_processes_per_node
+from echelon.launch.registry import make_launcher
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 from echelon.world.device_fit import default_process_count, find_visible_fit_fault
@@ -38,9 +39,9 @@ def join_run(
     run.
 
     `find_master` returns HOST:PORT of node 0, and may wait until that is known. `rank` is the
-    number of this node, by default that of the Slurm step. `on_port` is called with the port of
-    node 0's store once it is open, and `report_failure` with the first failure of the world, on
-    node 0.
+    number of this node; by default the launcher reads it from the variables. `on_port` is called
+    with the port of node 0's store once it is open, and `report_failure` with the first failure of
+    the world, on node 0.
     """
     run = Run(Path(folder))
     if not run.config_file.exists():
@@ -52,26 +53,27 @@ def join_run(
             exit=Exit.NOT_FOUND,
         )
     config = run.read_config()
+    launcher = make_launcher(config)
     if rank is None:
-        rank = int(os.environ.get("SLURM_NODEID", "0"))  # of the step that srun made of us
-    procs = _count_processes(config, rank, procs, os.environ)
+        rank = launcher.read_node_rank(os.environ)
+    procs = _count_processes(launcher, config, rank, procs, os.environ)
     os.environ |= make_thread_variables(config, procs, os.environ)
     host, _, port = find_master().rpartition(":")
     node = NodeSpec(rank, nodes, procs, host.strip("[]"), int(port))
     os.environ |= make_network_variables(config, node.master_host, os.environ)
-    serving = partial(run_node, config, node, lambda store, ask: run, on_port, report_failure)
-    return (
-        _record_exit_code(run, serving)
-        if config.launch.kind == "slurm" and rank == 0
-        else serving()
+    serving = partial(
+        run_node, launcher, config, node, lambda store, ask: run, on_port, report_failure
     )
+    if launcher.leaves_exit_code and rank == 0:
+        return _record_exit_code(run, serving)
+    return serving()
 
 
 def _record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
     """Run the node and leave its exit code in the run folder.
 
-    Node 0's code is the run's: `srun` returns that of the worst node, which may be one that was
-    killed.
+    Node 0's code is the run's. What started the nodes, such as `srun`, returns that of the worst
+    node, which may be one that was killed.
     """
     code = int(Exit.FAILED)
     try:
@@ -85,15 +87,17 @@ def _record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
     return code
 
 
-def _count_processes(config: Config, rank: int, procs: int | None, env: Mapping[str, str]) -> int:
+def _count_processes(
+    launcher: Launcher, config: Config, rank: int, procs: int | None, env: Mapping[str, str]
+) -> int:
     """How many processes this node gets: as given, as planned, or by its devices.
 
     Raises an :class:`EchelonError` where they do not fit onto the devices that are visible here:
     a node may have fewer than the one on which the plan was made.
     """
     launch, visible_devices = config.launch, count_visible_gpus(env)
-    planned = count_processes_per_node(config) if launch.kind == "slurm" else launch.procs
-    procs_known, devices_per_replica = procs or planned, config.replica.devices
+    procs_known = procs or launcher.get_planned_procs(config)
+    devices_per_replica = config.replica.devices
     if config.program and config.mode == "plain":
         procs_known, devices_per_replica = 1, 1
     location = f" on {socket.gethostname()} (node {rank})"

@@ -9,22 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from echelon.config.schema import Config
 from echelon.errors import Exit
 from echelon.gpus import count_visible_gpus
 from echelon.launch import network_interface
+from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServer
-from echelon.launch.plan import NodeSpec
-from echelon.launch.slurm import batch_script, requeue
+from echelon.launch.plan import NodeSpec, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
-from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import read_current_job_id
 from echelon.tracking import wandb_run
 from echelon.tracking.summary import format_rows
 
@@ -48,6 +45,7 @@ def print_failure(failure: Failure) -> None:
 
 
 def run_node(
+    launcher: Launcher,
     config: Config,
     node: NodeSpec,
     resolve_run: ResolveRun,
@@ -56,8 +54,9 @@ def run_node(
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
-    `resolve_run` returns the folder of the run once the store is open. `on_port` is called with the
-    port of the store. `report_failure` shows the first failure of the world, on node 0.
+    `launcher` is the one that the configuration names. `resolve_run` returns the folder of the run
+    once the store is open. `on_port` is called with the port of the store. `report_failure` shows
+    the first failure of the world, on node 0.
     """
     import torch  # noqa: F401  once: what is forked from here shares it
 
@@ -68,7 +67,7 @@ def run_node(
     store = open_store(node, config.launch.join_timeout_s)
     if on_port is not None:
         on_port(store.port)
-    return _NodeService(config, node, report_failure, store).run(fork_server, resolve_run)
+    return _NodeService(launcher, config, node, report_failure, store).run(fork_server, resolve_run)
 
 
 class _NodeService:
@@ -76,6 +75,7 @@ class _NodeService:
 
     def __init__(
         self,
+        launcher: Launcher,
         config: Config,
         node: NodeSpec,
         report_failure: Callable[[Failure], None],
@@ -89,6 +89,7 @@ class _NodeService:
             report_failure,
             store,
         )
+        self._launcher = launcher
         self._lifeline = Lifeline()
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
@@ -102,7 +103,7 @@ class _NodeService:
         try:
             self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
-            _record_start(run, self._node, self._config)
+            self._record_start(run)
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
@@ -130,26 +131,30 @@ class _NodeService:
         from echelon.launch.node.rendezvous import compare_with_node_0
 
         config, node = self._config, self._node
-        compare_with_node_0(
-            self._store, node, _collect_node_facts(config), self._rendezvous.wait_for_key
-        )
+        facts = _collect_node_facts(self._launcher, config)
+        compare_with_node_0(self._store, node, facts, self._rendezvous.wait_for_key)
         restarts = self._count_restarts_left(run)
         _record_program_state(run, node, config, "running")
         entry = PROGRAM_ENTRYPOINT if config.program else EXPERIMENT_ENTRYPOINT
-        program = batch_script.program_words(config, node.node_count, node.procs)
+        program = make_program_words(config, node.node_count, node.procs)
         job = NodeJob(run, node, entry, config.launch.hang_s, program, config.mode == "plain")
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)
         agent = NodeAgent(spec, self._store, fork_server, self._lifeline, job)
         agent.install_signal_handlers()
         return agent
 
+    def _record_start(self, run: Run) -> None:
+        """Write the start of the run into its status, on node 0."""
+        node = self._node
+        if node.rank == 0:
+            self._launcher.record_node_start(run, node.node_count, node.node_count * node.procs)
+
     def _count_restarts_left(self, run: Run) -> int:
         """Restarts that are left, over all jobs of a run. Node 0 counts and tells the others,
         because all nodes restart together."""
-        if self._config.launch.kind != "slurm":
-            return self._config.launch.max_restarts
         if self._node.rank == 0:
-            self._store.set("restarts", str(requeue.record_start(run, self._config.launch)))
+            left = self._launcher.count_restarts_left(run, self._config)
+            self._store.set("restarts", str(left))
         return int(self._rendezvous.wait_for_key("restarts"))
 
     def _raise_if_failed(self, attempt: int) -> None:
@@ -177,11 +182,9 @@ class _NodeService:
         os._exit(failure.exit)
 
     def _record_failure(self, failure: Failure) -> None:
-        """Write the failure into the status of the run, and on Slurm whether it may be queued
-        again."""
+        """Write the failure into the status, once it is known which run this is."""
         if self._run is not None:
-            self._run.update_status(state="failed", step=failure.step, failure=asdict(failure))
-            requeue.request_requeue_after(self._run, self._config.launch, failure)
+            self._launcher.record_failure(self._run, self._config, failure)
 
 
 def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -207,28 +210,14 @@ def make_network_variables(config: Config, host: str, env: Mapping[str, str]) ->
     return {key: value for key, value in wanted.items() if key not in env or key in (chosen or ())}
 
 
-def _collect_node_facts(config: Config) -> dict[str, object]:
+def _collect_node_facts(launcher: Launcher, config: Config) -> dict[str, object]:
     """What all nodes must have in common, beside torch's version."""
-    known = config.launch.procs or config.launch.kind == "ssh"  # which has compared them
+    known = config.launch.procs or launcher.has_compared_devices
     devices = None if known else count_visible_gpus(os.environ)
     return {"devices": devices, "settings": config.numerics_settings()}
 
 
 # --- what `echelon jobs` shows ---
-
-
-def _record_start(run: Run, node: NodeSpec, config: Config) -> None:
-    """Write the start of the run into its status. For ssh and Slurm the launching command has done
-    that."""
-    kind, world = config.launch.kind, node.node_count * node.procs
-    if node.rank != 0 or kind == "ssh":
-        return
-    if kind == "slurm":  # perhaps by hand, with sbatch
-        run.update_status(launcher=kind, job=read_current_job_id(os.environ), world=world)
-    else:
-        run.update_status(
-            **make_starting_status("env" if kind == "env" else "local", node.node_count, world)
-        )
 
 
 def _print_wandb_hints(run: Run) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.network_interface import INTERFACE_VARIABLES
+from echelon.launch.plan import make_program_words
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.run_folder import Run
 from echelon.world.device_fit import default_process_count
@@ -36,7 +37,7 @@ def render_script(config: Config, run: Run, environment: ScriptEnvironment | Non
     """The script of one run."""
     _require_plain_path(run.folder)
     first_options = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
-    words = shlex.join(program_words(config, *_world_shape(config)))
+    words = shlex.join(make_program_words(config, *_world_shape(config)))
     return _render_script(
         config, first_options, [f"run={shlex.quote(str(run.folder))}"], words, environment
     )
@@ -67,7 +68,7 @@ def render_array_script(
 def write_program_words(config: Config, run: Run) -> None:
     """Write the words of a program for the script of an array, each ended by NUL, which no word can
     contain."""
-    words = program_words(config, *_world_shape(config))
+    words = make_program_words(config, *_world_shape(config))
     run.arguments_file.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
 
 
@@ -188,17 +189,6 @@ def _render_requeue_condition(config: Config) -> str:
 def is_started_by_srun(config: Config) -> bool:
     """Whether Slurm itself starts the processes of a program, instead of an agent per node."""
     return bool(config.program) and config.mode not in ("torchrun", "wandb")
-
-
-def program_words(config: Config, nodes: int, gpus: int) -> list[str]:
-    """The words of the program, with the flags appended by which it learns the world."""
-    launch = config.launch
-    words = list(config.program)
-    if launch.nodes_flag:
-        words += [launch.nodes_flag, str(nodes)]
-    if launch.gpus_flag:
-        words += [launch.gpus_flag, str(gpus)]
-    return words
 
 
 def count_tasks_per_node(config: Config, procs: int) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.launch.slurm import batch_script
-from echelon.launch.slurm.launcher import record_queued, submit_job
+from echelon.launch.slurm.sbatch import record_queued, submit_job
 from echelon.runs.create import create_run
 from echelon.runs.run_folder import Run
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from echelon.config.schema import Config
@@ -21,24 +21,36 @@ from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchMachine,
     LaunchPlan,
+    ProbeCommand,
+    ProbePlan,
     describe_failure_policy,
     describe_workload,
     place_ranks,
 )
-from echelon.launch.slurm import batch_script
-from echelon.runs.create import assign_name, create_run
-from echelon.runs.process_record import make_starting_status
+from echelon.launch.slurm import batch_script, requeue
+from echelon.launch.slurm.job_array import submit_arrays
+from echelon.launch.slurm.sbatch import (
+    queue_run,
+    require_not_queued,
+    require_sbatch,
+    require_slurm_accepts,
+)
+from echelon.runs.create import assign_name
+from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import query_queue, run_slurm_command
+from echelon.runs.slurm_queue import read_current_job_id
 
-_LOST_ANSWER_TIMEOUT_S = 120.0
-"""How long a controller that went away has to come back and answer whether it took a job."""
+_PROBE_JOB_NAME = "echelon-preflight"
 
 
 class SlurmLauncher(Launcher):
     """A batch job. The command ends as soon as the job is queued, unless it is to wait."""
 
     name = "slurm"
+    leaves_exit_code = True
+    queue = "Slurm's queue"
+    needs_shared_folder = True
+    finds_node_0_by_name = True
 
     def prepare(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and see that the secrets can be read. The job reads them itself, so that
@@ -81,7 +93,7 @@ class SlurmLauncher(Launcher):
         require_not_running(config)
         require_sbatch()
         require_slurm_accepts(plan.script)
-        _require_not_queued(config)
+        require_not_queued(config)
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
         job, run = queue_run(config, plan.script)
@@ -96,10 +108,82 @@ class SlurmLauncher(Launcher):
         self, configs: Sequence[Config], dry_run: bool, start_run: Callable[[Config, bool], int]
     ) -> int:
         """All runs as one job array, or as few as the cluster takes."""
-        from echelon.launch.slurm.job_array import submit_arrays
-
         read_launch_secrets(configs[0], dry_run)
         return submit_arrays(configs, dry_run)
+
+    def read_node_rank(self, env: Mapping[str, str]) -> int:
+        """The number of the node in the step that srun made of this process."""
+        return int(env.get("SLURM_NODEID", "0"))
+
+    def get_planned_procs(self, config: Config) -> int | None:
+        return batch_script.count_processes_per_node(config)
+
+    def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
+        """Add what only the job knows. The launching command has written the rest, unless the
+        script was submitted by hand, with sbatch."""
+        job = read_current_job_id(os.environ)
+        run.update_status(launcher=self.name, job=job, world=world_size)
+
+    def count_restarts_left(self, run: Run, config: Config) -> int:
+        """Over all jobs of the run."""
+        return requeue.record_start(run, config.launch)
+
+    def record_failure(self, run: Run, config: Config, failure: Failure) -> None:
+        """Also whether the batch script shall queue the run again."""
+        super().record_failure(run, config, failure)
+        requeue.request_requeue_after(run, config.launch, failure)
+
+    def plan_probes(
+        self, config: Config, env: Mapping[str, str], probe: Sequence[str]
+    ) -> ProbePlan:
+        """Use the allocation that this process is in; else srun asks for one, as the job would."""
+        if shutil.which("srun") is None:
+            raise EchelonError(
+                Fault(
+                    "launch=slurm, but there is no srun on this machine's PATH",
+                    "type the command on a login node",
+                )
+            )
+        launch = config.launch
+        is_in_allocation = "SLURM_JOB_ID" in env
+        if is_in_allocation:
+            nodes, options = int(env.get("SLURM_NNODES") or launch.nodes), ["--overlap"]
+        else:
+            # Ask Slurm first: srun would wait for ever for nodes that do not exist.
+            named = assign_name(config)
+            folder = Path(named.run.dir).absolute() / str(named.run.name)
+            require_slurm_accepts(batch_script.render_script(named, Run(folder)))
+            nodes = launch.nodes
+            options = [*batch_script.srun_options(config), f"--job-name={_PROBE_JOB_NAME}"]
+        shape = [f"--nodes={nodes}", "--ntasks-per-node=1", "--export=ALL", "--unbuffered"]
+        words = [probe[0], "-u", *probe[1:], "SLURM_PROCID"]
+        if launch.setup and not is_in_allocation:
+            words = ["bash", "-c", "\n".join([*launch.setup, f"exec {shlex.join(words)}"])]
+        return ProbePlan(
+            [f"node {n}" for n in range(nodes)],
+            [batch_script.count_processes_per_node(config)] * nodes,
+            [ProbeCommand(["srun", *options, *shape, *words], range(nodes))],
+            is_queued=not is_in_allocation,
+        )
+
+    def suggest_after_failed_probe(self) -> str:
+        return "compare launch.nodes, partition, account and sbatch with `sinfo -o '%P %D %c %G'`"
+
+    def suggest_after_probe_timeout(self, config: Config) -> str:
+        return "see `squeue` and `sinfo`, or wait longer with --wait SECONDS"
+
+    def find_own_address(self, node_count: int, env: Mapping[str, str]) -> str:
+        """The address on the route to the host of srun, which all nodes reach."""
+        if node_count == 1:
+            return "127.0.0.1"
+        if towards := env.get("SLURM_SRUN_COMM_HOST"):
+            return network_interface.find_local_address(towards) or "127.0.0.1"
+        return network_interface.find_outward_address() or "127.0.0.1"
+
+    def choose_master_port(self, env: Mapping[str, str]) -> int:
+        """The port of the job's own, as the batch script computes it."""
+        job = env.get("SLURM_JOB_ID", "")
+        return batch_script.FIRST_PORT + int(job) % batch_script.PORTS if job.isdecimal() else 0
 
 
 def _plan_variables(config: Config, procs: int, machine: LaunchMachine) -> dict[str, str]:
@@ -111,102 +195,3 @@ def _plan_variables(config: Config, procs: int, machine: LaunchMachine) -> dict[
     return make_thread_variables(
         config, procs, machine.env
     ) | network_interface.plan_interface_variables(chosen, machine.env)
-
-
-def require_sbatch(instead: str = "type the command on a login node") -> None:
-    """Refuse a machine without Slurm's commands; `instead` says what to do about it."""
-    if shutil.which("sbatch") is None:
-        raise EchelonError(
-            Fault(
-                "launch=slurm, but there is no sbatch on this machine's PATH",
-                f"{instead}; --dry-run shows the script anywhere",
-            )
-        )
-
-
-def queue_run(config: Config, text: str) -> tuple[str, Run]:
-    """Submit one run; returns its job id and its folder."""
-    run = create_run(config)
-    run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
-    run.script_file.chmod(0o755)
-    record_queued(run, config)
-    job = submit_job(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
-    run.job_id_file.write_text(f"{job}\n", encoding="utf-8")
-    return job, run
-
-
-def record_queued(run: Run, config: Config) -> None:
-    """Write `queued` into the status before the job exists. Once it does, the job writes its own
-    status."""
-    world = config.launch.nodes * batch_script.count_processes_per_node(config)
-    status = make_starting_status("slurm", config.launch.nodes, world)
-    run.update_status(**status | {"state": "queued", "process": None, "starts": []})
-
-
-def require_slurm_accepts(text: str) -> None:
-    """Ask Slurm whether it would take this script, before anything is written: the partition may
-    not exist, or have too few nodes."""
-    done = run_slurm_command("sbatch", "--test-only", input=text)
-    if done.returncode:
-        raise _make_refusal(done.stderr)
-
-
-def _make_refusal(words: str) -> EchelonError:
-    """The error for a job that Slurm does not take, with its own reasons."""
-    lines = [line.removeprefix("sbatch: ") for line in words.splitlines() if line.strip()]
-    reasons = [line for line in lines if "error" in line or "failure" in line] or lines
-    return EchelonError(
-        Fault(
-            f"Slurm does not take the job: {'; '.join(reasons)}",
-            "compare launch.nodes, gpus_per_node, partition, account, time and sbatch with "
-            "`sinfo -o '%P %D %c %G %l'`; --dry-run shows the script",
-        )
-    )
-
-
-def _require_not_queued(config: Config) -> None:
-    """Refuse a run whose job is in the queue or running."""
-    run = Run.from_config(config)
-    job = run.read_job_id()
-    state = query_queue([job] if job else []).states.get(job)
-    if state is not None and state.is_active:
-        raise EchelonError(
-            Fault(
-                f"run {run.name} is queued or running already, as job {job}",
-                f"follow it with `echelon logs {run.name} -f`, or end it with "
-                f"`echelon cancel {run.name}`",
-            )
-        )
-
-
-def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run]) -> str:
-    """Call sbatch once; returns the job id.
-
-    When the answer is lost, the queue is asked whether the job is there: submitting again could
-    queue it twice.
-    """
-    before = time.time()
-    done = run_slurm_command(*command)
-    job = done.stdout.strip().partition(";")[0]
-    if done.returncode == 0 and job.isdecimal():
-        return job
-    if found := _find_in_queue(name, before):
-        return found
-    for run in created_runs:
-        run.update_status(state="not submitted")
-    raise _make_refusal(done.stderr or done.stdout)
-
-
-def _find_in_queue(name: str, since: float) -> str | None:
-    """The id of a job that the controller took before its answer was lost; a controller that went
-    away is waited for."""
-    deadline = time.monotonic() + _LOST_ANSWER_TIMEOUT_S
-    done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
-    while done.returncode and time.monotonic() < deadline:
-        time.sleep(1)
-        done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
-    for line in done.stdout.splitlines():
-        job, submitted = line.split("|", 1)
-        if time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S")) >= since - 2:
-            return job
-    return None

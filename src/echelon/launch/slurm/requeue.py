@@ -85,7 +85,7 @@ def _make_limit_error(run: Run, how: str, key: str, limit: int) -> EchelonError:
 def request_requeue_after(run: Run, launch: LaunchConfig, failure: Failure) -> None:
     """Ask the batch script for another job if a node was lost, which another node may replace. A
     fault of the code would occur again."""
-    if launch.kind != "slurm" or failure.exit != Exit.NODE_LOST:
+    if failure.exit != Exit.NODE_LOST:
         return
     if (
         _count_endings(run.read_status().get("starts", []), "preempted", "lost")

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,9 @@ from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchMachine,
     LaunchPlan,
+    ProbeCommand,
+    ProbeExit,
+    ProbePlan,
     RankPlacement,
     describe_failure_policy,
     describe_workload,
@@ -35,6 +38,7 @@ from echelon.launch.plan import (
 )
 from echelon.launch.ssh import file_transfer, host_check, remote_command, sessions
 from echelon.launch.ssh.host_list import SshHost, list_hosts
+from echelon.launch.ssh.own_address import find_reached_address
 from echelon.runs.create import assign_name, create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
@@ -45,6 +49,7 @@ class SshLauncher(Launcher):
     """An agent on each host, at the end of an ssh that lives as long as this process."""
 
     name = "ssh"
+    has_compared_devices = True
 
     def prepare(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and let the secrets go to the hosts with the other variables."""
@@ -108,7 +113,7 @@ class SshLauncher(Launcher):
         ]
         code = file_transfer.list_code_files(config, run) if separate_hosts else {}
         new = config.trainer.resume == "never" or not run.config_file.exists()
-        create_run(config)
+        create_run(config, is_snapshot_here=False)
         names = [host.name for host in hosts]
         devices_per_replica = config.replica.devices
         world = sum(
@@ -122,6 +127,41 @@ class SshLauncher(Launcher):
         ).wait_for_all()
         missing = {remote.host: file_transfer.fetch_results(remote) for remote in separate_hosts}
         return _report_outcome(run, outcome, missing)
+
+    def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
+        """Nothing: the launching command has written it."""
+
+    def plan_probes(
+        self, config: Config, env: Mapping[str, str], probe: Sequence[str]
+    ) -> ProbePlan:
+        launch = config.launch
+        require_ssh(launch.ssh, "launch.ssh")
+        hosts, folders = list_hosts(launch), (os.getcwd(), "/")
+        variables = remote_command.encode_variables(
+            remote_command.select_variables(env, launch.carry)
+        )
+        return ProbePlan(
+            [host.name for host in hosts],
+            [host.procs for host in hosts],
+            [
+                ProbeCommand(
+                    remote_command.make_argv(launch, host.name, folders, [*probe, str(node)]),
+                    [node],
+                    variables,
+                )
+                for node, host in enumerate(hosts)
+            ],
+        )
+
+    def explain_failed_probe(self, config: Config, node_name: str, probe_exit: ProbeExit) -> Fault:
+        host, (code, output) = SshHost(node_name, None), probe_exit
+        return host_check.explain_ssh_failure(config.launch, host, sys.executable, code, output)
+
+    def suggest_after_probe_timeout(self, config: Config) -> str:
+        return f"check whether `{config.launch.ssh} HOST true` ends"
+
+    def find_own_address(self, node_count: int, env: Mapping[str, str]) -> str:
+        return find_reached_address(node_count, env).strip("[]")
 
 
 def _describe_process_count(hosts: list[SshHost], devices_per_replica: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import json
 import os
 import select
@@ -24,9 +23,9 @@ import psutil
 
 from echelon.errors import Exit
 from echelon.hosts.messages import send_message
-from echelon.launch import network_interface
 from echelon.launch.node.fork_server import STOP_SIGNALS
 from echelon.launch.node.join import join_run
+from echelon.launch.ssh.own_address import find_reached_address
 from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
 
@@ -136,29 +135,16 @@ def _wait_for_master(nodes: int, rank: int, master_pipe: int) -> str:
     """HOST:PORT of node 0. Node 0 itself uses its own address and a port that it will choose; the
     others read it from the watchdog."""
     if rank == 0:
-        return f"{find_own_address(nodes)}:0"
+        return f"{find_reached_address(nodes, os.environ)}:0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch  # noqa: F401  while node 0 does the same
 
     return os.fdopen(master_pipe, encoding="utf-8").readline().strip()
 
 
-def find_own_address(nodes: int) -> str:
-    """The address at which ssh reached this machine.
-
-    If the launcher is on this very machine, it is the address by which others reach it.
-    """
-    if nodes == 1:
-        return "127.0.0.1"
-    reached = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2].partition("%")[0]
-    if not reached or ipaddress.ip_address(reached).is_loopback:
-        reached = network_interface.find_outward_address() or reached or "127.0.0.1"
-    return f"[{reached}]" if ":" in reached else reached
-
-
 def _report_port(nodes: int, port: int) -> None:
     """Send the launcher the address of node 0's store."""
-    _send_to_launcher({"meet": f"{find_own_address(nodes)}:{port}"})
+    _send_to_launcher({"meet": f"{find_reached_address(nodes, os.environ)}:{port}"})
 
 
 def _report_failure(failure: Failure) -> None:
