@@ -339,6 +339,42 @@ def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: lis
         assert not loaded & {"hydra", "omegaconf"}
 
 
+_LOG_IMPORTS = """
+import os, sys
+log = os.open(os.environ["ECHELON_TEST_MODULES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+class ImportLog:  # forked processes inherit it, and the open file
+    def find_spec(self, name, path=None, target=None):
+        os.write(log, f"{name}\\n".encode())
+sys.meta_path.insert(0, ImportLog())
+from echelon.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_local_launch_imports_no_other_way_to_train(tmp_path: Path) -> None:
+    """In any of its processes: agent, fork server and workers."""
+    file = tmp_path / "modules.txt"
+    words = ["train", "launch=local", "launch.procs=2", "samples=64", "trainer.epochs=1"]
+    subprocess.run(
+        [sys.executable, "-c", _LOG_IMPORTS, *words],
+        cwd=tmp_path,
+        env=os.environ | {"ECHELON_TEST_MODULES": str(file), "CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    loaded = set(file.read_text().split())
+    assert {"echelon.launch.local", "echelon.train.loop"} <= loaded
+    others = [
+        *("launch.slurm", "launch.ssh", "launch.env", "launch.network_interface", "hosts"),
+        *("cudagraph", "parallel.fsdp_replica", "parallel.layer_blocks", "preflight"),
+        *("tracking.background", "tracking.wandb_run", "tracking.tensorboard_events"),
+        *("snapshot.distributed_writer", "train.wandb_trial", "monitoring.out_of_memory"),
+    ]
+    assert loaded & {f"echelon.{module}" for module in others} == set()
+
+
 def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "experiment_configurations.txt").write_text("/bin/echo here\n")
     loaded = _loaded_by(["submit", "--dry-run"], tmp_path)

@@ -19,10 +19,9 @@ from echelon.world import (
     IgnoredVariable,
     World,
     detect,
-    detection_to_dict,
     expand_hostlist,
-    render_detection,
 )
+from echelon.world.render import detection_to_dict, render_detection
 from echelon.world.slurm_variables import derive_step_port, parse_tasks_per_node
 
 Env = dict[str, str]
@@ -756,7 +755,8 @@ def test_markup_in_values_is_shown_as_it_is() -> None:
 
 def test_no_torch_and_no_rich_until_rendering() -> None:
     code = (
-        "import sys; from echelon.world import detect, detection_to_dict; "
+        "import sys; from echelon.world import detect; "
+        "from echelon.world.render import detection_to_dict; "
         "detection_to_dict(detect({})); "
         "assert not {'torch', 'rich'} & set(sys.modules)"
     )

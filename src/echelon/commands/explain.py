@@ -26,7 +26,8 @@ def explain(words: list[str]) -> int:
 def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str, str]) -> int:
     """Detect the world from these variables and print it; returns the exit code."""
     from echelon.gpus import count_visible_gpus
-    from echelon.world import detect, detection_to_dict, render_detection
+    from echelon.world import detect
+    from echelon.world.render import detection_to_dict, render_detection
 
     given = _parse_overrides(overrides)
     devices_per_replica = _parse_int(given, "replica.devices")

@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from torch import Tensor
 from echelon.config.schema import Config
 from echelon.data.batches import Batch, BlockSlice
 from echelon.experiment.definition import Experiment
-from echelon.monitoring.flops import FlopsCounter, get_peak_flops
 from echelon.monitoring.stragglers import OwnTime, StragglerMonitor
 from echelon.parallel.model_parallel import get_devices
 from echelon.parallel.process_group import RankGroup
+
+if TYPE_CHECKING:
+    from echelon.monitoring.flops import FlopsCounter
 
 _WARMUP_STEPS = 3
 """The first steps allocate memory and choose kernels: they say nothing of the others."""
@@ -109,6 +111,8 @@ def create_speed_monitor(experiment: Experiment, config: Config, group: RankGrou
     devices = list(get_devices(world))
     flops = None
     if world.rank == 0 and devices[0].type == "cuda":
+        from echelon.monitoring.flops import FlopsCounter, get_peak_flops
+
         name = torch.cuda.get_device_name(devices[0])
         peak = get_peak_flops(name, config.trainer.precision)
         flops = FlopsCounter(experiment, peak * len(devices) * world.size) if peak else None

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, BlockSlice
 from echelon.errors import EchelonError, Exit, Fault
-from echelon.experiment.compilation import CompiledFunction
 from echelon.experiment.definition import Experiment, Predict, default_predict
 from echelon.experiment.loss_check import compute_loss
 from echelon.experiment.optimizer_step import (
@@ -87,6 +86,8 @@ class DDPReplica:
         tables = find_sparse_tables(experiment.model)
         self._objective = _WeightedLoss(experiment, device, list(tables.values()), precision)
         if trainer.compile:
+            from echelon.experiment.compilation import CompiledFunction
+
             compiled = CompiledFunction(self._objective.compute_loss, heartbeat)
             self._objective.compute_loss = compiled  # type: ignore[method-assign]
         self._parameters_with_control = [self._objective.control, *self.parameters]

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
-from echelon.runs.find import find_run
 from echelon.snapshot.layout import (
     EXAMPLE_FOLDER,
     STATE_FILE,
@@ -143,6 +142,8 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
 def _find_run_folder(name: str) -> Path:
     """Return the folder of a run by its name in ./runs. The error for an unknown name suggests
     only runs that have weights."""
+    from echelon.runs.find import find_run
+
     try:
         return find_run(name).folder
     except EchelonError as error:

@@ -1,4 +1,7 @@
-"""Which trackers a run has, and whether they can be used."""
+"""Which trackers a run has, and whether they can be used.
+
+The module of a tracker is imported where it is chosen, as most runs have none.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from echelon.config.schema import WANDB_MODES, Config
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.runs.run_folder import Run
-from echelon.tracking import tensorboard_events, wandb_key, wandb_run
-from echelon.tracking.background import BackgroundTracker
 from echelon.tracking.metrics_line import Tracker
 from echelon.tracking.metrics_writer import MetricsFile
 from echelon.tracking.summary import shorten_path
@@ -29,34 +30,46 @@ def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
     metrics_file = MetricsFile(run.metrics_file, step)
     trackers: list[Tracker] = [metrics_file]
     if _uses_wandb(config, os.environ):
-        _import_early("wandb")
-        with contextlib.suppress(OSError):  # a full disk; wandb then makes an id of its own
-            wandb_run.ensure_run_id(config, run, os.environ)
-        trackers.append(
-            BackgroundTracker(
-                "wandb",
-                functools.partial(wandb_run.open_wandb, config, run),
-                metrics_file.past_lines,
-                run.tracker_progress_file("wandb"),
-                close_timeout_s=sum(wandb_run.get_timeouts_s(os.environ)) + _WANDB_MARGIN_S,
-                get_summary_rows=functools.partial(wandb_run.get_summary_rows, run),
-                abandon=wandb_run.abandon_wandb,
-            )
-        )
+        trackers.append(_create_wandb_tracker(config, run, metrics_file))
     if config.track.tensorboard.use:
-        _import_early("tensorboard.summary.writer.record_writer")
-        folder = tensorboard_events.get_event_folder(config, run.folder)
-        trackers.append(
-            BackgroundTracker(
-                "TensorBoard",
-                functools.partial(tensorboard_events.open_tensorboard, folder, config, step),
-                metrics_file.past_lines,
-                run.tracker_progress_file("tensorboard"),
-                close_timeout_s=_TENSORBOARD_CLOSE_S,
-                get_summary_rows=lambda: {"curves": f"tensorboard --logdir {shorten_path(folder)}"},
-            )
-        )
+        trackers.append(_create_tensorboard_tracker(config, run, step, metrics_file))
     return tuple(trackers)
+
+
+def _create_wandb_tracker(config: Config, run: Run, metrics_file: MetricsFile) -> Tracker:
+    from echelon.tracking import wandb_run
+    from echelon.tracking.background import BackgroundTracker
+
+    _import_early("wandb")
+    with contextlib.suppress(OSError):  # a full disk; wandb then makes an id of its own
+        wandb_run.ensure_run_id(config, run, os.environ)
+    return BackgroundTracker(
+        "wandb",
+        functools.partial(wandb_run.open_wandb, config, run),
+        metrics_file.past_lines,
+        run.tracker_progress_file("wandb"),
+        close_timeout_s=sum(wandb_run.get_timeouts_s(os.environ)) + _WANDB_MARGIN_S,
+        get_summary_rows=functools.partial(wandb_run.get_summary_rows, run),
+        abandon=wandb_run.abandon_wandb,
+    )
+
+
+def _create_tensorboard_tracker(
+    config: Config, run: Run, step: int, metrics_file: MetricsFile
+) -> Tracker:
+    from echelon.tracking import tensorboard_events
+    from echelon.tracking.background import BackgroundTracker
+
+    _import_early("tensorboard.summary.writer.record_writer")
+    folder = tensorboard_events.get_event_folder(config, run.folder)
+    return BackgroundTracker(
+        "TensorBoard",
+        functools.partial(tensorboard_events.open_tensorboard, folder, config, step),
+        metrics_file.past_lines,
+        run.tracker_progress_file("tensorboard"),
+        close_timeout_s=_TENSORBOARD_CLOSE_S,
+        get_summary_rows=lambda: {"curves": f"tensorboard --logdir {shorten_path(folder)}"},
+    )
 
 
 def _import_early(module: str) -> None:
@@ -80,10 +93,14 @@ def _find_faults(config: Config, env: Mapping[str, str]) -> Iterator[Fault]:
     for name, used in chosen.items():
         if used and importlib.util.find_spec(name) is None:
             yield Fault(f"track={name}, but {name} is not installed", _format_install_hint(name))
+    if not config.track.wandb.use:
+        return
+    from echelon.tracking import wandb_key, wandb_run
+
     mode = wandb_run.get_mode(config, env)
-    if config.track.wandb.use and mode not in WANDB_MODES:
+    if mode not in WANDB_MODES:
         yield Fault(f"WANDB_MODE={mode}: there is no such mode", suggest_nearest(mode, WANDB_MODES))
-    if not _uses_wandb(config, env) or mode != "online":
+    if mode != "online":
         return
     if reason := wandb_key.find_key_problem(env):
         yield Fault(
@@ -98,4 +115,8 @@ def _format_install_hint(name: str) -> str:
 
 
 def _uses_wandb(config: Config, env: Mapping[str, str]) -> bool:
-    return config.track.wandb.use and wandb_run.get_mode(config, env) != "disabled"
+    if not config.track.wandb.use:
+        return False
+    from echelon.tracking.wandb_run import get_mode
+
+    return get_mode(config, env) != "disabled"

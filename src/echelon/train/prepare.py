@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from echelon.config.schema import Config
-from echelon.cudagraph.capture import (
-    StepCapture,
-    agree_on_obstacle,
-    find_obstacle,
-    find_step_shortage,
-    report_obstacle,
-)
 from echelon.data.batches import EvalOrder, TensorSource, make_source
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import require_best_metric
-from echelon.experiment.compilation import CompiledFunction
 from echelon.experiment.definition import Experiment
 from echelon.experiment.loading import build_experiment
 from echelon.experiment.module_modes import enter_train_mode
@@ -34,12 +26,6 @@ from echelon.experiment.precision import Precision
 from echelon.monitoring.profiler import create_profiler
 from echelon.monitoring.speed import create_speed_monitor
 from echelon.parallel.ddp_replica import DDPReplica
-from echelon.parallel.layer_blocks import (
-    checkpoint_blocks,
-    find_blocks,
-    require_blocks,
-    require_shardable,
-)
 from echelon.parallel.model_parallel import (
     ModelStage,
     SampleBatch,
@@ -52,12 +38,6 @@ from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
-from echelon.snapshot.distributed_writer import (
-    DistributedSnapshotWriter,
-    collect_shards,
-    gather_full_state,
-    is_folder_shared,
-)
 from echelon.snapshot.state import load_model, restore_state, seed_all
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
@@ -71,6 +51,9 @@ from echelon.train.same_data_check import require_same_data
 from echelon.train.stop_signals import StopSignals
 from echelon.utils.text import format_count
 from echelon.world import World
+
+if TYPE_CHECKING:
+    from echelon.cudagraph.capture import StepCapture
 
 _BUILD_TIMEOUT_S = 3600.0
 """Ranks may take very different times to prepare data. A failure is reported at once all the
@@ -240,6 +223,14 @@ def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
         or (not is_required and t.device.type != "cuda")
     ):
         return None
+    from echelon.cudagraph.capture import (
+        StepCapture,
+        agree_on_obstacle,
+        find_obstacle,
+        find_step_shortage,
+        report_obstacle,
+    )
+
     reason = find_step_shortage(steps_left, is_required)
     if len(t.group.world.devices) > 1:
         reason = "the model is on several devices"
@@ -318,10 +309,17 @@ def _restore_snapshot(training: Training) -> None:
 def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     """Returns the layers that are sharded or checkpointed one by one, and checkpoints them."""
     choice = config.replica
-    if choice.kind == "fsdp":
-        require_shardable(experiment.model)
     if choice.kind != "fsdp" and not choice.checkpoint:
         return []
+    from echelon.parallel.layer_blocks import (
+        checkpoint_blocks,
+        find_blocks,
+        require_blocks,
+        require_shardable,
+    )
+
+    if choice.kind == "fsdp":
+        require_shardable(experiment.model)
     blocks = find_blocks(experiment.model, choice.blocks)
     if choice.checkpoint:
         require_blocks(blocks)
@@ -338,6 +336,12 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
     # Imported here, as torch's FSDP takes a while to import and other runs do not need it.
     from echelon.parallel.fsdp_replica import FillerBatch, FSDPReplica
     from echelon.parallel.fsdp_wrap import shard_model
+    from echelon.snapshot.distributed_writer import (
+        DistributedSnapshotWriter,
+        collect_shards,
+        gather_full_state,
+        is_folder_shared,
+    )
 
     trainer, run, world = t.config.trainer, t.run, t.group.world
     if trainer.compile:
@@ -346,6 +350,8 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
                 "trainer.compile=true: not compiled: fsdp compiles layer by layer, and the model "
                 "has no ModuleList or Sequential of them; name them with replica.blocks=[Block]"
             )
+        from echelon.experiment.compilation import CompiledFunction
+
         for block in blocks:
             block.forward = CompiledFunction(block.forward, t.heartbeat)
     shard_model(t.experiment, blocks, t.device, trainer)

@@ -22,7 +22,6 @@ from echelon.config.validate import check_batch_size, check_cpu_support, check_f
 from echelon.errors import EchelonError, Exit, Fault
 from echelon.experiment.loss_check import LossInputError
 from echelon.gpus import count_visible_gpus
-from echelon.monitoring.out_of_memory import explain_out_of_memory, find_out_of_memory
 from echelon.parallel.join_world import join_world, report_to_agent
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.store import PeerFailedError
@@ -37,7 +36,6 @@ from echelon.train.loop import Training, train
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import prepare_training
 from echelon.train.stop_signals import StopSignals
-from echelon.train.wandb_trial import apply_trial_parameters
 from echelon.world import World, detect
 
 _CAUSE_TIMEOUT_S = 5.0
@@ -100,6 +98,8 @@ class RankWorker:
             _warn_about_cpu(self.config, world)
             self.group = join_world(world, self.config, os.environ)
             if not self.has_agent:  # an agent's launcher has applied them already
+                from echelon.train.wandb_trial import apply_trial_parameters
+
                 self.config = apply_trial_parameters(self.config, self.group, os.environ)
             self.group.require_equal_configs(self.config)
             self.run = find_run(self.group)
@@ -209,6 +209,8 @@ class RankWorker:
         A broken connection is rarely the cause: the rank that failed first gets some seconds to say
         so. Running out of memory and a loss that got the wrong output are explained in sentences.
         """
+        from echelon.monitoring.out_of_memory import explain_out_of_memory, find_out_of_memory
+
         if isinstance(error, PeerFailedError):
             return error.failure
         loss_fault: Fault | None = None

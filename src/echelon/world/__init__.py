@@ -6,7 +6,6 @@ variables explains their world as well as ours.
 """
 
 from echelon.world.detect import detect
-from echelon.world.render import detection_to_dict, render_detection
 from echelon.world.slurm_variables import expand_hostlist
 from echelon.world.types import Detection, DetectionReason, DeviceRule, IgnoredVariable, World
 
@@ -17,7 +16,5 @@ __all__ = [
     "IgnoredVariable",
     "World",
     "detect",
-    "detection_to_dict",
     "expand_hostlist",
-    "render_detection",
 ]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from echelon.config.schema import Config
 from echelon.errors import Exit
 from echelon.gpus import count_visible_gpus
-from echelon.launch import network_interface
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServer
@@ -22,7 +21,6 @@ from echelon.launch.plan import NodeSpec, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
-from echelon.tracking import wandb_run
 from echelon.tracking.summary import format_rows
 
 if TYPE_CHECKING:
@@ -203,6 +201,8 @@ def make_network_variables(config: Config, host: str, env: Mapping[str, str]) ->
     What a person has set stays. Else it is the interface of the route to node 0. torch is told not
     to warn of host names that cannot be looked up.
     """
+    from echelon.launch import network_interface
+
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     name = config.launch.interface or network_interface.find_interface_to(host)
     wanted = quiet | (dict.fromkeys(network_interface.INTERFACE_VARIABLES, name) if name else {})
@@ -222,6 +222,8 @@ def _collect_node_facts(launcher: Launcher, config: Config) -> dict[str, object]
 
 def _print_wandb_hints(run: Run) -> None:
     """Print how to send what wandb keeps in its files, for a rank 0 that was killed."""
+    from echelon.tracking import wandb_run
+
     for line in format_rows(wandb_run.get_summary_rows(run)):
         print(line, file=sys.stderr, flush=True)
 
