@@ -26,7 +26,7 @@ slow-here: check
 	$(PYTEST) tests --ignore=tests/cluster -n 2 --dist worksteal -m $(SLOW) < /dev/null
 
 slow-cluster: $(READY)
-	$(PYTEST) tests/cluster -m $(SLOW) < /dev/null
+	$(PYTEST) tests/cluster -n 2 --dist loadgroup -m $(SLOW) < /dev/null
 
 check: $(READY) ## lint, types, unit tests: under a minute
 	.venv/bin/ruff check .

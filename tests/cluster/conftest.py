@@ -9,25 +9,39 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from command_line import CommandLine, open_command_line
+from slurm_cluster import ClusterSlot, TestCluster
 
 
 @pytest.fixture(scope="session")
-def cluster(used: list[slurm_cluster.TestCluster]) -> Iterator[slurm_cluster.TestCluster]:
+def slot() -> ClusterSlot:
+    return ClusterSlot()
+
+
+@pytest.fixture(scope="session")
+def cluster(slot: ClusterSlot, used: list[TestCluster]) -> Iterator[TestCluster]:
     """Three hosts under Slurm, without accounting."""
-    with _running(slurm_cluster.PLAIN, used) as started:
+    with _running(slot.make_kind(accounting=False), used) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def accounted(used: list[slurm_cluster.TestCluster]) -> Iterator[slurm_cluster.TestCluster]:
+def accounted(slot: ClusterSlot, used: list[TestCluster]) -> Iterator[TestCluster]:
     """Another three, with accounting; both kinds run side by side."""
-    with _running(slurm_cluster.ACCOUNTED, used) as started:
+    with _running(slot.make_kind(accounting=True), used) as started:
         yield started
 
 
-@pytest.fixture
-def healthy(used: list[slurm_cluster.TestCluster]) -> Iterator[None]:
-    """For tests that cut cables or kill nodes: the next test finds them whole."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cluster with accounting takes long to make: its tests share one."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "accounted" in fixtures or item.name.endswith("[accounted]"):
+            item.add_marker(pytest.mark.xdist_group("accounting"))
+
+
+@pytest.fixture(autouse=True)
+def _heal(used: list[TestCluster]) -> Iterator[None]:
+    """Tests cut cables, kill nodes and restart the controller: the next one finds all whole."""
     yield
     for each in used:
         if each.broken:
@@ -35,21 +49,19 @@ def healthy(used: list[slurm_cluster.TestCluster]) -> Iterator[None]:
 
 
 @pytest.fixture
-def command_line(cluster: slurm_cluster.TestCluster, tmp_path: Path) -> Iterator[CommandLine]:
+def command_line(cluster: TestCluster, tmp_path: Path) -> Iterator[CommandLine]:
     """A place to type commands at."""
     with open_command_line(cluster, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
-def used() -> list[slurm_cluster.TestCluster]:
+def used() -> list[TestCluster]:
     return []
 
 
 @contextmanager
-def _running(
-    kind: slurm_cluster.ClusterKind, used: list[slurm_cluster.TestCluster]
-) -> Iterator[slurm_cluster.TestCluster]:
+def _running(kind: slurm_cluster.ClusterKind, used: list[TestCluster]) -> Iterator[TestCluster]:
     """A developer's cluster is left running; one started here ends with the session."""
     was_up = slurm_cluster.is_up(kind)
     started = slurm_cluster.start(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from slurm_cluster import EMPTY_S, TestCluster, wait_until
+from slurm_cluster import EMPTY_S, ClusterSlot, TestCluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-STAYS = "sleep 1739"
+STAYS = f"sleep 1739.{os.getpid()}"
 """Nobody else's: jobs of other tests may just be ending."""
 
 
@@ -58,7 +59,6 @@ def test_ssh_refuses_a_host_that_pretends(cluster: TestCluster) -> None:
     assert "Host key verification failed" in done.stderr
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_cut_cable_cuts_one_host_off(cluster: TestCluster) -> None:
     first, second, third = cluster.nodes
     assert _reaches(cluster, first, second)
@@ -74,7 +74,6 @@ def _reaches(cluster: TestCluster, here: str, there: str) -> bool:
     return cluster.on(here, "timeout", "2", "bash", "-c", probe).returncode == 0
 
 
-@pytest.mark.usefixtures("healthy")
 def test_healing_mends_cables_and_nodes(cluster: TestCluster) -> None:
     first, second, third = cluster.nodes
     cluster.link(first, "down")
@@ -84,7 +83,6 @@ def test_healing_mends_cables_and_nodes(cluster: TestCluster) -> None:
     assert cluster.slurm("srun", "-w", second, "hostname").split() == [second]
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_slow_cable_still_carries(cluster: TestCluster) -> None:
     cluster.netem(cluster.nodes[0], "rate 1mbit")
     shaped = cluster.on(cluster.nodes[0], "tc", "qdisc", "show", "dev", "eth0").stdout
@@ -92,7 +90,6 @@ def test_a_slow_cable_still_carries(cluster: TestCluster) -> None:
     assert cluster.ssh(cluster.nodes[0], "hostname").stdout.split() == [cluster.nodes[0]]
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_killed_node_comes_back(cluster: TestCluster, tmp_path: Path) -> None:
     node = cluster.nodes[-1]
     words = ["--parsable", "-w", node, "-o", "/dev/null", "--wrap", "exec sleep 7654"]
@@ -178,11 +175,12 @@ def test_down_spares_a_folder_that_holds_something_else(spare_folder: Path) -> N
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["", "folder_lost"])
-def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
-    kind = slurm_cluster.ClusterKind(spare_folder, ("--prefix", "gone", "--net", "10.213.39"))
-    before = _traces(spare_folder)
+def test_down_leaves_nothing(slot: ClusterSlot, spare_folder: Path, lost: bool) -> None:
+    prefix = "gone" + chr(ord("a") + slot.number)
+    options = ("--prefix", prefix, "--net", f"10.213.{100 + slot.number}")
+    kind = slurm_cluster.ClusterKind(spare_folder, options)
     short = slurm_cluster.start(kind)
-    assert _traces(spare_folder) != before
+    assert all(_traces(spare_folder, prefix).values())
     try:
         stays = f"{STAYS} & setsid {STAYS} & wait"
         short.slurm("sbatch", "-o", "/dev/null", "--wrap", stays, cwd=Path("/"))
@@ -192,25 +190,18 @@ def test_down_leaves_nothing(spare_folder: Path, lost: bool) -> None:
     finally:
         assert slurm_cluster.manage(kind, "down").returncode == 0
     assert not spare_folder.exists()
-    assert _traces(spare_folder) == before
+    assert not any(_traces(spare_folder, prefix).values())
 
 
-def _traces(folder: Path) -> dict[str, object]:
-    """What of a cluster is seen outside its folder."""
-    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+def _traces(folder: Path, prefix: str) -> dict[str, list[str]]:
+    """What of a cluster is seen outside its folder. Others come and go meanwhile."""
+    processes = subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines()
     return {
-        "devices": _names_in("/sys/class/net"),
-        "namespaces": set(subprocess.check_output(["ip", "netns"], text=True).split()),
-        "hosts": Path("/etc/hosts").read_text(),
-        "run": _names_in("/run"),
-        "policies": {each for each in _names_in("/usr/sbin") if each.startswith("policy-rc")},
-        "processes": [line for line in processes.splitlines() if str(folder) in line],
-        "sleeps": processes.count(STAYS),
+        "devices": [each.name for each in Path("/sys/class/net").glob(f"ech-{prefix}*")],
+        "namespaces": [each.name for each in Path("/run/netns").glob(f"{prefix}*")],
+        "hosts": [each for each in Path("/etc/hosts").read_text().splitlines() if prefix in each],
+        "processes": [each for each in processes if str(folder) in each or each == STAYS],
     }
-
-
-def _names_in(folder: str) -> set[str]:
-    return {each.name for each in Path(folder).iterdir()}
 
 
 @pytest.fixture

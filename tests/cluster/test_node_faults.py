@@ -98,7 +98,6 @@ def _ended(world: list[RunningCommand], limit_s: float = START_S) -> list[Comman
 # --- what ends the world ---
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_at_once(
     command_line: CommandLine,
 ) -> None:
@@ -135,7 +134,6 @@ def test_a_killed_node_0_is_named_by_the_others(command_line: CommandLine) -> No
     command_line.require_nothing_left()
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine) -> None:
     node_0, node_1, _ = command_line.cluster.nodes
     world = _start(command_line)
@@ -153,7 +151,6 @@ def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine
 # --- under Slurm ---
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(
     command_line: CommandLine,
 ) -> None:

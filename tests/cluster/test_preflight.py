@@ -151,7 +151,6 @@ def closed(command_line: CommandLine, host: str, address: str) -> Iterator[None]
         command_line.cluster.on(host, "ip", "rule", "del", *rule)
 
 
-@pytest.mark.usefixtures("healthy")
 def test_a_slow_link_is_blamed_on_its_node(command_line: CommandLine) -> None:
     last = command_line.cluster.nodes[-1]
     command_line.cluster.netem(last, "rate 1mbit")

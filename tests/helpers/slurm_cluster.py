@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ UP_S = 600.0
 """The first `up` on a machine installs packages."""
 LIMIT_S = 300.0
 EMPTY_S = 240.0
+MAX_SLOTS = 12
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,32 @@ def default_folder() -> Path:
     return Path(os.environ.get("ECHELON_CLUSTER", "/tmp/echelon-cluster"))
 
 
-PLAIN = ClusterKind(default_folder(), tuple(os.environ.get("ECHELON_CLUSTER_OPTIONS", "").split()))
-ACCOUNTED = ClusterKind(
-    default_folder().with_name(default_folder().name + "-accounting"),
-    ("--accounting", "--prefix", "acct", "--net", "10.213.40"),
-)
+class ClusterSlot:
+    """The names and networks of one test process's clusters. No other process of this machine has
+    the same ones: not another worker of pytest-xdist, nor another checkout's tests."""
+
+    def __init__(self) -> None:
+        for number in range(MAX_SLOTS):
+            # A name that only the kernel keeps: it is free again when this process ends.
+            self._lock = socket.socket(socket.AF_UNIX)
+            try:
+                self._lock.bind(f"\0{default_folder()} {number}")
+            except OSError:
+                self._lock.close()
+                continue
+            self.number = number
+            return
+        pytest.fail(f"{MAX_SLOTS} test processes have a cluster each on this machine already")
+
+    def make_kind(self, accounting: bool) -> ClusterKind:
+        folder = default_folder()
+        if not accounting and self.number == 0:  # as `make cluster` makes it for a developer
+            return ClusterKind(folder)
+        name = f"{folder.name}{'-accounting' if accounting else ''}-{self.number}"
+        prefix = ("acct" if accounting else "n") + chr(ord("a") + self.number)
+        net = f"10.213.{60 + 2 * self.number + accounting}"
+        options = ("--prefix", prefix, "--net", net, *(["--accounting"] if accounting else []))
+        return ClusterKind(folder.with_name(name), options)
 
 
 def manage(
@@ -93,7 +116,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
 
 
 class TestCluster:
-    """A running cluster. Methods that break something leave it to the fixture `healthy`."""
+    """A running cluster. Methods that break something leave it to the fixture `_heal`."""
 
     __test__ = False  # not a class of tests, though pytest would think so by its name
 
@@ -175,6 +198,8 @@ class TestCluster:
         require(manage(self.kind, "start-node", node, limit_s=2 * LIMIT_S))
 
     def restart_controller(self) -> None:
+        """Jobs go on meanwhile. The nodes are unknown to the new one until they register."""
+        self.broken = True
         require(manage(self.kind, "restart-controller"))
 
     def heal(self) -> None:
