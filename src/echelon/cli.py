@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from echelon import __version__
 from echelon.errors import EchelonError, Exit, suggest_nearest
+from echelon.utils.streams import open_missing_streams
 
 
 class Subcommand(NamedTuple):
@@ -36,6 +37,7 @@ def run_guarded(command: Callable[[], int]) -> int:
     A fault of the user's or the machine's becomes a sentence and an exit code, never a traceback.
     An exception of ours keeps its traceback.
     """
+    open_missing_streams()  # first: the next file that is opened must not become one of them
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C cannot encode │ or ×
             stream.reconfigure(errors="replace")
