@@ -15,12 +15,13 @@ import command_runner
 import pytest
 import yaml
 from command_runner import ECHELON, HERE, only_run
+from run_folders import lines, make_run
 from wandb_server import SWEEP, Server, serving
 from worlds import Ended, configured, train_config
 
 from echelon.cli import run_command
 from echelon.entrypoint import compose_config
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, Exit
 from echelon.runs.run_folder import Run
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
@@ -305,6 +306,46 @@ def test_failures_in_a_row_end_it(
             run_agents(file, ready, 3)
     assert [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()] == ["failed"] * 3
     assert [path.name for path in ready.sweep.folder.parent.iterdir()] == [ready.sweep.name]
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "is_queued"),
+    [
+        (Exit.OK, "finished", False),
+        (Exit.FAILED, "failed", False),
+        (Exit.PREEMPTED, "preempted", True),  # it has saved and has to go on
+    ],
+)
+def test_a_job_that_ended_while_nobody_followed_it_has_its_result(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: Exit,
+    state: str,
+    is_queued: bool,
+) -> None:
+    """The sweep was killed, and comes back after its trial's job: a second one is not queued."""
+    (tmp_path / "s.yml").write_text(FILE)
+    file, root = read_sweep_file(tmp_path / "s.yml"), tmp_path / "runs"
+    words = (*SIZE, "launch=slurm")
+    ready = plan_sweep(file, words, None, root, None, LEASE_S, compose_config)
+    folder = made(ready, file.data)
+    trial_records.write_record(folder, WandbTrialRecord("trial0", f"me/pro/{SWEEP}", {"lr": 0.25}))
+    failure = {"rank": 0, "summary": "it broke"} if state == "failed" else None
+    told = {"state": state, "launcher": "slurm", "job": "7", "failure": failure}
+    run = make_run(root, f"{SWEEP}-trial0", lines(), status=told)
+    run.exit_code_file.write_text(f"{int(code)}\n")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("PATH", str(tmp_path))  # where no Slurm is
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        server.sweep.config = FILE
+        assert run_agents(file, ready, 1) == (Exit.FAILED if state == "failed" else Exit.OK)
+    out, err = capsys.readouterr()
+    assert out == f"trial0\t{state}\t1.1\tlr=0.25\n"
+    assert ("trial trial0 failed: it broke\n" in err) == (state == "failed")
+    log = trial_records.log_file(folder, "trial0").read_text()
+    assert ("there is no sbatch" in log) == is_queued, log
 
 
 # --- our agents ---------------------------------------------------------------------------------

@@ -130,13 +130,17 @@ class RunBackend:
         return not is_alive(self.trial_run(record).read_status().get("process"))
 
     def start_trial(self, record: WandbTrialRecord) -> RunTrial:
-        """Start it, or attach to its Slurm job, which outlives an interrupted sweep."""
+        """Start it, or attach to its Slurm job, which outlives an interrupted sweep.
+
+        A job that came to its end meanwhile is attached to as well, which passes on how it ended:
+        the trial has its result, and a second job would train it once more.
+        """
         trial_records.write_record(self.folder, replace(record, state="running"))
         run = self.trial_run(record)
         command = _build_trial_command(self.settings, record.to_trial(), self.folder.parent)
         if run.read_status().get("launcher") == "slurm":
             status = read_run_status(run)
-            if status.job and status.is_active:
+            if status.job and (status.is_active or status.state in ("finished", "failed")):
                 command = [*_ECHELON_COMMAND, "attach", str(run.folder)]
         return RunTrial.start(run, record, command, self.folder)
 
