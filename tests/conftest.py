@@ -1,5 +1,5 @@
 """Every test runs in the same surroundings, whoever starts them: a person at a terminal, `nohup`,
-cron, `env -i`, another locale, a home folder with settings of its own.
+cron, `env -i`, another locale or umask, a home folder with settings of its own.
 
 What a test is about it sets itself, over what is set here.
 """
@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     os.environ.clear()
     os.environ.update({"PATH": os.defpath} | kept | FIXED | {"HOME": home})
+    os.umask(0o022)  # modes of files are compared
     _forget_inherited_signals()
 
 

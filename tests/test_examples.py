@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,9 +28,12 @@ def examples(tmp_path: Path) -> Path:
 @pytest.fixture
 def default_port() -> Iterator[None]:
     """Where ranks meet that are not told: tests run beside each other, and one at a time has it."""
-    with Path(tempfile.gettempdir(), "echelon-tests-29500.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    folder = os.open("/tmp", os.O_RDONLY)  # a folder can be locked, and no file is left behind
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(folder)
 
 
 def _trained(done: CommandResult, folder: Path, steps: int) -> Path:

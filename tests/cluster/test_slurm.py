@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from command_line import START_S, CommandLine
 from command_runner import EXAMPLES, is_a_sentence_and_a_hint, until
 from slurm_cluster import TestCluster
@@ -152,7 +151,6 @@ def test_what_slurm_refuses_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.slurm_conf))
-    before = _jobs(cluster)
     assert (
         run_guarded(lambda: run_command(["train", "launch=slurm", "run.name=a", word]))
         == Exit.USAGE
@@ -161,14 +159,14 @@ def test_what_slurm_refuses_leaves_nothing(
     assert is_a_sentence_and_a_hint(told), told
     assert "Slurm does not take the job" in told
     assert says in told
-    assert _jobs(cluster) == before
+    assert _list_jobs_of(tmp_path, cluster) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def _jobs(cluster: TestCluster) -> list[str]:
-    return slurm_cluster.run(
-        ["squeue", "-h", "-t", "all", "-o", "%i"], cluster.env, 30
-    ).stdout.split()
+def _list_jobs_of(folder: Path, cluster: TestCluster) -> list[str]:
+    """Those that were submitted from there; others come and go."""
+    lines = cluster.slurm("squeue", "-h", "-t", "all", "-o", "%i|%Z").splitlines()
+    return [line for line in lines if line.partition("|")[2] == str(folder)]
 
 
 @pytest.mark.parametrize(

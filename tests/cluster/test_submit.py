@@ -111,7 +111,7 @@ def test_a_job_runs_what_was_submitted_whatever_is_edited_later(offline: Command
     main.write_text("import sys\nprint('as it was', sys.argv[1:])\n")
     more = ("--name", "a", "--env", "none", "launch.sbatch=['--hold']")
     started = command_line.program("bash", "job_submitter.sh", *more)
-    assert started.process.wait(90) == Exit.OK, started.read_output()
+    assert started.process.wait(300) == Exit.OK, started.read_output()
     assert f"job {command_line.job()}: run a in" in started.read_output()
     main.write_text("raise SystemExit('edited')\n")
     again = command_line.type("submit", "--name", "a", "--env", "none")
@@ -137,7 +137,7 @@ def test_two_at_once_and_a_build_that_was_killed_give_one_environment(offline: C
     killed.end()
     assert not command_line.run("k").read_job_id()
     both = [command_line.start("submit", "--configs", "one.txt", "--name", n) for n in ("a", "b")]
-    assert [each.process.wait(120) for each in both] == [0, 0], command_line.recent_output()
+    assert [each.process.wait(300) for each in both] == [0, 0], command_line.recent_output()
     assert [over(command_line, name) for name in ("a", "b")] == ["finished", "finished"]
     told = "".join(each.read_output() for each in both)
     assert told.count("building ") == 1, told

@@ -31,7 +31,7 @@ parameters:
       batch_size: {value: 6}
       evaluate: {parameters: {steps: {value: 20}}}
 """
-END_S = 240.0
+END_S = 300.0
 ACCOUNT = {"WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"}
 OPTIONS = ("--parallel", "2", "--lease", "8", "--wait", "--json")
 

@@ -40,9 +40,9 @@ def test_waiting_prints_the_owner(tmp_path: Path) -> None:
     with wait_for_lock(path, "this environment", print):
         waiter = threading.Thread(target=wait)
         waiter.start()
-        assert waits.wait(30)
+        assert waits.wait(300)
         order.append("first")
-    waiter.join(30)
+    waiter.join(300)
     assert order == ["first", "second"]
     assert lines == [f"waiting for {describe_owner(path)}, which has locked this environment"]
     assert f"process {os.getpid()} on " in lines[0]

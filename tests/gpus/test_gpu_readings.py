@@ -203,7 +203,7 @@ def test_the_run_and_whether_it_is_over(make_driver: MakeDriver, tmp_path: Path)
             tmp_path, "at-work", state="running", updated=now - 99, process=identify_this_process()
         ),
         _run(tmp_path, "over", state="finished", updated=now - 99),
-        _run(tmp_path, "leaving", state="finished", updated=now),
+        _run(tmp_path, "leaving", state="finished", updated=now + 3600),  # not long ago
         _run(tmp_path, "abandoned", state="running", updated=now - 99, process=gone),
     ]
     expected = [("at-work", False), ("over", True), ("leaving", False), ("abandoned", True)]

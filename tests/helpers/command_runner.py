@@ -42,7 +42,7 @@ class CommandResult:
     out: str
     err: str
     left: list[str]
-    """What of it still ran 5 s later."""
+    """What of it still ran a minute later."""
     seconds: float
 
     @property

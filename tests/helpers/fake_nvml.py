@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
@@ -22,7 +23,9 @@ NOBODY_HERE = 2**31 - 1
 @functools.cache
 def build_library(newest: int = 3) -> Path:
     """Return the library with process lists up to this version; built once per session."""
-    target = Path(tempfile.mkdtemp(prefix="echelon-nvml-")) / NAME
+    folder = Path(tempfile.mkdtemp(prefix="echelon-nvml-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    target = folder / NAME
     flags = ["-O1", "-shared", "-fPIC", f"-DNEWEST={newest}"]
     subprocess.run(["gcc", *flags, "-o", target, SOURCE], check=True, timeout=300)
     return target

@@ -371,15 +371,16 @@ SPEAK = (
 
 @slow
 def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path) -> None:
-    make_run(tmp_path, state="queued", launcher="slurm")
+    queued = make_run(tmp_path, state="queued", launcher="slurm")
+    queued.job_log_file.write_text("queued\n")
     program = ("--", sys.executable, "-c", SPEAK)
     with started([*ECHELON, "logs", "a", "-f"], tmp_path) as follower:
-        time.sleep(1.0)
+        until(lambda: "queued" in follower.read_output(), 300, "it is followed")
         done = echelon(tmp_path, "run", "launch=local", "launch.procs=2", "run.name=a", *program)
         assert done.code == 0, done.err
         told = follower.wait()
     assert told.code == 0
-    lines = [f"rank {rank} │ {word} {rank}" for word in "ab" for rank in "01"]
+    lines = ["   job │ queued", *(f"rank {r} │ {word} {r}" for word in "ab" for r in "01")]
     assert sorted(told.out.splitlines()) == sorted(lines)
     found = only(tmp_path)
     assert (found["state"], found["launcher"], found["world"]) == ("finished", "local", 2)

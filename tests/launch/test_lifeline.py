@@ -91,6 +91,7 @@ def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:
         spoke.report_heartbeats([sign(1, 39, still=0.1)])
         until(lambda: hub._peers[1].heartbeats)
         assert hub.find_hung_rank(0, 1.0) is None
-        LifelineClient("127.0.0.1", f"{hub.key.split()[0]} guessed", 5, lambda failure: None)
-        time.sleep(0.3)
+        refused: list[Failure] = []
+        LifelineClient("127.0.0.1", f"{hub.key.split()[0]} guessed", 5, refused.append)
+        until(lambda: refused)
         assert set(hub._peers) == {1}

@@ -221,7 +221,9 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     first = Run(tmp_path / "runs" / "my-search-0")
     with started(words, tmp_path) as running:
         until(
-            lambda: first.find_newest_step() or running.process.poll() is not None, 90, "a snapshot"
+            lambda: first.find_newest_step() or running.process.poll() is not None,
+            300,
+            "a snapshot",
         )
         running.process.send_signal(signal.SIGINT)
         done = running.wait()

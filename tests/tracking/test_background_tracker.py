@@ -54,7 +54,7 @@ def lines(*steps: int) -> list[MetricsLine]:
 
 
 def apart(
-    sink: Kept, past: Sequence[MetricsLine], folder: Path, patience_s: float = 30.0
+    sink: Kept, past: Sequence[MetricsLine], folder: Path, patience_s: float = 300.0
 ) -> BackgroundTracker:
     mark = folder / "mark"
     return BackgroundTracker(
@@ -124,7 +124,7 @@ def test_one_that_cannot_be_opened_is_one_warning(
         raise ModuleNotFoundError("No module named 'kept'")
 
     tracker = BackgroundTracker(
-        "kept", refuse, [], tmp_path / "mark", close_timeout_s=30, get_summary_rows=dict
+        "kept", refuse, [], tmp_path / "mark", close_timeout_s=300, get_summary_rows=dict
     )
     tracker.log(lines(1)[0])
     tracker.close(Exit.OK)

@@ -138,7 +138,7 @@ def _on_a_terminal(command: list[str], folder: Path) -> str:
     while chunk := _read(ours):
         read += chunk
     os.close(ours)
-    assert process.wait(120) == 0, read.decode()
+    assert process.wait(300) == 0, read.decode()
     return read.decode()
 
 

@@ -577,7 +577,7 @@ def _sentence(ended: Ended | command_runner.CommandResult, code: Exit = Exit.REN
 @pytest.mark.slow
 def test_a_world_that_never_fills_names_the_missing_everywhere(tmp_path: Path) -> None:
     master = f"master=127.0.0.1:{command_runner.free_port()}"
-    words = ["world_size=4", master, "launch.join_timeout_s=5"]
+    words = ["world_size=4", master, "launch.join_timeout_s=30"]
     for done in _ranks(tmp_path, ["rank=0", *words], ["rank=2", *words]):
         text = _sentence(done)
         assert "world_size=4" in text
@@ -600,7 +600,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     words = [
         "world_size=3",
         f"master=127.0.0.1:{command_runner.free_port()}",
-        "launch.join_timeout_s=6",
+        "launch.join_timeout_s=30",
     ]
     first, *twins = _ranks(tmp_path, ["rank=0", *words], ["rank=1", *words], ["rank=1", *words])
     texts = [_sentence(done) for done in twins]

@@ -84,7 +84,7 @@ def test_one_that_waits_gets_it(tmp_path: Path) -> None:
         waiter.start()
         waiter.join(0.1)
         order.append("first")
-    waiter.join(30)
+    waiter.join(300)
     assert order == ["first", "second"]
 
 
