@@ -18,7 +18,7 @@ from echelon.errors import Exit
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
-def standing(command_line: CommandLine, name: str = "a", **variables: Any) -> dict[str, Any]:
+def read_job_row(command_line: CommandLine, name: str = "a", **variables: Any) -> dict[str, Any]:
     done = command_line.type("jobs", "--json", **variables)
     assert done.code == 0, done.err
     (found,) = [job for job in json.loads(done.out) if job["run"] == name]
@@ -33,19 +33,19 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(command_line: CommandLin
     command_line.job()
     follower = command_line.start("logs", "a", "-f")
     command_line.wait_for_step(3)
-    found = standing(command_line)
+    found = read_job_row(command_line)
     assert (found["state"], found["job"]) == ("running", command_line.job())
     assert (found["nodes"], found["world"], found["total_steps"]) == (2, 2, 100_000)
     assert found["step"] >= 3
 
     command_line.cluster.slurm("scontrol", "requeue", command_line.job())
-    assert until(lambda: standing(command_line)["state"] == "requeued", 300, "requeued")
+    assert until(lambda: read_job_row(command_line)["state"] == "requeued", 300, "requeued")
     command_line.wait_for_more()
     attached = command_line.start("attach", "a")
     until(lambda: "running" in attached.read_output(), 300, "attached")
     assert "was asked to save and end" in command_line.type("cancel", "a").out
     assert attached.wait().code == waiting.wait().code == Exit.PREEMPTED
-    assert standing(command_line)["state"] == "cancelled"
+    assert read_job_row(command_line)["state"] == "cancelled"
     assert "nothing to cancel" in command_line.type("cancel", "a", "--now").out
 
     told = follower.wait()
@@ -67,10 +67,10 @@ def test_a_job_that_left_the_queue_stands_as_its_cluster_knows(either: CommandLi
     for name in "ab":
         held = ("launch=slurm", "launch.sbatch=[--hold]", f"run.name={name}")
         assert either.type("train", *held).code == 0
-        found = standing(either, name)
+        found = read_job_row(either, name)
         assert (found["state"], found["note"]) == ("queued", "JobHeldUser")
     either.cluster.slurm("scancel", either.job("a"))
-    assert standing(either, "a")["state"] == "cancelled", "known to the queue for a minute"
+    assert read_job_row(either, "a")["state"] == "cancelled", "known to the queue for a minute"
     assert either.type("cancel", "b").out == f"run b: job {either.job('b')} left the queue\n"
 
     forgetful = either.folder / "bin"
@@ -79,5 +79,5 @@ def test_a_job_that_left_the_queue_stands_as_its_cluster_knows(either: CommandLi
     (forgetful / "squeue").chmod(0o755)
     path = {"PATH": f"{forgetful}:{os.environ['PATH']}"}
     known = "cancelled" if either.variables["KIND"] == "accounted" else "lost"
-    until(lambda: standing(either, "a", **path)["state"] == known, 120, known)
-    assert standing(either, "b", **path)["state"] == "cancelled", "by the mark in its folder"
+    until(lambda: read_job_row(either, "a", **path)["state"] == known, 120, known)
+    assert read_job_row(either, "b", **path)["state"] == "cancelled", "by the mark in its folder"

@@ -111,7 +111,7 @@ def test_a_trial_is_cancelled_without_its_worker(
         ("", None, {"state": "running"}, {"cancelled": ""}, "cancelled", ""),
     ],
 )
-def test_a_job_stands_as_the_queue_then_accounts_then_its_folder_say(
+def test_a_job_is_what_the_queue_then_accounting_then_its_folder_say(
     tmp_path: Path,
     slurm: Callable[..., dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,9 +126,9 @@ def test_a_job_stands_as_the_queue_then_accounts_then_its_folder_say(
     for name, text in files.items():
         (made.folder / name).write_text(text)
     monkeypatch.setenv("PATH", slurm(squeue, sacct)["PATH"])
-    standing = read_run_status(made)
-    assert standing.state == state
-    assert note in standing.note
+    found = read_run_status(made)
+    assert found.state == state
+    assert note in found.note
 
 
 def test_a_silent_controller_loses_no_run(tmp_path: Path) -> None:

@@ -289,8 +289,8 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
     assert "no space left" in first.lower()
     assert str(folder / "snapshots" / "step-") in first
     assert "stands" in first
-    standing = int(first.rpartition("the snapshot of step ")[2].split()[0])
-    assert (folder / "snapshots" / f"step-{standing:09d}" / "manifest.json").exists()
+    saved_step = int(first.rpartition("the snapshot of step ")[2].split()[0])
+    assert (folder / "snapshots" / f"step-{saved_step:09d}" / "manifest.json").exists()
     # With room again, the same command goes on from there.
     (small_disk / "filler").unlink()
     again = command_runner.run(command, tmp_path)

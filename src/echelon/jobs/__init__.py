@@ -1,1 +1,1 @@
-"""What became of runs: how they stand, what they said, how to end them; whatever launched them."""
+"""Runs on their machines, whatever launched them: their logs, following them, cancelling them."""

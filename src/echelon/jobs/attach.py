@@ -28,7 +28,9 @@ def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
     has_bar = sys.stderr.isatty() and run.read_config().track.progress in ("auto", "bar")
     printer = ProgressBarPrinter(run) if has_bar else StatusPrinter(run)
     try:
-        status = follow_run(run, lambda: _list_log_names(run), printer, initial_lines, printer.tell)
+        status = follow_run(
+            run, lambda: _list_log_names(run), printer, initial_lines, printer.print_status
+        )
     except KeyboardInterrupt:
         printer.close()
         name = format_run_argument(run)
@@ -68,14 +70,14 @@ class StatusPrinter(PlainPrinter):
         self.run = run
         self._last_message = ""
 
-    def tell(self, standing: RunStatus) -> None:
-        who = f"job {standing.job}" if standing.job else f"run {standing.run}"
-        said = f"{who}: {standing.state}" + f" ({standing.note})" * bool(standing.note)
-        if said != self._last_message:
-            self._last_message = said
-            self.say(said)
+    def print_status(self, status: RunStatus) -> None:
+        who = f"job {status.job}" if status.job else f"run {status.run}"
+        message = f"{who}: {status.state}" + f" ({status.note})" * bool(status.note)
+        if message != self._last_message:
+            self._last_message = message
+            self.print_message(message)
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self.flush()
         print(text, file=sys.stderr, flush=True)
 
@@ -92,8 +94,8 @@ class ProgressBarPrinter(StatusPrinter):
         super().__init__(run)
         self._bar: ProgressBar | None = None
 
-    def tell(self, standing: RunStatus) -> None:
-        super().tell(standing)
+    def print_status(self, status: RunStatus) -> None:
+        super().print_status(status)
         metrics = read_last_metrics(self.run.metrics_file)
         total = self.run.read_status().get("total_steps")
         if self._bar is None and metrics and isinstance(total, int):
@@ -107,9 +109,9 @@ class ProgressBarPrinter(StatusPrinter):
         elif not _STEP_LINE.match(line.text):
             self._bar.show(line.text.decode(errors="replace").rstrip("\n"))
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         if not self._bar or not self._bar.show:
-            super().say(text)
+            super().print_message(text)
         else:
             self._bar.show(text)
 

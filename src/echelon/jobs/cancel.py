@@ -23,18 +23,18 @@ def cancel_runs(runs: Sequence[Run], now: bool) -> int:
     if faults:
         raise EchelonError(*faults)
     active = [s for s in statuses if s.is_active]
-    for standing in active:
-        _mark_cancelled(by_folder[standing.folder])
+    for status in active:
+        _mark_cancelled(by_folder[status.folder])
     alone = [s for s in active if s.job and not _is_trial(by_folder[s.folder])]
     _cancel_slurm_jobs(alone, now)
-    for standing in statuses:
-        if not standing.is_active:
-            note = f" ({standing.note})" if standing.note else ""
-            print(f"run {standing.run} is {standing.state}{note}: there is nothing to cancel")
-        elif not standing.job:
-            _cancel_process(standing, by_folder[standing.folder], now)
-        elif standing not in alone:
-            print(f"run {standing.run}: the worker of its sweep was told to end it")
+    for status in statuses:
+        if not status.is_active:
+            note = f" ({status.note})" if status.note else ""
+            print(f"run {status.run} is {status.state}{note}: there is nothing to cancel")
+        elif not status.job:
+            _cancel_process(status, by_folder[status.folder], now)
+        elif status not in alone:
+            print(f"run {status.run}: the worker of its sweep was told to end it")
     return Exit.OK
 
 
@@ -74,8 +74,8 @@ def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
     if jobs and now:
         run_slurm_command("scancel", "--quiet", "--signal=KILL", *(f"{job}.0" for job in jobs))
     if jobs and (done := run_slurm_command("scancel", *jobs)).returncode:
-        for standing in statuses:
-            Run(Path(standing.folder)).cancel_file.unlink(missing_ok=True)
+        for status in statuses:
+            Run(Path(status.folder)).cancel_file.unlink(missing_ok=True)
         raise EchelonError(
             Fault(
                 f"Slurm does not cancel job {', '.join(jobs)}: {last_error_line(done)}", _OWNER_HINT

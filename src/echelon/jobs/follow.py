@@ -15,11 +15,11 @@ from echelon.runs.status import RunStatus, read_run_status
 INITIAL_LINES = 20
 _POLL_S = 0.2
 _STATUS_POLL_S = 0.5
-"""Between two looks at how the run stands."""
+"""Between two readings of the run's status."""
 _SLURM_POLL_S = 3.0
 """The same where Slurm is asked, whose controller has others to answer."""
 _LOST_CONFIRMATIONS = 3
-"""So many looks in a row at a run that seems to be gone: files of other machines come late."""
+"""So many readings in a row of a run that seems to be gone: files of other machines come late."""
 _FINAL_OUTPUT_S = 1.0
 """A run says some more after it has noted how it ended."""
 _CLOSE_TIMEOUT_S = 30.0
@@ -54,7 +54,7 @@ def follow_run(
     list_names: Callable[[], Sequence[str]],
     printer: LogPrinter,
     initial_lines: int,
-    on_status: Callable[[RunStatus], None] = lambda standing: None,
+    on_status: Callable[[RunStatus], None] = lambda status: None,
 ) -> RunStatus:
     """Show these logs until the run is over, and return its last status.
 

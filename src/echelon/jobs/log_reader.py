@@ -19,7 +19,7 @@ from echelon.runs.run_folder import Run
 
 _BLOCK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 24
-"""Longer lines are no lines, and are shown in pieces."""
+"""Longer lines are shown in pieces."""
 _RECENT_STAMPS_BYTES = 1 << 22
 """Bytes of stamps that are enough to order the last lines."""
 

@@ -113,7 +113,7 @@ def _require_logs(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> None:
         )
 
 
-# --- how it looks ---
+# --- the printer ---
 
 
 _GREY = 90
@@ -151,8 +151,8 @@ class PrefixedPrinter:
     def _flush_repeated(self) -> None:
         same, self._repeated = self._repeated, []
         if len(same) >= _MIN_REPEATED_LINES:
-            said = f"… {len(same)} lines as above"
-            self._write(same[0]._replace(text=said.encode()), "2;")
+            text = f"… {len(same)} lines as above"
+            self._write(same[0]._replace(text=text.encode()), "2;")
         else:
             for line in same:
                 self._write(line)

@@ -48,8 +48,8 @@ class Failure:
 def failure_from_exception(
     error: BaseException, rank: int, step: int | None, hint: str = ""
 ) -> Failure:
-    """Return the failure of an exception. A fault is told in its sentences; anything else keeps
-    its traceback."""
+    """Return the failure of an exception. A fault keeps its sentences; anything else keeps its
+    traceback."""
     if isinstance(error, EchelonError):
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
         return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)

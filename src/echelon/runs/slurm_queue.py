@@ -66,10 +66,10 @@ def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
         "squeue", "-h", "-r", "-t", "all", "-j", _join_job_ids(jobs), "-o", "%i|%T|%r"
     )
     lines = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2]
-    words = {job: SlurmJobState(state, "" if why == "None" else why) for job, state, why in lines}
+    states = {job: SlurmJobState(state, "" if why == "None" else why) for job, state, why in lines}
     # Of a single job that is long gone squeue says "invalid" and fails; of several, nothing.
     silent = done.returncode != 0 and "Invalid job id" not in done.stderr
-    return SlurmQueueAnswer(words, last_error_line(done) if silent else "")
+    return SlurmQueueAnswer(states, last_error_line(done) if silent else "")
 
 
 def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:

@@ -82,7 +82,7 @@ def _escape_math(name: str) -> str:
 
 
 def _count_legend_columns(sheet: Plot, wide: float) -> int:
-    """Return how many columns fit; a letter is about 0.065 inches wide, a sample of a line half
+    """Return how many columns fit; a character is about 0.065 inches wide, a sample of a line half
     an inch."""
     longest = max(len(str(run)) for run in sheet.legend)
     return max(1, min(len(sheet.legend), int(wide / (0.065 * longest + 0.6))))

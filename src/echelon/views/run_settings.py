@@ -62,10 +62,10 @@ def omit_common_values(
     ], common_values
 
 
-def format_settings(words: dict[str, str]) -> str:
+def format_settings(settings: dict[str, str]) -> str:
     """Return settings as they are typed: ``lr=0.1 epochs=3``."""
-    said = {key: value for key, value in words.items() if value != "null"}
-    return " ".join(f"{key}={value}" if key else value for key, value in said.items())
+    shown = {key: value for key, value in settings.items() if value != "null"}
+    return " ".join(f"{key}={value}" if key else value for key, value in shown.items())
 
 
 def find_non_defaults(record: RunRecord) -> dict[str, str]:
@@ -73,12 +73,12 @@ def find_non_defaults(record: RunRecord) -> dict[str, str]:
     from echelon.config.bundled_experiments import read_defaults
 
     usual = flatten(Config().to_dict()) | read_defaults(record.entry)
-    apart = ("run.", "rank", "world_size", "master")
+    irrelevant = ("run.", "rank", "world_size", "master")
     mine = flatten_settings(record)
     return {
         k: format_value(v)
         for k, v in mine.items()
-        if not k.startswith(apart) and _is_non_default(k, v, usual)
+        if not k.startswith(irrelevant) and _is_non_default(k, v, usual)
     }
 
 

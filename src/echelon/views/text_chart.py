@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from echelon.tracking.summary import needs_log_scale
 
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of each dot of a letter, row by row."""
+"""The bit of each dot of a character, row by row."""
 _LABEL_WIDTH = 8
-"""Letters of a value at the left."""
+"""Characters of a value at the left."""
 
 
 @dataclass(frozen=True)
