@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Figure, Result, compute_ratios, environment, make_figure, measure_in_turns
+from echelon.runs.metrics_file import read_metrics
 
 HERE = Path(__file__).resolve()
 BATCHES = (1024, 16384)
@@ -119,8 +120,7 @@ def ours_s(batch: int, size: str, steps: int, device: str, words: list[str]) -> 
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-3000:])
-        text = (Path(folder) / "runs" / "a" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+        lines = read_metrics(Path(folder) / "runs" / "a" / "metrics.jsonl")
     first, last = lines[len(lines) // 2], lines[-1]
     return float((last["time"] - first["time"]) / (last["step"] - first["step"]))
 

@@ -20,7 +20,6 @@ would be shared too.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from common import (
     start_program,
     wait_for,
 )
+from echelon.runs.metrics_file import read_metrics
 
 PROCS = 2
 ROUNDS, MEMORY_ROUNDS = 7, 3
@@ -158,15 +158,8 @@ class Start(AbstractContextManager["Start"]):
         return max(times) if len(times) == PROCS else None
 
     def _logged(self, step: int) -> float | None:
-        metrics = self.folder / "runs" / "bench" / "metrics.jsonl"
-        if not metrics.exists():
-            return None
-        lines = [x for x in metrics.read_text().splitlines(keepends=True) if x.endswith("\n")]
-        found = [
-            line["time"]
-            for line in map(json.loads, lines)
-            if line["step"] == step and "time" in line
-        ]
+        lines = read_metrics(self.folder / "runs" / "bench" / "metrics.jsonl")
+        found = [line["time"] for line in lines if line["step"] == step and "time" in line]
         return found[0] if found else None
 
     def wait(self, found: Callable[[], float | None]) -> float:

@@ -29,6 +29,7 @@ import numpy as np
 from echelon.config.compose import compose
 from echelon.recipes.movielens.data import Ratings, load_ratings, split_newest, split_randomly
 from echelon.runs.find import find_run
+from echelon.runs.metrics_file import read_metrics
 from echelon.train.worker import train_in_process
 
 HERE = Path(__file__).parent
@@ -123,8 +124,8 @@ def _run(words: list[str], runs: Path, task: str) -> dict[str, float]:
     if code := train_in_process(config):
         sys.exit(code)
     taken = {"fit_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
-    lines = find_run("latest", str(runs)).metrics_file.read_text().splitlines()
-    last = [json.loads(line) for line in lines if "eval_loss" in line][-1]
+    lines = read_metrics(find_run("latest", str(runs)).metrics_file)
+    last = [line for line in lines if "eval_loss" in line][-1]
     return {key: last[f"eval_{key}"] for key in MEASURED[task]} | taken
 
 

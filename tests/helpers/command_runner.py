@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from echelon.runs.metrics_file import read_metrics
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 EXAMPLES = ROOT / "examples"
@@ -203,7 +205,7 @@ def status(run_folder: Path) -> dict[str, Any]:
 
 
 def metrics(run_folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(run_folder / "metrics.jsonl")
 
 
 def curve(run_folder: Path) -> list[tuple[int, float]]:

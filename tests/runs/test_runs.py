@@ -64,3 +64,27 @@ def test_a_run_folder_of_another_format_is_refused_and_listed(
     aside = replace(named, trainer=replace(named.trainer, resume="never"))
     assert create_run(aside).read_config() == aside
     assert (tmp_path / "before.1" / "config.json").exists()
+
+
+def test_runs_and_jobs_agree_on_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a program, whose lines have a step and a time and nothing else of training's."""
+    monkeypatch.chdir(tmp_path)
+    written = [{"step": step, "time": float(step), "acc": 0.5} for step in (1, 2, 7)]
+    make_run(tmp_path / "runs", "program", written, status={"step": 3, "total_steps": 9})
+    make_run(tmp_path / "runs", "training", lines(20), status={"total_steps": True})
+    make_run(tmp_path / "runs", "failed", status={"state": "failed", "failure": {"rank": 1}})
+    _, of_runs, _ = echelon(capsys, "runs", "--json")
+    _, of_jobs, _ = echelon(capsys, "jobs", "--json")
+    keys = ("run", "folder", "state", "note", "step", "total_steps", "started")
+    rows = [
+        [{key: row[key] for key in keys} for row in found]
+        for found in (json.loads(of_runs)["runs"], json.loads(of_jobs))
+    ]
+    assert rows[0] == rows[1]
+    assert {row["run"]: (row["step"], row["total_steps"]) for row in rows[0]} == {
+        "program": (7, 9),
+        "training": (20, None),
+        "failed": (None, None),
+    }

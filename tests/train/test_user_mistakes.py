@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from worlds import Ended, run_commands
 
 from echelon.cli import run_command, run_guarded
 from echelon.errors import Exit
+from echelon.runs.metrics_file import read_metrics
 
 TypeCommand = Callable[..., tuple[int, str]]
 
@@ -474,7 +474,7 @@ def test_numpy_arrays_are_tensors(type_command: TypeCommand, tmp_path: Path) -> 
         code, text = type_command("train", f"experiment={file}.py:experiment", f"run.name={file}")
         assert code == 0, text
     losses = [
-        [json.loads(line)["loss"] for line in run.joinpath("metrics.jsonl").open()]
+        [line["loss"] for line in read_metrics(run / "metrics.jsonl")]
         for run in (tmp_path / "runs" / "own", tmp_path / "runs" / "arrays")
     ]
     assert losses[0] == losses[1] != []

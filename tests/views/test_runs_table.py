@@ -243,7 +243,7 @@ def test_order_and_choice(
     [
         (["--filter", "rl=0.1"], "did you mean 'lr'"),
         (["--filter", "lr"], "KEY=VALUE"),
-        (["--filter", "lr<many"], "is no number"),
+        (["--filter", "lr<many"], "is not a number"),
         (["--sort", "bset"], "did you mean 'best'"),
     ],
     ids=" ".join,
@@ -273,6 +273,26 @@ def test_a_terminal_is_never_too_narrow(
     shown = out.splitlines()
     assert max(map(len, shown)) <= width
     assert sum("hidden_width=" in line for line in shown) == 3, "settings go below if need be"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_of_jobs_fits(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+) -> None:
+    failure = {"rank": 1, "summary": "it broke " * 20}
+    status = {"state": "failed", "failure": failure, "total_steps": 40}
+    make_run(tmp_path / "runs", "a_run_with_quite_a_long_name", lines(), status=status)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = echelon(capsys, "jobs")
+    head, row, note = out.splitlines()
+    assert max(map(len, (head, row, note))) <= width
+    assert head.startswith("RUN")
+    assert row.startswith("a_"), "the name shrinks"
+    assert note.startswith("  └ rank 1: it broke")
 
 
 def test_only_what_is_shown_is_looked_into(

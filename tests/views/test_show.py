@@ -155,7 +155,8 @@ def test_ascii_is_enough(
     make_run(tmp_path / "runs", "a", lines(), lr=0.1)
     make_run(tmp_path / "runs", "b", lr=0.2)
     monkeypatch.setenv("LC_ALL", "C")
-    for words in (["show", "a"], ["runs"]):
+    make_run(tmp_path / "runs", "c", status={"state": "failed", "world": 2})
+    for words in (["show", "a"], ["runs"], ["jobs"]):
         code, out, _ = echelon(capsys, *words)
         assert code == 0
         assert out.isascii()

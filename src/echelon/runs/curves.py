@@ -5,8 +5,6 @@ Values that are not finite are left out and counted; lines that are cut or stran
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import statistics
 import time
@@ -14,9 +12,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
-from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_metrics, read_tail
+from echelon.runs.metrics_file import (
+    SPEED_METRICS,
+    MetricsLine,
+    is_number,
+    read_first_metrics,
+    read_last_metrics,
+    read_metrics,
+    scan_metric,
+)
 from echelon.runs.record import RunRecord
 from echelon.runs.run_folder import Run
 
@@ -31,7 +36,6 @@ _HIGHER_IS_BETTER = re.compile(
 """Whole words: `mape` and `accumulated_error` are errors."""
 _WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
 """In a name such as `BinaryAccuracy`."""
-_HEAD_BYTES = 4096
 _MIN_PAUSE_S = 60.0
 """What takes less is none."""
 
@@ -60,7 +64,7 @@ class RunMetrics:
     curves: dict[str, Curve]
     """The training loss first, then what was evaluated, then the rest."""
     not_finite: int
-    lines: list[dict[str, Any]]
+    lines: list[MetricsLine]
     """Those of training: step, samples and time are numbers."""
     trained_s: list[float]
     """Up to each of these lines."""
@@ -87,11 +91,13 @@ def load_metrics(record: RunRecord) -> RunMetrics:
                 not_finite += isinstance(value, float)
     ordered = sort_metric_names(curves, record.best_name)
     lines = [line for line in lines_with_step if _is_training_line(line)]
-    trained_s = _compute_trained_s(lines, _find_evaluations(lines_with_step), record.start_times)
+    trained_s = _compute_trained_s(
+        lines, _find_evaluations(lines_with_step), record.facts.start_times
+    )
     return RunMetrics({name: curves[name] for name in ordered}, not_finite, lines, trained_s)
 
 
-def _read_lines(run: Run) -> list[dict[str, Any]]:
+def _read_lines(run: Run) -> list[MetricsLine]:
     try:
         return read_metrics(run.metrics_file)
     except OSError:  # no permission, or no file at all
@@ -113,12 +119,12 @@ def _create_curve(name: str, record: RunRecord) -> Curve:
     return Curve(name, "max" if _HIGHER_IS_BETTER.search(words) else "min")
 
 
-def _is_training_line(line: dict[str, Any]) -> bool:
+def _is_training_line(line: MetricsLine) -> bool:
     """Whether a line is one of training, with step, samples, speed and time."""
     return all(is_number(line.get(key)) for key in ("step", "samples", "samples_per_s", "time"))
 
 
-def _find_evaluations(lines: Sequence[dict[str, Any]]) -> list[bool]:
+def _find_evaluations(lines: Sequence[MetricsLine]) -> list[bool]:
     """Return for each line of training whether an evaluation was logged between it and the one
     before."""
     found, between = [], False
@@ -132,7 +138,7 @@ def _find_evaluations(lines: Sequence[dict[str, Any]]) -> list[bool]:
 
 
 def _compute_trained_s(
-    lines: Sequence[dict[str, Any]], evaluated: Sequence[bool], starts: Sequence[float]
+    lines: Sequence[MetricsLine], evaluated: Sequence[bool], starts: Sequence[float]
 ) -> list[float]:
     """Return the seconds of training up to each line of training, without pauses.
 
@@ -141,7 +147,7 @@ def _compute_trained_s(
     beyond their own speed is a pause if it is far longer than the usual, for example an evaluation.
     """
     taken_s, beyond_pace_s = [], []
-    before: dict[str, Any] | None = None
+    before: MetricsLine | None = None
     for line in lines:
         new = line["samples"] - (before["samples"] if before else 0)
         pace = max(0.0, new / max(1e-9, line["samples_per_s"]))
@@ -196,7 +202,7 @@ def build_scale(axis: str, record: RunRecord, metrics: RunMetrics) -> StepScale:
 
 
 def _estimate_steps_per_epoch(record: RunRecord, metrics: RunMetrics) -> float | None:
-    trainer, total = record.get_section("trainer"), record.get_count("total_steps")
+    trainer, total = record.get_section("trainer"), record.facts.total_steps
     epochs = trainer.get("epochs")
     if trainer.get("steps") is None and total and is_number(epochs) and epochs:
         return float(total / epochs)
@@ -209,49 +215,81 @@ def _estimate_steps_per_epoch(record: RunRecord, metrics: RunMetrics) -> float |
 
 
 @dataclass(frozen=True)
+class RunProgress:
+    """How far a run is."""
+
+    step: int | None
+    total_steps: int | None
+    eta_s: float | None
+    """Until its end, of a running one."""
+
+
+@dataclass(frozen=True)
 class RunOverview:
     """What a list of runs shows of one run's metrics."""
 
-    step: int | None
+    progress: RunProgress
     best: float | None
     best_name: str
     """`loss` of a run that evaluates nothing is `train loss`, its last."""
     trained_s: float | None
 
 
+def read_progress(record: RunRecord) -> RunProgress:
+    """Return how far a run is, by its status and the last lines of metrics.jsonl."""
+    return _derive_progress(record, read_last_metrics(record.run.metrics_file))
+
+
 def read_overview(record: RunRecord) -> RunOverview:
     """Return the overview by the first and last lines of metrics.jsonl. The whole file is read
     only if the run was resumed or its best value is not in its status."""
-    last = _read_last_line(record.run)
-    step = max(last["step"] if last else 0, record.get_count("step") or 0) or None
-    name, best = record.best_name, record.best
+    lines = read_last_metrics(record.run.metrics_file)
+    last = next((line for line in reversed(lines) if _is_training_line(line)), None)
+    name, best = record.best_name, record.facts.best
     if best is None and last:
         best = _scan_best_value(record)
     if best is None and last and is_number(last.get("loss")):
         name, best = "train loss", last["loss"]
-    return RunOverview(step, best, name, _estimate_trained_s(record, last))
+    trained_s = _estimate_trained_s(record, last)
+    return RunOverview(_derive_progress(record, lines), best, name, trained_s)
+
+
+def _derive_progress(record: RunRecord, lines: Sequence[MetricsLine]) -> RunProgress:
+    facts = record.facts
+    step = max(lines[-1]["step"] if lines else 0, facts.step or 0) or None
+    eta_s = _estimate_eta_s(record, lines) if record.run_status.state == "running" else None
+    return RunProgress(step, facts.total_steps, eta_s)
+
+
+def _estimate_eta_s(record: RunRecord, lines: Sequence[MetricsLine]) -> float | None:
+    """Return the remaining seconds at the speed since the last start, evaluations and saves
+    included; None if the lines are too few."""
+    total, since = record.facts.total_steps, record.facts.get_number("since") or 0.0
+    recent = [line for line in lines if line["time"] >= since]
+    if total is None or len(recent) < 2:
+        return None
+    first, last = recent[0], recent[-1]
+    if last["step"] <= first["step"]:
+        return None
+    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    ready: float = last["time"] + pace_s * (total - last["step"])
+    return max(0.0, ready - time.time())
 
 
 def _scan_best_value(record: RunRecord) -> float | None:
-    """Return the best value of a run whose status does not have it. The lines are searched as
-    text, which is ten times as fast as parsing them."""
-    number = re.compile(rb'"eval_' + re.escape(record.best_name).encode() + rb'": (-?[0-9.eE+-]+)')
-    try:
-        found = [float(text) for text in number.findall(record.run.metrics_file.read_bytes())]
-    except (OSError, ValueError):
+    """Return the best value of a run whose status does not have it."""
+    values = scan_metric(record.run.metrics_file, f"eval_{record.best_name}")
+    if not values:
         return None
-    finite = [value for value in found if math.isfinite(value)]
-    if not finite:
-        return None
-    return max(finite) if record.best_is == "max" else min(finite)
+    return max(values) if record.best_is == "max" else min(values)
 
 
-def _estimate_trained_s(record: RunRecord, last: dict[str, Any] | None) -> float | None:
+def _estimate_trained_s(record: RunRecord, last: MetricsLine | None) -> float | None:
     """Return the seconds of training, by the first and last lines where that is enough."""
-    first = _read_first_line(record.run) if last else None
-    if first is None or last is None:
+    first = read_first_metrics(record.run.metrics_file) if last else None
+    if first is None or last is None or not _is_training_line(first):
         return _get_lifetime_s(record)
-    if all(start <= first["time"] for start in record.start_times):
+    if all(start <= first["time"] for start in record.facts.start_times):
         begun = first["time"] - first["samples"] / max(1e-9, first["samples_per_s"])
         return max(0.0, float(last["time"] - begun))
     worked = load_metrics(record).trained_s
@@ -261,28 +299,7 @@ def _estimate_trained_s(record: RunRecord, last: dict[str, Any] | None) -> float
 def _get_lifetime_s(record: RunRecord) -> float | None:
     """Return for a program without metrics the time from its start to the last change of its
     status."""
-    started, updated = record.get_time("started"), record.get_time("updated")
+    started, updated = record.facts.get_number("started"), record.facts.get_number("updated")
     if not record.program or started is None or updated is None:
         return None
     return max(0.0, (time.time() if record.run_status.is_active else updated) - started)
-
-
-def _read_first_line(run: Run) -> dict[str, Any] | None:
-    try:
-        with run.metrics_file.open("rb") as file:
-            return _parse_training_line(file.readline(_HEAD_BYTES))
-    except OSError:
-        return None
-
-
-def _read_last_line(run: Run) -> dict[str, Any] | None:
-    texts = reversed(read_tail(run.metrics_file).splitlines())
-    return next((line for text in texts if (line := _parse_training_line(text))), None)
-
-
-def _parse_training_line(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and _is_training_line(line) else None

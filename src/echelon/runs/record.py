@@ -8,31 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from echelon.config import bundled_experiments
 from echelon.runs.create import get_short_subject
-from echelon.runs.metrics_file import is_number
 from echelon.runs.run_folder import Run
-from echelon.runs.status import RunStatus, read_run_statuses
+from echelon.runs.status import FolderFacts, RunStatus, derive_statuses
 from echelon.utils.os_errors import describe_os_error
-
-_STATES_WITH_BEST = ("finished", "preempted")
-"""States that are written together with the best value."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as listed and displayed: its configuration, status and what went wrong reading
-    them."""
+    """One run as `runs`, `jobs`, `show` and `plot` see it: its configuration, its status, and what
+    went wrong reading them. `runs.curves` adds its metrics."""
 
-    run: Run
-    config: dict[str, Any]
-    """As it is in the file: a later version's settings are settings too."""
-    status: dict[str, Any]
+    facts: FolderFacts
+    """What the folder says of the run's status."""
     run_status: RunStatus
-    problem: str
-    """Why the folder cannot be read as a run; empty for a sound one."""
+
+    @cached_property
+    def _config_or_problem(self) -> tuple[dict[str, Any], str]:
+        # Read when it is asked for: `echelon jobs` needs it of no run.
+        return _read_config(self.run)
+
+    @property
+    def run(self) -> Run:
+        return self.facts.run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it is in the file: a later version's settings are settings too."""
+        return self._config_or_problem[0]
+
+    @property
+    def problem(self) -> str:
+        """Why the folder cannot be read as a run; empty for a sound one."""
+        return self._config_or_problem[1]
 
     @property
     def name(self) -> str:
@@ -72,31 +84,6 @@ class RunRecord:
     def best_is(self) -> str:
         return "max" if self.get_section("trainer").get("best_is") == "max" else "min"
 
-    @property
-    def best(self) -> float | None:
-        """The best evaluated value, if the status holds it."""
-        value = self.status.get("best")
-        return value if self.status.get("state") in _STATES_WITH_BEST and is_number(value) else None
-
-    @property
-    def start_times(self) -> list[float]:
-        """When the run was started or resumed, as far as the status knows: the last time, and
-        each start of a batch job."""
-        jobs = self.status.get("starts")
-        noted = jobs if isinstance(jobs, list) else []
-        times = [job.get("time") for job in noted if isinstance(job, dict)]
-        return [float(t) for t in (*times, self.status.get("since")) if is_number(t)]
-
-    def get_time(self, key: str) -> float | None:
-        """Return a time in the status, or None."""
-        value = self.status.get(key)
-        return value if is_number(value) else None
-
-    def get_count(self, key: str) -> int | None:
-        """Return an integer in the status, or None."""
-        value = self.status.get(key)
-        return int(value) if is_number(value) and isinstance(value, int) else None
-
     def get_section(self, name: str) -> dict[str, Any]:
         """Return a section of the configuration, empty if it is missing."""
         value = self.config.get(name)
@@ -105,14 +92,9 @@ class RunRecord:
 
 def read_records(runs: Iterable[Run]) -> tuple[list[RunRecord], str]:
     """Return a record of each run, newest first, and why Slurm did not answer, if it did not."""
-    runs_by_folder = {str(run.folder): run for run in runs}
-    standings, silence = read_run_statuses(runs_by_folder.values())
-    return [_read_record(runs_by_folder[s.folder], s) for s in standings], silence
-
-
-def _read_record(run: Run, standing: RunStatus) -> RunRecord:
-    config, broken = _read_config(run)
-    return RunRecord(run, config, run.read_status(), standing, broken)
+    facts = {str(run.folder): FolderFacts.read(run) for run in runs}
+    statuses, silence = derive_statuses(list(facts.values()))
+    return [RunRecord(facts[status.folder], status) for status in statuses], silence
 
 
 def _read_config(run: Run) -> tuple[dict[str, Any], str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import Exit
-from echelon.runs.metrics_file import read_last_metrics
+from echelon.runs.metrics_file import is_number
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import (
@@ -23,6 +21,8 @@ from echelon.runs.slurm_queue import (
 )
 
 ACTIVE_STATES = ("starting", "queued", "requeued", "running")
+_STATES_WITH_BEST = ("finished", "preempted")
+"""States that are written together with the best value."""
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _MAX_TIME_S = 253370764800
 """In seconds since 1970: what lies beyond is a time that no calendar has."""
@@ -48,32 +48,15 @@ class RunStatus:
     """When it was typed."""
     exit: int | None = None
     """The training's own, once it is over."""
-    step: int | None = None
-    total_steps: int | None = None
-    eta_s: float | None = None
 
     @property
     def is_active(self) -> bool:
         return self.state in ACTIVE_STATES
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as `echelon jobs --json` prints them."""
-        return asdict(self)
-
 
 def read_run_statuses(runs: Iterable[Run]) -> tuple[list[RunStatus], str]:
-    """Return the status of all runs, newest first, and why Slurm did not answer, if it did not.
-
-    Slurm is asked at most twice, whatever the number of runs: its queue, and its accounting for
-    jobs that have left the queue.
-    """
-    facts = [_FolderFacts.read(run) for run in runs]
-    unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None]
-    answer = query_queue(unfinished_jobs)
-    gone = [] if answer.error else [job for job in unfinished_jobs if job not in answer.states]
-    words = answer.states | query_accounting(gone)
-    statuses = [_derive_status(f, SlurmQueueAnswer(words, answer.error)) for f in facts]
-    return sorted(statuses, key=lambda s: s.started, reverse=True), answer.error
+    """Return the status of all runs, newest first, and why Slurm did not answer, if it did not."""
+    return derive_statuses([FolderFacts.read(run) for run in runs])
 
 
 def read_run_status(run: Run) -> RunStatus:
@@ -82,12 +65,28 @@ def read_run_status(run: Run) -> RunStatus:
     return status
 
 
+def derive_statuses(facts: Sequence[FolderFacts]) -> tuple[list[RunStatus], str]:
+    """Return the status of all runs by what their folders say, newest first, and why Slurm did not
+    answer, if it did not.
+
+    Slurm is asked at most twice, whatever the number of runs: its queue, and its accounting for
+    jobs that have left the queue.
+    """
+    unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None]
+    answer = query_queue(unfinished_jobs)
+    gone = [] if answer.error else [job for job in unfinished_jobs if job not in answer.states]
+    states = answer.states | query_accounting(gone)
+    statuses = [_derive_status(f, SlurmQueueAnswer(states, answer.error)) for f in facts]
+    return sorted(statuses, key=lambda s: s.started, reverse=True), answer.error
+
+
 # --- one run ---
 
 
 @dataclass(frozen=True)
-class _FolderFacts:
-    """What a folder says. A file that is missing, half-written or nonsense says nothing."""
+class FolderFacts:
+    """What the status files of a run folder say, read once. A file that is missing, half-written or
+    nonsense says nothing."""
 
     run: Run
     status: dict[str, Any]
@@ -96,7 +95,7 @@ class _FolderFacts:
     is_cancelled: bool
 
     @classmethod
-    def read(cls, run: Run) -> _FolderFacts:
+    def read(cls, run: Run) -> FolderFacts:
         code = None
         with contextlib.suppress(OSError, ValueError):
             code = int(run.exit_code_file.read_text(encoding="utf-8"))
@@ -136,9 +135,38 @@ class _FolderFacts:
             return self.run.config_file.stat().st_mtime
         return 0.0
 
+    @property
+    def step(self) -> int | None:
+        """The last step that the status knows."""
+        return self.get_int("step")
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.get_int("total_steps")
+
+    @property
+    def best(self) -> float | None:
+        """The best evaluated value, if the status holds it."""
+        return self.get_number("best") if self.recorded_state in _STATES_WITH_BEST else None
+
+    @property
+    def start_times(self) -> list[float]:
+        """When the run was started or resumed, as far as the status knows: each start of a batch
+        job, and the last time."""
+        jobs = self.status.get("starts")
+        noted = jobs if isinstance(jobs, list) else []
+        times = [job.get("time") for job in noted if isinstance(job, dict)]
+        return [float(t) for t in (*times, self.status.get("since")) if is_number(t)]
+
     def get_int(self, key: str) -> int | None:
-        value = self.status.get(key)
+        """Return an integer in the status, or None."""
+        value = self.get_number(key)
         return value if isinstance(value, int) else None
+
+    def get_number(self, key: str) -> float | None:
+        """Return a number in the status, or None."""
+        value = self.status.get(key)
+        return value if is_number(value) else None
 
     def _get_text(self, key: str) -> str | None:
         value = self.status.get(key)
@@ -149,7 +177,7 @@ class _FolderFacts:
         return value if isinstance(value, dict) else {}
 
 
-def _derive_status(facts: _FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
+def _derive_status(facts: FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
     state, note = _derive_from_job(facts, answer) if facts.job else _derive_from_process(facts)
     host = facts.process.get("host")
     return RunStatus(
@@ -167,39 +195,37 @@ def _derive_status(facts: _FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
     )
 
 
-def _derive_from_job(facts: _FolderFacts, answer: SlurmQueueAnswer) -> tuple[str, str]:
+def _derive_from_job(facts: FolderFacts, answer: SlurmQueueAnswer) -> tuple[str, str]:
     """Return state and note of a run with a Slurm job.
 
-    The batch script's exit code is the last word. Before it is there, Slurm's queue decides, then
-    the run's own words, then Slurm's accounting.
+    The batch script's exit code decides. Before it is there, Slurm's queue does, then what the run
+    itself wrote, then Slurm's accounting.
     """
     if facts.exit_code is not None and (ended := _derive_from_folder(facts)):
         return ended
-    word = answer.states.get(str(facts.job))
-    if word is None and answer.error:
-        return facts.recorded_state or "unknown", ""  # that Slurm is silent is told once, for all
-    if word is not None and word.is_active:
-        return _derive_from_queue(facts, word)
+    job = answer.states.get(str(facts.job))
+    if job is None and answer.error:
+        # Without a note: that Slurm does not answer is printed once, for all runs.
+        return facts.recorded_state or "unknown", ""
+    if job is not None and job.is_active:
+        return _derive_from_queue(facts, job)
     if facts.recorded_state == "finished":
         return "finished", ""
-    if facts.is_cancelled or (word is not None and word.state == "CANCELLED"):
+    if facts.is_cancelled or (job is not None and job.state == "CANCELLED"):
         return "cancelled", ""
-    recorded, ending = (
-        _derive_from_folder(facts),
-        _SLURM_ENDINGS.get(word.state) if word is not None else None,
-    )
+    recorded = _derive_from_folder(facts)
+    ending = _SLURM_ENDINGS.get(job.state) if job is not None else None
     gone = f"job {facts.job} left the queue before its script came to its end"
-    if word is not None and word.state == "FAILED":
-        return (
-            recorded or _SLURM_ENDINGS["FAILED"]
-        )  # a script that TERM ended says less than its ranks did
+    if job is not None and job.state == "FAILED":
+        # A script that TERM ended says less than its ranks did.
+        return recorded or _SLURM_ENDINGS["FAILED"]
     return ending or recorded or ("lost", gone)
 
 
-def _derive_from_queue(facts: _FolderFacts, word: SlurmJobState) -> tuple[str, str]:
+def _derive_from_queue(facts: FolderFacts, job: SlurmJobState) -> tuple[str, str]:
     """Return state and note of a job that is in the queue."""
-    if word.state in WAITING_STATES:
-        return "requeued" if facts.status.get("starts") else "queued", word.reason
+    if job.state in WAITING_STATES:
+        return "requeued" if facts.status.get("starts") else "queued", job.reason
     return "running", "asked to end" if facts.is_cancelled else ""
 
 
@@ -212,11 +238,12 @@ _SLURM_ENDINGS = {
     "DEADLINE": ("failed", "past its deadline"),
     "FAILED": ("failed", "its batch script was killed"),
 }
-"""Of jobs that ended without a word of their own."""
+"""Of jobs that recorded no end of their own."""
 
 
-def _derive_from_process(facts: _FolderFacts) -> tuple[str, str]:
-    """Return state and note of a run without a job: alive, ended, or gone without a word."""
+def _derive_from_process(facts: FolderFacts) -> tuple[str, str]:
+    """Return state and note of a run without a job: alive, ended, or gone without a recorded
+    end."""
     if ended := _derive_from_folder(facts):
         return ended
     if facts.recorded_state is None:
@@ -233,7 +260,7 @@ def _derive_from_process(facts: _FolderFacts) -> tuple[str, str]:
     return facts.recorded_state, "asked to end" if facts.is_cancelled else ""
 
 
-def _derive_from_folder(facts: _FolderFacts) -> tuple[str, str] | None:
+def _derive_from_folder(facts: FolderFacts) -> tuple[str, str] | None:
     """Return how a run ended by its own files; None while it has not."""
     state, code = facts.recorded_state, facts.exit_code
     if code == Exit.OK or (code is None and state == "finished"):
@@ -249,7 +276,7 @@ def _derive_from_folder(facts: _FolderFacts) -> tuple[str, str] | None:
     return "failed", _describe_failure(facts)
 
 
-def _describe_failure(facts: _FolderFacts) -> str:
+def _describe_failure(facts: FolderFacts) -> str:
     """Return one line on why a run failed: its first failure, or where to look."""
     if failure := facts.failure:
         return f"rank {failure.get('rank')}: {' '.join(str(failure.get('summary', '')).split())}"
@@ -257,7 +284,7 @@ def _describe_failure(facts: _FolderFacts) -> str:
     return f"{code}see `echelon logs {facts.run.name}`"
 
 
-def _derive_exit_code(facts: _FolderFacts, state: str) -> int:
+def _derive_exit_code(facts: FolderFacts, state: str) -> int:
     """Return the exit code of the training, which `attach` and `--wait` pass on."""
     if facts.exit_code is not None:
         return facts.exit_code
@@ -265,38 +292,3 @@ def _derive_exit_code(facts: _FolderFacts, state: str) -> int:
         return Exit.OK if state == "finished" else Exit.PREEMPTED
     code = facts.failure.get("exit")
     return code if isinstance(code, int) and code else Exit.FAILED
-
-
-# --- how far ---
-
-
-def add_progress(status: RunStatus) -> RunStatus:
-    """Return the status with step, total and remaining time. It reads a few more files, so it is
-    used only for runs that are displayed."""
-    run = Run(Path(status.folder))
-    facts, lines = _FolderFacts.read(run), read_last_metrics(run.metrics_file)
-    steps = [line["step"] for line in lines[-1:]] + [facts.get_int("step") or 0]
-    total = facts.get_int("total_steps")
-    eta = (
-        _estimate_eta_s(lines, total, facts.status.get("since"))
-        if status.state == "running"
-        else None
-    )
-    return replace(status, step=max(steps) or None, total_steps=total, eta_s=eta)
-
-
-def _estimate_eta_s(
-    lines: Sequence[dict[str, Any]], total: int | None, since: object
-) -> float | None:
-    """Return the remaining seconds at the speed since the last start, evaluations and saves
-    included; None if there is too little to tell."""
-    begun = since if isinstance(since, (int, float)) else 0.0
-    recent = [line for line in lines if line["time"] >= begun]
-    if total is None or len(recent) < 2:
-        return None
-    first, last = recent[0], recent[-1]
-    if last["step"] <= first["step"]:
-        return None
-    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
-    ready: float = last["time"] + pace_s * (total - last["step"])
-    return max(0.0, ready - time.time())

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from echelon.errors import Exit
@@ -19,7 +18,8 @@ from echelon.sweep.report import SweepReport, build_report
 from echelon.sweep.trial_command import format_parameters, format_short_value
 from echelon.sweep.trial_store import TrialStore, TrialSummary
 from echelon.utils.text import truncate_text
-from echelon.views.table_style import PIPED_WIDTH, STATE_STYLES
+from echelon.views.table import STATE_STYLES, Table, TableColumn, get_width
+from echelon.views.terminal import create_console
 
 _MAX_TRIALS_SHOWN = 10
 _MAX_TRIALS_LIVE = 8
@@ -34,16 +34,15 @@ def print_report(
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
         return Exit.OK
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    console.print(_render_report(report, None if show_all else _MAX_TRIALS_SHOWN))
+    console = create_console()
+    max_trials = None if show_all else _MAX_TRIALS_SHOWN
+    console.print(_render_report(report, max_trials, get_width(console)))
     if plot_file is not None:
         print(f"picture     {plot_file}")
     return Exit.OK
 
 
-def _render_report(report: SweepReport, max_trials: int | None) -> RenderableType:
+def _render_report(report: SweepReport, max_trials: int | None, width: int) -> RenderableType:
     parts: list[RenderableType] = [Text(format_headline(report)), Text("")]
     ranked = report.rank_trials()
     shown = [
@@ -51,7 +50,7 @@ def _render_report(report: SweepReport, max_trials: int | None) -> RenderableTyp
         *(trial for trial in report.open_trials if trial not in ranked[:max_trials]),
     ]
     if shown:
-        parts.append(_render_table(report, shown))
+        parts.append(_render_table(report, shown, width))
     if more := len([trial for trial in ranked if trial not in shown]):
         parts.append(Text(f"… and {more} more: --all", style="dim"))
     failed = [r for r in report.trials if r.state == "failed" and r.cause != report.stop_reason]
@@ -83,27 +82,30 @@ def format_headline(report: SweepReport) -> str:
     return f"sweep {report.sweep.name}: {done} ({counts or 'no trial yet'}){best_text}{stop_text}"
 
 
-def _render_table(report: SweepReport, trials: Sequence[TrialSummary]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+def _render_table(report: SweepReport, trials: Sequence[TrialSummary], width: int) -> Group:
     names = list(dict.fromkeys(name for trial in report.trials for name in trial.parameters))
-    table.add_column("TRIAL", justify="right", no_wrap=True)
-    table.add_column("STATE", no_wrap=True)
-    table.add_column(report.metric.name.upper(), justify="right", no_wrap=True)
-    table.add_column("EVALS", justify="right", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right")
-    for trial in trials:
-        table.add_row(*_render_row(trial, names))
-    return table
-
-
-def _render_row(trial: TrialSummary, names: Sequence[str]) -> list[RenderableType]:
-    value = "–" if trial.metric_value is None else f"{trial.metric_value:.6g}"
-    cells: list[Any] = [
-        format_short_value(trial.parameters[n]) if n in trial.parameters else "" for n in names
+    values = ["–" if t.metric_value is None else f"{t.metric_value:.6g}" for t in trials]
+    evaluations = [str(len(trial.history)) for trial in trials]
+    columns = [
+        TableColumn("TRIAL", [trial.name for trial in trials], is_right_aligned=True),
+        TableColumn(
+            "STATE",
+            [trial.state for trial in trials],
+            styles=[STATE_STYLES.get(trial.state, "yellow") for trial in trials],
+        ),
+        TableColumn(report.metric.name.upper(), values, is_right_aligned=True),
+        TableColumn("EVALS", evaluations, is_right_aligned=True),
+        *(_build_parameter_column(name, trials) for name in names),
     ]
-    state = Text(trial.state, style=STATE_STYLES.get(trial.state, "yellow"))
-    return [trial.name, state, value, str(len(trial.history)), *cells]
+    return Group(*Table(columns, header_style="dim").render(width))
+
+
+def _build_parameter_column(name: str, trials: Sequence[TrialSummary]) -> TableColumn:
+    cells = [
+        format_short_value(trial.parameters[name]) if name in trial.parameters else ""
+        for trial in trials
+    ]
+    return TableColumn(name, cells, is_right_aligned=True, min_width=1)
 
 
 class LineProgress:
@@ -160,7 +162,8 @@ class LiveProgress:
         """Redraw the table."""
         report = build_report(store, with_importance=False)
         ended = [trial for trial in report.rank_trials() if trial not in report.open_trials]
-        table = _render_table(report, [*report.open_trials, *ended[:_MAX_TRIALS_LIVE]])
+        shown = [*report.open_trials, *ended[:_MAX_TRIALS_LIVE]]
+        table = _render_table(report, shown, self._live.console.width)
         self._live.update(Group(Text(format_headline(report)), table))
 
 

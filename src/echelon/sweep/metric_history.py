@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-from collections.abc import Iterable
 from pathlib import Path
 
-_AXIS_KEYS = ("step", "epoch", "samples", "time")
+from echelon.runs.metrics_file import MetricsFollower, is_number
+
+_AXIS_KEYS = {"step", "epoch", "samples", "time"}
 """Numbers of a line that are not metrics."""
 
 
@@ -33,37 +30,22 @@ def to_metric_name(key: str) -> str:
 
 
 class MetricHistory:
-    """The finite values of one metric so far.
-
-    A run that resumes from a snapshot writes a new, shorter file: then this reads from the start.
-    """
+    """The finite values of one metric so far."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self._path, self._key = path, key
-        self._inode, self._offset = -1, 0
+        self._follower, self._key = MetricsFollower(path), key
         self.values: list[float] = []
         self.reported_keys: set[str] = set()
         """All metrics that were reported."""
 
     def read(self) -> list[float]:
         """Read what was added since the last call, and return all values."""
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset, self.values = status.st_ino, 0, []
-            file.seek(self._offset)
-            text = file.read()
-            whole_lines = text[: text.rfind(b"\n") + 1]  # the last one may be half written
-            self._offset += len(whole_lines)
-            self._parse_lines(whole_lines.splitlines())
+        lines, is_new = self._follower.read_new_lines()
+        if is_new:
+            self.values = []
+        for line in lines:
+            numbers = {k: v for k, v in line.items() if isinstance(v, (int, float))}
+            self.reported_keys |= numbers.keys() - _AXIS_KEYS
+            if is_number(value := numbers.get(self._key)):
+                self.values.append(float(value))
         return self.values
-
-    def _parse_lines(self, lines: Iterable[bytes]) -> None:
-        for text in lines:
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                for key, value in line.items() if isinstance(line, dict) else ():
-                    if isinstance(value, (int, float)) and key not in _AXIS_KEYS:
-                        self.reported_keys.add(key)
-                        if key == self._key and math.isfinite(value):
-                            self.values.append(float(value))

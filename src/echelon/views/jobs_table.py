@@ -7,17 +7,29 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from echelon.errors import Exit
+from echelon.runs.curves import RunProgress, read_progress
 from echelon.runs.find import find_runs, list_runs
-from echelon.runs.status import RunStatus, add_progress, read_run_statuses
-from echelon.utils.text import format_duration, truncate_text
-from echelon.views.table_style import COLUMN_GAP, PIPED_WIDTH, STATE_STYLES, get_width
+from echelon.runs.record import read_records
+from echelon.runs.status import RunStatus
+from echelon.utils.text import format_duration
+from echelon.views.table import (
+    PIPED_WIDTH,
+    STATE_STYLES,
+    RowNote,
+    Table,
+    TableColumn,
+    get_width,
+)
+from echelon.views.terminal import create_console
 
 _RECENT_RUNS = 10
 _REFRESH_S = 5.0
@@ -25,105 +37,108 @@ _REFRESH_S = 5.0
 _BAR_WIDTH = 12
 
 
+class JobRow(NamedTuple):
+    """One run in the table."""
+
+    status: RunStatus
+    progress: RunProgress
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as `echelon jobs --json` prints it."""
+        return asdict(self.status) | asdict(self.progress)
+
+
 def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, watch: bool) -> int:
     """Print the table once or, with ``watch``, again and again until Ctrl-C."""
-    console = Console(soft_wrap=True)
+    console = create_console()
     if not watch or as_json:
-        standings, hidden, silence = _collect_statuses(root, names, show_all)
+        rows, hidden, silence = _collect_rows(root, names, show_all)
         if as_json:
-            print(json.dumps([s.to_dict() for s in standings], indent=2))
+            print(json.dumps([row.to_dict() for row in rows], indent=2))
         else:
-            console.print(_render_table(standings, hidden, root, get_width(console)))
+            console.print(_render_table(rows, hidden, root, get_width(console)))
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         return Exit.OK
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
-                standings, hidden, _ = _collect_statuses(root, names, show_all)
-                live.update(
-                    _render_table(standings, hidden, root, get_width(console)), refresh=True
-                )
+                rows, hidden, _ = _collect_rows(root, names, show_all)
+                live.update(_render_table(rows, hidden, root, get_width(console)), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             return Exit.OK
 
 
-def _collect_statuses(
+def _collect_rows(
     root: Path, names: Sequence[str], show_all: bool
-) -> tuple[list[RunStatus], int, str]:
+) -> tuple[list[JobRow], int, str]:
     """Return what is shown, how many runs are not, and why Slurm did not answer, if it did not."""
     wanted = [run for name in names for run in find_runs(name, str(root))]
-    found, silence = read_run_statuses(wanted or list_runs(root))
-    show_all = show_all or bool(names)
-    recent = {s.folder for s in found[: len(found) if show_all else _RECENT_RUNS]}
-    shown = [add_progress(s) for s in found if s.is_active or s.folder in recent]
-    return shown, len(found) - len(shown), silence
+    records, silence = read_records(wanted or list_runs(root))
+    recent = len(records) if show_all or names else _RECENT_RUNS
+    shown = [r for i, r in enumerate(records) if i < recent or r.run_status.is_active]
+    rows = [JobRow(record.run_status, read_progress(record)) for record in shown]
+    return rows, len(records) - len(rows), silence
 
 
 # --- the table ---
 
 
-def _render_table(statuses: Sequence[RunStatus], hidden: int, root: Path, width: int) -> Group:
-    if not statuses:
+def _render_table(rows: Sequence[JobRow], hidden: int, root: Path, width: int) -> Group:
+    if not rows:
         return Group(Text(f"no runs in {root.absolute()}; start one with `echelon train`"))
-    head = ("RUN", "WHERE", "STATE", "SIZE", "PROGRESS", "LEFT", "AGE")
-    rows = [_format_cells(s, bar=100 <= width < PIPED_WIDTH) for s in statuses]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    others = sum(widths[1:]) + COLUMN_GAP * (len(head) - 1)
-    widths[0] = min(widths[0], max(len(head[0]), width - others))
-    lines = [Text(_align_cells(head, widths), "bold")]
-    for standing, row in zip(statuses, rows, strict=True):
-        lines.append(_render_line(standing, row, widths))
-        if standing.note:
-            style = STATE_STYLES.get(standing.state, "") if not standing.is_active else "dim"
-            lines.append(Text(truncate_text(f"  └ {standing.note}", width), style))
+    lines = _build_table(rows, has_bar=100 <= width < PIPED_WIDTH).render(width)
     if hidden:
         lines.append(Text(f"and {hidden} more: --all", "dim"))
     return Group(*lines)
 
 
-def _format_cells(s: RunStatus, bar: bool) -> tuple[str, ...]:
-    elsewhere = f"on {s.host}" if s.host not in (None, socket.gethostname()) else ""
-    where = f"{s.launcher or '–'} {s.job or elsewhere}".rstrip()
-    size = f"{s.nodes}×{-(-s.world // s.nodes)}" if s.nodes and s.world else "–"
-    left = format_duration(s.eta_s) if s.eta_s is not None else ""
-    return (
-        s.run,
-        where,
-        s.state,
-        size,
-        _format_progress(s, bar),
-        left,
-        format_duration(time.time() - s.started),
-    )
-
-
-def _render_line(status: RunStatus, row: Sequence[str], widths: Sequence[int]) -> Text:
-    line = Text(_align_cells(row, widths))
-    state = sum(widths[:2]) + 2 * COLUMN_GAP
-    line.stylize("bold", 0, widths[0])
-    line.stylize(STATE_STYLES.get(status.state, ""), state, state + widths[2])
-    return line
-
-
-def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Words to the left, times to the right."""
-    aligned = [
-        f"{truncate_text(cell, w):>{w}}"
-        if i >= len(cells) - 2
-        else f"{truncate_text(cell, w):<{w}}"
-        for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+def _build_table(rows: Sequence[JobRow], has_bar: bool) -> Table:
+    statuses = [row.status for row in rows]
+    names = [status.run for status in statuses]
+    states = [status.state for status in statuses]
+    left = [_format_left(row.progress) for row in rows]
+    ages = [format_duration(time.time() - status.started) for status in statuses]
+    columns = [
+        TableColumn("RUN", names, styles=["bold"] * len(rows), min_width=len("RUN")),
+        TableColumn("WHERE", [_format_place(status) for status in statuses]),
+        TableColumn("STATE", states, styles=[STATE_STYLES.get(state, "") for state in states]),
+        TableColumn("SIZE", [_format_size(status) for status in statuses]),
+        TableColumn("PROGRESS", [_format_progress(row.progress, has_bar) for row in rows]),
+        TableColumn("LEFT", left, is_right_aligned=True),
+        TableColumn("AGE", ages, is_right_aligned=True),
     ]
-    return (" " * COLUMN_GAP).join(aligned).rstrip()
+    return Table(columns, [_build_note(status) for status in statuses], is_cut=False)
 
 
-def _format_progress(s: RunStatus, bar: bool) -> str:
-    if s.step is None and s.total_steps is None:
+def _build_note(status: RunStatus) -> RowNote | None:
+    style = "dim" if status.is_active else STATE_STYLES.get(status.state, "")
+    return RowNote(status.note, style) if status.note else None
+
+
+def _format_place(status: RunStatus) -> str:
+    is_elsewhere = status.host not in (None, socket.gethostname())
+    host = f"on {status.host}" if is_elsewhere else ""
+    return f"{status.launcher or '–'} {status.job or host}".rstrip()
+
+
+def _format_size(status: RunStatus) -> str:
+    nodes, world = status.nodes, status.world
+    return f"{nodes}×{-(-world // nodes)}" if nodes and world else "–"
+
+
+def _format_left(progress: RunProgress) -> str:
+    return "" if progress.eta_s is None else format_duration(progress.eta_s)
+
+
+def _format_progress(progress: RunProgress, has_bar: bool) -> str:
+    step, total = progress.step, progress.total_steps
+    if step is None and total is None:
         return ""
-    if not s.total_steps:
-        return f"step {s.step}"
-    part = min(1.0, (s.step or 0) / s.total_steps)
+    if not total:
+        return f"step {step}"
+    part = min(1.0, (step or 0) / total)
     full = int(part * _BAR_WIDTH)
-    drawn = "━" * full + "─" * (_BAR_WIDTH - full) + " " if bar else ""
-    return f"{drawn}{part:4.0%} {s.step or 0}/{s.total_steps}"
+    bar = "━" * full + "─" * (_BAR_WIDTH - full) + " " if has_bar else ""
+    return f"{bar}{part:4.0%} {step or 0}/{total}"

@@ -33,7 +33,14 @@ from echelon.utils.text import (
 )
 from echelon.views.run_settings import find_non_defaults, format_settings
 from echelon.views.runs_table import format_digits
-from echelon.views.table_style import PIPED_WIDTH, STATE_STYLES, get_width
+from echelon.views.table import (
+    PIPED_WIDTH,
+    STATE_STYLES,
+    Table,
+    TableColumn,
+    choose_table,
+    get_width,
+)
 from echelon.views.terminal import create_console
 from echelon.views.text_chart import ASCII, BRAILLE, TextPanel, draw_panel, join_side_by_side
 
@@ -64,7 +71,7 @@ class RunDetails:
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         overview = read_overview(record)
-        return cls(record, load_metrics(record), overview.step, overview.trained_s)
+        return cls(record, load_metrics(record), overview.progress.step, overview.trained_s)
 
 
 def show_run(where: str, root: str, as_json: bool) -> int:
@@ -77,8 +84,8 @@ def show_run(where: str, root: str, as_json: bool) -> int:
     width = min(get_width(screen), 200)
     _print_header(details, screen, width)
     screen.print()
-    for line in _render_results(details.metrics, width):
-        screen.print(convert_for_terminal(truncate_text(line, width)))
+    for result in _render_results(details.metrics, width):
+        screen.print(result)
     for line in _render_curves(
         details, _PIPED_CHART_WIDTH if get_width(screen) == PIPED_WIDTH else width
     ):
@@ -90,7 +97,7 @@ def show_run(where: str, root: str, as_json: bool) -> int:
 
 
 def _to_json_data(details: RunDetails) -> dict[str, Any]:
-    record, standing = details.record, details.record.run_status
+    record, status = details.record, details.record.run_status
     return {
         "version": JSON_VERSION,
         "run": record.name,
@@ -99,12 +106,12 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
         "entry": record.entry or None,
         "program": record.program or None,
         "state": record.state,
-        "note": record.problem or standing.note,
-        "started": standing.started,
+        "note": record.problem or status.note,
+        "started": status.started,
         "trained_s": details.trained_s,
-        **{key: getattr(standing, key) for key in ("launcher", "job", "host", "nodes", "world")},
+        **{key: getattr(status, key) for key in ("launcher", "job", "host", "nodes", "world")},
         "step": details.step,
-        "total_steps": record.get_count("total_steps"),
+        "total_steps": record.facts.total_steps,
         "settings": find_non_defaults(record),
         "metrics": {name: _describe_curve(curve) for name, curve in details.metrics.curves.items()},
         "snapshots": [
@@ -189,17 +196,17 @@ def _format_times(details: RunDetails) -> str:
 
 
 def _format_launcher(record: RunRecord) -> str:
-    standing = record.run_status
-    if standing.launcher is None:
+    status = record.run_status
+    if status.launcher is None:
         return ""
-    place = f"job {standing.job}" if standing.job else f"on {standing.host}"
-    nodes, world = standing.nodes, standing.world
+    place = f"job {status.job}" if status.job else f"on {status.host}"
+    nodes, world = status.nodes, status.world
     size = (
         f", {_format_count(nodes, 'node')}, {_format_count(world, 'process')}"
         if nodes and world
         else ""
     )
-    return f"{standing.launcher} {place if standing.job or standing.host else ''}".strip() + size
+    return f"{status.launcher} {place if status.job or status.host else ''}".strip() + size
 
 
 def _format_count(count: int, what: str) -> str:
@@ -208,7 +215,7 @@ def _format_count(count: int, what: str) -> str:
 
 
 def _format_progress(details: RunDetails) -> str:
-    total = details.record.get_count("total_steps")
+    total = details.record.facts.total_steps
     if details.step is None:
         return ""
     return f"{details.step} of {total} steps" if total else f"step {details.step}"
@@ -237,19 +244,30 @@ def _format_split(metrics: RunMetrics) -> str:
 # --- results and curves ---
 
 
-def _render_results(metrics: RunMetrics, width: int) -> list[str]:
+def _render_results(metrics: RunMetrics, width: int) -> list[Text]:
     curves = [c for c in metrics.curves.values() if c.name not in SPEED_METRICS]
-    lines: list[str] = []
+    lines: list[Text] = []
     if curves:
-        head = ("METRIC", "BEST", "AT STEP", "", "LAST", "AT STEP")
-        rows = [head, *(_format_result(curve) for curve in curves)]
-        for kept in _LAYOUTS:
-            lines = _align_rows(rows, kept)
-            if max(map(len, lines)) <= width:
-                break
+        columns = _build_result_columns(curves)
+        tables = (Table([columns[i] for i in kept], header_style="", indent=2) for kept in _LAYOUTS)
+        lines += choose_table(tables, width).render(width)
     if metrics.not_finite:
-        lines.append(f"  {metrics.not_finite} values were not finite and are left out")
+        text = f"  {metrics.not_finite} values were not finite and are left out"
+        lines.append(Text(convert_for_terminal(truncate_text(text, width))))
     return lines
+
+
+def _build_result_columns(curves: Sequence[Curve]) -> list[TableColumn]:
+    names, *numbers = zip(*(_format_result(curve) for curve in curves), strict=True)
+    bests, best_steps, kinds, lasts, last_steps = numbers
+    return [
+        TableColumn("METRIC", names),
+        TableColumn("BEST", bests, is_right_aligned=True),
+        TableColumn("AT STEP", best_steps, is_right_aligned=True),
+        TableColumn("", kinds),
+        TableColumn("LAST", lasts, is_right_aligned=True),
+        TableColumn("AT STEP", last_steps, is_right_aligned=True),
+    ]
 
 
 def _format_result(curve: Curve) -> tuple[str, ...]:
@@ -262,16 +280,6 @@ def _format_result(curve: Curve) -> tuple[str, ...]:
 
 _LAYOUTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (0, 1, 4)]
 """Of columns. The first that fits is taken."""
-
-
-def _align_rows(rows: Sequence[Sequence[str]], kept: Sequence[int]) -> list[str]:
-    left = (0, 3)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{row[i]:<{widths[i]}}" if i in left else f"{row[i]:>{widths[i]}}" for i in kept)
-        for row in rows
-    ]
-    return [f"  {line}".rstrip() for line in lines]
 
 
 def _render_curves(details: RunDetails, width: int) -> Iterator[str]:
@@ -336,7 +344,7 @@ def _suggest_commands(details: RunDetails) -> dict[str, str]:
     if record.run_status.is_active:
         rows["end"] = f"echelon cancel {name}"
     elif not record.problem:
-        done = details.step is not None and details.step == record.get_count("total_steps")
+        done = details.step is not None and details.step == record.facts.total_steps
         longer = "epochs" if record.get_section("trainer").get("steps") is None else "steps"
         rows["go on"] = f"echelon resume {name}" + (f" trainer.{longer}=…" if done else "")
     return rows

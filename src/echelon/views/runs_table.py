@@ -19,7 +19,7 @@ from rich.console import Group
 from rich.text import Text
 
 from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
-from echelon.runs.curves import RunOverview, read_overview
+from echelon.runs.curves import RunOverview, RunProgress, read_overview
 from echelon.runs.find import list_runs
 from echelon.runs.metrics_file import is_number
 from echelon.runs.record import RunRecord, read_records
@@ -36,7 +36,14 @@ from echelon.views.run_settings import (
     format_value,
     omit_common_values,
 )
-from echelon.views.table_style import COLUMN_GAP, STATE_STYLES, get_width
+from echelon.views.table import (
+    STATE_STYLES,
+    RowNote,
+    Table,
+    TableColumn,
+    choose_table,
+    get_width,
+)
 from echelon.views.terminal import create_console
 
 JSON_VERSION = 1
@@ -59,30 +66,29 @@ class RunRow:
 
     @cached_property
     def overview(self) -> RunOverview:
-        """The overview of its metrics. It costs a look into a file, so it is read only where it
-        is needed."""
+        """The overview of its metrics, which is read from a file only when it is needed."""
         return read_overview(self.record)
 
     @property
     def sortable_values(self) -> dict[str, Any]:
         """What a run can be sorted and filtered by."""
-        overview = self.overview
-        words = {"name": self.record.name, "experiment": self.record.experiment}
-        words |= {"state": self.record.state}
-        numbers = {"step": overview.step, "best": overview.best, "time": overview.trained_s}
-        return (
-            flatten_settings(self.record)
-            | words
-            | numbers
-            | {"when": self.record.run_status.started}
-        )
+        record, overview = self.record, self.overview
+        return flatten_settings(record) | {
+            "name": record.name,
+            "experiment": record.experiment,
+            "state": record.state,
+            "step": overview.progress.step,
+            "best": overview.best,
+            "time": overview.trained_s,
+            "when": record.run_status.started,
+        }
 
 
 def show_runs(
     root: Path, show_all: bool, as_json: bool, sort: str, reverse: bool, filters: Sequence[str]
 ) -> int:
     """Print the table, or with ``as_json`` JSON, of the runs in a folder."""
-    conditions = [_parse_condition(words) for words in filters]
+    conditions = [_parse_condition(text) for text in filters]
     records, silence = read_records(list_runs(root, include_broken=True))
     rows = _sort_rows(_filter_rows([RunRow(record) for record in records], conditions), sort)
     rows = rows[::-1] if reverse else rows
@@ -119,8 +125,8 @@ def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
                 "experiment": row.record.experiment,
                 "state": row.record.state,
                 "note": row.record.problem or row.record.run_status.note,
-                "step": row.overview.step,
-                "total_steps": row.record.get_count("total_steps"),
+                "step": row.overview.progress.step,
+                "total_steps": row.overview.progress.total_steps,
                 "best": row.overview.best,
                 "best_name": row.overview.best_name,
                 "trained_s": row.overview.trained_s,
@@ -158,12 +164,12 @@ class FilterCondition:
         return fnmatch.fnmatchcase(format_value(mine), self.value)
 
 
-def _parse_condition(words: str) -> FilterCondition:
-    match = _CONDITION.fullmatch(words)
+def _parse_condition(text: str) -> FilterCondition:
+    match = _CONDITION.fullmatch(text)
     if match is None:
         raise EchelonError(
             Fault(
-                f"--filter {words}: this is no condition",
+                f"--filter {text}: this is not a condition",
                 "write KEY=VALUE, e.g. state=finished, experiment=toy, name='seed-*', 'lr>=0.1'",
             )
         )
@@ -171,16 +177,16 @@ def _parse_condition(words: str) -> FilterCondition:
     if found.relation in _COMPARISONS and _parse_number(found.value) is None:
         raise EchelonError(
             Fault(
-                f"--filter {words}: {found.value!r} is no number, and {found.relation} needs one",
+                f"--filter {text}: {found.value!r} is not a number, and {found.relation} needs one",
                 f"write {found.key}{found.relation}0.1, or {found.key}={found.value or 'VALUE'}",
             )
         )
     return found
 
 
-def _parse_number(words: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
-        return float(words)
+        return float(text)
     except ValueError:
         return None
 
@@ -233,24 +239,11 @@ def _render_table(rows: Sequence[RunRow], hidden: int, width: int) -> Group:
         row.record.problem or format_settings(words)
         for row, words in zip(rows, differ, strict=True)
     ]
-    inline = max(map(len, [*asides, "SETTINGS"])) if any(asides) else 0
-    for dated, named, beside in _LAYOUTS:
-        table = _build_columns(rows, dated, named or not _have_one_experiment(rows))
-        if _measure_width(table) + beside * (inline + COLUMN_GAP) <= width:
-            break
-    else:
-        table = _drop_columns(table, width)
-    widths = [min(max(map(len, column)), width) for column in table]
-    lines = _render_lines(rows, table, widths, ["SETTINGS" * bool(inline), *asides], beside, width)
+    tables = (_build_table(rows, asides, *layout) for layout in _LAYOUTS)
+    lines = choose_table(tables, width).render(width)
     if format_settings(usual):
-        lines.append(
-            Text(
-                convert_for_terminal(
-                    truncate_text(f"where not said: {format_settings(usual)}", width)
-                ),
-                "dim",
-            )
-        )
+        text = truncate_text(f"where not said: {format_settings(usual)}", width)
+        lines.append(Text(convert_for_terminal(text), "dim"))
     if hidden:
         lines.append(Text(f"and {hidden} more: --all", "dim"))
     return Group(*lines)
@@ -264,89 +257,51 @@ _LAYOUTS = [
     (False, True, False),
     (False, False, False),
 ]
-"""With the date or the age; with a column that is the same everywhere; with settings at the end of
-the line or below it. The first that fits is taken."""
+"""With the date or the age; with the experiment even if it is the same everywhere; with settings at
+the end of the line or below it. The first that fits is taken."""
 
 
-_COLUMN_PRIORITY = ("STATE", "BEST", "STEP", "TIME", "AGE", "EXPERIMENT")
-"""Beside the name, by which a run is asked for: what there is room for, in this order."""
-
-
-def _drop_columns(table: Sequence[list[str]], width: int) -> list[list[str]]:
-    """Return the columns that fit, chosen by priority; the name is always one of them."""
-    names = {"RUN"}
-    for name in _COLUMN_PRIORITY:
-        if _measure_width([column for column in table if column[0] in {*names, name}]) <= width:
-            names.add(name)
-    return [column for column in table if column[0] in names]
-
-
-def _measure_width(table: Sequence[Sequence[str]]) -> int:
-    return sum(max(map(len, column)) for column in table) + COLUMN_GAP * (len(table) - 1)
-
-
-def _have_one_experiment(rows: Sequence[RunRow]) -> bool:
-    return len({row.record.experiment for row in rows}) == 1
-
-
-def _build_columns(
-    rows: Sequence[RunRow], show_date: bool, show_experiment: bool
-) -> list[list[str]]:
-    columns = [
-        ["RUN", *(row.record.name for row in rows)],
-        ["STATE", *(row.record.state for row in rows)],
-        ["EXPERIMENT", *(row.record.experiment for row in rows)],
-        ["STEP", *(_format_steps(row) for row in rows)],
-        ["BEST", *(_format_best(row.overview) for row in rows)],
-        ["TIME", *(_format_duration(row.overview.trained_s) for row in rows)],
-        ["WHEN" if show_date else "AGE", *(_format_start(row.record, show_date) for row in rows)],
-    ]
-    return columns if show_experiment else columns[:2] + columns[3:]
-
-
-def _render_lines(
+def _build_table(
     rows: Sequence[RunRow],
-    table: Sequence[Sequence[str]],
-    widths: Sequence[int],
     asides: Sequence[str],
+    show_date: bool,
+    show_experiment: bool,
     is_inline: bool,
-    width: int,
-) -> list[Text]:
-    lines = []
-    heads = [column[0] for column in table]
-    for number, (cells, aside) in enumerate(zip(zip(*table, strict=True), asides, strict=True)):
-        row = _align_cells(heads, cells, widths)
-        line = Text(
-            convert_for_terminal(row if is_inline else truncate_text(row, width)),
-            "bold" if number == 0 else "",
-        )
-        if number:
-            line.stylize("bold", 0, widths[0])
-        if number and "STATE" in heads:
-            state = widths[0] + COLUMN_GAP
-            line.stylize(STATE_STYLES.get(cells[1], ""), state, state + widths[1])
-        if is_inline and aside:
-            line.append(" " * COLUMN_GAP + convert_for_terminal(aside), "cyan" if number else "")
-        line.rstrip()
-        lines.append(line)
-        if not is_inline and number and aside:
-            lines.append(Text(convert_for_terminal(truncate_text(f"  └ {aside}", width)), "cyan"))
-    return lines
-
-
-def _align_cells(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line of the table: words to the left, times to the right."""
-    aligned = [
-        f"{truncate_text(cell, w):>{w}}"
-        if head in ("TIME", "WHEN", "AGE")
-        else f"{truncate_text(cell, w):<{w}}"
-        for head, cell, w in zip(heads, cells, widths, strict=True)
+) -> Table:
+    """Return the table in one of its layouts. In the narrowest, columns go by their priority; the
+    name, by which a run is asked for, stays."""
+    records = [row.record for row in rows]
+    states = [record.state for record in records]
+    columns = [
+        TableColumn("RUN", [r.name for r in records], styles=["bold"] * len(rows), min_width=1),
+        TableColumn("STATE", states, styles=[STATE_STYLES.get(s, "") for s in states], priority=1),
+        TableColumn("EXPERIMENT", [r.experiment for r in records], priority=6),
+        TableColumn("STEP", [_format_steps(row.overview.progress) for row in rows], priority=3),
+        TableColumn("BEST", [_format_best(row.overview) for row in rows], priority=2),
+        TableColumn(
+            "TIME",
+            [_format_duration(row.overview.trained_s) for row in rows],
+            is_right_aligned=True,
+            priority=4,
+        ),
+        TableColumn(
+            "WHEN" if show_date else "AGE",
+            [_format_start(record, show_date) for record in records],
+            is_right_aligned=True,
+            priority=5,
+        ),
     ]
-    return (" " * COLUMN_GAP).join(aligned)
+    if not show_experiment and len({record.experiment for record in records}) == 1:
+        columns = [column for column in columns if column.title != "EXPERIMENT"]
+    if not is_inline:
+        return Table(columns, [RowNote(aside, "cyan") if aside else None for aside in asides])
+    if any(asides):
+        columns.append(TableColumn("SETTINGS", asides, styles=["cyan"] * len(rows)))
+    return Table(columns)
 
 
-def _format_steps(row: RunRow) -> str:
-    step, total = row.overview.step, row.record.get_count("total_steps")
+def _format_steps(progress: RunProgress) -> str:
+    step, total = progress.step, progress.total_steps
     if step is None:
         return "–"
     return f"{step}" if not total or step >= total else f"{step}/{total}"

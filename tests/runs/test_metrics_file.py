@@ -1,0 +1,61 @@
+"""metrics.jsonl has one reader, whole or in part, while it is written or after a kill."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import echelon
+from echelon.runs.metrics_file import (
+    MetricsFollower,
+    read_first_metrics,
+    read_last_metrics,
+    read_metrics,
+    scan_metric,
+)
+
+TEXT = '{"step": 1, "time": 5.0, "eval_loss": 3}\n[1]\n{"step": 2, "eval_loss": NaN}\n{"st'
+
+
+def test_half_lines_and_strange_ones_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "m"
+    file.write_text(TEXT)
+    assert [line["step"] for line in read_metrics(file)] == [1, 2]
+    assert read_last_metrics(file) == [{"step": 1, "time": 5.0, "eval_loss": 3}]
+    assert read_first_metrics(file) == {"step": 1, "time": 5.0, "eval_loss": 3}
+    assert scan_metric(file, "eval_loss") == [3.0]
+    assert scan_metric(file, "loss") == []
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder"])
+def test_a_file_that_cannot_be_read_has_nothing(tmp_path: Path, kind: str) -> None:
+    file = tmp_path if kind == "folder" else tmp_path / "m"
+    assert read_first_metrics(file) is None
+    assert read_last_metrics(file) == []
+    assert scan_metric(file, "loss") == []
+    assert MetricsFollower(file).read_new_lines() == ([], False)
+
+
+def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
+    file = tmp_path / "m"
+    follower = MetricsFollower(file)
+    assert follower.read_new_lines() == ([], False)
+    file.write_text('{"step": 1}\n{"step"')
+    assert follower.read_new_lines() == ([{"step": 1}], True)
+    assert follower.read_new_lines() == ([], False)
+    with file.open("a") as more:
+        more.write(": 2}\n")
+    assert follower.read_new_lines() == ([{"step": 2}], False)
+    beside = tmp_path / "n"
+    beside.write_text('{"step": 1}\n')
+    beside.replace(file)
+    assert follower.read_new_lines() == ([{"step": 1}], True), "a resumed run writes it anew"
+
+
+def test_nobody_else_opens_the_file() -> None:
+    source = Path(echelon.__file__).parent
+    opening = re.compile(r"metrics_file\.(open|read_text|read_bytes)\b|open\([^)]*metrics_file\b")
+    readers = [path for path in source.rglob("*.py") if opening.search(path.read_text())]
+    assert readers == []
