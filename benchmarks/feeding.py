@@ -50,7 +50,7 @@ _epochs = count()
 def feed_echelon(columns: Columns, epoch: int) -> Iterator[Any]:
     source = make_source(columns, "train_data", 0, CPU)
     order = EpochOrder(len(source), BATCH, 0, 1, seed=0, epoch=epoch)
-    return (batch.data for batch in source.batches(order, 0, CPU))
+    return (batch.data for batch in source.iter_batches(order, 0, CPU))
 
 
 def feed_permuted_tensors(columns: Columns) -> Iterator[Any]:

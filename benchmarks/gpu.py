@@ -124,7 +124,7 @@ def measure_draws(device: str, rounds: int, size: int) -> tuple[list[Figure], di
 
 
 def draw_ours(size: int, device: str) -> int:
-    blocks = EpochOrder(size, DRAW_BATCH, 0, DRAW_WORLD, 0, 0, device=device).blocks()
+    blocks = EpochOrder(size, DRAW_BATCH, 0, DRAW_WORLD, 0, 0, device=device).iter_blocks()
     return sum(indices.numel() for indices, _ in blocks)
 
 

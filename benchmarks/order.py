@@ -58,7 +58,7 @@ def start_sampler(size: int, epoch: int) -> object:
 
 
 def start_ours(size: int, epoch: int) -> object:
-    indices, counts = next(EpochOrder(size, BATCH, 0, WORLD, seed=0, epoch=epoch).blocks())
+    indices, counts = next(EpochOrder(size, BATCH, 0, WORLD, seed=0, epoch=epoch).iter_blocks())
     return indices[: counts[0]].tolist()
 
 
@@ -77,7 +77,7 @@ def draw_sampler(size: int, batch: int, world: int, epoch: int) -> int:
 
 def draw_ours(size: int, batch: int, world: int, epoch: int) -> int:
     drawn = 0
-    for indices, _ in EpochOrder(size, batch, 0, world, 0, epoch).blocks():
+    for indices, _ in EpochOrder(size, batch, 0, world, 0, epoch).iter_blocks():
         for _ in indices.tolist():
             drawn += 1
     return drawn
@@ -90,7 +90,7 @@ def draw_sampler_batches(size: int, batch: int, world: int, epoch: int) -> int:
 
 def draw_our_batches(size: int, batch: int, world: int, epoch: int) -> int:
     drawn = 0
-    for indices, counts in EpochOrder(size, batch, 0, world, 0, epoch).blocks():
+    for indices, counts in EpochOrder(size, batch, 0, world, 0, epoch).iter_blocks():
         numbers = indices.tolist()
         for start, stop in pairwise(accumulate(counts, initial=0)):
             drawn += len(numbers[start:stop])
@@ -98,7 +98,7 @@ def draw_our_batches(size: int, batch: int, world: int, epoch: int) -> int:
 
 
 def draw_our_tensors(size: int, batch: int, world: int, epoch: int) -> int:
-    blocks = EpochOrder(size, batch, 0, world, 0, epoch).blocks()
+    blocks = EpochOrder(size, batch, 0, world, 0, epoch).iter_blocks()
     return sum(indices.numel() for indices, _ in blocks)
 
 

@@ -159,12 +159,12 @@ def experiment(cfg: Any) -> Any:
 
 def take_turns(t: Any) -> Any:
     """In the place of echelon.train.loop.train; Echelon's own is `_train`."""
-    from echelon.errors import Exit
+    from echelon.errors import ExitCode
 
     contestants = {name: partial(time_steps, run) for name, run in lineup(t).items()}
     seconds = measure_in_turns(contestants, int(os.environ["BENCH_ROUNDS"]))
     Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(seconds))
-    return Exit.OK
+    return ExitCode.OK
 
 
 def time_steps(run: Run) -> float:

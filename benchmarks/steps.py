@@ -182,7 +182,7 @@ def experiment(cfg: Any) -> Any:
 
 def take_turns(t: Any) -> Any:
     """In the place of echelon.train.loop.train; Echelon's own is `_train`."""
-    from echelon.errors import Exit
+    from echelon.errors import ExitCode
 
     steps, world = t.total_steps, t.group.world
     contestants = {
@@ -193,7 +193,7 @@ def take_turns(t: Any) -> Any:
     seconds = measure_in_turns(contestants, rounds)
     if world.rank == 0:
         Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(seconds))
-    return Exit.OK
+    return ExitCode.OK
 
 
 def time_steps(run: Callable[[], tuple[float, int]], device: Any) -> float:

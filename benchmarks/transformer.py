@@ -143,7 +143,7 @@ def experiment(cfg: Any) -> Any:
 
 def take_turns(t: Any) -> Any:
     """In the place of echelon.train.loop.train; Echelon's own is `_train`."""
-    from echelon.errors import Exit
+    from echelon.errors import ExitCode
 
     plan = json.loads(os.environ["BENCH_PLAN"])
     by_hand = hand_tuned(t)
@@ -163,7 +163,7 @@ def take_turns(t: Any) -> Any:
     told |= {"first_save_blocks_s": first, "save_blocks_s": blocked, "until_on_disk_s": written}
     told |= facts(t)
     Path(os.environ["BENCH_ANSWER"]).write_text(json.dumps(told))
-    return Exit.OK
+    return ExitCode.OK
 
 
 def each_step(
@@ -263,7 +263,7 @@ def facts(t: Any) -> dict[str, Any]:
     )
     (rows,) = t.source.tensors
     counted.keep_shapes(Batch((rows[:BATCH],), BATCH))
-    counted.count_flops()
+    counted.ensure_counted()
     name = torch.cuda.get_device_name() if t.device.type == "cuda" else "cpu"
     return {
         "device": name,

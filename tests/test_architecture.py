@@ -278,7 +278,7 @@ def test_the_loop_fits_one_screen() -> None:
 
     lines = inspect.getsource(train).splitlines()
     assert len(lines) <= 40
-    calls = [f"t.{name}(" for name in ("replica.step", "mark_log_line", "evaluate", "save")]
+    calls = [f"t.{name}(" for name in ("replica.step", "schedule_log_line", "evaluate", "save")]
     found = [next(i for i, line in enumerate(lines) if call in line) for call in calls]
     stop_check = next(i for i, line in enumerate(lines) if "if requests.stop" in line)
     assert [*found, stop_check] == sorted([*found, stop_check]), "in this order"
@@ -365,7 +365,7 @@ def test_a_local_launch_imports_no_other_way_to_train(tmp_path: Path) -> None:
         timeout=300,
     )
     loaded = set(file.read_text().split())
-    assert {"echelon.launch.local", "echelon.train.loop"} <= loaded
+    assert {"echelon.launch.local_launcher", "echelon.train.loop"} <= loaded
     others = [
         *("launch.slurm", "launch.ssh", "launch.env", "launch.network_interface", "hosts"),
         *("cudagraph", "parallel.fsdp_replica", "parallel.layer_blocks", "preflight"),

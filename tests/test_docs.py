@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echelon.cli import SUBCOMMANDS
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -48,4 +48,4 @@ def test_every_promise_has_a_test_that_exists() -> None:
 def test_every_exit_code_is_documented() -> None:
     section = README.partition("## Exit codes")[2].partition("\n## ")[0]
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
-    assert listed == set(Exit)
+    assert listed == set(ExitCode)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from echelon import __version__
-from echelon.errors import EchelonError, Exit, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, suggest_nearest
 from echelon.utils.streams import open_missing_streams
 
 
@@ -28,10 +28,10 @@ class Subcommand(NamedTuple):
 
 def main() -> None:
     """The console script `echelon`: run what was typed and exit with its code."""
-    sys.exit(run_guarded(lambda: run_command(sys.argv[1:])))
+    sys.exit(run_and_report_faults(lambda: run_command(sys.argv[1:])))
 
 
-def run_guarded(command: Callable[[], int]) -> int:
+def run_and_report_faults(command: Callable[[], int]) -> int:
     """Run a command and return its exit code, whatever it raises.
 
     A fault of the user's or the machine's becomes a sentence and an exit code, never a traceback.
@@ -41,7 +41,7 @@ def run_guarded(command: Callable[[], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # LC_ALL=C cannot encode │ or ×
             stream.reconfigure(errors="replace")
-    code: int = Exit.OK
+    code: int = ExitCode.OK
     try:
         code = int(command())
         sys.stdout.flush()  # here, where a closed pipe is handled
@@ -52,35 +52,35 @@ def run_guarded(command: Callable[[], int]) -> int:
         return error.exit
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:  # `echelon … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     except SystemExit as exit_request:
         if isinstance(exit_request.__context__, BrokenPipeError):  # rich turns it into an exit
-            return Exit.OK
+            return ExitCode.OK
         raise
     except Exception as error:  # a user's file that cannot be imported, or a bug of ours
         from echelon.runs.failure import format_user_traceback
 
         print(format_user_traceback(error), end="", file=sys.stderr)
-        return Exit.FAILED
+        return ExitCode.FAILED
 
 
 def run_command(words: list[str]) -> int:
     """Run the command that these words are, `["train", "lr=0.1"]`; returns its exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(_render_overview())
-        return Exit.OK
+        return ExitCode.OK
     if words[0] in ("-V", "--version"):
         print(f"echelon {__version__}")
-        return Exit.OK
+        return ExitCode.OK
     name = words[0]
     subcommand = SUBCOMMANDS.get(name)
     if subcommand is None:
         hint = suggest_nearest(name, SUBCOMMANDS)
         print(f"error: there is no command {name!r}\n  hint: {hint}", file=sys.stderr)
-        return Exit.USAGE
+        return ExitCode.USAGE
     # A recipe brings its commands itself, so that nothing in the core imports it.
     is_recipe = "." in subcommand.module
     module = subcommand.module if is_recipe else f"echelon.commands.{subcommand.module}"

@@ -1,6 +1,6 @@
 """From settings to a run: what `echelon train` and `echelon run` call once their words are parsed.
 
-`train`, `train_multirun` and `run_program` compose a configuration and end in `start_run`, which
+`train`, `train_multirun` and `launch_program` compose a configuration and end in `start_run`, which
 takes it through the four steps of its launcher (`launch/launcher.py`).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.config.schema import Config, build_config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.create import assign_numbered_names, create_run
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def train(
     A dry run prints the plan, as JSON if asked, and stops before anything happens. `wait` follows a
     queued job to its end.
     """
-    from echelon.config.untrusted import read_trial
+    from echelon.config.untrusted import read_wandb_trial
 
-    trial = read_trial(os.environ)
+    trial = read_wandb_trial(os.environ)
     # `wandb agent` would take the end of a submission for the end of the trial.
     waits = wait or trial is not None
     return start_run(compose_config(overrides, experiment, trial=trial), dry_run, as_json, waits)
@@ -56,7 +56,7 @@ def train_multirun(
     from echelon.config.multirun import expand_multirun
     from echelon.launch.registry import make_launcher
 
-    rest, named_experiment = split_experiment_path(overrides)
+    rest, named_experiment = extract_user_experiment(overrides)
     experiment = named_experiment or experiment
     conf_dir = _find_conf_folder(experiment) if experiment else None
     defaults = load_project_defaults()
@@ -66,7 +66,7 @@ def train_multirun(
     return make_launcher(configs[0]).start_multirun(configs, dry_run, start_run)
 
 
-def run_program(
+def launch_program(
     overrides: Sequence[str],
     program: Sequence[str],
     dry_run: bool = False,
@@ -89,11 +89,11 @@ def start_from_json(text: str) -> NoReturn:
 
     A sweep calls it in a process that was forked for one trial.
     """
-    from echelon.cli import run_guarded
+    from echelon.cli import run_and_report_faults
     from echelon.train.worker import exit_process
 
     config = build_config(json.loads(text))
-    exit_process(run_guarded(lambda: start_run(config)))
+    exit_process(run_and_report_faults(lambda: start_run(config)))
 
 
 def start_run(
@@ -101,30 +101,30 @@ def start_run(
 ) -> int:
     """Take a configuration through the steps of its launcher; returns the exit code."""
     from echelon.gpus import count_visible_gpus
-    from echelon.launch.plan import LaunchMachine
+    from echelon.launch.plan import LocalMachine
     from echelon.launch.registry import make_launcher
 
     launcher = make_launcher(config)
     # 1. Names and secrets first: the plan shows the one and may have to carry the other.
-    config = launcher.prepare(config, dry_run)
-    machine = LaunchMachine(os.environ, socket.gethostname(), count_visible_gpus(os.environ))
+    config = launcher.complete_config(config, dry_run)
+    machine = LocalMachine(os.environ, socket.gethostname(), count_visible_gpus(os.environ))
     # 2. The plan, and all faults that it shows, together. Nothing was touched so far.
     plan = launcher.plan(config, machine)
-    if faults := launcher.find_faults(config, plan, machine):
+    if faults := launcher.find_config_faults(config, plan, machine):
         raise EchelonError(*faults)
     launcher.check_trackers(config, plan, machine)
     if dry_run:
         plan.print_plan(as_json)
-        return Exit.OK
+        return ExitCode.OK
     # 3. What has to hold before anything is written; this may take a while.
-    services = _make_services()
+    services = _make_launch_services()
     launcher.check(config, plan, services)
     # 4. The run, or its job; and what to do until that is over.
     code = launcher.start(config, plan, services)
     return launcher.follow(config, code, wait, services)
 
 
-def _make_services() -> LaunchServices:
+def _make_launch_services() -> LaunchServices:
     """What a launcher may call of the packages above it, each imported when it is called."""
     from echelon.launch.launcher import LaunchServices
 
@@ -134,9 +134,9 @@ def _make_services() -> LaunchServices:
         return worker.train_in_process(config)
 
     def run_preflight(config: Config) -> int:
-        from echelon.preflight.check_nodes import check_job_nodes
+        from echelon.preflight.check_nodes import run_node_checks
 
-        return check_job_nodes(config)
+        return run_node_checks(config)
 
     def run_wandb_agent(config: Config) -> int:
         from echelon.submit.wandb_agent import run_agent_here
@@ -146,7 +146,7 @@ def _make_services() -> LaunchServices:
     def follow_queued_run(config: Config, wait: bool) -> int:
         from echelon.jobs import attach
 
-        return attach.follow_queued_run(config, wait)
+        return attach.attach_or_print_hint(config, wait)
 
     return LaunchServices(train_in_process, run_preflight, run_wandb_agent, follow_queued_run)
 
@@ -165,7 +165,7 @@ def compose_config(
     from echelon.config.untrusted import apply_trial
     from echelon.launch.registry import make_launcher
 
-    rest, named_experiment = split_experiment_path(overrides)
+    rest, named_experiment = extract_user_experiment(overrides)
     experiment = named_experiment or experiment
     conf_dir = _find_conf_folder(experiment) if experiment else None
     config = compose(rest, experiment, conf_dir, program, defaults=load_project_defaults())
@@ -190,7 +190,7 @@ def load_project_defaults(*folders: Path) -> FileDefaults:
 # --- a user's experiment ---
 
 
-def inspect_experiment(function: Callable[..., Any]) -> UserExperiment:
+def make_user_experiment(function: Callable[..., Any]) -> UserExperiment:
     """The name, file and declared settings of a function that is an experiment.
 
     Raises an EchelonError if a worker could not import it, or if its file is being imported by one.
@@ -216,7 +216,7 @@ def inspect_experiment(function: Callable[..., Any]) -> UserExperiment:
     return UserExperiment(f"{file}:{name}", find_settings_class(function))
 
 
-def split_experiment_path(overrides: Sequence[str]) -> tuple[list[str], UserExperiment | None]:
+def extract_user_experiment(overrides: Sequence[str]) -> tuple[list[str], UserExperiment | None]:
     """The overrides without `experiment=FILE.py:FUNCTION`, and that experiment; a plain name is
     left to Hydra."""
     rest, experiment = [], None
@@ -225,7 +225,7 @@ def split_experiment_path(overrides: Sequence[str]) -> tuple[list[str], UserExpe
         if key == "experiment" and (":" in value or value.endswith(".py")):
             from echelon.experiment.loading import load_function
 
-            experiment = inspect_experiment(load_function(value))
+            experiment = make_user_experiment(load_function(value))
         else:
             rest.append(word)
     return rest, experiment

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     """Every exit code of every command."""
 
     OK = 0
@@ -54,7 +54,7 @@ class Fault(NamedTuple):
 class EchelonError(Exception):
     """One or more faults, printed without a traceback; `exit` is the exit code of the command."""
 
-    def __init__(self, *faults: Fault, exit: Exit = Exit.USAGE) -> None:
+    def __init__(self, *faults: Fault, exit: ExitCode = ExitCode.USAGE) -> None:
         super().__init__("\n".join(map(str, faults)))
         self.faults = faults
         self.exit = exit

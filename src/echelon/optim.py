@@ -116,16 +116,16 @@ class RowAdam(Optimizer):
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._create_buffers()
+        self._create_scratch()
 
-    def _create_buffers(self) -> None:
+    def _create_scratch(self) -> None:
         """Creates what is needed beside the state, and not saved with it."""
         self._merge_rows = RowMerger()
         self._scratch: dict[Tensor, Any] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._create_buffers()
+        self._create_scratch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict, and moves step counts to their parameters' devices, which torch does
@@ -197,7 +197,7 @@ class RowAdam(Optimizer):
         state["step"].index_copy_(0, numbers, step)
         weights = _compute_average_weights(step, group["betas"], values)
         tables = [_flatten_single_column(t) for t in (p, state["mean"], state["square"])]
-        wide = [t.view(_choose_copy_dtype(t)) for t in tables]
+        wide = [t.view(_choose_row_view_dtype(t)) for t in tables]
         for at, grad, weight in _split_into_blocks(numbers, values, weights):
             taken = [t.index_select(0, at) for t in wide]
             _apply_adam([t.view(p.dtype) for t in taken], grad, weight, group)
@@ -217,7 +217,10 @@ class RowAdam(Optimizer):
             grad._indices()[0],
             grad._values(),
             self._scratch[p],
-            (_get_rate_tensor(group["lr"], p.device), _betas_on_device(group["betas"], p.device)),
+            (
+                _get_rate_tensor(group["lr"], p.device),
+                _concat_beta_constants(group["betas"], p.device),
+            ),
             group["weight_decay"],
             group["eps"],
         )
@@ -321,16 +324,16 @@ def _compute_average_weights(step: Tensor, betas: tuple[float, float], like: Ten
 
 def _get_rate_tensor(rate: Any, device: torch.device) -> Tensor:
     """Returns the learning rate as a tensor on the device."""
-    return rate if isinstance(rate, Tensor) else _cache_rate_tensor(float(rate), device)
+    return rate if isinstance(rate, Tensor) else _create_rate_tensor(float(rate), device)
 
 
 @lru_cache
-def _cache_rate_tensor(rate: float, device: torch.device) -> Tensor:
+def _create_rate_tensor(rate: float, device: torch.device) -> Tensor:
     return torch.tensor(rate, device=device)
 
 
 @lru_cache
-def _betas_on_device(betas: tuple[float, float], device: torch.device) -> Tensor:
+def _concat_beta_constants(betas: tuple[float, float], device: torch.device) -> Tensor:
     return torch.cat(_compute_beta_constants(betas, torch.float32, device))
 
 
@@ -358,7 +361,7 @@ def _flatten_single_column(table: Tensor) -> Tensor:
     return table.squeeze(1) if table.dim() == 2 and table.shape[1] == 1 else table
 
 
-def _choose_copy_dtype(table: Tensor) -> torch.dtype:
+def _choose_row_view_dtype(table: Tensor) -> torch.dtype:
     """Returns the widest dtype as which the table's rows can be copied."""
     if table.dim() != 2 or not table.is_contiguous():
         return table.dtype

@@ -23,7 +23,7 @@ from command_line import (
 from command_runner import CommandResult, RunningCommand, free_port
 from slurm_cluster import TestCluster
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -85,7 +85,7 @@ def _terminate_last(command_line: CommandLine, started: list[RunningCommand]) ->
 
 def _cancel(command_line: CommandLine, started: list[RunningCommand]) -> None:
     """A signal to one of its processes would only queue the job again."""
-    assert command_line.type("cancel", "a").code == Exit.OK
+    assert command_line.type("cancel", "a").code == ExitCode.OK
 
 
 SLURM = ("launch=slurm", "launch.nodes=2", "launch.procs=1", "--wait")
@@ -111,7 +111,7 @@ def whole(cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Never stopped, on two processes of one machine."""
     with open_command_line(cluster, tmp_path_factory.mktemp("whole")) as command_line:
         done = command_line.type("train", "launch=local", "launch.procs=2", REGRESSION, *SETTINGS)
-        assert done.code == Exit.OK, done.err
+        assert done.code == ExitCode.OK, done.err
         yield command_line.run()
 
 
@@ -125,22 +125,22 @@ def test_a_run_stopped_under_one_goes_on_under_another(
     command_line.wait_for_step(5)
     launcher.stop(command_line, started)
     for done in launcher.wait(started):
-        assert done.code == Exit.PREEMPTED, done.err
+        assert done.code == ExitCode.PREEMPTED, done.err
         assert done.left == []
     run, stopped = command_line.run(), command_line.step()
-    status = run.read_status()
+    status = run.read_status_file()
     assert (status["state"], status["step"], status["failure"]) == ("preempted", stopped, None)
     assert run.find_newest_step() == stopped < STEPS
-    assert f"stopped by SIGTERM after step {stopped}" in run.rank_log_file(0).read_text() or (
+    assert f"stopped by SIGTERM after step {stopped}" in run.get_rank_log_file(0).read_text() or (
         launcher.stop is _terminate_last  # rank 0 heard it from rank 1
     )
 
     command_line.variables = {}
     other = _next(launcher)
     for done in other.wait(other.start(command_line, (REGRESSION, *SETTINGS))):
-        assert done.code == Exit.OK, done.err
+        assert done.code == ExitCode.OK, done.err
         assert done.left == []
-    status = run.read_status()
+    status = run.read_status_file()
     assert (status["state"], status["step"], status["failure"]) == ("finished", STEPS, None)
     _require_same_numbers(run, whole, exactly=launcher.ranks == other.ranks == 2)
     _require_same_logs(run, whole, max(launcher.ranks, other.ranks))
@@ -157,7 +157,7 @@ def _require_same_numbers(run: Run, whole: Run, exactly: bool) -> None:
 def _require_same_logs(run: Run, whole: Run, ranks: int) -> None:
     """Every rank has one, over both launches; rank 0's ends as that of the whole run does."""
     mine, theirs = logs(run, ranks), logs(whole, 2)
-    assert not run.rank_log_file(ranks).exists()
+    assert not run.get_rank_log_file(ranks).exists()
     first, went_on = mine[0].split("resuming run a after step ")
     last_words = normalize_log(theirs[0].partition(f"evaluated after step {STEPS}")[2])
     assert normalize_log(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
@@ -173,11 +173,11 @@ def test_a_failure_is_reported_in_the_same_words(
     host = _host_of(launcher, guilty, command_line)
     fault = ("fault=error", f"on={guilty}", "at=5", "trainer.batch_size=8", "trainer.log_steps=1")
     first, *others = launcher.wait(launcher.start(command_line, (FAULTY, "run.name=a", *fault)))
-    assert first.code == Exit.FAILED, first.err
+    assert first.code == ExitCode.FAILED, first.err
     for done in others:
-        assert done.code == Exit.FAILED, done.err
+        assert done.code == ExitCode.FAILED, done.err
         assert f"rank {guilty} on {host} failed" in done.err
-    status = command_line.run().read_status()
+    status = command_line.run().read_status_file()
     failure = status["failure"]
     assert (status["state"], status["step"]) == ("failed", 4)
     assert (failure["rank"], failure["host"], failure["step"]) == (guilty, host, 4)

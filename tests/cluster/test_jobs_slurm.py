@@ -13,7 +13,7 @@ import pytest
 from command_line import REGRESSION, CommandLine, open_command_line
 from command_runner import until
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -44,7 +44,7 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(command_line: CommandLin
     attached = command_line.start("attach", "a")
     until(lambda: "running" in attached.read_output(), 300, "attached")
     assert "was asked to save and end" in command_line.type("cancel", "a").out
-    assert attached.wait().code == waiting.wait().code == Exit.PREEMPTED
+    assert attached.wait().code == waiting.wait().code == ExitCode.PREEMPTED
     assert read_job_row(command_line)["state"] == "cancelled"
     assert "nothing to cancel" in command_line.type("cancel", "a", "--now").out
 

@@ -12,7 +12,7 @@ from command_line import FAULTY, START_S, CommandLine, curve
 from command_runner import CommandResult, RunningCommand, free_port, until
 from slurm_cluster import EMPTY_S
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -84,9 +84,9 @@ def test_a_rank_that_loops_dies_or_stops_is_named_and_all_nodes_start_again(
     command_line.wait_for_more()
     os.kill(command_line.worker(node_0), signal.SIGSEGV)
     for done in _ended(world):
-        assert done.code == Exit.FAILED
+        assert done.code == ExitCode.FAILED
         assert f"rank 0 on {node_0} failed" in done.err.rstrip().splitlines()[-1]
-    assert command_line.run().read_status()["failure"]["summary"] == "killed by SIGSEGV"
+    assert command_line.run().read_status_file()["failure"]["summary"] == "killed by SIGSEGV"
     command_line.require_nothing_left()
 
 
@@ -113,9 +113,9 @@ def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_a
     os.kill(command_line.agent(node_1), signal.SIGKILL)
     _notice("a killed agent", world[0].process.poll, AT_ONCE_S)
     done = world[0].wait()
-    assert done.code == Exit.NODE_LOST
+    assert done.code == ExitCode.NODE_LOST
     assert f"node 1 ({node_1}, rank 1) closed its connection" in done.err
-    failure = command_line.run().read_status()["failure"]
+    failure = command_line.run().read_status_file()["failure"]
     assert (failure["rank"], failure["host"]) == (1, node_1)
     assert world[1].wait().code == -signal.SIGKILL
     command_line.require_nothing_left()
@@ -127,10 +127,10 @@ def test_a_killed_node_0_is_named_by_the_others(command_line: CommandLine) -> No
     os.kill(command_line.agent(node_0), signal.SIGKILL)
     _notice("a killed node 0", world[1].process.poll, AT_ONCE_S)
     done = world[1].wait()
-    assert done.code == Exit.NODE_LOST
+    assert done.code == ExitCode.NODE_LOST
     assert f"node 0 ({node_0}, rank 0 …) closed its connection" in done.err
-    assert command_line.run().read_status()["state"] == "failed"
-    assert command_line.run().read_status()["failure"]["host"] == node_0
+    assert command_line.run().read_status_file()["state"] == "failed"
+    assert command_line.run().read_status_file()["failure"]["host"] == node_0
     command_line.require_nothing_left()
 
 
@@ -143,7 +143,7 @@ def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine
     until(world[1].process.poll, START_S, "the node that is cut off ends too")
     command_line.require_nothing_left()
     here, there = world[0].wait(), world[1].wait()
-    assert (here.code, there.code) == (Exit.NODE_LOST, Exit.NODE_LOST)
+    assert (here.code, there.code) == (ExitCode.NODE_LOST, ExitCode.NODE_LOST)
     assert f"node 1 ({node_1}, rank 1) has sent nothing for 14 s" in here.err
     assert f"node 0 ({node_0}, rank 0 …) has sent nothing for 14 s" in there.err
 
@@ -160,7 +160,7 @@ def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(
     job = command_line.job()
     node_0, node_1 = command_line.hosts(job)
     os.kill(command_line.worker(node_1), signal.SIGKILL)
-    log = command_line.run().node_log_file(0)
+    log = command_line.run().get_node_log_file(0)
     _notice("a killed rank", lambda: "2 restart(s) left" in log.read_text(), AT_ONCE_S)
     assert f"rank 1 on {node_1} failed" in log.read_text()
 
@@ -179,7 +179,7 @@ def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(
     steps = [step for step, _ in curve(command_line.run())]
     assert steps == sorted(set(steps))
     command_line.cluster.slurm("scancel", job)
-    assert following.wait().code != Exit.OK
+    assert following.wait().code != ExitCode.OK
     command_line.require_nothing_left(node_0)
 
 
@@ -195,7 +195,7 @@ def test_a_node_that_never_comes_is_named(command_line: CommandLine) -> None:
         command_line.start(*words, on=hosts[1], MASTER_PORT="21002", NODE_RANK="1", **here),
     ]
     first, other = (each.wait() for each in alone)
-    assert (first.code, other.code) == (Exit.RENDEZVOUS, Exit.RENDEZVOUS)
+    assert (first.code, other.code) == (ExitCode.RENDEZVOUS, ExitCode.RENDEZVOUS)
     assert "after 2 s only 1 of 2 nodes are here; missing: node 1" in first.err
     assert f"node 1 found no node 0 at {hosts[0]}:21002 within 2 s" in other.err
     command_line.require_nothing_left()

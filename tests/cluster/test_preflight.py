@@ -15,7 +15,7 @@ from command_line import CommandLine
 from fake_nvml import FakeDriver, gpu
 from sshd import start_sshd
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.utils import text
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -54,7 +54,7 @@ def bad(report: dict[str, Any]) -> dict[tuple[str, str], str]:
 def test_sound_nodes_are_ready(command_line: CommandLine) -> None:
     done = command_line.type(*words(command_line))
     report = json.loads(done.out)
-    assert done.code == Exit.OK, bad(report)
+    assert done.code == ExitCode.OK, bad(report)
     assert (report["ready"], report["launcher"], bad(report)) == (True, "ssh", {})
     assert [node["host"] for node in report["nodes"]] == command_line.cluster.nodes
     assert len(report["links"]) == 6, "each pair, both ways"
@@ -92,7 +92,7 @@ def test_all_that_may_differ_on_a_node(command_line: CommandLine, tmp_path: Path
         python = f"{tmp_path / 'only'}:{OURS}"
         experiment = f"experiment={mine}:experiment"
         done = command_line.type(*words(command_line, experiment, config=config), PYTHONPATH=python)
-    assert done.code == Exit.NOT_READY, done.out + done.err
+    assert done.code == ExitCode.NOT_READY, done.out + done.err
     report = json.loads(done.out)
     found = bad(report)
     assert {host for host, _ in found} == {odd}, found
@@ -128,7 +128,7 @@ def test_a_closed_port_and_a_host_that_is_not_there(
         )
         config.write_text(gone + command_line.cluster.ssh_config.read_text())
         done = command_line.type(*words(command_line, config=config))
-    assert done.code == Exit.NOT_READY, done.out + done.err
+    assert done.code == ExitCode.NOT_READY, done.out + done.err
     found = bad(json.loads(done.out))
     assert found[second, "tcp"].startswith(f"cannot reach {first} (")
     assert "permission denied" in found[second, "tcp"]
@@ -155,7 +155,7 @@ def test_a_slow_link_is_blamed_on_its_node(command_line: CommandLine) -> None:
     last = command_line.cluster.nodes[-1]
     command_line.cluster.netem(last, "rate 1mbit")
     done = command_line.type(*words(command_line))
-    assert done.code == Exit.NOT_READY, done.out + done.err
+    assert done.code == ExitCode.NOT_READY, done.out + done.err
     report = json.loads(done.out)
     assert report["slowest"] == last
     found = bad(report)
@@ -181,6 +181,6 @@ def test_a_job_looks_at_its_own_nodes_first(command_line: CommandLine) -> None:
     said = run.job_log_file.read_text()
     second = command_line.cluster.nodes[1]
     assert f"fail\t{second}\tinterface\tthere is no interface fast0 that is up" in said
-    assert done.code == Exit.NOT_READY, said + done.err
-    assert run.exit_code_file.read_text().strip() == str(int(Exit.NOT_READY))
+    assert done.code == ExitCode.NOT_READY, said + done.err
+    assert run.exit_code_file.read_text().strip() == str(int(ExitCode.NOT_READY))
     assert not run.metrics_file.exists(), "nothing was trained"

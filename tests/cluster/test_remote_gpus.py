@@ -10,7 +10,7 @@ from command_line import CommandLine
 from command_runner import until
 from fake_nvml import NOBODY_HERE, FakeDriver, gpu, process
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -20,7 +20,7 @@ def test_hosts_over_ssh(command_line: CommandLine) -> None:
     first, second, *_ = command_line.cluster.nodes
     ssh = f"ssh -F {command_line.cluster.ssh_config}"
     done = command_line.type("gpus", "--hosts", f"{first},{second},gone", "--ssh", ssh)
-    assert (done.code, done.out) == (Exit.NO_GPU, "")
+    assert (done.code, done.out) == (ExitCode.NO_GPU, "")
     here, there, gone = done.err.splitlines()
     assert here == f"{first}: no GPU: there is no NVIDIA driver (libnvidia-ml.so.1 is not found)"
     assert there.startswith(f"{second}: no GPU: there is no NVIDIA driver")
@@ -28,7 +28,7 @@ def test_hosts_over_ssh(command_line: CommandLine) -> None:
 
 
 def test_nodes_of_my_jobs(command_line: CommandLine, tmp_path: Path) -> None:
-    assert command_line.type("gpus", "--slurm").code == Exit.NOT_FOUND, "no job, no node"
+    assert command_line.type("gpus", "--slurm").code == ExitCode.NOT_FOUND, "no job, no node"
     driver = FakeDriver(
         tmp_path / "driver", gpu(0, use=11), gpu(1), process(NOBODY_HERE, on=1, gib=7)
     )
@@ -45,7 +45,7 @@ def test_nodes_of_my_jobs(command_line: CommandLine, tmp_path: Path) -> None:
         )
     finally:
         command_line.cluster.slurm("scancel", number)
-    assert done.code == Exit.OK, done.err
+    assert done.code == ExitCode.OK, done.err
     nodes = json.loads(done.out)["nodes"]
     assert [node["host"] for node in nodes] == hosts
     assert [[g["use_percent"] for g in node["gpus"]] for node in nodes] == [[11, 0], [11, 0]]
@@ -55,10 +55,10 @@ def test_a_partition(command_line: CommandLine) -> None:
     ssh = f"ssh -F {command_line.cluster.ssh_config}"
     name = command_line.cluster.slurm("sinfo", "-h", "-o", "%R").split()[0]
     done = command_line.type("gpus", "--slurm", name, "--ssh", ssh)
-    assert done.code == Exit.NO_GPU
+    assert done.code == ExitCode.NO_GPU
     assert [line.split(":")[0] for line in done.err.splitlines()] == sorted(
         command_line.cluster.nodes
     )
     unknown = command_line.type("gpus", "--slurm", f"{name}x")
-    assert unknown.code == Exit.NOT_FOUND
+    assert unknown.code == ExitCode.NOT_FOUND
     assert f"did you mean '{name}'?" in unknown.err

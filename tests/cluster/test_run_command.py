@@ -10,7 +10,7 @@ import pytest
 from command_line import CommandLine
 from command_runner import EXAMPLES, free_port
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -49,7 +49,7 @@ def test_a_plain_torch_script_on_two_nodes_starts_again_after_a_failure(
     (command_line.folder / "plain.py").write_text(TORCH)
     more = ("launch.procs=2", "launch.max_restarts=1", "--", sys.executable, "plain.py")
     done = command_line.type("run", *SLURM, *more)
-    assert done.code == Exit.OK, done.out
+    assert done.code == ExitCode.OK, done.out
     assert done.left == []
     nodes = [node for node in command_line.cluster.nodes[:2] for _ in range(2)]
     assert f"rank 3 on {nodes[3]} failed: exited with code 1" in done.out
@@ -57,10 +57,11 @@ def test_a_plain_torch_script_on_two_nodes_starts_again_after_a_failure(
     assert f"0 4 {nodes[0]} 1" in done.out  # rank 0 speaks on the screen
     for rank, node in enumerate(nodes):
         assert (
-            f"{rank} 4 {node} 1" in command_line.run().rank_log_file(rank).read_text().splitlines()
+            f"{rank} 4 {node} 1"
+            in command_line.run().get_rank_log_file(rank).read_text().splitlines()
         )
-    assert "the first time it fails" in command_line.run().rank_log_file(3).read_text()
-    assert command_line.run().read_status()["state"] == "finished"
+    assert "the first time it fails" in command_line.run().get_rank_log_file(3).read_text()
+    assert command_line.run().read_status_file()["state"] == "finished"
 
 
 def test_lightning_as_tasks_of_srun(command_line: CommandLine) -> None:
@@ -70,11 +71,11 @@ def test_lightning_as_tasks_of_srun(command_line: CommandLine) -> None:
     flags = ("launch.nodes_flag=--num_nodes", "launch.gpus_flag=--gpus")
     words = (*SLURM, "launch.procs=1", "mode=lightning", *flags, "--", sys.executable, program)
     done = command_line.type("run", *words)
-    assert done.code == Exit.OK, done.out
+    assert done.code == ExitCode.OK, done.out
     assert done.left == []
     assert "--num_nodes 2 --gpus 1" in command_line.run().script_file.read_text()
     losses = [
-        _last_line(command_line.run().rank_log_file(rank)).partition(": ") for rank in range(2)
+        _last_line(command_line.run().get_rank_log_file(rank)).partition(": ") for rank in range(2)
     ]
     assert [who for who, _, _ in losses] == ["rank 0 of 2", "rank 1 of 2"]
 
@@ -87,10 +88,10 @@ def test_lightning_and_accelerate_under_an_agent(command_line: CommandLine) -> N
     for name, file in programs.items():
         words = ("launch=local", "launch.procs=2", f"run.name={name}", "--", sys.executable, file)
         done = command_line.type("run", *words)
-        assert done.code == Exit.OK, done.err
+        assert done.code == ExitCode.OK, done.err
         assert done.left == []
         for rank in range(2):
-            assert f"rank {rank} of 2" in command_line.run(name).rank_log_file(rank).read_text()
+            assert f"rank {rank} of 2" in command_line.run(name).get_rank_log_file(rank).read_text()
 
 
 def _last_line(log: Path) -> str:
@@ -107,18 +108,20 @@ def test_tasks_of_srun_and_programs_left_alone(command_line: CommandLine) -> Non
     done = command_line.type("run", *SLURM, *srun)
     assert done.code == 9, done.out
     for task in range(4):
-        assert f"task {task} of 4, rank []" in command_line.run().rank_log_file(task).read_text()
+        assert (
+            f"task {task} of 4, rank []" in command_line.run().get_rank_log_file(task).read_text()
+        )
     # Slurm may append that it ended the others.
     devices = [
-        re.search(r"devices (\S+)", command_line.run().rank_log_file(task).read_text())[1]  # type: ignore[index]
+        re.search(r"devices (\S+)", command_line.run().get_rank_log_file(task).read_text())[1]  # type: ignore[index]
         for task in range(2)
     ]
     assert sorted(devices) == ["0", "1"]
 
     alone = ("launch=slurm", "launch.nodes=2", "run.name=b", "mode=plain", "--wait")
     done = command_line.type("run", *alone, "--", "bash", "-c", tell)
-    assert done.code == Exit.OK
-    assert "task 1 of 2, rank []" in command_line.run("b").rank_log_file(1).read_text()
+    assert done.code == ExitCode.OK
+    assert "task 1 of 2, rank []" in command_line.run("b").get_rank_log_file(1).read_text()
 
 
 def test_a_program_that_is_not_there_on_one_node(command_line: CommandLine) -> None:

@@ -15,7 +15,7 @@ from command_line import ECHELON, CommandLine
 from slurm_cluster import LIMIT_S
 from sshd import HIDE, start_sshd
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -46,14 +46,14 @@ def test_a_rented_machine_becomes_a_host(command_line: CommandLine, tmp_path: Pa
     ):
         home.mkdir()
         asked = command_line.type(*words)
-        assert asked.code == Exit.USAGE, asked.err
+        assert asked.code == ExitCode.USAGE, asked.err
         assert "nothing was written: there is no terminal to ask at" in asked.err
         assert "    HostName" in asked.out
         assert "Host pod" not in real.read_text()
         assert not key.parent.exists()
 
         closed = command_line.type(*words, "--yes")
-        assert closed.code == Exit.NOT_READY, closed.out + closed.err
+        assert closed.code == ExitCode.NOT_READY, closed.out + closed.err
         assert "pod does not accept the key yet" in closed.err
         public = Path(f"{key}.pub").read_text().strip()
         assert public in closed.out
@@ -65,7 +65,7 @@ def test_a_rented_machine_becomes_a_host(command_line: CommandLine, tmp_path: Pa
 
         real.write_text(f"{written}IdentityFile {keys / 'client'}\n")  # another way in
         installed = command_line.type(*words, "--install", "--yes")
-        assert installed.code == Exit.OK, installed.out + installed.err
+        assert installed.code == ExitCode.OK, installed.out + installed.err
         authorized = home / ".ssh" / "authorized_keys"
         assert authorized.read_text() == f"{public}\n"
         assert mode(authorized) == 0o600
@@ -91,7 +91,7 @@ def test_a_host_without_echelon_is_told_how_to_get_it(
             f"Host {host}\n    Port 2227\n" + command_line.cluster.ssh_config.read_text()
         )
         done = command_line.type("setup", "ssh", host, "--config", str(config))
-    assert done.code == Exit.NOT_READY, done.out + done.err
+    assert done.code == ExitCode.NOT_READY, done.out + done.err
     assert f"{host} is known to ssh already" in done.out
     assert f"fail\techelon\tlaunch=ssh starts {sys.executable}, which is not there" in done.out
     assert f"{sys.executable} -m pip install echelon==" in done.out
@@ -110,17 +110,17 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(command_line: CommandLine, tmp_pa
     )
     for no in ("n\n", "\n", "\x04"):
         code, said = conversation(words, ("write it? [y/N] ", no))
-        assert (code, said.split("\r\n")[-2]) == (Exit.USAGE, "nothing was written"), said
+        assert (code, said.split("\r\n")[-2]) == (ExitCode.USAGE, "nothing was written"), said
         assert (config.read_bytes(), key.exists()) == (before, False)
     agreed = ("write it? [y/N] ", "y\n")
     code, said = conversation(words, agreed, ("(yes/no/[fingerprint])? ", "no\n"))
-    assert code == Exit.NOT_READY, said
+    assert code == ExitCode.NOT_READY, said
     assert "ssh does not know the key of pod: Host key verification failed." in said
     assert not known.exists()
     before = (key.read_bytes(), config.read_bytes())  # type: ignore[assignment]
     assert b"Host pod\n" in before[1]  # type: ignore[operator]
     code, said = conversation(words, ("(yes/no/[fingerprint])? ", "yes\n"))
-    assert code == Exit.NOT_READY, said
+    assert code == ExitCode.NOT_READY, said
     assert "pod is known to ssh already, and is used as it is:" in said
     assert f"error: pod does not accept the key yet: root@{address}: Permission denied" in said
     assert address in known.read_text()
@@ -144,7 +144,7 @@ def test_a_key_that_asks_for_its_passphrase_needs_an_agent(
         )
         words = ("setup", "ssh", host, "--config", str(config))
         code, said = conversation(words, (f"Enter passphrase for key '{key}': ", "secret\n"))
-    assert code == Exit.NOT_READY, said
+    assert code == ExitCode.NOT_READY, said
     assert "login  ssh asks a question: root@" in said
     assert f"ssh-add {key}: launch=ssh cannot answer questions" in said
 
@@ -179,5 +179,5 @@ def test_an_entry_further_up_that_wins_is_told(command_line: CommandLine, tmp_pa
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     words = ("setup", "ssh", "u@192.0.2.1", "--key", str(key), "--config", str(config), "--yes")
     done = command_line.type(*words)
-    assert done.code == Exit.NOT_READY
+    assert done.code == ExitCode.NOT_READY
     assert "user of 192.0.2.1 is somebody, not u: an entry further up" in done.err

@@ -13,8 +13,8 @@ from command_line import START_S, CommandLine
 from command_runner import EXAMPLES, is_a_sentence_and_a_hint, until
 from slurm_cluster import TestCluster
 
-from echelon.cli import run_command, run_guarded
-from echelon.errors import Exit
+from echelon.cli import run_and_report_faults, run_command
+from echelon.errors import ExitCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -42,7 +42,7 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(command_line: CommandLine
     following = command_line.start(*words, "--wait", *program)
     second = ("run", "launch=slurm", "run.name=b", "launch.interface=lo", "--", "bash", "-c", TELL)
     submitted = command_line.type(*second)
-    assert submitted.code == Exit.OK, submitted.err
+    assert submitted.code == ExitCode.OK, submitted.err
     job_b = command_line.job("b")
     assert submitted.out.startswith(f"job {job_b}: run b in {command_line.run('b').folder}\n")
 
@@ -65,11 +65,11 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(command_line: CommandLine
 
     # A log of every rank and of every node, though there was no folder for them.
     for rank in ranks:
-        text = run.rank_log_file(rank).read_text()
+        text = run.get_rank_log_file(rank).read_text()
         port = 20_000 + int(job) % 10_000
         mine = [f"{rank} of 4 on {hosts[rank // 2]}", "eth0 eth0", "devices 0,1", f"port {port}"]
         assert text.splitlines()[:5] == [*mine, "a  b"]
-    assert [run.node_log_file(node).exists() for node in range(3)] == [True, True, False]
+    assert [run.get_node_log_file(node).exists() for node in range(3)] == [True, True, False]
     assert (command_line.folder / "made").exists()  # the script runs where the command was typed
 
     # The other one had a port of its own, and its script runs by hand.
@@ -77,7 +77,7 @@ def test_two_jobs_at_once_are_what_their_dry_runs_said(command_line: CommandLine
     command_line.cluster.slurm(
         "sbatch", "--wait", str(command_line.run("b").script_file), cwd=command_line.folder
     )
-    lines = command_line.run("b").rank_log_file(0).read_text().splitlines()
+    lines = command_line.run("b").get_rank_log_file(0).read_text().splitlines()
     assert len(lines) == 10
     assert lines[1] == lines[6] == "lo lo"
     ports = {line for line in lines if line.startswith("port")} | {f"port {port}"}
@@ -105,7 +105,7 @@ def test_a_port_in_use_is_reported(command_line: CommandLine) -> None:
     until(lambda: following.process.poll() is not None, START_S, "the job ends")
     taken.end()
     done = following.wait()
-    assert done.code == Exit.RENDEZVOUS
+    assert done.code == ExitCode.RENDEZVOUS
     assert f"node 0 cannot listen at {first}:{port}: address already in use" in done.out
     assert "Traceback" not in done.out
     command_line.require_nothing_left()
@@ -152,8 +152,8 @@ def test_what_slurm_refuses_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.slurm_conf))
     assert (
-        run_guarded(lambda: run_command(["train", "launch=slurm", "run.name=a", word]))
-        == Exit.USAGE
+        run_and_report_faults(lambda: run_command(["train", "launch=slurm", "run.name=a", word]))
+        == ExitCode.USAGE
     )
     told = capsys.readouterr().err
     assert is_a_sentence_and_a_hint(told), told
@@ -184,6 +184,7 @@ def test_gpus_are_asked_for_as_the_cluster_wants(
     monkeypatch.setenv("SLURM_CONF", str(command_line.cluster.slurm_conf))
     words = ["launch=slurm", "launch.gpus_per_node=2", "launch.sbatch=['--hold']", "run.name=a"]
     assert (
-        run_guarded(lambda: run_command(["train", *words, f"launch.gpu_request={asks}"])) == Exit.OK
+        run_and_report_faults(lambda: run_command(["train", *words, f"launch.gpu_request={asks}"]))
+        == ExitCode.OK
     )
     assert gets in command_line.cluster.slurm("scontrol", "show", "job", command_line.job())

@@ -25,7 +25,7 @@ from sshd import HIDE, start_sshd
 
 from echelon.config.compose import compose
 from echelon.config.schema import Config, LaunchConfig
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.launch.ssh.file_transfer import list_code_files
 from echelon.launch.ssh.host_list import list_hosts
 from echelon.runs.run_folder import Run
@@ -62,17 +62,17 @@ def test_two_hosts_give_the_curve_of_one_machine(nasty: CommandLine) -> None:
     hostfile = command_line.folder / "my hosts"
     hostfile.write_text(f"# two each\n{first} slots=2\n\n{second} slots=2  # the other\n")
     done = command_line.type(*WORDS, *SHORT, ssh(command_line), "launch.hostfile='my hosts'")
-    assert done.code == Exit.OK, done.err
+    assert done.code == ExitCode.OK, done.err
     assert done.left == []
     assert all(line.startswith((f"{first} │", f"{second} │")) for line in done.err.splitlines())
     assert f"{first} │ run a: 12 steps" in done.err
     assert [path.name for path in command_line.folder.iterdir() if path.name == "oops"] == []
-    status = command_line.run().read_status()
+    status = command_line.run().read_status_file()
     assert (status["state"], status["launcher"], status["world"]) == ("finished", "ssh", 4)
     assert status["hosts"] == [first, second]
     there = curve(command_line.run())
     local = command_line.type(*WORDS, *SHORT, "launch=local", "launch.procs=4", "run.name=b")
-    assert local.code == Exit.OK, local.err
+    assert local.code == ExitCode.OK, local.err
     assert there == curve(command_line.run("b"))
 
 
@@ -139,7 +139,7 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: CommandLine, tmp_path: 
             *words, f"launch.hosts=[{first},apart]", LD_LIBRARY_PATH=str(gpus)
         )
     assert f"the hosts differ in their visible devices: {first} 0, apart 4" in unequal.err
-    assert done.code == Exit.USAGE
+    assert done.code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(done.err), done.err
     gone, liar, bare, apart = (x for x in done.err.splitlines() if x.startswith("error: "))
     assert gone.startswith("error: gone cannot be reached: ssh: connect to host")
@@ -191,15 +191,15 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(
         words = (*words, f"launch.ssh='ssh -F {config}'")  # type: ignore[assignment]
         hosts = f"launch.hosts=[apart,twin,{command_line.cluster.nodes[0]}]"
         done = command_line.type(*words, hosts, "trainer.steps=8")
-        assert done.code == Exit.OK, done.err
+        assert done.code == ExitCode.OK, done.err
         run = command_line.run()
-        assert f"apart │ built from {run.code_folder(0)}/mine.py" in done.out
+        assert f"apart │ built from {run.get_code_folder(0)}/mine.py" in done.out
         assert not list(run.folder.glob("code-*")), "they are over there"
-        assert (run.read_status()["state"], run.read_status()["step"]) == ("finished", 8)
+        assert (run.read_status_file()["state"], run.read_status_file()["step"]) == ("finished", 8)
         assert run.find_newest_step() == 8
-        assert [run.rank_log_file(rank).exists() for rank in range(3)] == [True] * 3
+        assert [run.get_rank_log_file(rank).exists() for rank in range(3)] == [True] * 3
         again = command_line.type(*words, "launch.hosts=[twin,apart]", "trainer.steps=12")
-        assert again.code == Exit.OK, again.err
+        assert again.code == ExitCode.OK, again.err
         assert "resuming run a after step 8" in again.err
         assert [step for step, _ in curve(run)] == list(range(1, 13))
         listed = subprocess.run(
@@ -262,10 +262,10 @@ def test_a_silent_link_ends_the_host_and_the_run(command_line: CommandLine) -> N
     os.kill(session, signal.SIGSTOP)
     command_line.require_nothing_left(second)
     done = command.wait()
-    assert done.code == Exit.NODE_LOST, done.err
+    assert done.code == ExitCode.NODE_LOST, done.err
     assert f"node 1 ({second}, rank 1) closed its connection" in done.last_lines
-    status = command_line.run().read_status()
-    assert (status["state"], status["failure"]["exit"]) == ("failed", Exit.NODE_LOST)
+    status = command_line.run().read_status_file()
+    assert (status["state"], status["failure"]["exit"]) == ("failed", ExitCode.NODE_LOST)
     assert done.left == []
 
 
@@ -277,9 +277,9 @@ def test_one_interrupt_saves_and_two_stop_at_once(command_line: CommandLine) -> 
     command_line.wait_for_step(3)
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
-    assert done.code == Exit.PREEMPTED, done.err
+    assert done.code == ExitCode.PREEMPTED, done.err
     saved = command_line.run().find_newest_step()
-    assert saved == command_line.run().read_status()["step"] >= 3
+    assert saved == command_line.run().read_status_file()["step"] >= 3
     assert "stopped by SIGINT" in done.err
     assert done.left == []
 
@@ -289,7 +289,7 @@ def test_one_interrupt_saves_and_two_stop_at_once(command_line: CommandLine) -> 
     until(lambda: "Ctrl-C again stops at once" in command.read_output(), 300, "the first is heard")
     command.process.send_signal(signal.SIGINT)
     done = command.wait()
-    assert done.code == Exit.INTERRUPTED, done.err
+    assert done.code == ExitCode.INTERRUPTED, done.err
     assert done.last_lines.endswith("stopped at once; the last snapshot is intact")
     assert command_line.run().find_newest_step() == saved
     assert done.left == []

@@ -15,7 +15,7 @@ from command_runner import EXAMPLES, until
 from wandb_server import SWEEP, serving
 from wheels import wheel
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.status import read_run_status
 from echelon.submit.command_file import quote_words
 
@@ -85,9 +85,11 @@ def test_every_word_arrives_and_every_failure_is_one(command_line: CommandLine) 
     copy = str(command_line.run("all").folder / "source")
     expected = [[[word], copy, None] for word in NASTY] + [[NASTY, copy, None]]
     for number, wanted in enumerate(expected):
-        assert json.loads(command_line.run(f"all-{number}").rank_log_file(0).read_text()) == wanted
+        assert (
+            json.loads(command_line.run(f"all-{number}").get_rank_log_file(0).read_text()) == wanted
+        )
     failed, seeded = len(NASTY) + 1, len(NASTY) + 2
-    assert json.loads(command_line.run(f"all-{seeded}").rank_log_file(0).read_text()) == [
+    assert json.loads(command_line.run(f"all-{seeded}").get_rank_log_file(0).read_text()) == [
         ["seed"],
         copy,
         "4 2",
@@ -111,16 +113,16 @@ def test_a_job_runs_what_was_submitted_whatever_is_edited_later(offline: Command
     main.write_text("import sys\nprint('as it was', sys.argv[1:])\n")
     more = ("--name", "a", "--env", "none", "launch.sbatch=['--hold']")
     started = command_line.program("bash", "job_submitter.sh", *more)
-    assert started.process.wait(300) == Exit.OK, started.read_output()
+    assert started.process.wait(300) == ExitCode.OK, started.read_output()
     assert f"job {command_line.job()}: run a in" in started.read_output()
     main.write_text("raise SystemExit('edited')\n")
     again = command_line.type("submit", "--name", "a", "--env", "none")
-    assert again.code == Exit.USAGE
+    assert again.code == ExitCode.USAGE
     assert "a of that name is not over yet" in again.err
     command_line.cluster.slurm("scontrol", "release", command_line.job())
     assert over(command_line, "a") == "finished", command_line.run().job_log_file.read_text()
     assert (
-        command_line.run().rank_log_file(0).read_text()
+        command_line.run().get_rank_log_file(0).read_text()
         == "as it was ['--train', '--batch_size', '6']\n"
     )
     assert "as it was" in command_line.type("logs", command_line.job()).out
@@ -142,8 +144,8 @@ def test_two_at_once_and_a_build_that_was_killed_give_one_environment(offline: C
     told = "".join(each.read_output() for each in both)
     assert told.count("building ") == 1, told
     assert (
-        command_line.run("a").rank_log_file(0).read_text()
-        == command_line.run("b").rank_log_file(0).read_text()
+        command_line.run("a").get_rank_log_file(0).read_text()
+        == command_line.run("b").get_rank_log_file(0).read_text()
         == "1.0\n"
     )
 
@@ -159,12 +161,12 @@ def test_a_job_has_the_environment_it_was_submitted_with_or_none(offline: Comman
     submit = ("submit", "--configs", "one.txt", "--name")
     here: dict[str, Any] = {"ECHELON_CACHE": "cache", "PIP_FIND_LINKS": ""}
     done = command_line.type(*submit, "a", "--build", "job", "--wait", **here)
-    assert done.code == Exit.OK, command_line.run("a").job_log_file.read_text()
-    assert command_line.run("a").rank_log_file(0).read_text() == "3.0\n"
+    assert done.code == ExitCode.OK, command_line.run("a").job_log_file.read_text()
+    assert command_line.run("a").get_rank_log_file(0).read_text() == "3.0\n"
     in_source = ("--env", "source", "launch.sbatch=['--hold']")
-    assert command_line.type(*submit, "b", *in_source, **here).code == Exit.OK
+    assert command_line.type(*submit, "b", *in_source, **here).code == ExitCode.OK
     (command_line.folder / "requirements.txt").write_text("tiny==1.0\n")
-    assert command_line.type(*submit, "c", *in_source).code == Exit.OK
+    assert command_line.type(*submit, "c", *in_source).code == ExitCode.OK
     command_line.cluster.slurm("scontrol", "release", command_line.job("b"), command_line.job("c"))
     assert [over(command_line, name) for name in ("b", "c")] == ["failed", "finished"]
     assert "is not what this was submitted with" in command_line.run("b").job_log_file.read_text()
@@ -176,7 +178,7 @@ def test_an_environment_that_cannot_be_made_in_the_job_fails_the_job(offline: Co
     (command_line.folder / "one.txt").write_text("python -c pass\n")
     words = ("--configs", "one.txt", "--build", "job", "--name", "a", "--wait")
     done = command_line.type("submit", *words)
-    assert done.code != Exit.OK
+    assert done.code != ExitCode.OK
     assert "tiny==9.9" in command_line.run().job_log_file.read_text()
     command_line.cluster.wait_for_job(command_line.job(), "FAILED")
 
@@ -200,7 +202,7 @@ def test_a_sweep_of_wandbs_on_two_nodes(command_line: CommandLine) -> None:
     assert done.code == 3, done.out + done.err
     assert done.left == []
     for rank, host in enumerate(command_line.cluster.nodes[:2]):
-        line = command_line.run().rank_log_file(rank).read_text().splitlines()[0]
+        line = command_line.run().get_rank_log_file(rank).read_text().splitlines()[0]
         assert line.startswith(f"{rank} 2 {host} --lr=0.1 trial")
     assert server.sweep.agents == 1
     assert "a" * 40 not in "".join(p.read_text() for p in command_line.run().folder.rglob("*.sh"))

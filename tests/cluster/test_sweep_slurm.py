@@ -13,7 +13,7 @@ from command_line import START_S, CommandLine
 from command_runner import HERE, until
 from wandb_server import SWEEP
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 from echelon.sweep.sweep_folder import SweepFolder
 
@@ -46,23 +46,23 @@ def test_a_worker_that_is_killed_gives_its_trial_back(command_line: CommandLine)
     following = command_line.start("sweep", "s.yml", *words, "trainer.save.steps=5", *OPTIONS)
     sweep = SweepFolder(command_line.folder / "runs" / "s")
     until(
-        lambda: _saved(sweep.trial_run(0)) and _saved(sweep.trial_run(1)),
+        lambda: _saved(sweep.get_trial_run(0)) and _saved(sweep.get_trial_run(1)),
         START_S,
         "both are at work",
     )
     os.kill(_worker(sweep, 0), signal.SIGKILL)  # the hosts have this machine's process numbers
     killed.touch()
     done = following.wait(END_S)
-    assert done.code == Exit.OK, done.err
+    assert done.code == ExitCode.OK, done.err
     assert done.left == []
     told = json.loads(done.out[done.out.index("{") :])
     assert [trial["state"] for trial in told["trials"]] == ["finished", "finished"]
     for number in (0, 1):
-        run = sweep.trial_run(number)
-        assert run.read_status()["state"] == "finished"
-        assert run.read_status()["world"] == 2
+        run = sweep.get_trial_run(number)
+        assert run.read_status_file()["state"] == "finished"
+        assert run.read_status_file()["world"] == 2
         assert run.exit_code_file.read_text() == "0\n"
-    said = sweep.trial_run(0).rank_log_file(0).read_text()
+    said = sweep.get_trial_run(0).get_rank_log_file(0).read_text()
     assert re.search(r"resuming run s-0 after step \d+", said), said
 
 
@@ -88,10 +88,10 @@ def test_a_parent_that_is_killed_finds_its_trial_s_job_again(command_line: Comma
         done = command_line.type("sweep", "s.yml", *words, "--engine", "wandb", limit_s=END_S)
         served = dict(server.runs)
         assert server.sweep.handed == ["trial0"]
-    assert done.code == Exit.OK, done.err
+    assert done.code == ExitCode.OK, done.err
     assert done.out.startswith("trial0\tfinished\t")
     assert run.read_job_id() == job
-    assert len(run.read_status()["starts"]) == 1
+    assert len(run.read_status_file()["starts"]) == 1
     assert [end["exitcode"] for end in served["trial0"].ends] == [0]
 
 
@@ -101,4 +101,4 @@ def _saved(run: Run) -> bool:
 
 def _worker(sweep: SweepFolder, number: int) -> int:
     """That has a trial."""
-    return int(json.loads(sweep.lease_file(number).read_text())["process"]["pid"])
+    return int(json.loads(sweep.get_lease_file(number).read_text())["process"]["pid"])

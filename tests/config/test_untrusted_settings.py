@@ -16,9 +16,9 @@ from echelon.config.untrusted import (
     WandbTrial,
     apply_trial,
     drop_trial_arguments,
-    make_trial,
-    parse_trial,
-    read_trial,
+    make_wandb_trial,
+    parse_wandb_trial,
+    read_wandb_trial,
 )
 from echelon.errors import EchelonError
 
@@ -42,7 +42,7 @@ OWN = UserExperiment("file.py:experiment", Settings)
 
 
 def make_trial_config(given: dict[str, Any]) -> WandbTrial:
-    return make_trial("me/pro/sw33p", "abc", given)
+    return make_wandb_trial("me/pro/sw33p", "abc", given)
 
 
 def apply_parameters(given: dict[str, Any], own: UserExperiment | None = OWN, *words: str) -> Any:
@@ -182,7 +182,7 @@ def test_every_fault_is_reported_at_once() -> None:
 @pytest.mark.parametrize("id", ["", "../x", "a/b", "-x", "x" * 200, "a b"])
 def test_unsafe_ids_are_refused(id: str) -> None:
     with pytest.raises(EchelonError, match="is not the id of a run"):
-        make_trial("me/pro/sw33p", id, {})
+        make_wandb_trial("me/pro/sw33p", id, {})
 
 
 # --- how it comes -------------------------------------------------------------------------------
@@ -202,15 +202,15 @@ def agent_environ(folder: Path, text: str) -> dict[str, str]:
 
 def test_the_parameter_file_of_an_agent_is_read(tmp_path: Path) -> None:
     env = agent_environ(tmp_path, "wandb_version: 1\n\nlr:\n  value: 0.5\n")
-    assert read_trial(env) == make_trial_config({"lr": 0.5})
-    assert read_trial({}) is None
-    assert read_trial({"WANDB_RUN_ID": "abc"}) is None
+    assert read_wandb_trial(env) == make_trial_config({"lr": 0.5})
+    assert read_wandb_trial({}) is None
+    assert read_wandb_trial({"WANDB_RUN_ID": "abc"}) is None
 
 
 def test_a_missing_parameter_file(tmp_path: Path) -> None:
     env = agent_environ(tmp_path, "") | {"WANDB_SWEEP_PARAM_PATH": str(tmp_path / "none")}
     with pytest.raises(EchelonError, match="WANDB_DIR"):
-        read_trial(env)
+        read_wandb_trial(env)
 
 
 _LAUGHS = "a: &a {value: [1]}\n" + "".join(
@@ -236,16 +236,18 @@ _LAUGHS = "a: &a {value: [1]}\n" + "".join(
 )
 def test_a_parameter_file_with_other_content(text: str, tmp_path: Path) -> None:
     with pytest.raises(EchelonError):
-        read_trial(agent_environ(tmp_path, text))
+        read_wandb_trial(agent_environ(tmp_path, text))
 
 
 def test_a_trial_sent_to_ranks_is_checked_again() -> None:
     told = make_trial_config({"lr": 0.5, "optimizer": {"lr": 1}})
-    assert parse_trial(told.to_json()) == told
+    assert parse_wandb_trial(told.to_json()) == told
     with pytest.raises(EchelonError, match="KiB"):
-        parse_trial(" " * (MAX_BYTES + 1))
+        parse_wandb_trial(" " * (MAX_BYTES + 1))
     with pytest.raises(EchelonError, match="may not"):
-        parse_trial(json.dumps({"sweep": "a/b/c", "id": "x", "given": {"launch.kind": "ssh"}}))
+        parse_wandb_trial(
+            json.dumps({"sweep": "a/b/c", "id": "x", "given": {"launch.kind": "ssh"}})
+        )
 
 
 def test_arguments_that_an_agent_added_are_dropped() -> None:
@@ -268,6 +270,6 @@ def test_arguments_that_an_agent_added_are_dropped() -> None:
 def test_a_file_that_wandb_writes_is_read(tmp_path: Path) -> None:
     given = {"lr": 1e-05, "kind": "1e-05", "deep": None, "optimizer": {"betas": [1, 2.5]}}
     text = yaml.safe_dump({"wandb_version": 1} | {k: {"value": v} for k, v in given.items()})
-    told = read_trial(agent_environ(tmp_path, text))
+    told = read_wandb_trial(agent_environ(tmp_path, text))
     assert told is not None
     assert told.parameters == given

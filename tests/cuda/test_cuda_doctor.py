@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def test_doctor_passes_and_trains_on_every_gpu(tmp_path: Path) -> None:
     code, report = _report(tmp_path, "doctor")
     checks = _by_check(report)
     assert [c for c in report["checks"] if c["state"] == "fail"] == []
-    assert code == Exit.OK
+    assert code == ExitCode.OK
     assert f"built for CUDA {torch.version.cuda}" in checks["torch"]["found"]
     assert checks["driver"]["state"] == "ok"
     for index in range(torch.cuda.device_count()):
@@ -58,7 +58,7 @@ def test_hidden_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_preflight_all_reduces_with_nccl(tmp_path: Path) -> None:
     code, report = _report(tmp_path, "preflight", "launch=local")
-    assert code == Exit.OK, report
+    assert code == ExitCode.OK, report
     checks = _by_check(report)
     assert checks["gpus"]["state"] in ("ok", "warn")
     assert checks["all-reduce"]["found"].startswith("nccl ")

@@ -216,7 +216,7 @@ def test_a_batch_past_the_end_is_empty() -> None:
 def batches(one: EpochOrder, first: int = 0) -> list[list[int]]:
     """One list of samples per global batch."""
     found: list[list[int]] = []
-    for indices, counts in one.blocks(first):
+    for indices, counts in one.iter_blocks(first):
         assert indices.dtype == torch.int64
         assert indices.numel() == sum(counts)
         found += [part.tolist() for part in torch.split(indices, counts)]
@@ -256,14 +256,14 @@ def test_an_epoch_resumes_at_any_batch() -> None:
 
 def test_runs_of_batches_are_the_same_on_every_rank() -> None:
     runs = {
-        tuple(len(counts) for _, counts in EpochOrder(200_001, 10, rank, 4, 0, 0).blocks())
+        tuple(len(counts) for _, counts in EpochOrder(200_001, 10, rank, 4, 0, 0).iter_blocks())
         for rank in range(4)
     }
     assert len(runs) == 1
 
 
 def test_blocks_are_bounded() -> None:
-    lengths = [b.numel() for b, _ in EpochOrder(300_000, 32, 0, 1, 0, 0).blocks()]
+    lengths = [b.numel() for b, _ in EpochOrder(300_000, 32, 0, 1, 0, 0).iter_blocks()]
     assert lengths[0] <= 1024
     assert max(lengths) <= 2**17
 
@@ -295,5 +295,5 @@ def test_a_far_position_of_a_billion_costs_what_the_first_costs(
     monkeypatch.setattr(sample_order, "map_positions", count)
     one = EpochOrder(10**9, 256, 3, 8, seed=0, epoch=0)
     for first_batch in (0, 3_900_000):
-        next(one.blocks(first_batch))
+        next(one.iter_blocks(first_batch))
     assert drawn == [1024, 1024]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_runner import ECHELON, is_a_sentence_and_a_hint, run
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 
 def test_a_torch_that_crashes_is_a_row(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_torch_that_crashes_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(crash)
     source = Path(__file__).parents[2] / "src"
     done = run((*ECHELON, "doctor"), tmp_path, PYTHONPATH=f"{tmp_path}:{source}")
-    assert done.code == Exit.NOT_READY
+    assert done.code == ExitCode.NOT_READY
     lines = [line.split("\t") for line in done.out.splitlines()]
     assert done.err == ""
     (torch,) = [fields for fields in lines if fields[1] == "torch"]
@@ -32,7 +32,7 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     words = shlex.join([*ECHELON, "doctor", "--no-smoke"])
     done = run(("sh", "-c", f"mkdir {gone} && cd {gone} && rmdir {gone} && {words}"), tmp_path)
-    assert done.code == Exit.NOT_READY
+    assert done.code == ExitCode.NOT_READY
     assert done.err == ""
     assert f"fail\tdisk here\t{gone} cannot be written\t" in done.out
 
@@ -50,7 +50,7 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
 )
 def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     done = run((*ECHELON, *words), tmp_path)
-    assert done.code in (Exit.USAGE, Exit.NOT_FOUND)
+    assert done.code in (ExitCode.USAGE, ExitCode.NOT_FOUND)
     assert message in done.err
     assert is_a_sentence_and_a_hint(done.err)
     assert list(tmp_path.iterdir()) == []
@@ -59,7 +59,7 @@ def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], message
 @pytest.mark.parametrize("limit", ["0", "soon", "inf"])
 def test_a_limit_is_a_number(tmp_path: Path, limit: str) -> None:
     done = run((*ECHELON, "preflight", "--limit", limit), tmp_path)
-    assert done.code == Exit.USAGE
+    assert done.code == ExitCode.USAGE
     assert f"'{limit}' is not a number of seconds" in done.err
 
 
@@ -69,7 +69,7 @@ def test_this_machine_trains_and_all_reduces(tmp_path: Path) -> None:
     report = json.loads(done.out)
     checks = {check["check"]: check for check in report["checks"]}
     failed = [check for check in report["checks"] if check["state"] == "fail"]
-    assert (done.code, failed) == (Exit.OK, [])
+    assert (done.code, failed) == (ExitCode.OK, [])
     assert report["version"] == 1
     assert "gloo across 2, the sum is right" in checks["all-reduce"]["found"]
     assert done.left == []
@@ -79,7 +79,7 @@ def test_this_machine_trains_and_all_reduces(tmp_path: Path) -> None:
 def test_a_training_looks_first_where_it_is_asked_to(tmp_path: Path) -> None:
     words = ("train", "launch=local", "launch.procs=2", "launch.preflight=true", "samples=64")
     done = run((*ECHELON, *words, "trainer.epochs=1"), tmp_path)
-    assert done.code == Exit.OK, done.out + done.err
+    assert done.code == ExitCode.OK, done.out + done.err
     assert "all-reduce\tgloo, the sum is right" in done.out
     assert "step 2/2" in done.err + done.out
     assert done.left == []

@@ -22,12 +22,12 @@ from wheels import wheel
 
 from echelon.environments import (
     EnvironmentPlan,
-    activation_lines,
     build_environment,
     plan_environment,
+    render_activation_lines,
 )
 from echelon.environments.build_lock import lock_if_unused
-from echelon.environments.cache import EnvironmentPaths, clean_cache, list_cached
+from echelon.environments.cache import EnvironmentPaths, clean_cache, list_cached_environments
 from echelon.errors import EchelonError
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def source(folder: Path, **files: str) -> Path:
 
 def record_lines(plan: EnvironmentPlan, code: str) -> str:
     """What Python prints in a shell that has entered the environment."""
-    script = "\n".join(["set -eu", *activation_lines(plan), 'python -c "$CODE"'])
+    script = "\n".join(["set -eu", *render_activation_lines(plan), 'python -c "$CODE"'])
     done = subprocess.run(
         ["bash", "-c", script],
         env={"PATH": os.defpath, "CODE": code},
@@ -206,7 +206,7 @@ def test_builds_survive_kills_and_concurrent_builders(tmp_path: Path, uv: str) -
         place.lock.exists,
         place.building_marker.exists,
         place.log.exists,
-        (place.inputs / "requirements.txt").exists,
+        (place.inputs_folder / "requirements.txt").exists,
         plan.folder.exists,
         (plan.folder / "pyvenv.cfg").exists,
         lambda: has_match(library, "*/site-packages/tiny.py"),
@@ -271,7 +271,7 @@ def test_a_broken_environment_is_rebuilt(tmp_path: Path, uv: str) -> None:
     said: list[str] = []
     build_environment(plan, said.append)
 
-    python = EnvironmentPaths(plan.folder).python()
+    python = EnvironmentPaths(plan.folder).python_executable()
     python.unlink()
     python.symlink_to(tmp_path / "gone")
     assert not plan_environment(folder).ready, "the base interpreter is gone"
@@ -373,7 +373,7 @@ def test_a_venv_that_a_job_runs_in_is_not_rebuilt(tmp_path: Path, uv: str) -> No
     plan = plan_environment(folder, "source")
     build_environment(plan, lambda _: None)
     (folder / "requirements.txt").write_text("tiny==2.0\n")
-    job = ["bash", "-c", "\n".join([*activation_lines(plan), "echo in; read -r _"])]
+    job = ["bash", "-c", "\n".join([*render_activation_lines(plan), "echo in; read -r _"])]
     with subprocess.Popen(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout
         running.stdout.readline()
@@ -398,7 +398,7 @@ def test_clean_keeps_environments_in_use(tmp_path: Path, uv: str) -> None:
         clean_cache(environ, 30, given["everything"], given["dry_run"], said.append)
         return "\n".join(said)
 
-    job = ["bash", "-c", "\n".join([*activation_lines(plan), "echo in; read -r _"])]
+    job = ["bash", "-c", "\n".join([*render_activation_lines(plan), "echo in; read -r _"])]
     with subprocess.Popen(job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout
         assert running.stdin
@@ -413,7 +413,7 @@ def test_clean_keeps_environments_in_use(tmp_path: Path, uv: str) -> None:
     long_ago = time.time() - 31 * 86400
     os.utime(EnvironmentPaths(plan.folder).use_lock, (long_ago, long_ago))
     assert f"removed {plan.key}: requirements.txt of {folder}" in clean()
-    assert list_cached(environ) == []
+    assert list_cached_environments(environ) == []
     assert os.listdir(tmp_path / "cache" / "envs") == []
 
 

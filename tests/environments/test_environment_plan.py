@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cli import run_command, run_guarded
-from echelon.environments import EnvironmentPlan, activation_lines, plan_environment
+from echelon.cli import run_and_report_faults, run_command
+from echelon.environments import EnvironmentPlan, plan_environment, render_activation_lines
 from echelon.environments.cache import EnvironmentPaths
 from echelon.environments.pipfile import compute_pipfile_hash
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 
 PIPFILE = """\
 [[source]]
@@ -112,7 +112,7 @@ def test_a_pyproject_with_linter_settings_alone_needs_no_environment(
 ) -> None:
     folder = source(tmp_path / "s", **{"pyproject.toml": "[tool.ruff]\nline-length = 100\n"})
     plan = plan_environment(folder, environ=environ)
-    assert (plan.kind, plan.ready, activation_lines(plan)) == ("none", True, [])
+    assert (plan.kind, plan.ready, render_activation_lines(plan)) == ("none", True, [])
     (folder / "environment.yml").write_text(CONDA)
     assert "conda" in plan_fault_text(folder, environ)
 
@@ -220,7 +220,7 @@ def test_no_password_is_written_or_shown(tmp_path: Path, environ: dict[str, str]
     environ |= {"PIP_INDEX_URL": f"https://u:{CANARY}@m/", "TOKEN": CANARY}
     folder = source(tmp_path / "s", **{"requirements.txt": text})
     plan = plan_environment(folder, environ=environ)
-    shown = [repr(plan), json.dumps(plan.to_dict()), "\n".join(activation_lines(plan))]
+    shown = [repr(plan), json.dumps(plan.to_dict()), "\n".join(render_activation_lines(plan))]
     assert CANARY not in "".join(shown)
     other = plan_environment(folder, environ=environ | {"PIP_INDEX_URL": "https://u:other@m/"})
     assert other.key != plan.key
@@ -393,7 +393,7 @@ def test_activation_quotes_unusual_paths(
     EnvironmentPaths(plan.folder).make_parent()
     EnvironmentPaths(plan.folder).use_lock.touch()
     tell = 'printf "%s\\n" "$VIRTUAL_ENV" "$PATH" "$PYTHONPATH" "${PYTHONHOME-unset}"'
-    script = "\n".join(["set -eu", *activation_lines(plan), tell])
+    script = "\n".join(["set -eu", *render_activation_lines(plan), tell])
     done = subprocess.run(
         ["bash", "-c", script],
         env={"PATH": os.defpath, "PYTHONHOME": "/x", "PYTHONPATH": "/mine"},
@@ -418,7 +418,7 @@ def test_activation_continues_without_the_lock_file(
     plan = plan_environment(
         source(tmp_path / "s", **{"requirements.txt": "six\n"}), environ=environ
     )
-    script = "\n".join(["set -eu", *activation_lines(plan), "echo here"])
+    script = "\n".join(["set -eu", *render_activation_lines(plan), "echo here"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == ("here\n", "", 0)
 
@@ -435,18 +435,24 @@ def test_show_prints_the_plan(
     folder = source(tmp_path / "s", **{"requirements.txt": "six\n", "pyproject.toml": PROJECT})
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert run_guarded(lambda: run_command(["env", "show", "--source", str(folder)])) == Exit.OK
+    assert (
+        run_and_report_faults(lambda: run_command(["env", "show", "--source", str(folder)]))
+        == ExitCode.OK
+    )
     output = capsys.readouterr().out
     assert "from         requirements.txt" in output
     assert "ignored      pyproject.toml" in output
     assert "not built yet" in output
     assert (
-        run_guarded(lambda: run_command(["env", "show", "--source", str(folder), "--json"]))
-        == Exit.OK
+        run_and_report_faults(
+            lambda: run_command(["env", "show", "--source", str(folder), "--json"])
+        )
+        == ExitCode.OK
     )
     assert json.loads(capsys.readouterr().out)["cache"] == []
     assert (
-        run_guarded(lambda: run_command(["env", "show", "--source", "/no/such"])) == Exit.NOT_FOUND
+        run_and_report_faults(lambda: run_command(["env", "show", "--source", "/no/such"]))
+        == ExitCode.NOT_FOUND
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from echelon.environments.package_indexes import (
     PackageIndexes,
     apply_options,
-    builder_environ,
+    drop_redirecting_variables,
     hide_passwords,
     read_pip_settings,
 )
@@ -92,7 +92,7 @@ def test_settings_are_translated_for_uv() -> None:
         pre=True,
         only_binary=("torch",),
     )
-    assert found.environment_variables("uv") == {
+    assert found.make_environment_variables("uv") == {
         "UV_INDEX_URL": "https://u:pw@a/",
         "UV_EXTRA_INDEX_URL": "https://b/ https://c/",
         "UV_FIND_LINKS": "/w,/v",
@@ -101,12 +101,12 @@ def test_settings_are_translated_for_uv() -> None:
         "SSL_CERT_FILE": "/cert",
         "ALL_PROXY": "http://p",
     }
-    assert found.install_options("uv") == [
+    assert found.make_install_flags("uv") == [
         "--no-index",
         "--prerelease=allow",
         "--only-binary=torch",
     ]
-    assert found.install_options("pip") == ["--no-index", "--pre", "--only-binary=torch"]
+    assert found.make_install_flags("pip") == ["--no-index", "--pre", "--only-binary=torch"]
     assert "pw" not in repr(found)
 
 
@@ -114,7 +114,7 @@ def test_uvs_own_index_takes_precedence() -> None:
     found = PackageIndexes(
         url="https://a/", extra=("https://b/",), uv_variables=(("UV_DEFAULT_INDEX", "https://o"),)
     )
-    assert found.environment_variables("uv") == {"UV_DEFAULT_INDEX": "https://o"}
+    assert found.make_environment_variables("uv") == {"UV_DEFAULT_INDEX": "https://o"}
 
 
 def test_a_requirements_file_replaces_the_index_and_adds_the_rest() -> None:
@@ -127,8 +127,8 @@ def test_a_requirements_file_replaces_the_index_and_adds_the_rest() -> None:
 
 def test_variables_that_redirect_packages_are_removed() -> None:
     away = {"PIP_TARGET": "/t", "PIP_USER": "1", "PYTHONPATH": "/p", "VIRTUAL_ENV": "/v"}
-    assert builder_environ(away | {"HOME": "/h"}) == {"HOME": "/h"}
-    assert PackageIndexes().environment_variables("pip") == {"PIP_USER": "0"}, (
+    assert drop_redirecting_variables(away | {"HOME": "/h"}) == {"HOME": "/h"}
+    assert PackageIndexes().make_environment_variables("pip") == {"PIP_USER": "0"}, (
         "clusters have user = true in pip.conf"
     )
 

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from echelon.environments.requirements import ParsedDependencies, check_urls, read_requirements
+from echelon.environments.requirements import (
+    ParsedDependencies,
+    find_insecure_url_faults,
+    read_requirements,
+)
 
 
 def parse(folder: Path, text: str, **more: str) -> ParsedDependencies:
@@ -19,7 +23,7 @@ def parse(folder: Path, text: str, **more: str) -> ParsedDependencies:
 
 
 def fault_texts(found: ParsedDependencies) -> str:
-    return "\n".join(fault.what for fault in [*found.faults, *check_urls(found, ())])
+    return "\n".join(fault.what for fault in [*found.faults, *find_insecure_url_faults(found, ())])
 
 
 def test_lines_are_parsed_as_by_pip(tmp_path: Path) -> None:

@@ -92,10 +92,12 @@ def test_a_snapshot_says_what_the_experiment_chose() -> None:
     enable_fused_kernels(e, CPU)
     assert make_capturable(e.optimizer, CPU) is None
     run_steps(e)
-    [group] = ways.restore_flags(e.optimizer.state_dict())["param_groups"]
+    [group] = ways.make_portable_state(e.optimizer.state_dict())["param_groups"]
     assert (group["fused"], group["foreach"], group["capturable"]) == (None, None, False)
     assert type(group["lr"]) is float
-    saved = copy.deepcopy((e.model.state_dict(), ways.restore_flags(e.optimizer.state_dict())))
+    saved = copy.deepcopy(
+        (e.model.state_dict(), ways.make_portable_state(e.optimizer.state_dict()))
+    )
     again, plain = (resume_optimizer(*copy.deepcopy(saved)) for _ in range(2))
     enable_fused_kernels(again, CPU)
     for a, b in zip(run_steps(again), run_steps(plain), strict=True):
@@ -109,7 +111,7 @@ def test_of_a_snapshot_only_what_the_experiment_changed_is_not_taken() -> None:
     then.optimizer.param_groups[0] |= {"betas": (0.7, 0.9), "count": 3}
     now = experiment("AdamW", weight_decay=0.5, foreach=True)
     state = OptimizerFlags(now.optimizer).merge_new_settings(
-        saved.restore_flags(then.optimizer.state_dict()), saved.settings
+        saved.make_portable_state(then.optimizer.state_dict()), saved.settings
     )
     now.optimizer.load_state_dict(state)
     [group] = now.optimizer.param_groups

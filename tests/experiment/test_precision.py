@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from worlds import losses, train_world
 
 from echelon.config.schema import Config, TrainerConfig
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.experiment.compilation import CompiledFunction
 from echelon.runs.heartbeat import Heartbeat, HeartbeatTable
 
@@ -50,7 +51,7 @@ def test_tf32_is_of_gpus_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> None:
     ended = train_world(tmp_path, ranks, *STEPS, word)
-    assert ended.codes == [Exit.USAGE] * ranks
+    assert ended.codes == [ExitCode.USAGE] * ranks
     assert says in ended.said
     assert "Traceback" not in ended.said
     for number, rank in enumerate(ended.ranks):
@@ -61,13 +62,12 @@ def test_what_a_cpu_cannot(word: str, says: str, ranks: int, tmp_path: Path) -> 
 def test_what_a_cpu_cannot_is_all_said_before_a_run_is_made(
     how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from echelon.cli import run_command, run_guarded
+    from echelon.cli import run_and_report_faults, run_command
 
     words = [f"run.dir={tmp_path / 'runs'}", "trainer.precision=fp16", "trainer.capture=always"]
     for more in ([], ["--dry-run"]):
-        assert (
-            run_guarded(lambda more=more: run_command(["train", *words, *how, *more])) == Exit.USAGE  # type: ignore[misc]
-        )
+        command = ["train", *words, *how, *more]
+        assert run_and_report_faults(partial(run_command, command)) == ExitCode.USAGE
         said = capsys.readouterr().err
         assert said.count("error: ") == 2
         assert "error: trainer.precision=fp16, but this run is on a CPU" in said
@@ -150,7 +150,7 @@ def test_a_backward_pass_that_does_not_compile(capsys: pytest.CaptureFixture[str
 
 
 def test_a_snapshot_that_says_no_precision_was_of_float32() -> None:
-    assert "trainer.precision" not in Config().numerics_settings()
+    assert "trainer.precision" not in Config().select_numerics_settings()
     half = Config(trainer=TrainerConfig(precision="bf16"))
-    assert half.numerics_settings()["trainer.precision"] == "bf16"
-    assert half.numerics_fingerprint() != Config().numerics_fingerprint()
+    assert half.select_numerics_settings()["trainer.precision"] == "bf16"
+    assert half.compute_numerics_fingerprint() != Config().compute_numerics_fingerprint()

@@ -55,7 +55,7 @@ def test_what_a_gpu_does_not_report_is_none(make_driver: MakeDriver) -> None:
     seen = read_only_gpu()
     assert seen.use_percent is seen.temperature_c is seen.power_w is seen.power_limit_w is None
     assert seen.memory_used_bytes is seen.memory_total_bytes is seen.fan_percent is None
-    assert not seen.processes_told
+    assert not seen.has_process_list
     assert not seen.idle, "nobody knows"
 
 

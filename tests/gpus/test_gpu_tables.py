@@ -48,7 +48,7 @@ NODE = GpuNode(
         _gpu(1, 100, 131, 86, 698, processes=(_process("maria", 804, 130.4, 420, OURS, **RUN),)),
         _gpu(2, 0, 0.004, 34, 76, idle=True),
         Gpu(3, None, "NVIDIA H200", "lost: reboot or reset"),
-        Gpu(4, "GPU-4", "NVIDIA H200", processes_told=False),
+        Gpu(4, "GPU-4", "NVIDIA H200", has_process_list=False),
         _gpu(
             5,
             0,

@@ -24,8 +24,8 @@ from fake_nvml import (
     run_idle_process,
 )
 
-from echelon.cli import run_command, run_guarded
-from echelon.errors import Exit
+from echelon.cli import run_and_report_faults, run_command
+from echelon.errors import ExitCode
 from echelon.gpus.availability import describe_other_users
 from echelon.gpus.command import get_current_user
 
@@ -47,7 +47,7 @@ class GpusCommand:
             except SystemExit as error:  # argparse's
                 return int(error.code or 0)
 
-        code = run_guarded(run)
+        code = run_and_report_faults(run)
         captured = self._capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -72,49 +72,57 @@ def test_no_gpu_is_one_line_and_a_code_of_its_own(
     make_driver: MakeDriver, gpus: GpusCommand, line: str, words: str
 ) -> None:
     make_driver(line)
-    assert gpus() == (Exit.NO_GPU, "", f"{words}\n")
-    assert gpus("--watch") == (Exit.NO_GPU, "", f"{words}\n")
-    assert gpus("--free") == (Exit.NO_GPU, "", f"{words}\n")
+    assert gpus() == (ExitCode.NO_GPU, "", f"{words}\n")
+    assert gpus("--watch") == (ExitCode.NO_GPU, "", f"{words}\n")
+    assert gpus("--free") == (ExitCode.NO_GPU, "", f"{words}\n")
     code, out, _ = gpus("--json")
-    assert code == Exit.NO_GPU
+    assert code == ExitCode.NO_GPU
     assert json.loads(out)["nodes"][0]["gpus"] == []
 
 
 def test_no_driver(gpus: GpusCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.gpus.nvml.LIBRARY", "libnothing.so")
     code, out, err = gpus()
-    assert (code, out) == (Exit.NO_GPU, "")
+    assert (code, out) == (ExitCode.NO_GPU, "")
     assert err == "no GPU: there is no NVIDIA driver (libnvidia-ml.so.1 is not found)\n"
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--gpu", "0,x,-1"], Exit.USAGE, "--gpu 0,x,-1: 'x', '-1' is not an index"),
-        (["--gpu", "0,,1"], Exit.USAGE, "'' is not an index"),
-        (["--gpu", "1-"], Exit.USAGE, "'1-' is not an index"),
-        (["--gpu", "²"], Exit.USAGE, "'²' is not an index"),
-        (["--gpu", ""], Exit.USAGE, "'' is not an index"),
-        (["--gpu", "3-1"], Exit.USAGE, "'3-1' is not an index"),
-        (["--gpu", "0-99999999"], Exit.USAGE, "'0-99999999' is not an index"),
-        (["--gpu", "0-9999"], Exit.NOT_FOUND, "there is no GPU 2, 3, 4, 5, 6, 7, 8, 9, … here"),
-        (["--gpu", "0,2,7"], Exit.NOT_FOUND, "there is no GPU 2, 7 here\n  hint: there are 0 to 1"),
-        (["--watch", "0"], Exit.USAGE, "'0' is not an interval: give 0.1 to 86400 s"),
-        (["--watch", "1e9"], Exit.USAGE, "'1e9' is not an interval"),
-        (["--watch", "nan"], Exit.USAGE, "'nan' is not an interval"),
-        (["--watch", "often"], Exit.USAGE, "'often' is not an interval"),
-        (["--free", "0"], Exit.USAGE, "'0' is not a number of GPUs"),
-        (["--free", "--watch"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
-        (["--free", "--hosts", "a"], Exit.USAGE, "--free is about all GPUs of this machine, once"),
-        (["--hosts", ""], Exit.USAGE, "'' is not a host"),
-        (["--hosts", "a,-oProxyCommand=x"], Exit.USAGE, "'-oProxyCommand=x' is not a host"),
-        (["--hosts", "a", "--ssh", "'"], Exit.USAGE, "is not a command: no closing quotation"),
-        (["--user", "roott"], Exit.NOT_FOUND, "did you mean 'root'?"),
+        (["--gpu", "0,x,-1"], ExitCode.USAGE, "--gpu 0,x,-1: 'x', '-1' is not an index"),
+        (["--gpu", "0,,1"], ExitCode.USAGE, "'' is not an index"),
+        (["--gpu", "1-"], ExitCode.USAGE, "'1-' is not an index"),
+        (["--gpu", "²"], ExitCode.USAGE, "'²' is not an index"),
+        (["--gpu", ""], ExitCode.USAGE, "'' is not an index"),
+        (["--gpu", "3-1"], ExitCode.USAGE, "'3-1' is not an index"),
+        (["--gpu", "0-99999999"], ExitCode.USAGE, "'0-99999999' is not an index"),
+        (["--gpu", "0-9999"], ExitCode.NOT_FOUND, "there is no GPU 2, 3, 4, 5, 6, 7, 8, 9, … here"),
+        (
+            ["--gpu", "0,2,7"],
+            ExitCode.NOT_FOUND,
+            "there is no GPU 2, 7 here\n  hint: there are 0 to 1",
+        ),
+        (["--watch", "0"], ExitCode.USAGE, "'0' is not an interval: give 0.1 to 86400 s"),
+        (["--watch", "1e9"], ExitCode.USAGE, "'1e9' is not an interval"),
+        (["--watch", "nan"], ExitCode.USAGE, "'nan' is not an interval"),
+        (["--watch", "often"], ExitCode.USAGE, "'often' is not an interval"),
+        (["--free", "0"], ExitCode.USAGE, "'0' is not a number of GPUs"),
+        (["--free", "--watch"], ExitCode.USAGE, "--free is about all GPUs of this machine, once"),
+        (
+            ["--free", "--hosts", "a"],
+            ExitCode.USAGE,
+            "--free is about all GPUs of this machine, once",
+        ),
+        (["--hosts", ""], ExitCode.USAGE, "'' is not a host"),
+        (["--hosts", "a,-oProxyCommand=x"], ExitCode.USAGE, "'-oProxyCommand=x' is not a host"),
+        (["--hosts", "a", "--ssh", "'"], ExitCode.USAGE, "is not a command: no closing quotation"),
+        (["--user", "roott"], ExitCode.NOT_FOUND, "did you mean 'root'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input(
-    make_driver: MakeDriver, gpus: GpusCommand, words: list[str], code: Exit, message: str
+    make_driver: MakeDriver, gpus: GpusCommand, words: list[str], code: ExitCode, message: str
 ) -> None:
     make_driver(gpu(0), gpu(1))
     got, out, err = gpus(*words)
@@ -131,18 +139,18 @@ def test_users(make_driver: MakeDriver, gpus: GpusCommand) -> None:
         gpu(0), gpu(1), gpu(2), process(ME, on=1), process(NOBODY_HERE, on=1), process(1, on=2)
     )
     code, out, _ = gpus("--user", "me")
-    assert code == Exit.OK
+    assert code == ExitCode.OK
     assert [line[:5] for line in out.splitlines()][:2] == ["GPU 1", "GPU 1"]
     assert f"pid {ME} " in out
     assert "?" not in out
     code, out, _ = gpus("--user", "daemon")
-    assert (code, out) == (Exit.OK, "no process of daemon on a GPU\n")
+    assert (code, out) == (ExitCode.OK, "no process of daemon on a GPU\n")
 
 
 def test_only_some_gpus(make_driver: MakeDriver, gpus: GpusCommand) -> None:
     make_driver(*(gpu(i) for i in range(6)))
     code, out, _ = gpus("--gpu", "0,3-4")
-    assert code == Exit.OK
+    assert code == ExitCode.OK
     assert [line[4] for line in out.splitlines()] == ["0", "3", "4"]
 
 
@@ -184,18 +192,18 @@ def test_a_title_is_shown_whole(make_driver: MakeDriver, gpus: GpusCommand) -> N
 
 def test_free(make_driver: MakeDriver, gpus: GpusCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     make_driver(gpu(0), gpu(1, use=99), gpu(2), gpu(3, code=15), gpu(4), process(ME, on=4))
-    assert gpus("--free") == (Exit.OK, "0,2\n", "")
-    assert gpus("--free", "1") == (Exit.OK, "0\n", "")
-    assert gpus("--free", "1", "--gpu", "1-4") == (Exit.OK, "2\n", "")
+    assert gpus("--free") == (ExitCode.OK, "0,2\n", "")
+    assert gpus("--free", "1") == (ExitCode.OK, "0\n", "")
+    assert gpus("--free", "1", "--gpu", "1-4") == (ExitCode.OK, "2\n", "")
     assert json.loads(gpus("--free", "--json")[1]) == {"version": 1, "free": ["0", "2"]}
     code, out, err = gpus("--free", "3")
-    assert (code, out) == (Exit.BUSY, "")
+    assert (code, out) == (ExitCode.BUSY, "")
     assert err == "3 are wanted, but only 2 are idle; `echelon gpus` shows who uses them\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,2")
-    assert gpus("--free") == (Exit.OK, "2\n", "")
+    assert gpus("--free") == (ExitCode.OK, "2\n", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     code, out, err = gpus("--free")
-    assert (code, out) == (Exit.BUSY, ""), "an empty list would hide all GPUs from CUDA"
+    assert (code, out) == (ExitCode.BUSY, ""), "an empty list would hide all GPUs from CUDA"
     among = "among those that CUDA_VISIBLE_DEVICES allows"
     assert err == f"none is idle {among}; `echelon gpus` shows who uses them\n"
 
@@ -259,7 +267,7 @@ def test_watching_as_json_is_a_line_for_each_reading(
     assert first["time"] < later["time"]
     process.send_signal(signal.SIGINT)
     process.stdout = None
-    assert process.wait(timeout=300) == Exit.OK
+    assert process.wait(timeout=300) == ExitCode.OK
 
 
 def test_watching_through_a_pipe(
@@ -297,7 +305,7 @@ def hosts(tmp_path: Path, make_driver: MakeDriver) -> str:
 
 def test_other_machines(hosts: str, gpus: GpusCommand) -> None:
     code, out, err = gpus("--hosts", "a,b,c", "--ssh", hosts)
-    assert (code, err) == (Exit.OK, "")
+    assert (code, err) == (ExitCode.OK, "")
     assert out.splitlines() == [
         "a  GPU 0  NVIDIA H200  use 11%  memory 0.00/140 GiB  temperature 34°C  power 76/700 W",
         "a  GPU 0  pid ?  ?  1.0 GiB      ?  a process that is not visible from here",
@@ -305,7 +313,7 @@ def test_other_machines(hosts: str, gpus: GpusCommand) -> None:
         "c  cannot be reached: ssh: connect to host c: No route",
     ]
     code, out, err = gpus("--hosts", "b,c", "--ssh", hosts)
-    assert (code, out) == (Exit.NO_GPU, "")
+    assert (code, out) == (ExitCode.NO_GPU, "")
     assert [line.split(":")[0] for line in err.splitlines()] == ["b", "c"]
 
 
@@ -314,7 +322,7 @@ def test_a_machine_without_our_python(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     code, out, _ = gpus("--hosts", "a", "--ssh", hosts)
-    assert code == Exit.OK
+    assert code == ExitCode.OK
     assert "use 11%" in out
 
 
@@ -334,7 +342,7 @@ def test_a_machine_whose_python_is_too_old(
     old.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(old))
     code, _, err = gpus("--hosts", "a", "--ssh", hosts)
-    assert code == Exit.NO_GPU
+    assert code == ExitCode.NO_GPU
     assert err == "a: no GPU: cannot be reached: Python 3.9 or later is needed, there is 3.8.18\n"
 
 

@@ -167,7 +167,7 @@ def evaluations(run: Run) -> list[tuple[int, float]]:
 
 
 def logs(run: Run, ranks: int) -> list[str]:
-    return [run.rank_log_file(rank).read_text() for rank in range(ranks)]
+    return [run.get_rank_log_file(rank).read_text() for rank in range(ranks)]
 
 
 _NOISE = re.compile(r"step \d+/|\[W.*hostname of the client socket")

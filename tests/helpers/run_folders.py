@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from echelon.cli import run_command, run_guarded
+from echelon.cli import run_and_report_faults, run_command
 from echelon.config.schema import Config
 from echelon.runs.run_folder import RUN_FORMAT, Run
 
@@ -53,6 +53,6 @@ def make_run(
 
 def echelon(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """`echelon WORDS` in this process: its code, and what it said, without colours."""
-    code = run_guarded(lambda: run_command(list(words)))
+    code = run_and_report_faults(lambda: run_command(list(words)))
     said = capsys.readouterr()
     return code, Text.from_ansi(said.out).plain, said.err

@@ -28,10 +28,10 @@ import toy_experiments
 from command_runner import free_port
 from rank_fork_server import ForkServer
 
-from echelon.cli import run_command, run_guarded
+from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.schema import Config
-from echelon.entrypoint import inspect_experiment
+from echelon.entrypoint import make_user_experiment
 from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots, parse_step
@@ -205,7 +205,7 @@ def configured(
 ) -> Config:
     """As `python FILE.py WORDS` would compose it, one thread, every step logged, under `folder`."""
     ours = [f"run.dir={folder}", "track.progress=none", "trainer.log_steps=1", "launch.threads=1"]
-    return compose([*ours, *words], inspect_experiment(experiment))
+    return compose([*ours, *words], make_user_experiment(experiment))
 
 
 def train_world(
@@ -268,7 +268,7 @@ def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> list[Ended]
 
 
 def _run_command(rank: int, master: str, commands: Sequence[Sequence[str]]) -> None:
-    raise SystemExit(run_guarded(lambda: run_command(list(commands[rank]))))
+    raise SystemExit(run_and_report_faults(lambda: run_command(list(commands[rank]))))
 
 
 # --- what a run left behind ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.errors import EchelonError
 from echelon.hosts.ask import HostAnswer, ask_host, ask_hosts, join_last_lines
-from echelon.hosts.messages import MARK, send_message, split_message
+from echelon.hosts.message_protocol import MARK, send_message, split_message
 from echelon.hosts.ssh import build_ssh_prefix, require_ssh, split_ssh_command
 from echelon.launch.ssh import host_probe
 

@@ -17,12 +17,17 @@ from typing import Any
 import pytest
 from command_runner import ECHELON, CommandResult, run, started, until
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.jobs import follow as following
 from echelon.jobs.cancel import cancel_runs
 from echelon.jobs.follow import PlainPrinter
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs
-from echelon.runs.process_record import _read_birth, identify_this_process, is_alive, send_signal
+from echelon.runs.process_record import (
+    _read_start_time,
+    identify_this_process,
+    is_alive,
+    send_signal,
+)
 from echelon.runs.run_folder import RUN_FORMAT, Run
 from echelon.runs.status import read_run_status
 
@@ -203,7 +208,7 @@ def test_a_run_elsewhere_is_ended_there(tmp_path: Path) -> None:
     made = make_run(tmp_path, state="running", launcher="local", process=elsewhere)
     assert "local on n7" in echelon(tmp_path, "jobs").out
     done = echelon(tmp_path, "cancel", "a")
-    assert done.code == Exit.USAGE
+    assert done.code == ExitCode.USAGE
     assert f"ssh n7 echelon cancel {made.folder}" in done.err
     assert not made.cancel_file.exists()
 
@@ -212,7 +217,7 @@ def test_runs_that_are_not_there(tmp_path: Path) -> None:
     make_run(tmp_path, "apple", state="finished")
     for verb in ("cancel", "logs", "attach"):
         done = echelon(tmp_path, verb, "aple")
-        assert done.code == Exit.NOT_FOUND
+        assert done.code == ExitCode.NOT_FOUND
         assert "did you mean 'apple'" in done.err
 
 
@@ -223,7 +228,7 @@ def make_logs(folder: Path, stamps: str = "", **texts: str) -> Run:
     made = make_run(folder, state="finished", world=2, nodes=1)
     for name, text in texts.items():
         (made.logs_folder / f"{name.replace('_', '-')}.log").write_text(text)
-    made.stamps_file(0).write_text(stamps)
+    made.get_stamps_file(0).write_text(stamps)
     return made
 
 
@@ -261,7 +266,7 @@ def test_what_all_ranks_say_at_once_is_shown_once(tmp_path: Path) -> None:
 def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
     make_logs(tmp_path, rank_0="x\n")
     done = echelon(tmp_path, "logs", "a", "--rank", "3")
-    assert done.code == Exit.NOT_FOUND
+    assert done.code == ExitCode.NOT_FOUND
     assert "no log of rank 3" in done.err
     assert "there are rank-0" in done.err
 
@@ -272,7 +277,7 @@ def test_the_last_lines_are_the_last_lines_of_any_file(tmp_path: Path) -> None:
     for _ in range(60):
         lines = [b"x" * int(dice.expovariate(1 / 20_000)) for _ in range(dice.randrange(12))]
         data = b"\n".join(lines) + dice.choice([b"", b"\n"])
-        made.rank_log_file(0).write_bytes(data)
+        made.get_rank_log_file(0).write_bytes(data)
         log, count = LogFile(made, "rank-0"), dice.randrange(14)
         log.seek_to_last_lines(count)
         expected = data.splitlines(keepends=True)[-count:] if count else []
@@ -288,13 +293,13 @@ class Ear(PlainPrinter):
     def __init__(self, run: Run, process: subprocess.Popen[bytes]) -> None:
         self.heard, self._run, self._process, self._pauses = b"", run, process, 0
 
-    def show(self, line: LogLine) -> None:
+    def print_log_line(self, line: LogLine) -> None:
         self.heard += line.text
 
     def flush(self) -> None:
         self._pauses += 1
         if self._pauses == 3:
-            self._run.rank_log_file(0).write_text("finished\nlast words\n")
+            self._run.get_rank_log_file(0).write_text("finished\nlast words\n")
             self._process.communicate(timeout=300)
 
 
@@ -303,10 +308,10 @@ def test_a_run_that_closes_its_trackers_is_heard_out(
 ) -> None:
     monkeypatch.setattr(following, "_FINAL_OUTPUT_S", 0.0)
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    its = identify_this_process() | {"pid": process.pid, "born": _read_birth(process.pid)}
+    its = identify_this_process() | {"pid": process.pid, "born": _read_start_time(process.pid)}
     run = make_run(tmp_path, state="finished", process=its, updated=time.time())
     run.logs_folder.mkdir(exist_ok=True)
-    run.rank_log_file(0).write_text("finished\n")
+    run.get_rank_log_file(0).write_text("finished\n")
     ear = Ear(run, process)
     try:
         assert following.follow_run(run, lambda: ["rank-0"], ear, 20).state == "finished"
@@ -332,7 +337,7 @@ def test_a_run_is_seen_cancelled_and_goes_on(tmp_path: Path) -> None:
             0,
             f"run a: process {training.process.pid} was asked to save and end\n",
         )
-        assert training.wait().code == Exit.PREEMPTED
+        assert training.wait().code == ExitCode.PREEMPTED
     assert only(tmp_path)["state"] == "cancelled"
     assert "nothing to cancel" in echelon(tmp_path, "cancel", "a").out
     steps = folder.find_newest_step()
@@ -389,7 +394,7 @@ def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path)
 def test_a_run_that_is_at_work_is_not_started_again(tmp_path: Path) -> None:
     make_run(tmp_path, state="running", launcher="local", process=identify_this_process())
     done = echelon(tmp_path, "train", "launch=local", "run.name=a")
-    assert done.code == Exit.USAGE
+    assert done.code == ExitCode.USAGE
     assert f"run a is running already, as process {os.getpid()}" in done.err
 
 
@@ -400,7 +405,7 @@ def test_attach_ends_as_the_program_does(tmp_path: Path, code: int) -> None:
     wait += f"while not os.path.exists('go'):\n    time.sleep(0.05)\nsys.exit({code})"
     words = ("run", "launch=local", "launch.procs=2", "run.name=a", "--", sys.executable, "-c")
     with started([*ECHELON, *words, wait], tmp_path) as program:
-        until(lambda: Run(tmp_path / "runs/a").rank_log_file(0).exists(), 300, "a log")
+        until(lambda: Run(tmp_path / "runs/a").get_rank_log_file(0).exists(), 300, "a log")
         with started([*ECHELON, "attach", "a"], tmp_path) as attached:
             until(lambda: "here" in attached.read_output(), 300, "attached")
             (tmp_path / "go").touch()

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from echelon.cli import run_command, run_guarded
+from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit
-from echelon.launch.plan import LaunchMachine, LaunchPlan
+from echelon.errors import EchelonError, ExitCode
+from echelon.launch.plan import LaunchPlan, LocalMachine
 from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.runs import run_folder
 from echelon.runs.create import assign_name
 
 CANARY = "canary-5d1f0c"
-HERE = LaunchMachine({"WANDB_API_KEY": CANARY, "PATH": "/bin"}, "login", 0)
+HERE = LocalMachine({"WANDB_API_KEY": CANARY, "PATH": "/bin"}, "login", 0)
 
 
 def planned(*words: str, program: Sequence[str] = ()) -> LaunchPlan:
@@ -380,14 +380,16 @@ def test_a_refusal_is_shown_in_slurms_words_with_ours(
     make_command(tools / "squeue", "#!/bin/bash\n")
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    code = run_guarded(
+    code = run_and_report_faults(
         lambda: run_command(["train", "launch=slurm", "run.name=a", "launch.account=x"])
     )
     told = capsys.readouterr().err
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert told.startswith(f"error: Slurm does not take the job: error: {says}\n  hint: compare ")
     if submitted:  # what was prepared says that it was not
-        assert run_folder.Run(tmp_path / "runs" / "a").read_status()["state"] == "not submitted"
+        assert (
+            run_folder.Run(tmp_path / "runs" / "a").read_status_file()["state"] == "not submitted"
+        )
     else:
         assert calls.read_text().split() == ["--test-only"]
         assert not (tmp_path / "runs").exists()
@@ -398,7 +400,7 @@ def test_without_slurm_that_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_guarded(lambda: run_command(["train", "launch=slurm"])) == Exit.USAGE
+    assert run_and_report_faults(lambda: run_command(["train", "launch=slurm"])) == ExitCode.USAGE
     assert "there is no sbatch on this machine's PATH" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

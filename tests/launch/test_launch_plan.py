@@ -9,10 +9,10 @@ import pytest
 from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.errors import EchelonError
-from echelon.launch.env import EnvLauncher
-from echelon.launch.inline import InlineLauncher
-from echelon.launch.local import LocalLauncher
-from echelon.launch.plan import LaunchMachine, LaunchPlan
+from echelon.launch.env_launcher import EnvLauncher
+from echelon.launch.inline_launcher import InlineLauncher
+from echelon.launch.local_launcher import LocalLauncher
+from echelon.launch.plan import LaunchPlan, LocalMachine
 from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.launch.ssh.launcher import SshLauncher
 
@@ -33,14 +33,14 @@ LOCAL = "launch=local"
 def test_one_process_per_visible_device_unless_set(
     words: list[str], visible: int, devices: list[str]
 ) -> None:
-    plan = LocalLauncher().plan(compose([LOCAL, *words]), LaunchMachine({}, "here", visible))
+    plan = LocalLauncher().plan(compose([LOCAL, *words]), LocalMachine({}, "here", visible))
     assert [place.devices for place in plan.places] == [(device,) for device in devices]
     assert [place.rank for place in plan.places] == list(range(len(devices)))
 
 
 def test_two_processes_on_one_device_by_accident() -> None:
     with pytest.raises(EchelonError) as raised:
-        LocalLauncher().plan(compose([LOCAL, "launch.procs=3"]), LaunchMachine({}, "here", 2))
+        LocalLauncher().plan(compose([LOCAL, "launch.procs=3"]), LocalMachine({}, "here", 2))
     [fault] = raised.value.faults
     assert "launch.procs=3, but 2 devices are visible" in fault.what
     assert "launch.share_devices=true" in fault.do
@@ -67,7 +67,7 @@ def test_processes_are_devices_by_replicas(
     words: list[str], visible: int, devices: list[tuple[str, ...]]
 ) -> None:
     plan = LocalLauncher().plan(
-        compose([LOCAL, "replica.devices=2", *words]), LaunchMachine({}, "here", visible)
+        compose([LOCAL, "replica.devices=2", *words]), LocalMachine({}, "here", visible)
     )
     assert [place.devices for place in plan.places] == devices
 
@@ -93,7 +93,7 @@ def test_processes_are_devices_by_replicas(
 def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str, do: str) -> None:
     with pytest.raises(EchelonError) as raised:
         LocalLauncher().plan(
-            compose([LOCAL, "replica.devices=2", *words]), LaunchMachine({}, "here", visible)
+            compose([LOCAL, "replica.devices=2", *words]), LocalMachine({}, "here", visible)
         )
     [fault] = raised.value.faults
     assert fault.what == what
@@ -159,13 +159,13 @@ def test_devices_that_make_no_replicas(words: list[str], visible: int, what: str
 )
 def test_the_plan_says_which_rank_has_which(
     words: list[str],
-    make: Callable[[Config, LaunchMachine], LaunchPlan],
+    make: Callable[[Config, LocalMachine], LaunchPlan],
     visible: int,
     lines: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     env = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    here = LaunchMachine(env if "launch=env" in words else {}, "here", visible)
+    here = LocalMachine(env if "launch=env" in words else {}, "here", visible)
     make(compose([*words, "replica.devices=2"]), here).print_plan(as_json=False)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == lines[0]
@@ -174,17 +174,17 @@ def test_the_plan_says_which_rank_has_which(
 
 def test_every_host_is_asked_for_whole_replicas() -> None:
     config = compose(["launch=ssh", "launch.hosts=[a,b]", "run.name=a", "replica.devices=2"])
-    steps = SshLauncher().plan(config, LaunchMachine({}, "here", 0)).steps
+    steps = SshLauncher().plan(config, LocalMachine({}, "here", 0)).steps
     assert any("on each host one process for every 2 devices" in step for step in steps)
 
 
 def test_a_users_own_number_of_threads_is_kept() -> None:
     config = compose([LOCAL, "launch.procs=2"])
-    assert LocalLauncher().plan(config, LaunchMachine({}, "here", 0)).variables == {
+    assert LocalLauncher().plan(config, LocalMachine({}, "here", 0)).variables == {
         "OMP_NUM_THREADS": "1"
     }
     assert (
-        LocalLauncher().plan(config, LaunchMachine({"OMP_NUM_THREADS": "3"}, "here", 0)).variables
+        LocalLauncher().plan(config, LocalMachine({"OMP_NUM_THREADS": "3"}, "here", 0)).variables
         == {}
     )
-    assert LocalLauncher().plan(compose([LOCAL]), LaunchMachine({}, "here", 0)).variables == {}
+    assert LocalLauncher().plan(compose([LOCAL]), LocalMachine({}, "here", 0)).variables == {}

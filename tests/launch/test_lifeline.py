@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.launch.node.lifeline import LifelineClient, LifelineServer
 from echelon.runs.failure import Failure
 
@@ -63,7 +63,7 @@ def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
         until(lambda: hub._peers[1].heartbeats)
         spoke._connection.close()
         told = until(lambda: hub.find_failure(0))
-        assert told.exit == Exit.NODE_LOST
+        assert told.exit == ExitCode.NODE_LOST
         assert "node 1" in told.summary
         assert "rank 2–3" in told.summary
         assert hub.find_failure(7) == told
@@ -73,7 +73,7 @@ def test_node_0_that_ends_is_missed_at_once() -> None:
     with world() as (hub, _, lost):
         for peer in list(hub._peers.values()):
             hub._drop_peer(peer)
-        assert until(lambda: lost)[0].exit == Exit.NODE_LOST
+        assert until(lambda: lost)[0].exit == ExitCode.NODE_LOST
 
 
 def test_the_rank_that_all_wait_for_is_found_on_another_node() -> None:

@@ -25,7 +25,7 @@ from command_runner import (
     status,
 )
 
-from echelon.cli import run_command, run_guarded
+from echelon.cli import run_and_report_faults, run_command
 
 TRAIN = (*ECHELON, "train")
 OWN = """
@@ -171,12 +171,12 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     words = ["train", *TWO, "launch.max_restarts=3", "--dry-run"]
-    assert run_guarded(lambda: run_command(words)) == 0
+    assert run_and_report_faults(lambda: run_command(words)) == 0
     text = capsys.readouterr().out
     assert "launch=local" in text
     assert "OMP_NUM_THREADS=1" in text
     assert "3" in text.splitlines()[-1]  # restarts
-    assert run_guarded(lambda: run_command([*words, "--json"])) == 0
+    assert run_and_report_faults(lambda: run_command([*words, "--json"])) == 0
     plan = json.loads(capsys.readouterr().out)
     host = socket.gethostname()
     assert plan["launcher"] == "local"
@@ -192,7 +192,7 @@ def test_a_dry_run_of_one_rank_says_whom_it_would_meet(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "rank=1", "world_size=4", "master=127.0.0.1:4711", "--dry-run"]
-    assert run_guarded(lambda: run_command(words)) == 0
+    assert run_and_report_faults(lambda: run_command(words)) == 0
     text = capsys.readouterr().out
     assert "meet the other 3 processes at 127.0.0.1:4711" in text
     assert list(tmp_path.iterdir()) == []
@@ -217,7 +217,7 @@ def test_explain_under_torchruns_variables(
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run_guarded(lambda: run_command(["explain", "--json"])) == 0
+    assert run_and_report_faults(lambda: run_command(["explain", "--json"])) == 0
     told = json.loads(capsys.readouterr().out)
     world = told["world"]
     assert (world["rank"], world["size"], world["local_rank"], world["nodes"]) == (3, 4, 1, 2)
@@ -231,7 +231,9 @@ def test_explain_a_replica_of_two_stages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run_guarded(lambda: run_command(["explain", "--json", "replica.devices=2"])) == 0
+    assert (
+        run_and_report_faults(lambda: run_command(["explain", "--json", "replica.devices=2"])) == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["world"]["devices"] == ["cpu stage 0", "cpu stage 1"]
     assert told["reasons"][-1]["because"] == "no CUDA device is visible: 2 stages of one CPU"

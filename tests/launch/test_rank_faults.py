@@ -342,10 +342,10 @@ def _fill(path: Path) -> None:
 def test_a_full_disk_at_the_start_is_a_sentence(
     small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from echelon.cli import run_command, run_guarded
+    from echelon.cli import run_and_report_faults, run_command
 
     _fill(small_disk / "filler")
-    assert run_guarded(lambda: run_command(["train", f"run.dir={small_disk}"])) == 2
+    assert run_and_report_faults(lambda: run_command(["train", f"run.dir={small_disk}"])) == 2
     told = capsys.readouterr().err
     assert command_runner.is_a_sentence_and_a_hint(told), told
     assert "no space left" in told
@@ -355,10 +355,10 @@ def test_a_full_disk_at_the_start_is_a_sentence(
 def test_a_read_only_folder_is_a_sentence(
     small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from echelon.cli import run_command, run_guarded
+    from echelon.cli import run_and_report_faults, run_command
 
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert run_guarded(lambda: run_command(["train", f"run.dir={small_disk}"])) == 2
+    assert run_and_report_faults(lambda: run_command(["train", f"run.dir={small_disk}"])) == 2
     told = capsys.readouterr().err
     assert command_runner.is_a_sentence_and_a_hint(told), told
     assert "read-only" in told

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from echelon.config.schema import Config, LaunchConfig
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.launch.registry import make_launcher
 from echelon.launch.slurm import requeue
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 
 LAUNCH = LaunchConfig(kind="slurm", max_requeues=2, max_restarts=1)
-LOST = Failure(1, "n2", 7, "node 1 is gone", "", int(Exit.NODE_LOST))
+LOST = Failure(1, "n2", 7, "node 1 is gone", "", int(ExitCode.NODE_LOST))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def refusal(run: Run, ends: Sequence[tuple[str, int]], launch: LaunchConfig = LA
         begin_again(run, state, step, launch)
     with pytest.raises(EchelonError) as caught:
         begin_again(run, *ends[-1], launch)
-    assert caught.value.exit == Exit.FAILED
+    assert caught.value.exit == ExitCode.FAILED
     return str(caught.value)
 
 
@@ -81,14 +81,14 @@ def test_a_run_that_gets_further_now_and_then_goes_on(run: Run) -> None:
 def test_a_finished_run_counts_anew(run: Run) -> None:
     for state in ("queued", "preempted", "preempted", "finished", "preempted"):
         begin_again(run, state, run.find_newest_step() + 1)
-    assert len(run.read_status()["starts"]) == 2
+    assert len(run.read_status_file()["starts"]) == 2
 
 
 @pytest.mark.parametrize(
     ("launch", "failure", "again"),
     [
         (LAUNCH, LOST, True),
-        (LAUNCH, replace(LOST, exit=int(Exit.FAILED)), False),
+        (LAUNCH, replace(LOST, exit=int(ExitCode.FAILED)), False),
         (replace(LAUNCH, max_restarts=0), LOST, True),
         (replace(LAUNCH, max_requeues=0), LOST, False),
         (replace(LAUNCH, kind="env"), LOST, False),
@@ -106,14 +106,14 @@ def test_only_a_lost_node_is_worth_another_job(
 ) -> None:
     config = Config(launch=launch)
     make_launcher(config).record_failure(run, config, failure)
-    assert run.read_status()["failure"] == asdict(failure)
+    assert run.read_status_file()["failure"] == asdict(failure)
     assert (run.folder / requeue.REQUEUE_FILE).exists() is again
 
 
 def test_the_wish_to_requeue_is_gone_once_it_is_granted(run: Run) -> None:
     once = replace(LAUNCH, max_requeues=1)
-    requeue.request_requeue_after(run, once, LOST)
+    requeue.request_requeue_if_node_lost(run, once, LOST)
     begin_again(run, "preempted", 5, once)
     assert not (run.folder / requeue.REQUEUE_FILE).exists()
-    requeue.request_requeue_after(run, once, LOST)  # the one that may be is used up
+    requeue.request_requeue_if_node_lost(run, once, LOST)  # the one that may be is used up
     assert not (run.folder / requeue.REQUEUE_FILE).exists()

@@ -37,7 +37,7 @@ def trained(
 
 def read_device_every(steps: int, rank: int) -> None:
     """For this rank's process: what the device computed is read this seldom, as on a GPU."""
-    DDPReplica.readback_steps = steps  # type: ignore[assignment, method-assign]
+    DDPReplica.readback_interval_steps = steps  # type: ignore[assignment, method-assign]
     fsdp_replica.READBACK_STEPS = {"cpu": steps}  # type: ignore[attr-defined]
 
 
@@ -127,7 +127,7 @@ def test_slow_steps_are_read_one_by_one_so_that_a_stop_is_heard(kind: str, tmp_p
         tmp_path, 2, *words, never, env=env, prepare=partial(read_device_every, 1000)
     )
     assert done.codes == [75, 75], done.said
-    assert done.run.read_status()["step"] == 9
+    assert done.run.read_status_file()["step"] == 9
 
 
 # --- profiles ---

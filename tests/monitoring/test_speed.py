@@ -122,7 +122,7 @@ def test_operations_are_counted_without_touching_the_model() -> None:
     for samples in (5, 3):
         flops.keep_shapes(Batch((torch.ones(samples, 8), torch.ones(samples, 2)), samples))
     assert not flops.is_counted
-    flops.count_flops()
+    flops.ensure_counted()
     # Forward, gradient of the weights, and gradient of the input where there is one to train.
     assert flops.flops_per_sample == 2 * (2 * 8 * 4 + 3 * 4 * 2)
     assert flops.compute_mfu(1000.0) == pytest.approx(1000 * flops.flops_per_sample / 1e6)
@@ -143,7 +143,7 @@ def test_a_transformer_has_six_operations_per_parameter_and_token_beside_attenti
     )
     flops = FlopsCounter(given, peak=1.0)
     flops.keep_shapes(Batch((torch.zeros(3, context + 1, dtype=torch.int32),), 3))
-    flops.count_flops()
+    flops.ensure_counted()
     matrices = layers * 12 * width**2 + vocabulary * width
     attention = layers * 3 * 2 * 2 * context**2 * width
     assert flops.flops_per_sample == 6 * matrices * context + attention
@@ -158,7 +158,7 @@ def test_a_model_that_looks_at_its_numbers_has_no_mfu() -> None:
     given = Experiment(model, torch.optim.SGD(model.parameters(), lr=1), nn.MSELoss(), None)
     flops = FlopsCounter(given, peak=1.0)
     flops.keep_shapes(Batch((torch.ones(2, 2), torch.ones(2, 1)), 2))
-    flops.count_flops()
+    flops.ensure_counted()
     assert flops.compute_mfu(1.0) is None
 
 
@@ -176,7 +176,7 @@ def test_what_an_experiment_keeps_and_moves_to_its_batch_stays_real() -> None:
     )
     flops = FlopsCounter(given, peak=1.0)
     flops.keep_shapes(Batch((torch.ones(2, 2), torch.ones(2, 1)), 2))
-    flops.count_flops()
+    flops.ensure_counted()
     assert flops.compute_mfu(1.0) is None
     assert kept["scale"].item() == 2.0
 

@@ -13,18 +13,18 @@ from torch.distributed.fsdp import FSDPModule
 from echelon.config.compose import compose
 from echelon.errors import EchelonError
 from echelon.experiment.compilation import CompiledFunction
-from echelon.launch.inline import InlineLauncher
-from echelon.launch.local import LocalLauncher
-from echelon.launch.plan import LaunchMachine
+from echelon.launch.inline_launcher import InlineLauncher
+from echelon.launch.local_launcher import LocalLauncher
+from echelon.launch.plan import LocalMachine
 from echelon.parallel.fsdp_wrap import reduce_unused_parameters
 from echelon.parallel.layer_blocks import (
     checkpoint_blocks,
     find_blocks,
-    require_blocks,
+    require_checkpoint_blocks,
     require_shardable,
 )
 from echelon.runs.heartbeat import Heartbeat
-from echelon.snapshot.shards import format_shard_name, get_row_range, group_shards, join_shards
+from echelon.snapshot.shards import format_shard_name, get_row_range, group_shard_names, join_shards
 
 
 class Layer(nn.Module):
@@ -70,7 +70,7 @@ def test_lists_of_lists_have_no_pass_of_their_own() -> None:
 def test_a_model_without_a_list_has_no_blocks() -> None:
     assert find_blocks(nn.Linear(2, 2), []) == []
     with pytest.raises(EchelonError, match=r"replica\.blocks=\[Block\]"):
-        require_blocks([])
+        require_checkpoint_blocks([])
 
 
 def test_blocks_by_the_names_of_their_classes() -> None:
@@ -164,28 +164,28 @@ def test_pieces_join_to_what_was_cut() -> None:
 
 def test_a_part_needs_all_its_pieces() -> None:
     names = [format_shard_name("model", rank, 3) for rank in range(3)]
-    assert group_shards([*names, "rng"]) == {"model": names, "rng": ["rng"]}
+    assert group_shard_names([*names, "rng"]) == {"model": names, "rng": ["rng"]}
     with pytest.raises(ValueError, match="model: 2 of 3 pieces"):
-        group_shards([names[0], names[2]])
+        group_shard_names([names[0], names[2]])
     with pytest.raises(ValueError, match="model"):
-        group_shards(["model", *names])
+        group_shard_names(["model", *names])
 
 
 def test_the_plan_says_that_the_model_is_shared_out() -> None:
     words = ["launch=local", "launch.procs=2"]
-    here = LaunchMachine({}, "here", 0)
+    here = LocalMachine({}, "here", 0)
     assert "(fsdp)" in LocalLauncher().plan(compose([*words, "replica.kind=fsdp"]), here).steps[1]
     assert "fsdp" not in LocalLauncher().plan(compose(words), here).steps[1]
 
 
 def test_the_plan_of_one_process_that_has_nobody_to_share_with() -> None:
     with pytest.raises(EchelonError, match="there is only one process"):
-        InlineLauncher().plan(compose(["replica.kind=fsdp"]), LaunchMachine({}, "here", 0))
+        InlineLauncher().plan(compose(["replica.kind=fsdp"]), LocalMachine({}, "here", 0))
     of_two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     of_two |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     assert (
         InlineLauncher()
-        .plan(compose(["replica.kind=fsdp"]), LaunchMachine(of_two, "here", 0))
+        .plan(compose(["replica.kind=fsdp"]), LocalMachine(of_two, "here", 0))
         .places[0]
         .rank
         == 0

@@ -15,9 +15,9 @@ from echelon.errors import EchelonError
 from echelon.parallel.model_parallel import (
     SampleBatch,
     describe_manual_placement,
-    describe_stages,
+    format_stages,
     list_layer_groups,
-    split_evenly,
+    split_costs_evenly,
     split_model,
 )
 
@@ -52,7 +52,7 @@ def test_no_other_cut_has_a_smaller_largest_part() -> None:
         cuts = itertools.combinations(range(1, len(costs)), parts - 1)
         bounds = [[0, *cut, len(costs)] for cut in cuts]
         best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(ends)) for ends in bounds)
-        found = split_evenly(costs, parts)
+        found = split_costs_evenly(costs, parts)
         ends = [0, *itertools.accumulate(found)]
         assert len(found) == parts
         assert all(found)
@@ -61,7 +61,7 @@ def test_no_other_cut_has_a_smaller_largest_part() -> None:
 
 
 def test_parts_are_even_where_the_largest_allows_it() -> None:
-    assert split_evenly([1] * 6 + [4], 3) == [3, 3, 1]
+    assert split_costs_evenly([1] * 6 + [4], 3) == [3, 3, 1]
 
 
 def test_layers_without_parameters_stay_with_the_one_before() -> None:
@@ -192,7 +192,7 @@ def test_sizes_are_told() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400))
     sample = SampleBatch((torch.zeros(2, 4), torch.zeros(2, 400)), 1.0)
     stages = split_model(_experiment(model), ("cuda:0", "cuda:1"), (CPU, CPU), sample)
-    assert describe_stages(stages) == "cuda:0: 0, 80 B; cuda:1: 1, 8 kB"
+    assert format_stages(stages) == "cuda:0: 0, 80 B; cuda:1: 1, 8 kB"
 
 
 # ---- what cannot be cut, or was placed wrongly --------------------------------------------------

@@ -13,7 +13,7 @@ from echelon.doctor.verdict import FAIL, NONE, OK, WARN
 from echelon.launch.registry import make_launcher
 from echelon.launch.ssh.launcher import SshLauncher
 from echelon.preflight.check_nodes import _pair_in_rounds
-from echelon.preflight.report import print_node_matrix
+from echelon.preflight.report import print_verdict_matrix
 from echelon.preflight.rules import (
     LinkSpeed,
     NodeObservations,
@@ -273,7 +273,7 @@ def test_a_narrow_screen(
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "60"}.items():
         monkeypatch.setenv(name, value)
     wrong = observe(node_answers={1: answer_of_node(1, torch="2.8.0")})
-    print_node_matrix(wrong.node_names, evaluate_nodes(wrong))
+    print_verdict_matrix(wrong.node_names, evaluate_nodes(wrong))
     shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     assert shown[:5] == [
         "    start  versions  code  name  tcp  interface  clock",
@@ -285,10 +285,10 @@ def test_a_narrow_screen(
     assert "FAIL  n1, versions: torch is 2.8.0, but 2.9.0 on n0" in shown
     assert "      → pip install torch==2.9.0 echelon==0.1.0, on that node" in shown
     assert shown[-1] == "not ready: 1 to fix"
-    print_node_matrix(wrong.node_names, evaluate_nodes(observe()))
+    print_verdict_matrix(wrong.node_names, evaluate_nodes(observe()))
     assert capsys.readouterr().out.endswith("ready\n")
     monkeypatch.setenv("LC_ALL", "C")
-    print_node_matrix(wrong.node_names, evaluate_nodes(wrong))
+    print_verdict_matrix(wrong.node_names, evaluate_nodes(wrong))
     assert capsys.readouterr().out.isascii()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from echelon.cli import run_command
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.recipes.movielens.data.data_command import get_data
 from echelon.recipes.movielens.data.download import PartialDownload, download
 from echelon.recipes.movielens.data.synthetic import make_synthetic, write_csv
@@ -156,7 +156,7 @@ class SilentProgress:
 
 
 def get_release(shelf: Shelf, waits_s: tuple[float, ...] = (0.0,)) -> tuple[bytes, SilentProgress]:
-    part, shown = PartialDownload.in_folder(Path(), "file.zip"), SilentProgress()
+    part, shown = PartialDownload.locate_in_folder(Path(), "file.zip"), SilentProgress()
     download(f"{shelf.address}/{SMALL}.zip", part, shown, waits_s)
     return part.data.read_bytes(), shown
 
@@ -250,7 +250,7 @@ def test_not_found_is_not_retried(shelf: Shelf) -> None:
     with pytest.raises(EchelonError, match="answered 404") as caught:
         run_command(["data", "movielens"])
     assert len(shelf.asked) == 1
-    assert caught.value.exit == Exit.NOT_FOUND
+    assert caught.value.exit == ExitCode.NOT_FOUND
     assert not Path("data").exists()
 
 
@@ -445,7 +445,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 def test_no_space_to_download(shelf: Shelf, tiny: Path) -> None:
     with pytest.raises(EchelonError, match=f"no space left in {tiny}") as caught:
         run_command(["data", "movielens", "--to", str(tiny)])
-    assert caught.value.exit == Exit.FAILED
+    assert caught.value.exit == ExitCode.FAILED
     assert not any(tiny.iterdir())
 
 

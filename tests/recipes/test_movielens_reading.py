@@ -61,8 +61,8 @@ def test_csv_with_quotes_commas_and_other_line_ends(tmp_path: Path) -> None:
     assert ratings.users.tolist() == [1, 1, 0]
     assert ratings.items.tolist() == [1, 0, 0]
     assert (ratings.num_users, ratings.num_items) == (2, 2)
-    assert ratings.titles() == ["Postino, Il (1994)", "Ünïcode"]
-    assert ratings.genres() == [["Comedy", "Drama"], []]
+    assert ratings.get_titles() == ["Postino, Il (1994)", "Ünïcode"]
+    assert ratings.get_genres() == [["Comedy", "Drama"], []]
     kinds = [getattr(ratings, name).dtype.name for name in COLUMNS]
     assert kinds == ["int32", "int32", "float32", "int64", "int64", "int64"]
 
@@ -80,8 +80,8 @@ def test_the_format_with_double_colons(tmp_path: Path) -> None:
     (folder / "movies.dat").write_bytes(movies.encode("latin-1"))
     ratings = load_ratings(folder)
     assert rows(ratings) == [(1, 1193, 5.0, 978300760), (2, 661, 3.0, 978302109)]
-    assert ratings.titles() == ["Café:: the Movie (1996)", "movie 1193"]
-    assert ratings.genres() == [["Animation", "Children's"], []]
+    assert ratings.get_titles() == ["Café:: the Movie (1996)", "movie 1193"]
+    assert ratings.get_genres() == [["Animation", "Children's"], []]
 
 
 def test_the_format_of_100k(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_the_format_of_100k(tmp_path: Path) -> None:
     (folder / "u.item").write_bytes(item.encode("latin-1"))
     ratings = load_ratings(folder)
     assert rows(ratings) == [(196, 242, 3.0, 881250949), (186, 302, 3.0, 891717742)]
-    assert ratings.titles() == ["Kolyá (1996)", "movie 302"]
-    assert ratings.genres() == [["Action", "Comedy"], []]
+    assert ratings.get_titles() == ["Kolyá (1996)", "movie 302"]
+    assert ratings.get_genres() == [["Action", "Comedy"], []]
 
 
 def test_many_blocks_round_trip(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_many_blocks_round_trip(tmp_path: Path) -> None:
     for name in COLUMNS:
         np.testing.assert_array_equal(getattr(read, name), getattr(made, name))
     assert isinstance(read.users, np.memmap)
-    assert read.titles()[0] == f"Movie {made.item_ids[0]}, The (1999)"
+    assert read.get_titles()[0] == f"Movie {made.item_ids[0]}, The (1999)"
 
 
 def test_synthetic_ratings_are_skewed_seeded_and_distinct() -> None:
@@ -164,7 +164,7 @@ def test_a_touched_file_keeps_the_cache_and_a_changed_one_does_not(tmp_path: Pat
     assert changed.ratings.tolist() == [5.0]
     assert first.ratings.tolist() == [3.0], "what was mapped before stands"
     (folder / "movies.csv").write_text("movieId,title,genres\n2,Two,Drama\n")
-    assert load_ratings(folder).titles() == ["Two"]
+    assert load_ratings(folder).get_titles() == ["Two"]
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone", "manifest", "key"])

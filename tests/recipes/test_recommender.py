@@ -90,7 +90,7 @@ def test_the_closed_form_equals_leaving_each_rating_out(taste: UserRidgeModel) -
     histories = RatingHistories(ratings, everything)
     histories.ratings = histories.ratings.double()
     pages = histories.gather_pages(torch.tensor([0, 1]))
-    errors = taste.leave_one_out_errors(pages)
+    errors = taste.compute_leave_one_out_errors(pages)
     assert errors[~pages.is_rating].abs().max() == 0
     for row in (0, 3, len(everything) - 1):
         user, item = int(ratings.users[row]), int(ratings.items[row])
@@ -147,7 +147,7 @@ def test_diverged_parameters_give_a_loss_that_is_not_finite(taste: UserRidgeMode
     histories = RatingHistories(ratings, np.arange(13))
     torch.nn.init.constant_(taste.vectors.weight, 1e200)
     assert (
-        not taste.leave_one_out_errors(histories.gather_pages(torch.tensor([0, 1])))
+        not taste.compute_leave_one_out_errors(histories.gather_pages(torch.tensor([0, 1])))
         .isfinite()
         .all()
     )
@@ -166,7 +166,7 @@ def test_diverged_parameters_give_a_loss_that_is_not_finite(taste: UserRidgeMode
 def test_a_model_is_restored_from_its_weights(
     model: UserRidgeModel | MatrixFactorization | NextItemModel,
 ) -> None:
-    again = type(model).from_weights(model.state_dict())
+    again = type(model).from_weight_shapes(model.state_dict())
     again.load_state_dict(model.state_dict())
     history = torch.tensor([1, 2, 3]), torch.tensor([4.0, 3.0, 5.0])
     torch.testing.assert_close(again.score_movies(2, *history), model.score_movies(2, *history))

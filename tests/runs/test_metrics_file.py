@@ -11,8 +11,8 @@ import echelon
 from echelon.runs.metrics_file import (
     MetricsFollower,
     read_first_metrics,
-    read_last_metrics,
     read_metrics,
+    read_recent_metrics,
     scan_metric,
 )
 
@@ -23,7 +23,7 @@ def test_half_lines_and_strange_ones_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "m"
     file.write_text(TEXT)
     assert [line["step"] for line in read_metrics(file)] == [1, 2]
-    assert read_last_metrics(file) == [{"step": 1, "time": 5.0, "eval_loss": 3}]
+    assert read_recent_metrics(file) == [{"step": 1, "time": 5.0, "eval_loss": 3}]
     assert read_first_metrics(file) == {"step": 1, "time": 5.0, "eval_loss": 3}
     assert scan_metric(file, "eval_loss") == [3.0]
     assert scan_metric(file, "loss") == []
@@ -33,7 +33,7 @@ def test_half_lines_and_strange_ones_are_skipped(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_has_nothing(tmp_path: Path, kind: str) -> None:
     file = tmp_path if kind == "folder" else tmp_path / "m"
     assert read_first_metrics(file) is None
-    assert read_last_metrics(file) == []
+    assert read_recent_metrics(file) == []
     assert scan_metric(file, "loss") == []
     assert MetricsFollower(file).read_new_lines() == ([], False)
 

@@ -25,7 +25,7 @@ from echelon.snapshot import writer as writing
 from echelon.snapshot.layout import find_best, list_snapshots
 from echelon.snapshot.manifest import BLOCK_BYTES, InvalidSnapshotError
 from echelon.snapshot.reader import DamagedSnapshot, find_newest, load_weights, verify_snapshot
-from echelon.snapshot.writer import SaveError, SaveResult, SharedSave, SnapshotWriter
+from echelon.snapshot.writer import SaveError, SaveResult, ShardedSave, SnapshotWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "campaigns"))
 import snapshot_kills
@@ -600,7 +600,7 @@ def test_a_folder_that_others_write_to_goes_when_they_are_done(
             raise SaveError("rank 1: no space left")
         return {}
 
-    writer.save(step, {"model": {}}, {}, shared_save=SharedSave(beside, others))
+    writer.save(step, {"model": {}}, {}, shared_save=ShardedSave(beside, others))
     [saved] = writer.close()
     assert waited == [True]
     assert (saved.error is None) == saved.was_present == (step == 1)

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.ssh_setup import ssh_key as keys
 from echelon.ssh_setup.command import SshSetupOptions, setup_ssh
-from echelon.ssh_setup.ssh_config import append_to_config, find_entry, parse_entry
+from echelon.ssh_setup.ssh_config import append_to_config, find_entry, make_entry_from_options
 
 KEY = Path("/h/.ssh/id_ed25519")
 
 
 def test_an_entry_says_what_was_typed() -> None:
-    entry = parse_entry("root@203.0.113.9", None, 22022, "pod", KEY)
+    entry = make_entry_from_options("root@203.0.113.9", None, 22022, "pod", KEY)
     assert entry.render() == (
         "Host pod\n    HostName 203.0.113.9\n    User root\n    Port 22022\n"
         '    IdentityFile "/h/.ssh/id_ed25519"\n    IdentitiesOnly yes\n'
     )
-    assert parse_entry("[2001:db8::1]", None, None, None, KEY).alias == "2001-db8--1"
-    assert "User" not in parse_entry("h", None, None, None, KEY).render()
+    assert make_entry_from_options("[2001:db8::1]", None, None, None, KEY).alias == "2001-db8--1"
+    assert "User" not in make_entry_from_options("h", None, None, None, KEY).render()
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_an_entry_says_what_was_typed() -> None:
 def test_a_port_may_stand_after_the_host(
     typed: str, user: str | None, host: str, port: int | None
 ) -> None:
-    entry = parse_entry(typed, None, None, None, KEY)
+    entry = make_entry_from_options(typed, None, None, None, KEY)
     assert (entry.user, entry.host, entry.port) == (user, host, port)
     if port:
         with pytest.raises(EchelonError, match="are two ports"):
-            parse_entry(typed, None, 22, None, KEY)
+            make_entry_from_options(typed, None, 22, None, KEY)
         with pytest.raises(EchelonError, match="is not a port"):
-            parse_entry(f"{host.replace(':', '')}:70000", None, None, None, KEY)
+            make_entry_from_options(f"{host.replace(':', '')}:70000", None, None, None, KEY)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_a_port_may_stand_after_the_host(
 )
 def test_weird_hosts_are_refused(host: str) -> None:
     with pytest.raises(EchelonError) as caught:
-        parse_entry(host, None, None, None, KEY)
-    assert caught.value.exit == Exit.USAGE
+        make_entry_from_options(host, None, None, None, KEY)
+    assert caught.value.exit == ExitCode.USAGE
 
 
 def test_all_faults_at_once() -> None:
     with pytest.raises(EchelonError) as caught:
-        parse_entry("u@h", "a b", 70_000, None, Path('/k"e\ny'))
+        make_entry_from_options("u@h", "a b", 70_000, None, Path('/k"e\ny'))
     assert len(caught.value.faults) == 4
     for alias in ("*", "-x", "a b", "!a", "a\nb"):
         with pytest.raises(EchelonError, match="is not a name for a host"):
-            parse_entry("h", None, None, alias, KEY)
+            make_entry_from_options("h", None, None, alias, KEY)
 
 
 def test_an_alias_is_found_wherever_ssh_reads_it(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_without_a_terminal_nothing_is_written(
 ) -> None:
     config, key = tmp_path / "c", tmp_path / "k"
     wanted = SshSetupOptions("h", "u", None, "pod", str(key), str(config), False, False)
-    assert setup_ssh(wanted) == Exit.USAGE
+    assert setup_ssh(wanted) == ExitCode.USAGE
     assert "    HostName h" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

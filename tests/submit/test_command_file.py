@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.submit.command_file import parse_commands, quote_words, read_commands
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "command_files.md"
@@ -162,11 +162,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"a\0b")
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe a")
     for name, told, code in (
-        ("swep.txt", "did you mean 'sweep.txt'?", Exit.NOT_FOUND),
-        (".", "is a folder", Exit.USAGE),
-        ("binary.txt", "is not a text file", Exit.USAGE),
-        ("latin.txt", "is not a text file", Exit.USAGE),
-        ("/dev/zero", "is larger than 64 MB", Exit.USAGE),
+        ("swep.txt", "did you mean 'sweep.txt'?", ExitCode.NOT_FOUND),
+        (".", "is a folder", ExitCode.USAGE),
+        ("binary.txt", "is not a text file", ExitCode.USAGE),
+        ("latin.txt", "is not a text file", ExitCode.USAGE),
+        ("/dev/zero", "is larger than 64 MB", ExitCode.USAGE),
     ):
         with pytest.raises(EchelonError, match=told.replace("?", r"\?")) as caught:
             read_commands(tmp_path / name)

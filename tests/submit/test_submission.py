@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from echelon.cli import run_command, run_guarded
+from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.defaults_files import NO_DEFAULTS, load_defaults, read_secrets
 from echelon.config.validate import check_run_name
 from echelon.environments import plan_environment as plan_environment
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.launch.slurm import batch_script
 from echelon.runs import run_folder
 from echelon.runs.create import create_run, generate_run_name
@@ -140,7 +140,7 @@ def test_twelve_commands_are_an_array_with_every_word_exact(here: Path) -> None:
         assert word not in job.script, "words are not part of an array's script"
     for entry, command in zip(submission.commands, commands, strict=True):
         run = create_run(entry.config)
-        batch_script.write_program_words(entry.config, run)
+        batch_script.write_program_argv(entry.config, run)
         read = 'mapfile -d "" -t words < "$1"; printf "%s\\0" "${words[@]}"'
         done = subprocess.run(["bash", "-c", read, "_", run.arguments_file], capture_output=True)
         assert done.stdout.decode().split("\0")[:-1] == command
@@ -223,7 +223,8 @@ touch {here}/once; echo 7
     (here / "requirements.txt").touch()
     (here / "pyproject.toml").write_text("[project]\nname = 'x'\nversion = '1'\n")
     assert (
-        run_guarded(lambda: run_command(["submit", "--build", "job", "--name", "a"])) == Exit.USAGE
+        run_and_report_faults(lambda: run_command(["submit", "--build", "job", "--name", "a"]))
+        == ExitCode.USAGE
     )
     told = capsys.readouterr()
     assert told.out.startswith("job 7: run a-0 in")
@@ -238,7 +239,7 @@ def test_without_slurm_another_way_is_offered(
 ) -> None:
     (here / "experiment_configurations.txt").write_text("/bin/sh -c true")
     monkeypatch.setenv("PATH", str(here))
-    assert run_guarded(lambda: run_command(["submit"])) == Exit.USAGE
+    assert run_and_report_faults(lambda: run_command(["submit"])) == ExitCode.USAGE
     assert "add launch=local to run the commands on this machine" in capsys.readouterr().err
     assert not (here / "runs").exists()
 
@@ -248,12 +249,12 @@ def test_a_dry_run_shows_everything_and_does_nothing(
 ) -> None:
     (here / "sweep.txt").write_text("python main.py --layers=64,64\nA=1 python main.py 'a\nb'\n")
     before = sorted(here.iterdir())
-    assert run_command(["submit", "--configs", "sweep.txt", "--dry-run"]) == Exit.OK
+    assert run_command(["submit", "--configs", "sweep.txt", "--dry-run"]) == ExitCode.OK
     shown = capsys.readouterr().out
     assert "mode=plain: one process (lines 1, 2)" in shown
     assert '["A=1", "python", "main.py", "a\\nb"]' in shown
     assert "#SBATCH --array=0-1" in shown
-    assert run_command(["submit", "--configs", "sweep.txt", "--dry-run", "--json"]) == Exit.OK
+    assert run_command(["submit", "--configs", "sweep.txt", "--dry-run", "--json"]) == ExitCode.OK
     data = json.loads(capsys.readouterr().out)
     assert [(c["line"], c["argv"][1:], c["variables"]) for c in data["commands"]] == [
         (1, ["main.py", "--layers=64,64"], {}),

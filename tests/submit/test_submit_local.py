@@ -10,7 +10,7 @@ import pytest
 from command_runner import ECHELON, start
 from wandb_server import SWEEP, serving
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_commands_run_here_as_they_would_in_jobs(tmp_path: Path) -> None:
     assert told[2] == [["1 *-2"], copy, None, None]
     assert told[3] == [["both"], copy, None, "2"]
     refused = start([*ECHELON, "resume", "a-0"], tmp_path).wait()
-    assert refused.code == Exit.USAGE
+    assert refused.code == ExitCode.USAGE
     assert "submit the command again" in refused.err
 
 
@@ -85,10 +85,10 @@ def test_wandb_agents_run_trials_here_and_their_exit_codes_arrive(tmp_path: Path
     assert done.code == 3, done.err
     assert done.left == []
     assert "trial trial0 failed: exit code 3" in done.err
-    logs = [Run(tmp_path / "runs" / f"a-{number}").rank_log_file(1) for number in (0, 1)]
+    logs = [Run(tmp_path / "runs" / f"a-{number}").get_rank_log_file(1) for number in (0, 1)]
     assert logs[0].read_text().startswith("1 2 trial0 --lr=0.1 None\n")
     assert logs[1].read_text().endswith("1 2 trial2 --lr=0.3 x y\n")
 
 
 def _log(folder: Path, number: int) -> str:
-    return Run(folder / "runs" / f"a-{number}").rank_log_file(0).read_text()
+    return Run(folder / "runs" / f"a-{number}").get_rank_log_file(0).read_text()

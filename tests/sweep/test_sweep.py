@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from command_runner import ECHELON, is_a_sentence_and_a_hint, run, start, started, until
 
-from echelon.cli import run_command, run_guarded
-from echelon.errors import Exit
+from echelon.cli import run_and_report_faults, run_command
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "sweep_kills.py"
@@ -73,7 +73,7 @@ def typed(
     monkeypatch.chdir(tmp_path)
 
     def type_it(text: str, *words: str) -> tuple[int, str, str]:
-        code = run_guarded(lambda: run_command(["sweep", file(tmp_path, text), *words]))
+        code = run_and_report_faults(lambda: run_command(["sweep", file(tmp_path, text), *words]))
         told = capsys.readouterr()
         return code, told.out, told.err
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     typed: Any, tmp_path: Path, text: str, words: tuple[str, ...], says: str
 ) -> None:
     code, _, err = typed("method: grid\n" + text, *words)
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert says in err
     assert is_a_sentence_and_a_hint(err)
     assert [path.name for path in tmp_path.iterdir()] == ["s.yml"]
@@ -118,14 +118,14 @@ def test_a_run_that_is_called_like_a_trial_is_none(typed: Any, tmp_path: Path) -
     (tmp_path / "runs" / "s-0").mkdir(parents=True)
     (tmp_path / "runs" / "s-0" / "config.json").write_text("{}")
     code, _, err = typed("method: grid\nparameters: {lr: {value: 1}}\n")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert "runs/s-0 is there already" in err
     assert is_a_sentence_and_a_hint(err)
 
 
 def test_a_search_without_end_is_refused(typed: Any) -> None:
     code, _, err = typed("method: random\nparameters: {lr: {min: 0.1, max: 0.2}}\n")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert "would never end" in err
 
 
@@ -137,7 +137,7 @@ def test_the_nearest_name_is_said(typed: Any) -> None:
 def test_a_dry_run_says_what_would_happen(typed: Any, tmp_path: Path) -> None:
     text = "method: grid\nparameters: {lr: {values: [0.1, 1e-2]}, hidden: {min: 1, max: 3}}\n"
     code, out, err = typed(text, "--dry-run", "--parallel", "2")
-    assert code == Exit.OK
+    assert code == ExitCode.OK
     assert out.startswith("sweep s: 6 trials, 2 at once")
     assert "grid for the smallest eval/loss" in out
     assert "1e-2 is read as the number 0.01" in err
@@ -166,7 +166,7 @@ def test_a_cluster_whose_arrays_are_small(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     text = "method: grid\nparameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
     code, _, err = typed(text, "launch=slurm", "--parallel", "3")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert says in err
     assert is_a_sentence_and_a_hint(err)
     assert not (tmp_path / "runs").exists()
@@ -174,13 +174,16 @@ def test_a_cluster_whose_arrays_are_small(
 
 def test_no_such_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sweep", "show", "nope", "--dir", str(tmp_path)]
-    assert run_guarded(lambda: run_command(words)) == Exit.NOT_FOUND
+    assert run_and_report_faults(lambda: run_command(words)) == ExitCode.NOT_FOUND
     assert "no sweep 'nope'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["sweeper.yml", "movielens/sweep.yml"])
 def test_the_examples_are_sweeps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_guarded(lambda: run_command(["sweep", str(EXAMPLES / name), "--dry-run"])) == Exit.OK
+    assert (
+        run_and_report_faults(lambda: run_command(["sweep", str(EXAMPLES / name), "--dry-run"]))
+        == ExitCode.OK
+    )
     assert "bayes for the smallest eval/" in capsys.readouterr().out
 
 
@@ -192,7 +195,7 @@ def test_the_example_as_it_is_typed(tmp_path: Path) -> None:
     """On less data."""
     words = ("sweep", str(EXAMPLES / "sweeper.yml"), "--parallel", "2", "samples=256")
     done = run((*ECHELON, *words), tmp_path)
-    assert done.code == Exit.OK, done.err
+    assert done.code == ExitCode.OK, done.err
     assert done.out.startswith("sweep sweeper: 12 of 12 results (")
     assert "best run    echelon show sweeper-" in done.out
     done = run((*ECHELON, "sweep", "show", "sweeper", "--plot", "p.png", "--json"), tmp_path)
@@ -227,19 +230,19 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
         )
         running.process.send_signal(signal.SIGINT)
         done = running.wait()
-    assert done.code == Exit.PREEMPTED, done.err
+    assert done.code == ExitCode.PREEMPTED, done.err
     assert done.left == []
     assert "the same command continues" in done.err
 
     (tmp_path / "stopped").touch()
     done = run(words, tmp_path)
-    assert done.code == Exit.OK, done.err
+    assert done.code == ExitCode.OK, done.err
     assert done.left == []
-    assert "resuming run my-search-0 after step" in first.rank_log_file(0).read_text()
+    assert "resuming run my-search-0 after step" in first.get_rank_log_file(0).read_text()
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     show = ["sweep", "show", "my-search", "--json", "--plot", "p.html"]
-    assert run_guarded(lambda: run_command(show)) == Exit.OK
+    assert run_and_report_faults(lambda: run_command(show)) == ExitCode.OK
     told = json.loads(capsys.readouterr().out)
     assert (told["results"], told["run_cap"]) == (2, 2)
     good, bad = told["trials"]
@@ -248,16 +251,16 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     assert bad["evaluations"] < 8
     assert told["best"]["parameters"] == {"lr": 0.05}
     second = Run(tmp_path / "runs" / "my-search-1")
-    assert second.read_status()["state"] == "preempted"  # asked to save, not killed
+    assert second.read_status_file()["state"] == "preempted"  # asked to save, not killed
     assert second.find_newest_step() > 0
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert run_guarded(lambda: run_command(["runs", "--json"])) == Exit.OK
+    assert run_and_report_faults(lambda: run_command(["runs", "--json"])) == ExitCode.OK
     names = [each["run"] for each in json.loads(capsys.readouterr().out)["runs"]]
     assert sorted(names) == ["my-search-0", "my-search-1"]
 
     other = file(tmp_path, text.replace("0.05", "0.06"))
-    assert run_guarded(lambda: run_command(["sweep", other])) == Exit.USAGE
+    assert run_and_report_faults(lambda: run_command(["sweep", other])) == ExitCode.USAGE
     assert "is another one: parameters" in capsys.readouterr().err
 
 
@@ -285,13 +288,13 @@ def test_sweeps_that_come_to_nothing_say_why(tmp_path: Path) -> None:
         for name, text in texts.items()
     }
     done = {name: command.wait() for name, command in commands.items()}
-    assert done["failing"].code == Exit.FAILED
+    assert done["failing"].code == ExitCode.FAILED
     assert "the first 3 trials failed: the loss is " in done["failing"].err
     assert json.loads(done["failing"].out)["results"] == 3
-    assert done["silent"].code == Exit.FAILED
+    assert done["silent"].code == ExitCode.FAILED
     says = "trial 0 never reported the metric 'accuracy'; it reported eval/loss"
     assert says in done["silent"].err
-    assert done["program"].code == Exit.OK, done["program"].err
+    assert done["program"].code == ExitCode.OK, done["program"].err
     assert json.loads(done["program"].out)["best"]["parameters"] == {"x": 3}
     assert [each.left for each in done.values()] == [[], [], []]
 

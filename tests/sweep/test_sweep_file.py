@@ -16,8 +16,8 @@ from echelon.sweep.search_space import DISTRIBUTIONS
 from echelon.sweep.sweep_file import SweepFile, parse_sweep
 from echelon.sweep.trial_command import (
     expand_macros,
+    format_override_value,
     format_overrides,
-    format_value,
     resolve_target,
 )
 
@@ -184,7 +184,7 @@ PLAIN = st.one_of(
 
 @drawn(PLAIN | st.lists(PLAIN, max_size=4))
 def test_a_value_comes_back_as_it_was(value: object) -> None:
-    read_back = OverridesParser.create().parse_override(f"k={format_value(value)}").value()
+    read_back = OverridesParser.create().parse_override(f"k={format_override_value(value)}").value()
     plain = [_plain(v) for v in read_back] if isinstance(read_back, list) else _plain(read_back)
     assert plain == value
     assert type(plain) is type(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.config.compose import compose
-from echelon.launch.slurm.batch_script import render_sweep_script, srun_step_command
+from echelon.launch.slurm.batch_script import make_trial_step_command, render_sweep_script
 from echelon.runs.run_folder import Run
 
 SCONTROL = '#!/bin/bash\necho "$@" >> "$CALLS"\nexit "${REFUSES:-0}"\n'
@@ -89,7 +89,7 @@ def test_nodes_that_are_not_ready_get_no_trial(tmp_path: Path) -> None:
 def test_a_program_s_folder_is_not_searched_for_our_modules(tmp_path: Path) -> None:
     for program, safe in ((["python", "x.py"], True), ([], False)):
         config = compose(["launch=slurm", "launch.nodes=2"], program=program)
-        words = srun_step_command(config, Run(tmp_path), "first:20007")
+        words = make_trial_step_command(config, Run(tmp_path), "first:20007")
         at = words.index(sys.executable)
         assert words[at + 1 : at + 4] == (["-P", "-m", "echelon"] if safe else words[at + 1 :][:3])
         assert ("-P" in words) is safe

@@ -21,7 +21,7 @@ from worlds import Ended, configured, train_config
 
 from echelon.cli import run_command
 from echelon.entrypoint import compose_config
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.runs.run_folder import Run
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
@@ -311,16 +311,16 @@ def test_failures_in_a_row_end_it(
 @pytest.mark.parametrize(
     ("code", "state", "is_queued"),
     [
-        (Exit.OK, "finished", False),
-        (Exit.FAILED, "failed", False),
-        (Exit.PREEMPTED, "preempted", True),  # it has saved and has to go on
+        (ExitCode.OK, "finished", False),
+        (ExitCode.FAILED, "failed", False),
+        (ExitCode.PREEMPTED, "preempted", True),  # it has saved and has to go on
     ],
 )
 def test_a_job_that_ended_while_nobody_followed_it_has_its_result(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    code: Exit,
+    code: ExitCode,
     state: str,
     is_queued: bool,
 ) -> None:
@@ -340,11 +340,11 @@ def test_a_job_that_ended_while_nobody_followed_it_has_its_result(
     with serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         server.sweep.config = FILE
-        assert run_agents(file, ready, 1) == (Exit.FAILED if state == "failed" else Exit.OK)
+        assert run_agents(file, ready, 1) == (ExitCode.FAILED if state == "failed" else ExitCode.OK)
     out, err = capsys.readouterr()
     assert out == f"trial0\t{state}\t1.1\tlr=0.25\n"
     assert ("trial trial0 failed: it broke\n" in err) == (state == "failed")
-    log = trial_records.log_file(folder, "trial0").read_text()
+    log = trial_records.get_trial_log_file(folder, "trial0").read_text()
     assert ("there is no sbatch" in log) == is_queued, log
 
 
@@ -425,7 +425,7 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
             second.process.terminate()
             again = second.wait()
     assert rows(again.out)["trial0"][1] == "finished", again.err
-    assert run.read_status()["step"] == 80
+    assert run.read_status_file()["step"] == 80
     assert run.read_wandb_id() == "trial0"
     assert "no answer from its server" in again.err
     assert "wandb sync" in again.err

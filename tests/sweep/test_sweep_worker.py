@@ -11,7 +11,7 @@ import pytest
 
 from echelon.config.schema import Config
 from echelon.entrypoint import compose_config
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
 from echelon.sweep.trial_store import TrialStore, TrialSummary
@@ -37,7 +37,7 @@ class World:
     def poll(self, wait_s: float) -> int | None:
         return self._code if self._over else None
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         self._over = True
 
     def kill(self) -> None:
@@ -71,20 +71,24 @@ def results(folder: Path, worlds: Worlds, in_job: bool = False) -> tuple[int, li
     return code, TrialStore(sweep).summarize_trials()
 
 
-@pytest.mark.parametrize(("code", "state"), [(Exit.PREEMPTED, "pruned"), (Exit.OK, "finished")])
+@pytest.mark.parametrize(
+    ("code", "state"), [(ExitCode.PREEMPTED, "pruned"), (ExitCode.OK, "finished")]
+)
 def test_what_was_at_its_last_step_when_it_was_pruned_is_finished(
     tmp_path: Path, code: int, state: str
 ) -> None:
-    worlds = Worlds((1.0, Exit.OK, False), (2.0, code, True))
+    worlds = Worlds((1.0, ExitCode.OK, False), (2.0, code, True))
     ended, found = results(tmp_path, worlds)
-    assert ended == Exit.OK
+    assert ended == ExitCode.OK
     assert [result.state for result in found] == ["finished", state]
 
 
 def test_a_trial_that_is_cancelled_is_over_and_the_next_one_comes(tmp_path: Path) -> None:
-    worlds = Worlds((1.0, Exit.PREEMPTED, True), (0.5, Exit.PREEMPTED, True), cancelled=True)
+    worlds = Worlds(
+        (1.0, ExitCode.PREEMPTED, True), (0.5, ExitCode.PREEMPTED, True), cancelled=True
+    )
     ended, found = results(tmp_path, worlds, in_job=True)
-    assert ended == Exit.OK
+    assert ended == ExitCode.OK
     assert [(result.state, result.cause) for result in found] == [("failed", "cancelled")] * 2
 
 
@@ -92,5 +96,5 @@ def test_a_trial_that_was_cut_off_is_given_back_and_the_job_goes_on_in_another(
     tmp_path: Path,
 ) -> None:
     ended, found = results(tmp_path, Worlds((1.0, KILLED, False)), in_job=True)
-    assert ended == Exit.PREEMPTED
+    assert ended == ExitCode.PREEMPTED
     assert [result.state for result in found] == ["waiting"]

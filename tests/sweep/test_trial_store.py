@@ -17,7 +17,7 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.sweep import trial_lease as leases
 from echelon.sweep.hyperband import Hyperband, find_band, should_stop
-from echelon.sweep.metric_history import MetricHistory, to_file_key
+from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key
 from echelon.sweep.optuna_journal import SweepJournal
 from echelon.sweep.report import build_report
 from echelon.sweep.supervisor import assign_devices
@@ -169,7 +169,7 @@ def test_a_killed_worker_s_trial_is_taken_at_once(tmp_path: Path) -> None:
     assert isinstance(taken, LeasedTrial)
     assert taken.number == 0
     assert len(TrialStore(sweep).summarize_trials()) == 1
-    sweep.lease_file(0).unlink()  # killed between the two
+    sweep.get_lease_file(0).unlink()  # killed between the two
     assert isinstance(again := TrialStore(sweep, "third").take_trial(), LeasedTrial)
     assert (again.number, again.parameters) == (0, taken.parameters)
 
@@ -217,7 +217,7 @@ def test_half_a_line_of_a_journal_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_the_silence_of_another_host_is_timed_by_who_looks() -> None:
-    theirs = leases.create_lease("b", None, 0)
+    theirs = leases.build_lease("b", None, 0)
     theirs = leases.TrialLease(**{**vars(theirs), "process": {"host": "elsewhere", "pid": 1}})
     patient, hasty = LeaseWatch(3600.0), LeaseWatch(-1.0)
     for watch in (patient, hasty):
@@ -325,24 +325,28 @@ def test_any_database(tmp_path: Path) -> None:
 
 def test_a_metric_s_names() -> None:
     names = ("rmse", "eval/rmse", "eval_rmse", "train/loss", "loss")
-    assert [to_file_key(n, False) for n in names] == [*["eval_rmse"] * 3, "loss", "eval_loss"]
-    assert to_file_key("val/acc", True) == "val/acc"
+    assert [to_metrics_file_key(n, False) for n in names] == [
+        *["eval_rmse"] * 3,
+        "loss",
+        "eval_loss",
+    ]
+    assert to_metrics_file_key("val/acc", True) == "val/acc"
 
 
 def test_a_history_that_grows_and_is_written_anew(tmp_path: Path) -> None:
     file = tmp_path / "m"
     history = MetricHistory(file, "eval_loss")
-    assert history.read() == []
+    assert history.read_all_values() == []
     file.write_text('{"step": 1, "loss": 3}\n{"step": 1, "eval_loss": 2}\n{"eval_lo')
-    assert history.read() == [2.0]
+    assert history.read_all_values() == [2.0]
     with file.open("a") as more:
         more.write('ss": 1.5}\n{"eval_loss": NaN}\nnonsense\n')
-    assert history.read() == [2.0, 1.5]
+    assert history.read_all_values() == [2.0, 1.5]
     assert history.reported_keys == {"loss", "eval_loss"}
     beside = tmp_path / "n"
     beside.write_text('{"eval_loss": 7}\n')
     beside.replace(file)
-    assert history.read() == [7.0]
+    assert history.read_all_values() == [7.0]
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

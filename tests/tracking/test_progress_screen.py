@@ -14,7 +14,7 @@ import pytest
 
 from echelon.config.schema import LaunchConfig, TrackConfig, TrainerConfig
 from echelon.config.settings_help import render_settings
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 from echelon.tracking.progress import (
     ProgressBar,
@@ -33,7 +33,7 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     shown = create_progress_display("auto", 10, 0)
     assert type(shown) is ProgressLines
     for step in range(1, 9):
-        shown.progress({**LINE, "step": step})
+        shown.update_progress({**LINE, "step": step})
     assert capsys.readouterr().err == "step 1/10  epoch 1  loss 0.25  1,234 samples/s\n"
 
 
@@ -41,15 +41,15 @@ FULL = LINE | {"step_ms": 25.92, "mfu": 0.412, "memory_gb": 71.26, "data_ms": 0.
 
 
 def test_lines_say_how_fast_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    ProgressLines(10).progress(FULL)
+    ProgressLines(10).update_progress(FULL)
     told = "step 3/10  epoch 1  loss 0.25  1,234 samples/s  25.9 ms/step  MFU 41%  71.3 GB\n"
     assert capsys.readouterr().err == told
 
 
 def test_what_a_line_has_not_is_as_it_was() -> None:
     shown = TrainingDisplay()
-    shown.progress(FULL)
-    shown.progress({**LINE, "step": 4, "step_ms": 30.0})
+    shown.update_progress(FULL)
+    shown.update_progress({**LINE, "step": 4, "step_ms": 30.0})
     assert shown.latest == {**FULL, "step": 4, "step_ms": 30.0}
 
 
@@ -82,7 +82,7 @@ def test_a_bar_says_what_there_is_room_for(
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     shown = create_progress_display("none", 10, 0)
     assert type(shown) is TrainingDisplay
-    shown.progress(LINE)
+    shown.update_progress(LINE)
     shown.close()
     assert capsys.readouterr() == ("", "")
 
@@ -156,11 +156,11 @@ def test_last_words_in_letters_that_can_be_read(
     monkeypatch.setenv("LC_ALL", chosen)
     run = Run(tmp_path)
     run.metrics_file.write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
-    said = render_summary(run, Exit.OK, 2, 2, 1.0, "", {})
+    said = render_summary(run, ExitCode.OK, 2, 2, 1.0, "", {})
     assert said.isascii() == ascii_only
     assert ("1 #_ 0.5" if ascii_only else "1 █▁ 0.5") in said
     assert "trainer.epochs=" in said
-    assert "trainer.steps=" in render_summary(run, Exit.OK, 2, 2, 1.0, "", {}, "trainer.steps")
+    assert "trainer.steps=" in render_summary(run, ExitCode.OK, 2, 2, 1.0, "", {}, "trainer.steps")
 
 
 def test_a_reader_that_leaves_does_not_end_a_training(

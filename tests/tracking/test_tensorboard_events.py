@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from echelon.config.schema import Config, TensorBoardConfig, TrackConfig
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 from echelon.tracking.create import create_trackers
 
@@ -24,7 +24,7 @@ def write(run: Run, step: int, lines: list[dict[str, Any]], config: Config = CON
         for tracker in made:
             tracker.log(line)
     for tracker in made:
-        tracker.close(Exit.OK)
+        tracker.close(ExitCode.OK)
 
 
 def curve(folder: Path, name: str) -> list[tuple[int, float]]:

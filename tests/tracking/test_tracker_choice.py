@@ -16,7 +16,7 @@ from echelon.errors import EchelonError
 from echelon.runs.run_folder import Run
 from echelon.tracking import wandb_key, wandb_run
 from echelon.tracking.create import require_trackers
-from echelon.tracking.metrics_line import is_better
+from echelon.tracking.tracker import is_better
 
 KEY = "0123456789abcdef" * 3
 ONLINE = compose(["track=wandb"])

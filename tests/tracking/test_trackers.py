@@ -16,7 +16,7 @@ from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots
 from echelon.snapshot.reader import verify_snapshot
-from echelon.tracking.metrics_line import name_curves
+from echelon.tracking.tracker import prefix_metric_names
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 pytest.importorskip("wandb")
@@ -34,7 +34,7 @@ def numbers(run: Run) -> dict[tuple[int, str], float]:
     return {
         (line["step"], name): value
         for line in read_metrics(run.metrics_file)
-        for name, value in name_curves(line).items()
+        for name, value in prefix_metric_names(line).items()
         if name not in CLOCKS
     }
 

@@ -26,7 +26,7 @@ from worlds import (
     wait_until,
 )
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = pytest.mark.slow
@@ -71,8 +71,8 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(
     config = configured(tmp_path, ["run.name=a", *SHORT])
     env = {"ECHELON_TEST_FAULT": f"{rank}:5:{name}", "ECHELON_TEST_TRACE": str(traced)}
     stopped = train_config(tmp_path, world_size, config, env=env)
-    assert stopped.codes == [Exit.PREEMPTED] * world_size, stopped.said
-    status = stopped.run.read_status()
+    assert stopped.codes == [ExitCode.PREEMPTED] * world_size, stopped.said
+    status = stopped.run.read_status_file()
     assert (status["state"], status["step"]) == ("preempted", 6)
     assert steps_of_ranks(traced) == dict.fromkeys(range(world_size), 6)
     assert snapshot_steps(stopped.run) == [6]
@@ -99,7 +99,7 @@ def test_signals_to_all_ranks_at_once_stop_once(tmp_path: Path, traced: Path) ->
         kill_sessions([process.pid])
         raise
     ended = finish(process)
-    assert ended.code == Exit.PREEMPTED, ended.output
+    assert ended.code == ExitCode.PREEMPTED, ended.output
     assert len(snapshot_steps(Run(tmp_path / "a"))) == 1
 
 
@@ -107,7 +107,7 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     env = {"ECHELON_TEST_FAULT": f"0:{STEPS}:TERM"}
     ended = train_world(tmp_path, 2, *SHORT, env=env)
     assert ended.codes == [0, 0], ended.said
-    assert ended.run.read_status()["state"] == "finished"
+    assert ended.run.read_status_file()["state"] == "finished"
 
 
 # --- the agent ----------------------------------------------------------------------------------
@@ -132,10 +132,10 @@ def test_a_signal_to_the_agent_stops_all_and_the_run_goes_on(
         kill_sessions([process.pid])
         raise
     ended = finish(process)
-    assert ended.code == Exit.PREEMPTED, ended.output
+    assert ended.code == ExitCode.PREEMPTED, ended.output
     run = Run(tmp_path / "a")
-    step = run.read_status()["step"]
-    assert run.read_status()["state"] == "preempted"
+    step = run.read_status_file()["step"]
+    assert run.read_status_file()["state"] == "preempted"
     assert snapshot_steps(run) == [step]
     assert steps_of_ranks(traced) == dict.fromkeys(range(3), step)
     assert f"stopped by SIG{name} after step {step}" in ended.output
@@ -175,7 +175,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, traced: Path, launch: 
         kill_sessions([process.pid])
         raise
     ended = finish(process)
-    assert ended.code == Exit.INTERRUPTED, ended.output
+    assert ended.code == ExitCode.INTERRUPTED, ended.output
     assert "stopped at once; the last snapshot is intact" in ended.output
     assert max(snapshot_steps(Run(tmp_path / "a"))) == 4
     again = finish(command(words, tmp_path))
@@ -218,14 +218,14 @@ def test_an_interrupt_while_the_file_is_imported(tmp_path: Path) -> None:
     assert process.stdout.readline() == "begun\n"
     os.kill(process.pid, signal.SIGINT)
     ended = finish(process)
-    assert (ended.code, ended.output) == (Exit.INTERRUPTED, "interrupted\n")
+    assert (ended.code, ended.output) == (ExitCode.INTERRUPTED, "interrupted\n")
 
 
 def test_an_interrupt_of_the_experiment_s_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def experiment(cfg):\n    raise KeyboardInterrupt\n")
     words = ["train", "experiment=own.py:experiment", f"run.dir={tmp_path}"]
     ended = finish(command(words, tmp_path))
-    assert ended.code == Exit.INTERRUPTED
+    assert ended.code == ExitCode.INTERRUPTED
     (line,) = ended.output.splitlines()
     assert line.endswith("failed before the first step: interrupted")
 
@@ -268,10 +268,10 @@ def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, launch: list
         kill_sessions([process.pid])
         raise
     ended = finish(process)
-    assert ended.code == Exit.PREEMPTED, ended.output
+    assert ended.code == ExitCode.PREEMPTED, ended.output
     run = Run(tmp_path / "a")
-    assert run.read_status()["state"] == "preempted"
-    assert snapshot_steps(run) == [run.read_status()["step"]]
+    assert run.read_status_file()["state"] == "preempted"
+    assert snapshot_steps(run) == [run.read_status_file()["step"]]
 
 
 def _listens(pid: int, number: signal.Signals) -> bool:

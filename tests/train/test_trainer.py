@@ -88,7 +88,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, best_is: str, pick:
     assert kept.name == f"step-{best_step:09d}"
     assert len(snapshot_steps(trained.run)) <= 3
     assert {best_step, 12} <= set(snapshot_steps(trained.run))
-    assert trained.run.read_status()["best"] == of_steps[best_step]
+    assert trained.run.read_status_file()["best"] == of_steps[best_step]
 
 
 def test_the_last_step_can_be_the_best(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_a_snapshot_holds_the_whole_state(tmp_path: Path) -> None:
         "step": 6,
         "samples": 17 + 10,
         "best": min(read_eval_values(trained.run).values()),
-        "fingerprint": config.numerics_fingerprint(),
-        "config": config.numerics_settings(),
+        "fingerprint": config.compute_numerics_fingerprint(),
+        "config": config.select_numerics_settings(),
         "world_size": 2,
         "wandb_run_id": None,
     }

@@ -13,8 +13,8 @@ import pytest
 from command_runner import ECHELON, QUICK, TWO, is_a_sentence_and_a_hint
 from worlds import Ended, run_commands
 
-from echelon.cli import run_command, run_guarded
-from echelon.errors import Exit
+from echelon.cli import run_and_report_faults, run_command
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import read_metrics
 
 TypeCommand = Callable[..., tuple[int, str]]
@@ -29,7 +29,7 @@ def type_command(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def type_words(*words: str) -> tuple[int, str]:
-        code = run_guarded(partial(run_command, list(words)))
+        code = run_and_report_faults(partial(run_command, list(words)))
         return code, capsys.readouterr().err
 
     return type_words
@@ -99,7 +99,7 @@ REFUSED = {
 def test_a_refused_setting(typed: str, type_command: TypeCommand, tmp_path: Path) -> None:
     words = [typed] if typed == "just words" else typed.split()
     code, text = type_command("train", *words)
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     for part in REFUSED[typed]:
         assert part in text, text
@@ -109,7 +109,7 @@ def test_a_refused_setting(typed: str, type_command: TypeCommand, tmp_path: Path
 @pytest.mark.parametrize("name", ["two words", "new\nline", "ünïcode", "", "a" * 101, "a;b", "a$b"])
 def test_a_refused_run_name(name: str, type_command: TypeCommand, tmp_path: Path) -> None:
     code, text = type_command("train", f'run.name="{name}"')
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert f"run.name={name!r} is not a valid name for a run" in text
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +117,7 @@ def test_a_refused_run_name(name: str, type_command: TypeCommand, tmp_path: Path
 
 def test_several_runs_of_no_value(type_command: TypeCommand, tmp_path: Path) -> None:
     code, text = type_command("train", "-m", "lr=0.1,0.2", "seed=range(0,0)")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "seed=range(0,0) lists no value" in text
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +148,7 @@ def test_an_experiment_of_ones_own_may_have_any_number(
 def test_all_faults_are_told_together(type_command: TypeCommand) -> None:
     words = ["trainer.epoch=3", "lr=fast", "launch=lokal", "run.name=a/b", "rank=5", "world_size=2"]
     code, text = type_command("train", *words)
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert text.count("error: ") == 5
     for word in ("trainer.epoch=3", "lr=fast", "launch=lokal", "run.name='a/b'", "rank=5"):
         assert word in text
@@ -156,7 +156,7 @@ def test_all_faults_are_told_together(type_command: TypeCommand) -> None:
 
 def test_an_unknown_verb(type_command: TypeCommand) -> None:
     code, text = type_command("trian")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text)
     assert "'train'" in text
 
@@ -167,7 +167,7 @@ def test_an_unknown_verb(type_command: TypeCommand) -> None:
 )
 def test_explain_refuses_too(words: list[str], type_command: TypeCommand) -> None:
     code, text = type_command("explain", *words)
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert words[0] in text
 
@@ -177,7 +177,7 @@ def test_half_a_world_in_the_variables(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     code, text = type_command("train")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "RANK=1" in text
     assert "WORLD_SIZE" in text
@@ -188,11 +188,11 @@ def test_half_a_world_in_the_variables(
 
 def test_an_unknown_run(type_command: TypeCommand) -> None:
     code, text = type_command("resume", "nothing")
-    assert code == Exit.NOT_FOUND
+    assert code == ExitCode.NOT_FOUND
     assert is_a_sentence_and_a_hint(text), text
     assert type_command("train", *QUICK, "run.name=first")[0] == 0
     code, text = type_command("resume", "frist")
-    assert code == Exit.NOT_FOUND
+    assert code == ExitCode.NOT_FOUND
     assert "'first'" in text
 
 
@@ -200,7 +200,7 @@ def test_a_run_of_another_experiment(type_command: TypeCommand, tmp_path: Path) 
     _write(tmp_path, GOOD)
     assert type_command("train", *QUICK, "run.name=a")[0] == 0
     code, text = type_command("train", "experiment=own.py:experiment", "run.name=a")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "echelon.recipes.toy" in text
     assert "own.py:experiment" in text
@@ -212,7 +212,7 @@ def test_a_run_of_another_experiment(type_command: TypeCommand, tmp_path: Path) 
 def test_a_resume_with_other_numbers_names_the_field(type_command: TypeCommand) -> None:
     assert type_command("train", *QUICK, "run.name=a")[0] == 0
     code, text = type_command("train", *QUICK, "run.name=a", "lr=0.3")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "lr=0.3" in text
     assert "lr=0.05" in text
@@ -220,7 +220,7 @@ def test_a_resume_with_other_numbers_names_the_field(type_command: TypeCommand) 
 
 def test_a_snapshot_that_is_none(type_command: TypeCommand) -> None:
     code, text = type_command("train", *QUICK, "trainer.resume=nowhere/step-1")
-    assert code == Exit.NOT_FOUND
+    assert code == ExitCode.NOT_FOUND
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.resume=nowhere/step-1" in text
 
@@ -232,7 +232,7 @@ def test_a_refused_snapshot_leaves_the_run_as_it_was(
     assert type_command("train", *QUICK, "run.name=a")[0] == 0
     before = {f: (tmp_path / "runs" / "a" / f).read_text() for f in ("config.json", "status.json")}
     code, text = type_command("train", "run.name=a", f"trainer.resume={given}")
-    assert code == Exit.NOT_FOUND, text
+    assert code == ExitCode.NOT_FOUND, text
     assert is_a_sentence_and_a_hint(text), text
     assert {f: (tmp_path / "runs" / "a" / f).read_text() for f in before} == before
 
@@ -241,14 +241,14 @@ def test_a_damaged_config_of_a_run(type_command: TypeCommand, tmp_path: Path) ->
     assert type_command("train", *QUICK, "run.name=a")[0] == 0
     (tmp_path / "runs" / "a" / "config.json").write_text("{")
     code, text = type_command("resume", "a")
-    assert code == Exit.NOT_FOUND
+    assert code == ExitCode.NOT_FOUND
     assert is_a_sentence_and_a_hint(text), text
     assert "config.json" in text
 
 
 def test_best_by_a_number_that_nobody_evaluates(type_command: TypeCommand) -> None:
     code, text = type_command("train", *QUICK, "trainer.best=maee")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.best=maee" in text
     assert "'mae'" in text
@@ -445,7 +445,7 @@ def test_an_experiment_that_returns_nonsense(
         text = text.replace(old, new)  # type: ignore[arg-type]
     _write(tmp_path, CLASSES.join(text.split("\n\n", 1)))
     code, text = type_command("train", "experiment=own.py:experiment")
-    assert code == Exit.USAGE, text
+    assert code == ExitCode.USAGE, text
     assert is_a_sentence_and_a_hint(text), text
     for part in parts:
         assert part in text, text
@@ -457,7 +457,7 @@ def test_what_the_users_loss_was_given(type_command: TypeCommand, tmp_path: Path
     loss = "lambda output, target: (output - target).mean()"
     _write(tmp_path, changed.replace("torch.nn.functional.mse_loss", loss))
     code, text = type_command("train", "experiment=own.py:experiment")
-    assert code == Exit.FAILED
+    assert code == ExitCode.FAILED
     assert "unsupported operand" in text
     assert 'own.py", line ' in text
     assert "src/echelon" not in text
@@ -494,12 +494,12 @@ def test_devices_stand_anywhere(order: str, type_command: TypeCommand, tmp_path:
 def test_best_of_what_is_not_evaluated(type_command: TypeCommand, tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
     code, text = type_command("train", "experiment=own.py:experiment", "trainer.best=accuracy")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.best=accuracy, but the experiment has no eval_data" in text
     _write(tmp_path, GOOD.replace(SHORT, SHORT + ", eval_data=(x, x[:, :1])"))
     code, text = type_command("train", "experiment=own.py:experiment", "trainer.best=los")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "trainer.best=los, but no such number is evaluated" in text
     assert "'loss'" in text
@@ -509,7 +509,7 @@ def test_best_of_what_is_not_evaluated(type_command: TypeCommand, tmp_path: Path
 def test_no_such_function_names_the_nearest(type_command: TypeCommand, tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
     code, text = type_command("train", "experiment=own.py:experimnt")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(text), text
     assert "'experiment'" in text
 
@@ -522,7 +522,7 @@ def test_an_undeclared_setting_of_a_users_dataclass(
     code, text = type_command(
         "train", "experiment=own.py:experiment", "widht=3", "trainer.epochs=x"
     )
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert text.count("error: ") == 2
     assert "'width'" in text
 
@@ -546,7 +546,7 @@ def test_a_broken_file_shows_the_users_lines_only(
     code_text, error, line = BROKEN[what]
     _write(tmp_path, code_text)
     code, text = type_command("train", "experiment=own.py:experiment")
-    assert code == Exit.FAILED
+    assert code == ExitCode.FAILED
     assert error in text
     assert f'own.py", line {line}' in text
     assert "src/echelon" not in text, text
@@ -567,7 +567,9 @@ def _ranks(folder: Path, *words: list[str]) -> list[Ended]:
     )
 
 
-def _sentence(ended: Ended | command_runner.CommandResult, code: Exit = Exit.RENDEZVOUS) -> str:
+def _sentence(
+    ended: Ended | command_runner.CommandResult, code: ExitCode = ExitCode.RENDEZVOUS
+) -> str:
     text = ended.output if isinstance(ended, Ended) else ended.err
     assert ended.code == code, text
     assert is_a_sentence_and_a_hint(text), text
@@ -637,7 +639,7 @@ def test_nonsense_in_a_worker_is_a_sentence_too(tmp_path: Path) -> None:
     _write(tmp_path, GOOD.replace(SHORT, "train_data=(x, x[:3])"))
     words = ["experiment=own.py:experiment", "trainer.batch_size=4"]
     done = command_runner.run([*ECHELON, "train", *TWO, *words], tmp_path)
-    text = _sentence(done, Exit.USAGE)
+    text = _sentence(done, ExitCode.USAGE)
     assert done.left == []
     assert "[8, 3]" in text
     assert text.count("error: ") == 1
@@ -651,7 +653,7 @@ def test_two_processes_refuse_a_loss_without_gradient(kind: str, tmp_path: Path)
     _write(tmp_path, GOOD.replace("torch.nn.functional.mse_loss", loss))  # type: ignore[arg-type]
     words = ["experiment=own.py:experiment", f"replica.kind={kind}", *TWO]
     ended = command_runner.run([*ECHELON, "train", *words], tmp_path)
-    assert ended.code == Exit.USAGE, ended.err
+    assert ended.code == ExitCode.USAGE, ended.err
     assert is_a_sentence_and_a_hint(ended.err), ended.err
     assert "the experiment's loss has no gradient" in ended.err
 
@@ -705,4 +707,4 @@ def test_data_that_differs_between_ranks(drawn: str, said: str, tmp_path: Path) 
     commands = [[*ECHELON, "train", f"rank={rank}", *words] for rank in (0, 1)]
     for done in command_runner.together(commands, tmp_path):
         assert done.left == []
-        assert f"train_data is not the same on all ranks: {said}" in _sentence(done, Exit.USAGE)
+        assert f"train_data is not the same on all ranks: {said}" in _sentence(done, ExitCode.USAGE)

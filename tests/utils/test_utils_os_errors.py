@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ from echelon.utils.os_errors import describe_os_error
     ],
 )
 def test_the_reason_alone_in_lower_case(error: BaseException, reason: str) -> None:
-    assert describe_os_error(error) == reason
+    assert format_os_error_reason(error) == reason

@@ -8,10 +8,10 @@ import pytest
 
 from echelon.utils.text import (
     convert_to_ascii,
-    format_age,
     format_bytes,
     format_count,
     format_duration,
+    format_time_ago,
     format_timestamp,
     join_names,
     truncate_text,
@@ -57,7 +57,7 @@ def test_durations_have_at_most_two_units(seconds: float, shown: str) -> None:
 )
 def test_ages_are_in_words(seconds: float, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    assert format_age(1e9 - seconds) == shown
+    assert format_time_ago(1e9 - seconds) == shown
 
 
 def test_timestamps_are_local_dates() -> None:

@@ -20,7 +20,7 @@ from run_folders import echelon as verb
 
 import echelon.views
 from echelon.runs.curves import build_scale, load_metrics
-from echelon.runs.record import read_records
+from echelon.runs.record import read_run_records
 from echelon.runs.run_folder import Run
 from echelon.views.plot_data import Plot, PlotOptions, build_plot
 
@@ -99,7 +99,7 @@ def test_a_run_may_be_called_like_a_pattern(
 )
 def test_what_is_better_by_its_name(tmp_path: Path, name: str, is_best: str) -> None:
     run = make_run(tmp_path / "runs", "a", [{"step": 1, f"eval_{name}": 1.0}])
-    [record], _ = read_records([run])
+    [record], _ = read_run_records([run])
     assert load_metrics(record).curves[f"eval_{name}"].best_is == is_best
 
 
@@ -160,7 +160,7 @@ def test_without_matplotlib_there_is_a_line_to_type(
 
 
 def sheet_of(root: Path, names: list[str], *metrics: str, **wanted: Any) -> Plot:
-    found, _ = read_records([Run(root / name) for name in names])
+    found, _ = read_run_records([Run(root / name) for name in names])
     options = {"x": "step", "smooth": None, "is_log": None, "title": ""} | wanted
     return build_plot(
         found, [load_metrics(record) for record in found], PlotOptions(metrics, **options)
@@ -211,7 +211,7 @@ def test_evaluations_lie_where_their_steps_are_on_every_axis(
 
 def test_epochs_of_a_run_that_counts_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "a", lines(40), {"steps": 35, "epochs": 3})
-    [record], _ = read_records([run])
+    [record], _ = read_run_records([run])
     assert build_scale("epoch", record, load_metrics(record)).convert(25) == pytest.approx(2.5)
 
 
@@ -301,5 +301,5 @@ def test_a_stopped_run_is_drawn_without_its_pause(tmp_path: Path) -> None:
     late = [{**li, "time": li["time"] + 900} if "time" in li else li for li in lines()[22:]]
     since = STARTED + 900 + late[0]["step"] - 0.5
     run = make_run(tmp_path / "runs", "a", lines()[:22] + late, status={"since": since})
-    [record], _ = read_records([run])
+    [record], _ = read_run_records([run])
     assert load_metrics(record).trained_s[-1] == pytest.approx(40)

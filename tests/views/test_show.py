@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import echelon, lines, make_run
 
-from echelon.cli import run_command, run_guarded
+from echelon.cli import run_and_report_faults, run_command
 from echelon.utils.text import can_print_unicode
-from echelon.views.smoothing import choose_smoothing, smooth_values, thin_points
+from echelon.views.smoothing import choose_smoothing_factor, select_point_indices, smooth_values
 from echelon.views.text_chart import (
     ASCII,
     BRAILLE,
@@ -235,30 +235,30 @@ def test_smoothing_keeps_a_constant_and_forgets_noise() -> None:
     assert smooth_values([1.0, 100.0], 0.5, is_log=True)[1] == pytest.approx(100 ** (5 / 6))
     smooth = [1 - n / 200 for n in range(200)]
     noisy = [v + 0.1 * (-1) ** n for n, v in enumerate(smooth)]
-    assert choose_smoothing(smooth) == 0
-    assert choose_smoothing(noisy[:10]) == 0, "each of a few is worth seeing"
-    assert 0.5 < choose_smoothing(noisy) < 1
+    assert choose_smoothing_factor(smooth) == 0
+    assert choose_smoothing_factor(noisy[:10]) == 0, "each of a few is worth seeing"
+    assert 0.5 < choose_smoothing_factor(noisy) < 1
 
 
 def test_thinning_keeps_ends_spikes_and_the_best() -> None:
     ys = [0.5] * 100_000
     ys[77_777] = 9.0
-    kept = thin_points(ys, 1000, required_index=123)
+    kept = select_point_indices(ys, 1000, required_index=123)
     assert {0, 123, 77_777, 99_999} <= set(kept)
     assert len(kept) < 1010
-    assert thin_points([1.0, 2.0], 10, 0) == [0, 1]
+    assert select_point_indices([1.0, 2.0], 10, 0) == [0, 1]
 
 
 @pytest.mark.parametrize("words", ["show a", "runs", "jobs", "explain", "logs a", "--help"])
 def test_a_reader_that_leaves_is_no_error(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_run(tmp_path / "runs", "a", lines()).rank_log_file(0).write_text("a\n")
+    make_run(tmp_path / "runs", "a", lines()).get_rank_log_file(0).write_text("a\n")
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        assert run_guarded(lambda: run_command(words.split())) == 0
+        assert run_and_report_faults(lambda: run_command(words.split())) == 0
 
 
 def test_a_reader_that_leaves_hides_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,4 +271,4 @@ def test_a_reader_that_leaves_hides_no_failure(monkeypatch: pytest.MonkeyPatch) 
 
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        assert run_guarded(fails) == 1
+        assert run_and_report_faults(fails) == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.world import (
     Detection,
     DetectionReason,
@@ -187,7 +187,7 @@ def because(detection: Detection) -> dict[str, str]:
 def faults(env: Env, **given: Any) -> list[str]:
     with pytest.raises(EchelonError) as caught:
         detect(env, **given)
-    assert caught.value.exit is Exit.USAGE
+    assert caught.value.exit is ExitCode.USAGE
     assert all(fault.do for fault in caught.value.faults)
     return [fault.what for fault in caught.value.faults]
 
@@ -507,7 +507,7 @@ def test_one_explicit_rank_is_a_single_process() -> None:
 def test_placed_on_two_hosts_in_turn() -> None:
     world = detect({}, rank=3, world_size=4, master="a:29500", visible_devices=2).world
     assert not world.settled
-    placed = world.with_hosts(["a", "b", "a", "b"])
+    placed = world.renumber_by_hosts(["a", "b", "a", "b"])
     assert place(placed) == (3, 4, 1, 2, 1, 2)
     assert placed.devices == ("cuda:1",)
     assert placed.settled
@@ -516,12 +516,12 @@ def test_placed_on_two_hosts_in_turn() -> None:
 def test_placed_on_one_host_with_too_few_devices() -> None:
     world = detect({}, rank=3, world_size=4, master="a:29500", visible_devices=2).world
     with pytest.raises(EchelonError, match="2 CUDA devices are visible"):
-        world.with_hosts(["a"] * 4)
+        world.renumber_by_hosts(["a"] * 4)
 
 
 def test_placed_needs_every_host() -> None:
     with pytest.raises(ValueError, match="1 hosts for a world of 2"):
-        detect({}, rank=0, world_size=2).world.with_hosts(["a"])
+        detect({}, rank=0, world_size=2).world.renumber_by_hosts(["a"])
 
 
 # ---- devices ------------------------------------------------------------------------------------

@@ -73,20 +73,24 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
     given = parser.parse_intermixed_args(words)
     if given.run and given.overrides:
         parser.error("a run has its own settings: give --run or KEY=VALUE")
-    from echelon.preflight.check_nodes import check_job_nodes
+    from echelon.preflight.check_nodes import run_node_checks
 
-    config = _run_config(given.run, given.dir) if given.run else _composed_config(given.overrides)
-    return check_job_nodes(config, given.json, given.limit, given.wait)
+    config = (
+        _recompose_run_config(given.run, given.dir)
+        if given.run
+        else _compose_train_config(given.overrides)
+    )
+    return run_node_checks(config, given.json, given.limit, given.wait)
 
 
-def _composed_config(overrides: Sequence[str]) -> Config:
+def _compose_train_config(overrides: Sequence[str]) -> Config:
     """The configuration of what would be typed after `echelon train`."""
     from echelon.entrypoint import compose_config
 
     return compose_config(overrides)
 
 
-def _run_config(name: str, root: str) -> Config:
+def _recompose_run_config(name: str, root: str) -> Config:
     """The configuration of an old run, as it would start again in its folder."""
     from echelon.runs.find import find_run
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from echelon.commands.arguments import make_parser
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 _KNOWN_KEYS = ("rank", "world_size", "master", "replica.devices")
 
@@ -45,7 +45,7 @@ def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str
         from rich.console import Console
 
         Console().print(render_detection(detection))
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:

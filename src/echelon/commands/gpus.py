@@ -26,8 +26,8 @@ hides is left out.
 
 --json prints {version: 1, time, nodes: [{host, fault, driver, cuda, stale_s, gpus: [{index, uuid,
 name, fault, use_percent, memory_used_bytes, memory_total_bytes, temperature_c, power_w,
-power_limit_w, fan_percent, idle, mig, processes_told, processes: [{pid, user, memory_bytes, age_s,
-command, job, run, run_folder, orphan}], slices: [{index, uuid, name, memory_used_bytes,
+power_limit_w, fan_percent, idle, mig, has_process_list, processes: [{pid, user, memory_bytes,
+age_s, command, job, run, run_folder, orphan}], slices: [{index, uuid, name, memory_used_bytes,
 memory_total_bytes, idle, processes}]}]}]}; with --free {version: 1, free: [...]}. What is not
 known is null. With --watch, one object on each line.
 

@@ -91,5 +91,9 @@ def wandb_job(words: list[str]) -> int:
     from echelon.runs.run_folder import Run
     from echelon.submit import wandb_agent
 
-    job = wandb_agent.WandbAgentJob(Run(Path(given.run)), given.master)
-    return wandb_agent.run_agent(job, rest) if given.agent else wandb_agent.run_command(job, rest)
+    job = wandb_agent.WandbJobContext(Run(Path(given.run)), given.master)
+    return (
+        wandb_agent.run_wandb_shim(job, rest)
+        if given.agent
+        else wandb_agent.run_agent_command(job, rest)
+    )

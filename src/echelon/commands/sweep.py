@@ -63,9 +63,9 @@ far go on, the others save and end; strict judges from the first trial on, else 
     from echelon.entrypoint import compose_config, start_run
 
     if given.work:
-        from echelon.sweep.worker import run_worker
+        from echelon.sweep.worker import run_sweep_worker
 
-        return run_worker(given.work, given.slot, compose_config)
+        return run_sweep_worker(given.work, given.slot, compose_config)
     if given.file is None:
         parser.error("which FILE? (or: echelon sweep show NAME)")
     from echelon.sweep.run_sweep import SweepOptions, run_sweep

@@ -34,21 +34,21 @@ def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None)
 
     A folder `conf` beside the file, with a config.yaml in it, is composed the Hydra way.
     """
-    from echelon.cli import run_guarded
-    from echelon.entrypoint import inspect_experiment
+    from echelon.cli import run_and_report_faults
+    from echelon.entrypoint import make_user_experiment
     from echelon.experiment.loading import is_loading
 
     if is_loading():
-        inspect_experiment(experiment)  # raises, and who is importing the file reports it
+        make_user_experiment(experiment)  # raises, and who is importing the file reports it
     words = list(sys.argv[1:] if overrides is None else overrides)
-    sys.exit(run_guarded(lambda: train(words, inspect_experiment(experiment))))
+    sys.exit(run_and_report_faults(lambda: train(words, make_user_experiment(experiment))))
 
 
 def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int:
     """`echelon train`, and the command line of a user's file, whose experiment is given."""
-    from echelon.config.untrusted import drop_trial_arguments, read_trial
+    from echelon.config.untrusted import drop_trial_arguments, read_wandb_trial
 
-    trial = read_trial(os.environ)
+    trial = read_wandb_trial(os.environ)
 
     parser = make_parser(
         "train",
@@ -96,9 +96,9 @@ def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> s
 def _describe_experiment_settings(words: Sequence[str], experiment: UserExperiment | None) -> str:
     """The settings of the experiment, if help was asked for."""
     from echelon.config.settings_help import render_bundled_settings, render_user_settings
-    from echelon.entrypoint import split_experiment_path
+    from echelon.entrypoint import extract_user_experiment
 
-    rest, named = split_experiment_path(words)
+    rest, named = extract_user_experiment(words)
     if experiment := named or experiment:
         return render_user_settings(experiment.entry.rpartition("/")[2], experiment.settings)
     chosen = [word.partition("=")[2] for word in rest if word.startswith("experiment=")]
@@ -126,9 +126,9 @@ def run(words: list[str]) -> int:
     parser.add_argument("program", nargs="*", metavar="-- PROGRAM ARGS")
     options, program = split_at_double_dash(words)
     given = parser.parse_intermixed_args(options)
-    from echelon.entrypoint import run_program
+    from echelon.entrypoint import launch_program
 
-    return run_program(given.overrides, program, given.dry_run, given.json, given.wait)
+    return launch_program(given.overrides, program, given.dry_run, given.json, given.wait)
 
 
 def resume(words: list[str]) -> int:

@@ -15,7 +15,7 @@ _ENTRY_LINE = re.compile(r"^\s*entry:\s*(\S+)", re.MULTILINE)
 
 
 @cache
-def list_entries() -> dict[str, str]:
+def read_names_by_entry() -> dict[str, str]:
     """Return the name of each bundled experiment by its entry.
 
     The entry is found in the text with a regular expression, because a list of runs must not wait
@@ -34,12 +34,12 @@ def read_defaults(entry: str) -> dict[str, Any]:
 
     Returns nothing for a user's experiment: its code would have to run to know its settings.
     """
-    if entry not in list_entries():
+    if entry not in read_names_by_entry():
         return {}
     from omegaconf import OmegaConf
 
     tree = OmegaConf.to_container(
-        OmegaConf.load(_FOLDER / f"{list_entries()[entry]}.yaml"), resolve=False
+        OmegaConf.load(_FOLDER / f"{read_names_by_entry()[entry]}.yaml"), resolve=False
     )
     assert isinstance(tree, dict)
     settings = {str(k): v for k, v in tree.items()}

@@ -59,12 +59,12 @@ def compose(
     # 1. Overrides that choose a file of a group (launch=slurm) come first: Hydra composes them.
     parsed = list(_parse_overrides(overrides, faults))
     folders = [d for d in (conf_dir, BUNDLED_CONF_DIR) if d is not None]
-    groups = _split_groups(parsed, folders, faults)
+    groups = _select_group_overrides(parsed, folders, faults)
     if user_experiment is not None:
         groups.setdefault("experiment", "experiment=own")
     tree = _compose_groups(list(groups.values()), conf_dir, faults)
     # 2. From here on types are checked. User defaults go below what was typed.
-    base = _build_typed_config(tree, user_experiment, faults)
+    base = _merge_files_into_schema(tree, user_experiment, faults)
     for key, default in defaults.select_for_launcher(base.launch.kind).items():
         _set_value(base, key, default.value, f"{default.location}: {key}", faults, free=False)
     # 3. Single values, each on its own, so that every fault is found.
@@ -83,19 +83,19 @@ def recompose(config: Config, overrides: Sequence[str], name: str, folder: Path)
     """Return the configuration of an existing run with a few values changed; it stays in its
     folder."""
     faults: list[Fault] = []
-    base = _make_open_config(dict(config.experiment))
+    base = _create_schema_tree(dict(config.experiment))
     unchanged = ("experiment", "rank", "program")
     values = {k: v for k, v in config.to_dict().items() if k not in unchanged}
     values["run"] = {"name": name, "dir": str(folder)}
     values["world_size"] = values["master"] = None
     base.merge_with(values)
     parsed = list(_parse_overrides(overrides, faults))
-    groups = _split_groups(parsed, [BUNDLED_CONF_DIR], faults)
+    groups = _select_group_overrides(parsed, [BUNDLED_CONF_DIR], faults)
     if groups.pop("experiment", None):
         faults.append(Fault("a run cannot change its experiment", "start a new run: echelon train"))
     tree = _compose_groups(list(groups.values()), None, faults) if groups else {}
     for group in groups:
-        base[group] = _make_open_config({})[group]
+        base[group] = _create_schema_tree({})[group]
         for key, value in flatten({group: OmegaConf.to_container(tree[group])}).items():
             _set_value(base, key, value, f"{key} of {groups[group]}", faults, free=False)
     for override in parsed:
@@ -115,11 +115,11 @@ def apply_values(
     faults: list[Fault] = []
     declared = user_experiment.settings if user_experiment is not None else None
     settings = (
-        _type_by_value(OmegaConf.create(config.experiment))
+        _create_typed_nodes(OmegaConf.create(config.experiment))
         if declared is None
         else OmegaConf.structured(declared)
     )
-    base = _make_open_config(settings)
+    base = _create_schema_tree(settings)
     base.merge_with(config.to_dict())
     for key, value in values.items():
         label = f"{key}={_format_value(value)}"
@@ -142,7 +142,7 @@ def _coerce_whole_float(base: DictConfig, key: str, value: Any) -> Any:
 def _validate(base: DictConfig, faults: list[Fault], program: Sequence[str] = ()) -> Config:
     """Return the frozen configuration, or raise all faults: those so far and those of
     `find_faults`."""
-    config = _freeze(base, faults)
+    config = _build_frozen_config(base, faults)
     if program:  # set here, so that OmegaConf does not resolve ${...} in a user's command
         config = dataclasses.replace(config, program=list(program), experiment={})
     faults.extend(find_faults(config))
@@ -185,7 +185,7 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
             yield override
 
 
-def _split_groups(
+def _select_group_overrides(
     parsed: Sequence[Override], folders: Sequence[Path], faults: list[Fault]
 ) -> dict[str, str]:
     """Return the overrides that choose a file of a config group, checked against the files there
@@ -212,11 +212,13 @@ def _split_groups(
             continue
         chosen[group] = ""
     return {group: text for group, text in chosen.items() if text} | {
-        group: f"{group}={_fallback_option(group)}" for group, text in chosen.items() if not text
+        group: f"{group}={_get_fallback_option(group)}"
+        for group, text in chosen.items()
+        if not text
     }
 
 
-def _fallback_option(group: str) -> str:
+def _get_fallback_option(group: str) -> str:
     """Return a valid choice in place of a wrong one, so that the remaining faults are found too."""
     fallback = {
         "experiment": "own",
@@ -249,12 +251,12 @@ def _run_hydra(overrides: tuple[str, ...], conf_dir: Path | None) -> DictConfig:
     values."""
     primary = "config" if conf_dir and (conf_dir / "config.yaml").exists() else "echelon"
     search = ("hydra.searchpath=[pkg://echelon.conf]",) if conf_dir else ()
-    with _isolated_hydra(conf_dir or BUNDLED_CONF_DIR):
+    with _isolate_hydra(conf_dir or BUNDLED_CONF_DIR):
         return hydra_compose(primary, [*search, *overrides])
 
 
 @contextlib.contextmanager
-def _isolated_hydra(folder: Path) -> Iterator[None]:
+def _isolate_hydra(folder: Path) -> Iterator[None]:
     """Initialise Hydra for a folder, and restore its global state afterwards for a caller who uses
     Hydra too."""
     before = GlobalHydra.instance().hydra
@@ -266,19 +268,19 @@ def _isolated_hydra(folder: Path) -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def _build_typed_config(
+def _merge_files_into_schema(
     tree: DictConfig, user_experiment: UserExperiment | None, faults: list[Fault]
 ) -> DictConfig:
     """Return the schema as an OmegaConf tree with the values of the files in it."""
     if user_experiment is None:
-        settings = _type_by_value(tree.pop("experiment", None) or {})
+        settings = _create_typed_nodes(tree.pop("experiment", None) or {})
     else:
         settings = (
             OmegaConf.structured(user_experiment.settings)
             if user_experiment.settings is not None
             else {}
         )
-    base = _make_open_config(settings)
+    base = _create_schema_tree(settings)
     if user_experiment is not None:
         base.experiment.entry = user_experiment.entry
     free = user_experiment is not None and user_experiment.settings is None
@@ -287,7 +289,7 @@ def _build_typed_config(
     return base
 
 
-def _make_open_config(settings: Any) -> DictConfig:
+def _create_schema_tree(settings: Any) -> DictConfig:
     """Return the schema as an OmegaConf tree in which `experiment` holds typed settings."""
     open_config = dataclasses.make_dataclass(
         "OpenConfig", [("experiment", Any, None)], bases=(Config,), frozen=True
@@ -313,7 +315,7 @@ def _unlock(node: DictConfig) -> None:
             _unlock(child)
 
 
-def _type_by_value(settings: Mapping[str, Any]) -> DictConfig:
+def _create_typed_nodes(settings: Mapping[str, Any]) -> DictConfig:
     """Return settings as typed nodes: a YAML file declares types by its values, so `lr: 0.1` is a
     float."""
     fields: list[Any] = [
@@ -397,7 +399,7 @@ def _format_default(base: DictConfig, key: str) -> str:
     return _format_value(OmegaConf.select(base, key))
 
 
-def _freeze(base: DictConfig, faults: list[Fault]) -> Config:
+def _build_frozen_config(base: DictConfig, faults: list[Fault]) -> Config:
     """Return the tree as a frozen Config."""
     try:
         plain = OmegaConf.to_container(base, resolve=True, throw_on_missing=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from echelon.config.schema import LaunchConfig
 from echelon.config.validate import LAUNCHER_ONLY_KEYS
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 FILE_NAME = "echelon.yaml"
 """The same name in a project's folder and in the user's configuration folder."""
@@ -117,7 +117,7 @@ def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultVa
             yield key, DefaultValue(_parse_value(key, node), where)
 
 
-def _known_keys() -> set[str]:
+def _list_known_keys() -> set[str]:
     """Return the settings that may have a default."""
     fields = {f"launch.{f.name}" for f in dataclasses.fields(LaunchConfig) if f.name != "kind"}
     return {*fields, *_VARIABLES, *_SHORT_KEYS}
@@ -141,15 +141,15 @@ def _check_entry(key: str, node: Any, location: str) -> Fault | None:
 
     texts = [n.value for n in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
     has_secret_value = any(isinstance(t, str) and _SECRET_VALUE.search(t) for t in texts)
-    has_secret_name = key not in _known_keys() and _SECRET_NAME.search(key.rpartition(".")[2])
+    has_secret_name = key not in _list_known_keys() and _SECRET_NAME.search(key.rpartition(".")[2])
     if has_secret_value or has_secret_name:
         return Fault(
             f"{location}: {key or 'a value'} looks like a secret, but others may read this file",
             "put it into a file of KEY=VALUE lines with mode 0600, and set secrets: PATH",
         )
-    if key not in _known_keys():
+    if key not in _list_known_keys():
         return Fault(
-            f"{location}: there is no default {key!r}", suggest_nearest(key, _known_keys())
+            f"{location}: there is no default {key!r}", suggest_nearest(key, _list_known_keys())
         )
     if isinstance(node, yaml.MappingNode):
         return Fault(f"{location}: {key} is not a section", f"write {key}: VALUE")
@@ -173,7 +173,7 @@ def _parse_value(key: str, node: Any) -> Any:
 # --- secrets ---
 
 
-def has_secret(text: str) -> bool:
+def is_likely_secret(text: str) -> bool:
     """Whether a word of a command looks like a secret, by its form or by the name before it.
 
     A plain hash does not count: it may be the id of a commit.
@@ -198,7 +198,7 @@ def read_secrets(file: str) -> dict[str, str]:
             )
         lines = [line.removesuffix("\r") for line in os.fsdecode(path.read_bytes()).split("\n")]
     except OSError as error:
-        why = describe_os_error(error)
+        why = format_os_error_reason(error)
         raise EchelonError(Fault(f"launch.secrets={file}: {why}", "fix the path")) from None
     pairs = (line.partition("=") for line in lines if re.match(r"[A-Za-z_]\w*=", line, re.ASCII))
     return {key: value for key, _, value in pairs}

@@ -273,7 +273,7 @@ class Config:
         """The experiment's own settings, without its entry."""
         return {k: v for k, v in self.experiment.items() if k != "entry"}
 
-    def numerics_settings(self) -> dict[str, Any]:
+    def select_numerics_settings(self) -> dict[str, Any]:
         """Return the settings, as flat keys, that change the results of a run rather than where,
         how long or how often it runs. A resumed run must agree on these."""
         flat = flatten(self.to_dict())
@@ -283,9 +283,9 @@ class Config:
             if k.startswith(_NUMERICS_KEYS) and _IMPLIED_BEFORE.get(k) != v
         }
 
-    def numerics_fingerprint(self) -> str:
+    def compute_numerics_fingerprint(self) -> str:
         """Return a short digest of the settings that change results."""
-        text = json.dumps(self.numerics_settings(), sort_keys=True)
+        text = json.dumps(self.select_numerics_settings(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

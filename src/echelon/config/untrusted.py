@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.config.schema import Config
 from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
@@ -65,7 +65,7 @@ class WandbTrial:
     """The same parameters by the dotted keys of settings."""
 
     def to_json(self) -> str:
-        """Return what rank 0 sends to the other ranks; `parse_trial` reads it."""
+        """Return what rank 0 sends to the other ranks; `parse_wandb_trial` reads it."""
         return json.dumps({"sweep": self.sweep, "id": self.id, "given": self.parameters})
 
     @property
@@ -74,7 +74,7 @@ class WandbTrial:
         return f"{self.sweep.rpartition('/')[2]}-{self.id}"
 
 
-def make_trial(sweep: str, id: str, given: Mapping[str, Any]) -> WandbTrial:
+def make_wandb_trial(sweep: str, id: str, given: Mapping[str, Any]) -> WandbTrial:
     """Return the trial after checking its ids, keys, values and size."""
     faults = [*_check_ids({"sweep": sweep.rpartition("/")[2], "run": id})]
     if faults:
@@ -84,19 +84,19 @@ def make_trial(sweep: str, id: str, given: Mapping[str, Any]) -> WandbTrial:
     return result
 
 
-def parse_trial(text: str) -> WandbTrial:
+def parse_wandb_trial(text: str) -> WandbTrial:
     """Return the trial that `to_json` wrote, checked again."""
     _require_small(len(text), "the trial that rank 0 sent")
-    return make_trial(**json.loads(text))
+    return make_wandb_trial(**json.loads(text))
 
 
-def read_trial(env: Mapping[str, str]) -> WandbTrial | None:
+def read_wandb_trial(env: Mapping[str, str]) -> WandbTrial | None:
     """Return the trial that `wandb agent` started this process for, or None."""
     sweep, file = env.get("WANDB_SWEEP_ID"), env.get("WANDB_SWEEP_PARAM_PATH")
     if not sweep or not file:
         return None
     path = "/".join((env.get("WANDB_ENTITY", ""), env.get("WANDB_PROJECT", ""), sweep))
-    return make_trial(path, env.get("WANDB_RUN_ID", ""), _read_parameters(Path(file)))
+    return make_wandb_trial(path, env.get("WANDB_RUN_ID", ""), _read_parameters(Path(file)))
 
 
 def drop_trial_arguments(words: Sequence[str], trial: WandbTrial | None) -> list[str]:
@@ -153,7 +153,7 @@ def _read_parameters(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"WANDB_SWEEP_PARAM_PATH={path} cannot be read: {describe_os_error(error)}",
+                f"WANDB_SWEEP_PARAM_PATH={path} cannot be read: {format_os_error_reason(error)}",
                 "set WANDB_DIR to a folder that every process of the trial sees, before "
                 "`wandb agent` is started",
             )
@@ -275,12 +275,14 @@ def describe_unsafe_value(value: Any) -> str:
         )
     if problem is None:
         return ""
-    text = repr(value[:100] if isinstance(value, str) else value) if _is_printable(value) else ""
+    text = (
+        repr(value[:100] if isinstance(value, str) else value) if _is_short_to_print(value) else ""
+    )
     label = text if len(text) <= 60 else text[:59] + "…"
     return f"{label or type(value).__name__}: {problem}"
 
 
-def _is_printable(value: Any) -> bool:
+def _is_short_to_print(value: Any) -> bool:
     """Whether the value may be written out: an integer of millions of digits may not."""
     return isinstance(value, (str, float)) or (isinstance(value, int) and abs(value) < 2**200)
 

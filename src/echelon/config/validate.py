@@ -29,7 +29,7 @@ from echelon.config.schema import (
     flatten,
 )
 from echelon.errors import Fault, suggest_nearest
-from echelon.world.device_fit import find_misfit
+from echelon.world.device_fit import find_device_count_mismatch
 
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
 """Characters that a run's name may contain."""
@@ -49,7 +49,7 @@ def find_faults(config: Config) -> list[Fault]:
     ]
 
 
-def check_batch_size(batch_size: int, world_size: int) -> Fault | None:
+def check_min_batch_size(batch_size: int, world_size: int) -> Fault | None:
     """Return a fault if there are more processes than samples in the global batch."""
     if batch_size >= world_size:
         return None
@@ -61,7 +61,7 @@ def check_batch_size(batch_size: int, world_size: int) -> Fault | None:
     )
 
 
-def check_fsdp_world_size(config: Config, world_size: int) -> Fault | None:
+def check_fsdp_min_world_size(config: Config, world_size: int) -> Fault | None:
     """Return a fault if FSDP would shard over a single process."""
     if config.replica.kind != "fsdp" or world_size > 1 or config.program:
         return None
@@ -161,7 +161,7 @@ def _check_finite(config: Config) -> Iterator[Fault]:
             continue
         if (
             not key.startswith("experiment.")
-            or config.experiment.get("entry") in bundled_experiments.list_entries()
+            or config.experiment.get("entry") in bundled_experiments.read_names_by_entry()
         ):
             name = key.removeprefix("experiment.")
             yield Fault(f"{name}={value} is not a finite number", f"set {name} to a finite one")
@@ -246,7 +246,7 @@ def _check_launch(config: Config) -> Iterator[Fault]:
                 f"mode=srun, but launch={launch.kind} has no srun",
                 "add launch=slurm, or leave the mode out: an agent then starts the processes",
             )
-    elif launch.procs and (fault := check_batch_size(config.trainer.batch_size, launch.procs)):
+    elif launch.procs and (fault := check_min_batch_size(config.trainer.batch_size, launch.procs)):
         yield fault
 
 
@@ -286,7 +286,7 @@ def _check_replicas_per_node(
     gpus: int, devices_per_replica: int, procs: int | None
 ) -> Iterator[Fault]:
     """Whether the GPUs that are asked for take the replicas; see `world.device_fit`."""
-    if find_misfit(gpus, devices_per_replica, procs) is None:
+    if find_device_count_mismatch(gpus, devices_per_replica, procs) is None:
         return
     max_procs = gpus // devices_per_replica
     if procs is not None:
@@ -445,7 +445,7 @@ def _check_manual_ranks(config: Config) -> Iterator[Fault]:
                 f"rank={config.rank} is outside of a world of {config.world_size} processes",
                 f"ranks go from 0 to {config.world_size - 1}",
             )
-        elif fault := check_batch_size(config.trainer.batch_size, config.world_size):
+        elif fault := check_min_batch_size(config.trainer.batch_size, config.world_size):
             yield fault
     elif config.master is not None:
         yield Fault(

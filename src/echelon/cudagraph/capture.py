@@ -86,7 +86,7 @@ class StepCapture:
         assert self._state_before is not None
         reason = (
             find_host_change(self._state_before, read_host_state(self._experiment))
-            or _find_memory_shortage()
+            or _find_memory_obstacle()
         )
         reason = agree_on_obstacle(reason, self._world_size)
         if reason is None:
@@ -214,7 +214,7 @@ def _summarize_error(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def _find_memory_shortage() -> str | None:
+def _find_memory_obstacle() -> str | None:
     """Returns the obstacle that a graph's memory does not fit.
 
     A graph keeps the memory of its step for itself, beside what an evaluation or the smaller last

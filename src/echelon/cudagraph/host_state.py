@@ -53,7 +53,7 @@ def find_host_change(before: HostState, after: HostState) -> str | None:
 
 def _read_module(prefix: str, module: nn.Module) -> dict[str, Any]:
     """Reads a module's attributes and what its forward refers to."""
-    own = {f"{prefix}{key}": _fingerprint(value) for key, value in vars(module).items()}
+    own = {f"{prefix}{key}": _fingerprint_value(value) for key, value in vars(module).items()}
     return own | {f"{prefix}{key}": value for key, value in _read_function(type(module).forward)}
 
 
@@ -63,7 +63,7 @@ def _read_callable(function: Any) -> Iterator[tuple[str, Any]]:
         for name, module in function.named_modules():
             yield from _read_module(f"{name}." if name else "", module).items()
     elif isinstance(function, functools.partial):
-        yield "arguments", _fingerprint([function.args, function.keywords])
+        yield "arguments", _fingerprint_value([function.args, function.keywords])
         yield from _read_callable(function.func)
     elif isinstance(function, types.MethodType):
         yield from _fingerprint_values(
@@ -83,8 +83,8 @@ def _read_function(function: Any) -> Iterator[tuple[str, Any]]:
         return
     code, cells = function.__code__, function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):
-        yield name, _fingerprint(cell.cell_contents if _has_contents(cell) else None)
-    yield "defaults", _fingerprint([function.__defaults__, function.__kwdefaults__])
+        yield name, _fingerprint_value(cell.cell_contents if _is_cell_assigned(cell) else None)
+    yield "defaults", _fingerprint_value([function.__defaults__, function.__kwdefaults__])
     known = function.__globals__
     yield from _fingerprint_values({f"global {n}": known[n] for n in code.co_names if n in known})
 
@@ -94,7 +94,7 @@ def _is_from_torch(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
-def _has_contents(cell: types.CellType) -> bool:
+def _is_cell_assigned(cell: types.CellType) -> bool:
     """Whether a closure's cell has been assigned."""
     try:
         return cell.cell_contents is not cell
@@ -104,10 +104,10 @@ def _has_contents(cell: types.CellType) -> bool:
 
 def _fingerprint_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the names with something to compare each value by."""
-    return ((key, _fingerprint(value)) for key, value in values.items())
+    return ((key, _fingerprint_value(value)) for key, value in values.items())
 
 
-def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
+def _fingerprint_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Returns something to compare a value by: cheap, and never equal after a change that matters.
 
     Tensors on the CPU are compared by torch's version counter, containers by their first items down
@@ -124,11 +124,15 @@ def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if isinstance(value, Mapping):
         items = islice(value.items(), _MAX_ITEMS)
         return len(value), [
-            (_fingerprint(k, depth - 1), _fingerprint(v, depth - 1)) for k, v in items
+            (_fingerprint_value(k, depth - 1), _fingerprint_value(v, depth - 1)) for k, v in items
         ]
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return len(value), [_fingerprint(item, depth - 1) for item in islice(value, _MAX_ITEMS)]
-    return id(value), _fingerprint(vars(value), depth - 1) if hasattr(value, "__dict__") else None
+        return len(value), [
+            _fingerprint_value(item, depth - 1) for item in islice(value, _MAX_ITEMS)
+        ]
+    return id(value), _fingerprint_value(vars(value), depth - 1) if hasattr(
+        value, "__dict__"
+    ) else None
 
 
 def _read_rng_states() -> Any:

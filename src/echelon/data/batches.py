@@ -56,7 +56,7 @@ class BatchOrder(Protocol):
     """Which samples this rank takes, batch by batch: `EpochOrder` to train, `EvalOrder` to
     evaluate."""
 
-    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+    def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         """Yields the samples of several batches, joined, and the number of samples of each."""
         ...
 
@@ -79,7 +79,7 @@ class EvalOrder:
         """Batches of the rank that has most; other ranks have as many or one less."""
         return -(-count_batches(self.size, self.batch_size) // self.world_size)
 
-    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+    def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         """Yields this rank's batches one by one."""
         last = count_batches(self.size, self.batch_size)
         for number in range(first_batch + self.rank, last, self.world_size):
@@ -96,7 +96,7 @@ class BatchSource(Protocol):
     storage_device: torch.device
     """The device on which the samples lie, and on which an order is best drawn."""
 
-    def batches(
+    def iter_batches(
         self, order: BatchOrder, first: int, device: torch.device
     ) -> Iterator[Batch | BlockSlice]:
         """Yields this rank's share of every global batch from number `first` on."""
@@ -204,14 +204,14 @@ class TensorSource:
             batch_rows, self._block_bytes // max(1, self.row_bytes) // batch_rows * batch_rows
         )
 
-    def batches(
+    def iter_batches(
         self, order: BatchOrder, first: int, device: torch.device
     ) -> Iterator[Batch | BlockSlice]:
         """Yields this rank's shares. On a GPU these are slices of blocks, which a CUDA graph can
         cut out."""
-        for indices, counts in order.blocks(first):
+        for indices, counts in order.iter_blocks(first):
             rows_at_once = max(1, self._block_bytes // max(1, self.row_bytes))
-            for rows, sizes in _group_batches(
+            for rows, sizes in _split_at_max_rows(
                 indices.to(self.storage_device), counts, rows_at_once
             ):
                 gathered = tuple(t.index_select(0, rows).to(device) for t in self.tensors)
@@ -234,7 +234,7 @@ def _align_memory(piece: Tensor) -> Tensor:
     return piece if piece.storage_offset() * piece.element_size() % 64 == 0 else piece.clone()
 
 
-def _group_batches(
+def _split_at_max_rows(
     indices: Tensor, counts: list[int], max_rows: int
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """Yields runs of complete batches of at most `max_rows` rows, or one batch where it is
@@ -263,9 +263,9 @@ class DatasetSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batches(self, order: BatchOrder, first: int, device: torch.device) -> Iterator[Batch]:
+    def iter_batches(self, order: BatchOrder, first: int, device: torch.device) -> Iterator[Batch]:
         """Yields this rank's shares on the device."""
-        shares = _RankShares(order, first)
+        shares = _RankBatchSampler(order, first)
         fetched = (
             self._iter_loader(shares, device) if self.workers else map(self._collate_rows, shares)
         )
@@ -282,14 +282,16 @@ class DatasetSource:
             return default_collate(self.dataset.__getitems__(rows))
         return default_collate([self.dataset[i] for i in rows])
 
-    def _iter_loader(self, shares: _RankShares, device: torch.device) -> Iterator[Any]:
+    def _iter_loader(self, shares: _RankBatchSampler, device: torch.device) -> Iterator[Any]:
         """Yields the collated shares from loader processes, and None for an empty share."""
         from torch.utils.data import DataLoader
 
         loader = iter(
             DataLoader(
                 self.dataset,
-                batch_sampler=_NonEmptyShares(shares),  # torch's loader cannot fetch an empty batch
+                batch_sampler=_NonEmptyBatchSampler(
+                    shares
+                ),  # torch's loader cannot fetch an empty batch
                 num_workers=self.workers,
                 pin_memory=device.type == "cuda",
                 # The loader draws a seed for its workers when it starts, and a resumed run starts
@@ -303,24 +305,24 @@ class DatasetSource:
 
 
 @dataclass(frozen=True)
-class _RankShares:
+class _RankBatchSampler:
     """The rows of this rank, batch by batch. Iterating again draws the order again."""
 
     order: BatchOrder
     first: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices, counts in self.order.blocks(self.first):
+        for indices, counts in self.order.iter_blocks(self.first):
             numbers = indices.tolist()
             for stop, count in zip(accumulate(counts), counts, strict=True):
                 yield numbers[stop - count : stop]
 
 
 @dataclass(frozen=True)
-class _NonEmptyShares:
+class _NonEmptyBatchSampler:
     """The shares without the empty ones, which torch's loader cannot fetch."""
 
-    shares: _RankShares
+    shares: _RankBatchSampler
 
     def __iter__(self) -> Iterator[list[int]]:
         return filter(None, iter(self.shares))

@@ -56,7 +56,7 @@ def map_positions(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor
     if can_use_kernels(positions):
         from echelon.kernels.sample_order import map_positions_on_gpu
 
-        keys = permutation.keys().to(positions.device)
+        keys = permutation.make_key_tensor().to(positions.device)
         return map_positions_on_gpu(
             positions, keys, size, permutation.domain, permutation.fold_bits, _MAX_WALKS
         )
@@ -91,7 +91,7 @@ class _KeyedPermutation:
         self._terms = [key % self.domain for key in keys[1::2]]
         self.fold_bits, self._fold_mask = fold_bits, (self.domain - 1) >> fold_bits
 
-    def keys(self) -> Tensor:
+    def make_key_tensor(self) -> Tensor:
         """Returns the factor and the term of every round, in turn."""
         pairs = zip(self._factors, self._terms, strict=True)
         return torch.tensor([key for pair in pairs for key in pair], dtype=self.word)
@@ -210,7 +210,7 @@ class EpochOrder:
         if self.batch_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"no rank takes a share of such batches: {self}")
 
-    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+    def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         """Yields the indices of a run of global batches, joined, and how many of them belong to
         each batch.
 

@@ -14,7 +14,7 @@ from echelon.doctor.machine_facts import read_machine_facts
 from echelon.doctor.report import make_console, print_verdicts
 from echelon.doctor.smoke_test import run_smoke_test
 from echelon.doctor.verdict import FAIL, OK, Verdict, find_worst_state
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 DOCTOR_JSON_VERSION = 1
 
@@ -32,15 +32,15 @@ def run_doctor(runs: Path, as_json: bool, with_smoke: bool) -> int:
             print("training a step on every device …", file=sys.stderr)
         verdicts += rules.evaluate_smoke_test(run_smoke_test(len(facts.torch.devices), os.environ))
     if as_json:
-        print(json.dumps(verdicts_to_dict(verdicts), indent=2))
+        print(json.dumps(convert_verdicts_to_dict(verdicts), indent=2))
     else:
         print_verdicts(verdicts)
         if make_console().is_terminal:
             print(_summarize(verdicts))
-    return Exit.NOT_READY if find_worst_state(verdicts) == FAIL else Exit.OK
+    return ExitCode.NOT_READY if find_worst_state(verdicts) == FAIL else ExitCode.OK
 
 
-def verdicts_to_dict(verdicts: list[Verdict]) -> dict[str, object]:
+def convert_verdicts_to_dict(verdicts: list[Verdict]) -> dict[str, object]:
     """Return the document of ``--json``; ``echelon setup ssh`` reads it from other hosts."""
     return {
         "version": DOCTOR_JSON_VERSION,

@@ -31,7 +31,7 @@ from echelon.gpus import count_visible_gpus, nvml
 from echelon.gpus.nvml import NvmlError
 from echelon.gpus.probe import GPU_FAULTS, NO_GPU_REASONS
 from echelon.tracking import wandb_key
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _COMMAND_TIMEOUT_S = 8.0
 TORCH_TIMEOUT_S = 90.0
@@ -185,7 +185,7 @@ def _read_local_facts(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
         "echelon": __version__,
         "extras": {name: importlib.util.find_spec(p) is not None for name, p in EXTRAS.items()},
         "visible_gpus": count_visible_gpus(env),
-        "port_fault": _try_port(),
+        "port_fault": _find_port_fault(),
         "disks": [
             _read_working_folder_disk(),
             read_disk("runs", runs),
@@ -291,7 +291,7 @@ def run_tool(*words: str) -> ToolFacts | None:
     except subprocess.TimeoutExpired:
         return ToolFacts("", f"{words[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s")
     except OSError as error:
-        return ToolFacts("", f"{words[0]} cannot be run: {describe_os_error(error)}")
+        return ToolFacts("", f"{words[0]} cannot be run: {format_os_error_reason(error)}")
     text = done.stdout.strip() or done.stderr.strip()
     last = (done.stderr.strip() or text).splitlines()[-1:] or [f"exit code {done.returncode}"]
     return ToolFacts(text, last[0] if done.returncode else "")
@@ -368,13 +368,13 @@ def _read_limit(which: int) -> ResourceLimit:
     return ResourceLimit(*(float("inf") if n == _UNLIMITED else n for n in (soft, hard)))
 
 
-def _try_port() -> str:
+def _find_port_fault() -> str:
     """Return why no TCP port can be opened and connected to; empty if one can."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=2).close()
     except OSError as error:
-        return describe_os_error(error)
+        return format_os_error_reason(error)
     return ""
 
 

@@ -33,7 +33,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     console = make_console()
     if not console.is_terminal:
         for verdict in verdicts:
-            print_fields(verdict.state, verdict.check, verdict.found, verdict.do)
+            print_tab_separated(verdict.state, verdict.check, verdict.found, verdict.do)
         return
     name_width = max(len(v.check) for v in verdicts)
     indent = name_width + 2 + LABEL_WIDTH
@@ -63,6 +63,6 @@ def print_verdict(
         console.print(Text(convert_for_terminal(" " * indent + f"→ {verdict.do}"), "cyan"))
 
 
-def print_fields(*fields: str) -> None:
+def print_tab_separated(*fields: str) -> None:
     """Print fields between tabs; whitespace within a field becomes single spaces."""
     print("\t".join(" ".join(field.split()) for field in fields).rstrip())

@@ -92,8 +92,8 @@ def check_torch(facts: MachineFacts) -> Iterator[Verdict]:
     found = f"{facts.torch.version}, built for {built}"
     if (parse_version(facts.torch.version) or (0, 0)) < _MIN_TORCH:
         yield Verdict("torch", FAIL, f"{found}; Echelon needs 2.4 or later", line)
-    elif _list_gpus(facts) and not facts.torch.cuda and not facts.torch.hip:
-        count = len(_list_gpus(facts))
+    elif _filter_readable_gpus(facts) and not facts.torch.cuda and not facts.torch.hip:
+        count = len(_filter_readable_gpus(facts))
         found += f", but this machine has {count} NVIDIA GPU{'s' * (count > 1)}"
         yield Verdict("torch", FAIL, found, line)
     else:
@@ -127,7 +127,7 @@ def check_driver(facts: MachineFacts) -> Iterator[Verdict]:
 
 def check_capability(facts: MachineFacts) -> Iterator[Verdict]:
     """torch has machine code for the GPUs that it sees, and sees some."""
-    if isinstance(facts.torch, str) or not facts.torch.cuda or not _list_gpus(facts):
+    if isinstance(facts.torch, str) or not facts.torch.cuda or not _filter_readable_gpus(facts):
         return
     if facts.torch.trouble and facts.visible_gpus:
         do = "nvidia-smi; a driver that was updated needs a restart of the machine"
@@ -140,19 +140,20 @@ def check_capability(facts: MachineFacts) -> Iterator[Verdict]:
         else:
             found += f", but torch is built for {' '.join(facts.torch.archs)}"
             yield Verdict(name, FAIL, found, _suggest_wheel(facts) or _suggest_driver(facts))
-    hidden = len(_list_gpus(facts)) - facts.visible_gpus
+    hidden = len(_filter_readable_gpus(facts)) - facts.visible_gpus
     if hidden > 0:
         yield Verdict(
             "visible",
             OK if facts.visible_gpus else WARN,
-            f"{facts.visible_gpus} of {len(_list_gpus(facts))} GPUs, by CUDA_VISIBLE_DEVICES",
+            f"{facts.visible_gpus} of {len(_filter_readable_gpus(facts))} GPUs, "
+            "by CUDA_VISIBLE_DEVICES",
             "" if facts.visible_gpus else "unset CUDA_VISIBLE_DEVICES",
         )
 
 
 def _suggest_driver(facts: MachineFacts) -> str:
     """Return which driver would run a torch for these devices."""
-    cuda = find_oldest_cuda([d.capability for d in _list_gpus(facts)])
+    cuda = find_oldest_cuda([d.capability for d in _filter_readable_gpus(facts)])
     if cuda is None:
         return "no wheel of torch supports all of these: choose with CUDA_VISIBLE_DEVICES"
     return f"install a driver for CUDA {_format_version(cuda)} or later: {_DRIVER_URL}"
@@ -172,14 +173,14 @@ def check_cuda_toolkit(facts: MachineFacts) -> Iterator[Verdict]:
         yield Verdict("toolkit", OK, f"nvcc {facts.nvcc_version}")
 
 
-def check_communication(facts: MachineFacts) -> Iterator[Verdict]:
+def check_collective_backends(facts: MachineFacts) -> Iterator[Verdict]:
     """torch has the libraries for collectives: NCCL for GPUs, Gloo for CPUs."""
     if isinstance(facts.torch, str):
         return
     line = _suggest_wheel(facts)
     if facts.torch.nccl:
         yield Verdict("nccl", OK, facts.torch.nccl)
-    elif facts.torch.cuda and _list_gpus(facts):
+    elif facts.torch.cuda and _filter_readable_gpus(facts):
         yield Verdict("nccl", FAIL, "not in this torch: GPUs cannot communicate", line)
     else:
         yield Verdict("nccl", NONE, "not in this torch; only GPUs need it")
@@ -189,7 +190,7 @@ def check_communication(facts: MachineFacts) -> Iterator[Verdict]:
         yield Verdict("gloo", FAIL, "not in this torch: processes cannot communicate", line)
 
 
-def _list_gpus(facts: MachineFacts) -> list[GpuModel]:
+def _filter_readable_gpus(facts: MachineFacts) -> list[GpuModel]:
     """Return the GPUs that the driver can read."""
     devices = facts.driver.devices if isinstance(facts.driver, DriverFacts) else ()
     return [d for d in devices if isinstance(d, GpuModel)]
@@ -197,7 +198,7 @@ def _list_gpus(facts: MachineFacts) -> list[GpuModel]:
 
 def _suggest_wheel(facts: MachineFacts) -> str:
     """Return the pip command for the torch that fits this machine; empty if none does."""
-    capabilities = [gpu.capability for gpu in _list_gpus(facts)]
+    capabilities = [gpu.capability for gpu in _filter_readable_gpus(facts)]
     cuda = facts.driver.cuda if isinstance(facts.driver, DriverFacts) and capabilities else None
     return make_install_command(cuda, capabilities)
 
@@ -209,7 +210,7 @@ def _format_version(numbers: Version | None) -> str:
 # --- the machine ---
 
 
-def check_port(facts: MachineFacts) -> Iterator[Verdict]:
+def check_loopback_port(facts: MachineFacts) -> Iterator[Verdict]:
     """A TCP port can be opened on the loopback interface."""
     if facts.port_fault:
         do = "ip link set lo up; raise net.ipv4.ip_local_port_range if all ports are taken"
@@ -377,10 +378,10 @@ RULES: Sequence[Callable[[MachineFacts], Iterable[Verdict]]] = (
         check_driver,
         check_capability,
         check_cuda_toolkit,
-        check_communication,
+        check_collective_backends,
     ),
     *(
-        check_port,
+        check_loopback_port,
         check_disks,
         check_shm,
         check_limits,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from echelon.doctor.machine_facts import describe_exit
-from echelon.hosts.messages import MARK, send_message, split_message
+from echelon.hosts.message_protocol import MARK, send_message, split_message
 
 LIMIT_S = 120.0
 _CPU_RANKS = 2
@@ -128,7 +128,7 @@ def _run_rank(rank: int, world_size: int, device: str, store: str) -> None:
     dist.init_process_group(backend, init_method=store_url, rank=rank, world_size=world_size)
     _report(backend=backend)
     began = time.monotonic()
-    is_right = _is_sum_right(rank, world_size, device)
+    is_right = _run_all_reduce_test(rank, world_size, device)
     _report(is_sum_right=is_right, reduce_s=round(time.monotonic() - began, 3))
     sys.stdout.flush()
     os._exit(0)  # the destructor of a process group may hang
@@ -155,7 +155,7 @@ def _train_one_step(device: str) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
-def _is_sum_right(rank: int, world_size: int, device: str) -> bool:
+def _run_all_reduce_test(rank: int, world_size: int, device: str) -> bool:
     """All-reduce the numbers 1, 2, …, world size and return whether every element is their sum."""
     import torch
     import torch.distributed as dist

@@ -78,10 +78,10 @@ def is_built_for(archs: Sequence[str], capability: Version) -> bool:
     Machine code (``sm``) runs within its major version, from its minor version on. PTX
     (``compute``) is compiled at run time for any later device.
     """
-    return any(_runs_on(arch, capability) for arch in archs)
+    return any(_can_run_arch(arch, capability) for arch in archs)
 
 
-def _runs_on(arch: str, capability: Version) -> bool:
+def _can_run_arch(arch: str, capability: Version) -> bool:
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if match is None:
         return False

@@ -11,7 +11,7 @@ _LOCK_TIMEOUT_S = 60
 """How long a job waits for `echelon env clean` to finish removing its environment."""
 
 
-def activation_lines(plan: EnvironmentPlan) -> list[str]:
+def render_activation_lines(plan: EnvironmentPlan) -> list[str]:
     """Return the lines for a bash script that has changed into the job's copy of the source.
 
     The shell holds a shared lock (`flock -s`) until it ends, so that `echelon env clean` on any
@@ -28,13 +28,17 @@ def activation_lines(plan: EnvironmentPlan) -> list[str]:
         f"if exec {{ECHELON_ENV_FD}}<{use}; then flock -s -w {_LOCK_TIMEOUT_S} "
         '"$ECHELON_ENV_FD" || :; fi 2>/dev/null',
         "unset PYTHONHOME",
-        *(_conda_lines(quoted) if plan.kind == "conda" else [f"export VIRTUAL_ENV={quoted}"]),
+        *(
+            _render_conda_lines(quoted)
+            if plan.kind == "conda"
+            else [f"export VIRTUAL_ENV={quoted}"]
+        ),
         f'export PATH={quoted}/bin"${{PATH:+:$PATH}}"',
-        *_pythonpath_lines(plan),
+        *_render_pythonpath_lines(plan),
     ]
 
 
-def _conda_lines(quoted: str) -> list[str]:
+def _render_conda_lines(quoted: str) -> list[str]:
     """Return what `conda activate PREFIX` does, for a shell without conda's functions."""
     return [
         f"export CONDA_PREFIX={quoted} CONDA_DEFAULT_ENV={quoted}",
@@ -43,7 +47,7 @@ def _conda_lines(quoted: str) -> list[str]:
     ]
 
 
-def _pythonpath_lines(plan: EnvironmentPlan) -> list[str]:
+def _render_pythonpath_lines(plan: EnvironmentPlan) -> list[str]:
     """Return the line that makes the project's own package importable from the job's copy.
 
     The package is not installed into the environment. So an edit needs no new environment, and the

@@ -25,16 +25,16 @@ from echelon.environments.build_lock import PrintLine, lock_if_unused, wait_for_
 from echelon.environments.build_plan import EnvironmentPlan
 from echelon.environments.cache import (
     EnvironmentPaths,
+    make_unwritable_error,
     measure_size,
     remove_environment,
-    unwritable_error,
 )
 from echelon.environments.package_indexes import hide_passwords
 from echelon.environments.requirements import ParsedDependencies
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.utils.files import write_json_atomically
 from echelon.utils.locks import FileLock
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
 
 
@@ -54,18 +54,18 @@ def build_environment(plan: EnvironmentPlan, print_line: PrintLine = _print_to_s
     paths = EnvironmentPaths(plan.folder)
     try:
         paths.make_parent()
-        if not _is_usable(paths, plan.key):
+        if not _is_intact(paths, plan.key):
             with wait_for_lock(paths.lock, "this environment", print_line) as lock:
                 # The previous holder of the lock has most likely built what we want.
-                if not _is_usable(paths, plan.key):
-                    _build_locked(plan, paths, lock, print_line)
+                if not _is_intact(paths, plan.key):
+                    _build_under_lock(plan, paths, lock, print_line)
         paths.use_lock.touch()
     except OSError as error:
-        raise unwritable_error(Path(error.filename or plan.folder), error) from error
+        raise make_unwritable_error(Path(error.filename or plan.folder), error) from error
     return plan.folder
 
 
-def _is_usable(paths: EnvironmentPaths, key: str) -> bool:
+def _is_intact(paths: EnvironmentPaths, key: str) -> bool:
     """Whether the environment is complete and still works.
 
     Beyond `EnvironmentPaths.is_ready`, this starts the interpreter (its shared library may be gone)
@@ -77,14 +77,14 @@ def _is_usable(paths: EnvironmentPaths, key: str) -> bool:
     names = paths.read_marker().get("distributions", [])
     if not all((paths.folder / name / "METADATA").exists() for name in names):
         return False
-    command = [str(paths.python()), "-I", "-S", "-c", "import os"]
+    command = [str(paths.python_executable()), "-I", "-S", "-c", "import os"]
     try:
         return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
-def _build_locked(
+def _build_under_lock(
     plan: EnvironmentPlan, paths: EnvironmentPaths, lock: FileLock, print_line: PrintLine
 ) -> None:
     """Build in an empty folder and write the marker; on any failure, remove what was built.
@@ -106,14 +106,14 @@ def _build_locked(
         with paths.log.open("w", encoding="utf-8", errors="replace") as log:
             paths.log.chmod(0o600)
             _run_steps(plan, paths, lock, log, print_line)
-        _require_python(plan, paths)
+        _require_environment_python(plan, paths)
         _write_marker(plan, paths, time.time() - began)
     except BaseException:
         shutil.rmtree(paths.folder, ignore_errors=True)
         paths.building_marker.unlink(missing_ok=True)
         raise
     finally:
-        shutil.rmtree(paths.inputs, ignore_errors=True)
+        shutil.rmtree(paths.inputs_folder, ignore_errors=True)
     paths.building_marker.unlink(missing_ok=True)
     paths.log.unlink(missing_ok=True)
     print_line(f"built in {time.time() - began:.1f} s")
@@ -143,11 +143,11 @@ def _require_own_venv(plan: EnvironmentPlan, paths: EnvironmentPaths) -> None:
             )
 
 
-def _require_python(plan: EnvironmentPlan, paths: EnvironmentPaths) -> None:
+def _require_environment_python(plan: EnvironmentPlan, paths: EnvironmentPaths) -> None:
     """Raise if the built environment has no interpreter, before the marker certifies it."""
-    if not paths.python().exists():
+    if not paths.python_executable().exists():
         what = f"the environment of {plan.files[0].name} has no python"
-        raise EchelonError(Fault(what, "add python to the dependencies"), exit=Exit.FAILED)
+        raise EchelonError(Fault(what, "add python to the dependencies"), exit=ExitCode.FAILED)
 
 
 def _explain_removal(plan: EnvironmentPlan, paths: EnvironmentPaths) -> str:
@@ -179,9 +179,9 @@ def _run_steps(
             "Pipfile has no lock file: versions are resolved now; run `pipenv lock` to pin them"
         )
         pipenv_folder = build_environment(build_steps.pipenv_environment, print_line)
-    paths.inputs.mkdir(mode=0o700, exist_ok=True)
+    paths.inputs_folder.mkdir(mode=0o700, exist_ok=True)
     for name, text in build_steps.inputs.items():
-        (paths.inputs / name).write_text(text, encoding="utf-8")
+        (paths.inputs_folder / name).write_text(text, encoding="utf-8")
     first, *remaining_steps = build_steps.steps
     _run_step(first, plan, lock, log, print_line)
     if pipenv_folder:
@@ -216,9 +216,9 @@ def _run_step(
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
-        what = f"{step[0]} cannot be run: {describe_os_error(error)}"
+        what = f"{step[0]} cannot be run: {format_os_error_reason(error)}"
         raise EchelonError(
-            Fault(what, "fix the installation, or remove it from the PATH"), exit=Exit.FAILED
+            Fault(what, "fix the installation, or remove it from the PATH"), exit=ExitCode.FAILED
         ) from error
     try:
         assert process.stdout
@@ -238,7 +238,7 @@ def _run_step(
         log_text = log_file.read_text(encoding="utf-8", errors="replace")
         raise EchelonError(
             *explain_build_failure(log_text, plan.build_steps.requirements, plan.source, log_file),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
 
 
@@ -256,15 +256,15 @@ def _lock_pipfile(
     to the new environment, because pipenv would otherwise create one of its own elsewhere.
     """
     variables = {
-        "PIPENV_PIPFILE": str(paths.inputs / "Pipfile"),
+        "PIPENV_PIPFILE": str(paths.inputs_folder / "Pipfile"),
         "PIPENV_VERBOSITY": "-1",
         "PIPENV_NOSPIN": "1",
         "VIRTUAL_ENV": str(paths.folder),
     }
     pipenv = (str(pipenv_folder / "bin" / "pipenv"), "lock")
-    _run_step(pipenv, plan, lock, log, print_line, cwd=paths.inputs, **variables)
+    _run_step(pipenv, plan, lock, log, print_line, cwd=paths.inputs_folder, **variables)
     parsed = ParsedDependencies()
-    file = paths.inputs / "Pipfile.lock"
+    file = paths.inputs_folder / "Pipfile.lock"
     pipfile.add_locked_packages(
         parsed,
         json.loads(file.read_text(encoding="utf-8")),
@@ -273,7 +273,7 @@ def _lock_pipfile(
         plan.build_steps.environ,
     )
     lines = "".join(f"{requirement.text}\n" for requirement in parsed.requirements)
-    (paths.inputs / "requirements.txt").write_text(lines, encoding="utf-8")
+    (paths.inputs_folder / "requirements.txt").write_text(lines, encoding="utf-8")
 
 
 # --- the marker ---

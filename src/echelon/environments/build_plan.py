@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.environments import conda, pipfile, pyproject, requirements
-from echelon.environments.cache import EnvironmentPaths, environments_root
+from echelon.environments.cache import EnvironmentPaths, get_environments_root
 from echelon.environments.cache_key import EnvironmentRequest, compute_key
 from echelon.environments.interpreter import (
     Interpreter,
     PythonRequest,
-    check_python_version,
-    find_interpreter,
+    find_python_version_faults,
+    inspect_interpreter,
 )
 from echelon.environments.package_indexes import (
     apply_options,
-    builder_environ,
-    insecure_fault,
+    drop_redirecting_variables,
     is_insecure,
+    make_insecure_fault,
     read_pip_settings,
 )
 from echelon.environments.requirements import ParsedDependencies, RequirementLine
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 
 KIND_BY_FILE = {
     "Pipfile": "pipfile",
@@ -119,7 +119,7 @@ def plan_environment(
 
     Raises one EchelonError with all faults of all files.
     """
-    source = _check_arguments(Path(source), location)
+    source = _resolve_source_folder(Path(source), location)
     present = _find_dependency_files(source)
     if not present:
         return EnvironmentPlan(source, "none", (), (), "", source, "", (), True)
@@ -128,17 +128,17 @@ def plan_environment(
         f for f in present[1:] if f.name not in _COMPANION_FILES.get(present[0].name, ())
     )
     parsed, python_requests = _read_dependencies(kind, present[0], source, environ)
-    chosen_python = find_interpreter(python, environ)
+    chosen_python = inspect_interpreter(python, environ)
     indexes = apply_options(read_pip_settings(environ, chosen_python.prefix), parsed.options)
-    faults = [*parsed.faults, *requirements.check_urls(parsed, indexes.trusted_hosts)]
+    faults = [*parsed.faults, *requirements.find_insecure_url_faults(parsed, indexes.trusted_hosts)]
     in_files = {url for url, _ in parsed.urls}
     faults += [
-        insecure_fault(url, "pip's settings")
+        make_insecure_fault(url, "pip's settings")
         for url in indexes.list_urls()
         if url not in in_files and is_insecure(url, indexes.trusted_hosts)
     ]
     if kind != "conda":
-        faults += check_python_version(chosen_python, python_requests, source)
+        faults += find_python_version_faults(chosen_python, python_requests, source)
     builder, tool, fault = _choose_builder(kind, parsed, environ, chosen_python)
     faults += [fault] if fault else []
     if faults:
@@ -150,14 +150,14 @@ def plan_environment(
     return _make_plan(request, in_source)
 
 
-def _check_arguments(source: Path, location: str) -> Path:
+def _resolve_source_folder(source: Path, location: str) -> Path:
     """Return the absolute source folder, or raise if it or the location does not exist."""
     if location not in LOCATIONS:
         raise EchelonError(Fault(f"where={location}", suggest_nearest(location, LOCATIONS)))
     if not source.is_dir():
         raise EchelonError(
             Fault(f"there is no source folder {source}", "give another one with --source DIR"),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     return Path(os.path.abspath(source))
 
@@ -174,7 +174,7 @@ def _read_dependencies(
     """Return what a file requires, and which versions of Python it asks for."""
     if kind == "pipfile":
         parsed, content = pipfile.read_pipfile(source, environ)
-        return parsed, pipfile.python_requests(content)
+        return parsed, pipfile.read_python_requests(content)
     if kind == "requirements":
         return requirements.read_requirements(file, source, environ), []
     if kind == "conda":
@@ -182,7 +182,7 @@ def _read_dependencies(
     parsed, content = (
         pyproject.read_pyproject(source) if kind == "pyproject" else pyproject.read_uv_lock(source)
     )
-    return parsed, pyproject.python_requests(content)
+    return parsed, pyproject.read_python_requests(content)
 
 
 def _choose_builder(
@@ -191,7 +191,7 @@ def _choose_builder(
     """Return the builder's name, the path of its tool, and a fault if the tool is missing."""
     if kind == "conda":
         tool = conda.find_conda(environ)
-        return "conda", tool or "", None if tool else conda.missing_conda_fault()
+        return "conda", tool or "", None if tool else conda.make_missing_conda_fault()
     requested = environ.get("ECHELON_ENV_BUILDER", "")
     if requested not in ("", "uv", "pip"):
         return (
@@ -224,7 +224,7 @@ def _find_uv(path: str, own_bin: Path) -> str | None:
 def _make_plan(request: EnvironmentRequest, in_source: Path | None = None) -> EnvironmentPlan:
     """Complete the plan of a valid request."""
     key = compute_key(request)
-    folder = in_source or environments_root(request.environ) / key
+    folder = in_source or get_environments_root(request.environ) / key
     _require_usable_path(folder)
     build_steps = _make_steps(request, folder)
     commands = [shlex.join(step) for step in build_steps.steps]
@@ -265,40 +265,40 @@ def _require_usable_path(folder: Path) -> None:
 def _make_steps(request: EnvironmentRequest, folder: Path) -> BuildSteps:
     """Return the commands, their input files and their environment variables."""
     paths = EnvironmentPaths(folder)
-    environ = builder_environ(request.environ) | {
+    environ = drop_redirecting_variables(request.environ) | {
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_INPUT": "1",
     }
     requirements = tuple(request.parsed.requirements)
     if request.kind == "conda":
         step = conda.create_command(request.tool, request.parsed.files[0], folder)
-        environ |= {"CONDA_ALWAYS_YES": "true", **request.indexes.environment_variables("pip")}
+        environ |= {"CONDA_ALWAYS_YES": "true", **request.indexes.make_environment_variables("pip")}
         return BuildSteps((step,), {}, environ, requirements)
     installer = "uv" if request.tool else "pip"
-    environ |= request.indexes.environment_variables(installer)
+    environ |= request.indexes.make_environment_variables(installer)
     environ |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "PIP_PROGRESS_BAR": "off"}
     if request.kind == "uv.lock":
         environ |= {"UV_PROJECT_ENVIRONMENT": str(folder)}
-        return BuildSteps((_uv_sync_command(request),), {}, environ, requirements)
+        return BuildSteps((_make_uv_sync_command(request),), {}, environ, requirements)
     inputs = {
         "requirements.txt": _join_lines(requirements),
         "constraints.txt": _join_lines(request.parsed.constraints),
     }
     if request.builder == "pipenv":
         inputs = {"Pipfile": (request.source / "Pipfile").read_text(encoding="utf-8-sig")}
-    steps = [_venv_command(request, folder)]
+    steps = [_make_venv_command(request, folder)]
     if requirements:
-        steps.append(_install_command(request, paths, installer))
+        steps.append(_make_pip_install_command(request, paths, installer))
     return BuildSteps(
         tuple(steps),
         inputs,
         environ,
         requirements,
-        _plan_pipenv_environment(request) if request.builder == "pipenv" else None,
+        _plan_pipenv_install(request) if request.builder == "pipenv" else None,
     )
 
 
-def _venv_command(request: EnvironmentRequest, folder: Path) -> tuple[str, ...]:
+def _make_venv_command(request: EnvironmentRequest, folder: Path) -> tuple[str, ...]:
     """Return the command that makes an empty virtual environment."""
     if request.tool:
         return (
@@ -312,21 +312,21 @@ def _venv_command(request: EnvironmentRequest, folder: Path) -> tuple[str, ...]:
     return (request.interpreter.executable, "-m", "venv", str(folder))
 
 
-def _install_command(
+def _make_pip_install_command(
     request: EnvironmentRequest, paths: EnvironmentPaths, installer: str
 ) -> tuple[str, ...]:
     """Return the command that installs the requirements."""
-    python = str(paths.python())
+    python = str(paths.python_executable())
     start = (request.tool, "pip", "install", "--python", python)
     words = [*(start if request.tool else (python, "-m", "pip", "install"))]
-    words += [*_refresh_options(request), *request.indexes.install_options(installer)]
-    words += ["--requirement", str(paths.inputs / "requirements.txt")]
+    words += [*_make_refresh_options(request), *request.indexes.make_install_flags(installer)]
+    words += ["--requirement", str(paths.inputs_folder / "requirements.txt")]
     if request.parsed.constraints:
-        words += ["--constraint", str(paths.inputs / "constraints.txt")]
+        words += ["--constraint", str(paths.inputs_folder / "constraints.txt")]
     return tuple(words)
 
 
-def _uv_sync_command(request: EnvironmentRequest) -> tuple[str, ...]:
+def _make_uv_sync_command(request: EnvironmentRequest) -> tuple[str, ...]:
     """Return the command that installs from uv.lock.
 
     `--locked`, not `--frozen`: if pyproject.toml has gained a dependency since the lock file was
@@ -335,10 +335,10 @@ def _uv_sync_command(request: EnvironmentRequest) -> tuple[str, ...]:
     words = (request.tool, "sync", "--locked", "--no-dev", "--no-install-project", "--no-editable")
     no_index = ("--no-index",) if request.indexes.no_index else ()
     project_options = ("--python", request.interpreter.executable, "--project", str(request.source))
-    return (*words, *_refresh_options(request), *no_index, *project_options)
+    return (*words, *_make_refresh_options(request), *no_index, *project_options)
 
 
-def _refresh_options(request: EnvironmentRequest) -> tuple[str, ...]:
+def _make_refresh_options(request: EnvironmentRequest) -> tuple[str, ...]:
     """Return `--refresh` if uv installs a local project.
 
     uv would reuse the wheel it once built of the project, as it looks for edits in pyproject.toml
@@ -351,7 +351,7 @@ def _refresh_options(request: EnvironmentRequest) -> tuple[str, ...]:
     )
 
 
-def _plan_pipenv_environment(parent: EnvironmentRequest) -> EnvironmentPlan:
+def _plan_pipenv_install(parent: EnvironmentRequest) -> EnvironmentPlan:
     """Plan an environment that contains pipenv; it is cached like any other."""
     parsed = ParsedDependencies(
         requirements=[RequirementLine("pipenv", parent.source / "Pipfile", 1)]

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from echelon.environments.build_lock import PrintLine, lock_if_unused, try_lock
 from echelon.errors import EchelonError, Fault
 from echelon.utils.files import read_json_object
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 MARKER_NAME = ".echelon-env.json"
 """Written last, so an environment without this file was never completed."""
 
 
-def cache_root(environ: Mapping[str, str]) -> Path:
+def get_cache_root(environ: Mapping[str, str]) -> Path:
     """Return the folder of all caches: ECHELON_CACHE, else `echelon` in the XDG cache folder."""
     if override := environ.get("ECHELON_CACHE"):
         return Path(override).absolute()
@@ -30,9 +30,9 @@ def cache_root(environ: Mapping[str, str]) -> Path:
     return home.absolute() / "echelon"
 
 
-def environments_root(environ: Mapping[str, str]) -> Path:
+def get_environments_root(environ: Mapping[str, str]) -> Path:
     """Return the folder that holds one folder per environment, named by its cache key."""
-    return cache_root(environ) / "envs"
+    return get_cache_root(environ) / "envs"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class EnvironmentPaths:
         """The file that certifies a complete environment."""
         return self.folder / MARKER_NAME
 
-    def _sibling(self, suffix: str) -> Path:
+    def _make_sibling_path(self, suffix: str) -> Path:
         """Return the path of a file about this environment."""
         if self.folder.name == ".venv":
             return self.folder.parent / ".echelon" / f"venv.{suffix}"
@@ -59,28 +59,28 @@ class EnvironmentPaths:
     @property
     def lock(self) -> Path:
         """Locked exclusively by the process that builds or removes the environment."""
-        return self._sibling("lock")
+        return self._make_sibling_path("lock")
 
     @property
     def use_lock(self) -> Path:
         """Locked shared by every job that runs in the environment; its modification time is the
         last use."""
-        return self._sibling("use")
+        return self._make_sibling_path("use")
 
     @property
     def log(self) -> Path:
         """Output of the last build; kept only if the build failed."""
-        return self._sibling("log")
+        return self._make_sibling_path("log")
 
     @property
     def building_marker(self) -> Path:
         """Exists during a build, and after one that was killed."""
-        return self._sibling("building")
+        return self._make_sibling_path("building")
 
     @property
-    def inputs(self) -> Path:
+    def inputs_folder(self) -> Path:
         """The folder of the files given to pip or uv; they may contain passwords."""
-        return self._sibling("inputs")
+        return self._make_sibling_path("inputs")
 
     def make_parent(self) -> None:
         """Create the folder that holds these files, readable by the owner only."""
@@ -92,21 +92,21 @@ class EnvironmentPaths:
         """Return the content of the marker; empty if the environment is not complete."""
         return read_json_object(self.marker) or {}
 
-    def python(self) -> Path:
+    def python_executable(self) -> Path:
         """Return the path of the environment's interpreter."""
         return self.folder / "bin" / "python"
 
     def is_ready(self, key: str) -> bool:
         """Whether the environment is complete, was built for this cache key, and still has its
         interpreter."""
-        return self.read_marker().get("key") == key and os.access(self.python(), os.X_OK)
+        return self.read_marker().get("key") == key and os.access(self.python_executable(), os.X_OK)
 
 
-def unwritable_error(path: Path, error: OSError) -> EchelonError:
+def make_unwritable_error(path: Path, error: OSError) -> EchelonError:
     """Return the error for a path of the cache that cannot be written."""
     return EchelonError(
         Fault(
-            f"{path} cannot be written: {describe_os_error(error)}",
+            f"{path} cannot be written: {format_os_error_reason(error)}",
             "free some space, get write permission, or set ECHELON_CACHE to another folder",
         )
     )
@@ -141,13 +141,13 @@ class CachedEnvironment(NamedTuple):
         }
 
 
-def list_cached(environ: Mapping[str, str]) -> list[CachedEnvironment]:
+def list_cached_environments(environ: Mapping[str, str]) -> list[CachedEnvironment]:
     """Return everything in the cache, the most recently used first."""
-    root = environments_root(environ)
+    root = get_environments_root(environ)
     names = os.listdir(root) if root.is_dir() else []
     keys = sorted({name.partition(".")[0] for name in names})
     return sorted(
-        (_inspect_cached(EnvironmentPaths(root / key)) for key in keys if key),
+        (_inspect_cached_environment(EnvironmentPaths(root / key)) for key in keys if key),
         key=lambda k: -k.last_used,
     )
 
@@ -166,20 +166,20 @@ def clean_cache(
     freed; files that uv's own cache shares by hard links do not count.
     """
     freed = 0
-    for environment in list_cached(environ):
+    for environment in list_cached_environments(environ):
         is_too_old = time.time() - environment.last_used > older_days * 86400
         if environment.marker and not (everything or is_too_old):
             continue
         try:
             freed += _remove_if_unused(environment, dry_run, print_line)
         except OSError as error:
-            raise unwritable_error(
+            raise make_unwritable_error(
                 Path(error.filename or environment.paths.folder), error
             ) from error
     return freed
 
 
-def _inspect_cached(paths: EnvironmentPaths) -> CachedEnvironment:
+def _inspect_cached_environment(paths: EnvironmentPaths) -> CachedEnvironment:
     """Read the marker and the time of the last use.
 
     Without a use lock, the newest of the other files tells when the environment was last touched.
@@ -210,13 +210,13 @@ def _remove_if_unused(environment: CachedEnvironment, dry_run: bool, print_line:
                 _remove_side_files(paths)
             if environment.marker or freed:
                 action = "would remove" if dry_run else "removed"
-                print_line(f"{action} {environment.key}: {_describe_content(environment)}")
+                print_line(f"{action} {environment.key}: {_describe_origin(environment)}")
             return freed
     finally:
         lock.release()
 
 
-def _describe_content(environment: CachedEnvironment) -> str:
+def _describe_origin(environment: CachedEnvironment) -> str:
     """Return which files of which source the environment was built from."""
     if not environment.marker:
         return "its build did not finish"
@@ -230,7 +230,7 @@ def _remove_side_files(paths: EnvironmentPaths) -> None:
     The lock file goes last: a process that waits for it then notices that the file was replaced,
     and starts over.
     """
-    shutil.rmtree(paths.inputs, ignore_errors=True)
+    shutil.rmtree(paths.inputs_folder, ignore_errors=True)
     for path in (paths.log, paths.building_marker, paths.use_lock, paths.lock):
         path.unlink(missing_ok=True)
 

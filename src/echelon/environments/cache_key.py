@@ -68,7 +68,7 @@ def compute_key(request: EnvironmentRequest) -> str:
     return _compute_digest(
         [
             *(2, request.kind, request.builder, bool(request.tool), python),
-            replace(request.indexes, find_links=links).cache_key_parts(),
+            replace(request.indexes, find_links=links).list_cache_key_parts(),
             [w.text for w in request.parsed.requirements],
             [w.text for w in request.parsed.constraints],
             contents if hashes_whole_files else [],
@@ -130,7 +130,7 @@ def _read_tool_uv(file: Path) -> str | None:
     """Return the table [tool.uv] of a pyproject.toml as text, or None if there is none."""
     try:
         table = (
-            toml_files.as_table(toml_files.load_toml(file).get("tool")).get("uv")
+            toml_files.get_table_or_empty(toml_files.load_toml(file).get("tool")).get("uv")
             if file.is_file()
             else None
         )

@@ -26,7 +26,7 @@ def find_conda(environ: Mapping[str, str]) -> str | None:
     return next((path for path in paths if path), None)
 
 
-def missing_conda_fault() -> Fault:
+def make_missing_conda_fault() -> Fault:
     """Return the fault for an environment.yml on a machine without conda."""
     return Fault(
         "environment.yml is for conda, and none of micromamba, mamba and conda is on the PATH",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.environments.activate import activation_lines
+from echelon.environments.activate import render_activation_lines
 from echelon.environments.build import build_environment
 from echelon.environments.build_lock import PrintLine
 from echelon.environments.build_plan import EnvironmentPlan, plan_environment
@@ -17,19 +17,19 @@ from echelon.environments.cache import (
     CachedEnvironment,
     EnvironmentPaths,
     clean_cache,
-    environments_root,
-    list_cached,
+    get_environments_root,
+    list_cached_environments,
 )
-from echelon.environments.requirements import format_path
-from echelon.errors import Exit
-from echelon.utils.text import format_age, format_bytes
+from echelon.environments.requirements import format_relative_path
+from echelon.errors import ExitCode
+from echelon.utils.text import format_bytes, format_time_ago
 
 
 def show_environment(source: Path, location: str, python: str, as_json: bool) -> int:
     """Print the build plan of a source folder and what the cache holds."""
     environment_plan, cached = (
         plan_environment(source, location, os.environ, python),
-        list_cached(os.environ),
+        list_cached_environments(os.environ),
     )
     if as_json:
         print(
@@ -39,13 +39,13 @@ def show_environment(source: Path, location: str, python: str, as_json: bool) ->
                 indent=2,
             )
         )
-        return Exit.OK
-    for name, text in _plan_rows(environment_plan):
+        return ExitCode.OK
+    for name, text in _make_plan_rows(environment_plan):
         print(f"{name:<13}{text}")
-    print(f"\n{len(cached)} in the cache, {environments_root(os.environ)}")
+    print(f"\n{len(cached)} in the cache, {get_environments_root(os.environ)}")
     for environment in cached:
-        print("  " + _format_cached(environment))
-    return Exit.OK
+        print("  " + _format_cached_environment(environment))
+    return ExitCode.OK
 
 
 def make_environment(source: Path, location: str, python: str, as_json: bool, shell: bool) -> int:
@@ -60,7 +60,7 @@ def make_environment(source: Path, location: str, python: str, as_json: bool, sh
             print_line(line)
         build_environment(environment_plan, print_line)
     if shell:
-        print("\n".join(activation_lines(environment_plan)))
+        print("\n".join(render_activation_lines(environment_plan)))
     elif as_json:
         print(json.dumps(environment_plan.to_dict() | {"ready": True}, indent=2))
     else:
@@ -69,14 +69,14 @@ def make_environment(source: Path, location: str, python: str, as_json: bool, sh
             if environment_plan.kind != "none"
             else "no environment is needed"
         )
-    return Exit.OK
+    return ExitCode.OK
 
 
 def clean_environments(older_days: float, everything: bool, dry_run: bool) -> int:
     """Remove unused environments from the cache and print what that freed."""
     freed = clean_cache(os.environ, older_days, everything, dry_run, print)
     print(f"{'would free' if dry_run else 'freed'} {format_bytes(freed)}")
-    return Exit.OK
+    return ExitCode.OK
 
 
 def list_warnings(plan: EnvironmentPlan) -> list[str]:
@@ -109,13 +109,13 @@ def _open_progress() -> Iterator[PrintLine]:
         yield print_line
 
 
-def _plan_rows(plan: EnvironmentPlan) -> Iterator[tuple[str, str]]:
+def _make_plan_rows(plan: EnvironmentPlan) -> Iterator[tuple[str, str]]:
     """Yield the rows of `echelon env show` as label and text."""
     yield "source", str(plan.source)
     if plan.kind == "none":
         yield "environment", "none: the source has no dependency file"
         return
-    first, *more = (format_path(file, plan.source) for file in plan.files)
+    first, *more = (format_relative_path(file, plan.source) for file in plan.files)
     yield "from", first + (f", with {', '.join(more)}" if more else "")
     if plan.ignored:
         yield "ignored", ", ".join(file.name for file in plan.ignored)
@@ -131,7 +131,7 @@ def _describe_state(plan: EnvironmentPlan) -> str:
     paths = EnvironmentPaths(plan.folder)
     marker = paths.read_marker()
     if plan.ready:
-        size, age = format_bytes(marker.get("bytes", 0)), format_age(marker.get("made", 0.0))
+        size, age = format_bytes(marker.get("bytes", 0)), format_time_ago(marker.get("made", 0.0))
         return f"ready: {size}, built {age} with {marker.get('builder')}"
     if marker:
         return "to be rebuilt: its dependencies have changed, or its Python is gone"
@@ -139,11 +139,14 @@ def _describe_state(plan: EnvironmentPlan) -> str:
     return f"not built yet{failed}"
 
 
-def _format_cached(environment: CachedEnvironment) -> str:
+def _format_cached_environment(environment: CachedEnvironment) -> str:
     """Return the line of one environment in the cache."""
     if not environment.marker:
         return f"{environment.key}  unfinished"
     files = ", ".join(environment.marker.get("files", [])) or "a tool"
-    size, age = format_bytes(environment.marker.get("bytes", 0)), format_age(environment.last_used)
+    size, age = (
+        format_bytes(environment.marker.get("bytes", 0)),
+        format_time_ago(environment.last_used),
+    )
     source = environment.marker.get("source")
     return f"{environment.key}  {size:>8}  used {age:<14}  {files} of {source}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from echelon.environments import interpreter_probe
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 
 class Interpreter(NamedTuple):
@@ -43,7 +43,7 @@ class PythonRequest(NamedTuple):
     version: str
 
 
-def find_interpreter(python: str, environ: Mapping[str, str]) -> Interpreter:
+def inspect_interpreter(python: str, environ: Mapping[str, str]) -> Interpreter:
     """Return the description of a Python. Our own is described in this process; another one is
     started for it."""
     python = shutil.which(python, path=environ.get("PATH")) or python
@@ -55,7 +55,7 @@ def find_interpreter(python: str, environ: Mapping[str, str]) -> Interpreter:
     return Interpreter(python, **(description | {"prefix": Path(description["prefix"])}))
 
 
-def check_python_version(
+def find_python_version_faults(
     interpreter: Interpreter, requests: list[PythonRequest], source: Path
 ) -> list[Fault]:
     """Return a fault for every request that the interpreter does not meet."""
@@ -114,6 +114,6 @@ def _probe_interpreter(python: str) -> dict[str, Any]:
                 f"{python} did not report its version as a Python would: {error}",
                 "give the path of an interpreter with --python PATH",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         ) from error
     return dict(description)

@@ -66,7 +66,7 @@ class PackageIndexes:
     uv_variables: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """uv's own variables that the user has set; they take precedence over pip's settings."""
 
-    def cache_key_parts(self) -> list[object]:
+    def list_cache_key_parts(self) -> list[object]:
         """Return what the cache key depends on. Certificates and proxies do not change what is
         installed."""
         return [
@@ -84,7 +84,7 @@ class PackageIndexes:
         """Return every address that packages may come from."""
         return [url for url in (self.url, *self.extra, *self.find_links) if url]
 
-    def install_options(self, builder: str) -> list[str]:
+    def make_install_flags(self, builder: str) -> list[str]:
         """Return options for `pip install` or `uv pip install`: those that are not secret and that
         no variable can express in both."""
         flags = {
@@ -99,11 +99,11 @@ class PackageIndexes:
         words += [f"--only-binary={name}" for name in self.only_binary]
         return words + [f"--constraint={file}" for file in self.constraint]
 
-    def environment_variables(self, builder: str) -> dict[str, str]:
+    def make_environment_variables(self, builder: str) -> dict[str, str]:
         """Return the variables that carry these settings to `builder` (pip or uv)."""
-        return self._uv_variables() if builder == "uv" else self._pip_variables()
+        return self._make_uv_variables() if builder == "uv" else self._make_pip_variables()
 
-    def _pip_variables(self) -> dict[str, str]:
+    def _make_pip_variables(self) -> dict[str, str]:
         variables = {
             "PIP_INDEX_URL": self.url,
             "PIP_EXTRA_INDEX_URL": " ".join(self.extra),
@@ -116,7 +116,7 @@ class PackageIndexes:
         }
         return {k: v for k, v in variables.items() if v} | {"PIP_USER": "0"}
 
-    def _uv_variables(self) -> dict[str, str]:
+    def _make_uv_variables(self) -> dict[str, str]:
         variables = {
             "UV_INDEX_URL": self.url,
             "UV_EXTRA_INDEX_URL": " ".join(self.extra),
@@ -169,7 +169,7 @@ def read_pip_settings(environ: Mapping[str, str], prefix: Path) -> PackageIndexe
     )
 
 
-def builder_environ(environ: Mapping[str, str]) -> dict[str, str]:
+def drop_redirecting_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for a builder, without those that would redirect it or its Python."""
     misleading = {f"PIP_{name}" for name in _PIP_TARGET_SETTINGS}
     misleading |= {"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH", "UV_PYTHON"}
@@ -220,7 +220,7 @@ def is_insecure(url: str, trusted_hosts: Iterable[str]) -> bool:
     }
 
 
-def insecure_fault(url: str, location: str) -> Fault:
+def make_insecure_fault(url: str, location: str) -> Fault:
     """Return the fault for packages over plain http."""
     host = urlsplit(url).hostname or "HOST"
     return Fault(
@@ -243,7 +243,7 @@ def hide_passwords(text: str) -> str:
 def _read_pip_files(environ: Mapping[str, str], prefix: Path) -> dict[str, str]:
     """Return the settings of all pip.conf files; later files and [install] win."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}}
-    for file in _pip_files(environ, prefix):
+    for file in _list_pip_files(environ, prefix):
         parser = configparser.RawConfigParser()
         try:
             parser.read_string(file.read_text(encoding="utf-8"))
@@ -252,12 +252,12 @@ def _read_pip_files(environ: Mapping[str, str], prefix: Path) -> dict[str, str]:
         for section, merged in sections.items():
             if parser.has_section(section):
                 merged.update(
-                    (_normalize_name(name), value) for name, value in parser.items(section)
+                    (_normalize_option_name(name), value) for name, value in parser.items(section)
                 )
     return sections["global"] | sections["install"]
 
 
-def _pip_files(environ: Mapping[str, str], prefix: Path) -> list[Path]:
+def _list_pip_files(environ: Mapping[str, str], prefix: Path) -> list[Path]:
     """Return pip.conf files in pip's order: system, user, prefix, PIP_CONFIG_FILE."""
     config_file = environ.get("PIP_CONFIG_FILE", "")
     if config_file == os.devnull:
@@ -279,9 +279,11 @@ def _pip_files(environ: Mapping[str, str], prefix: Path) -> list[Path]:
 
 def _read_pip_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the settings in PIP_* variables."""
-    return {_normalize_name(k[4:]): v for k, v in environ.items() if k.startswith("PIP_") and v}
+    return {
+        _normalize_option_name(k[4:]): v for k, v in environ.items() if k.startswith("PIP_") and v
+    }
 
 
-def _normalize_name(name: str) -> str:
+def _normalize_option_name(name: str) -> str:
     """Return `index-url` for INDEX_URL, index_url and --index-url."""
     return name.lower().replace("_", "-").removeprefix("--")

@@ -18,7 +18,7 @@ from echelon.environments.interpreter import PythonRequest
 from echelon.environments.requirements import (
     ParsedDependencies,
     RequirementLine,
-    outside_fault,
+    make_outside_fault,
     resolve_within,
 )
 from echelon.errors import EchelonError, Fault
@@ -50,18 +50,18 @@ def read_pipfile(
             )
         add_locked_packages(parsed, locked, lock, source, environ)
     else:
-        _add_sources(parsed, toml_files.as_tables(pipfile.get("source")), file, environ)
-        for name, entry in toml_files.as_table(pipfile.get("packages")).items():
-            _check_local_path(parsed, name, toml_files.as_table(entry), file, source)
+        _add_sources(parsed, toml_files.filter_tables(pipfile.get("source")), file, environ)
+        for name, entry in toml_files.get_table_or_empty(pipfile.get("packages")).items():
+            _add_local_path_or_url(parsed, name, toml_files.get_table_or_empty(entry), file, source)
             parsed.requirements.append(
                 RequirementLine(name, file, toml_files.find_line(file, name))
             )
     return parsed, pipfile
 
 
-def python_requests(pipfile: Mapping[str, Any]) -> list[PythonRequest]:
+def read_python_requests(pipfile: Mapping[str, Any]) -> list[PythonRequest]:
     """Return the versions of Python that the Pipfile asks for."""
-    requires = toml_files.as_table(pipfile.get("requires"))
+    requires = toml_files.get_table_or_empty(pipfile.get("requires"))
     return [
         PythonRequest(f'Pipfile asks for {name} = "{requires[name]}"', rule, str(requires[name]))
         for name, rule in (("python_version", "minor"), ("python_full_version", "exact"))
@@ -93,14 +93,14 @@ def add_locked_packages(
     environ: Mapping[str, str],
 ) -> None:
     """Add the packages of a lock file as requirements, and its sources as indexes."""
-    meta = toml_files.as_table(locked.get("_meta"))
-    _add_sources(parsed, toml_files.as_tables(meta.get("sources")), lock, environ)
+    meta = toml_files.get_table_or_empty(locked.get("_meta"))
+    _add_sources(parsed, toml_files.filter_tables(meta.get("sources")), lock, environ)
     packages = {
-        name: toml_files.as_table(entry)
-        for name, entry in toml_files.as_table(locked.get("default")).items()
+        name: toml_files.get_table_or_empty(entry)
+        for name, entry in toml_files.get_table_or_empty(locked.get("default")).items()
     }
     for name, entry in packages.items():
-        _check_local_path(parsed, name, entry, lock, source)
+        _add_local_path_or_url(parsed, name, entry, lock, source)
         parsed.requirements.append(
             RequirementLine(
                 _format_requirement(name, entry), lock, toml_files.find_line(lock, name)
@@ -121,14 +121,14 @@ def _load_lock(lock: Path) -> dict[str, Any]:
         raise EchelonError(
             Fault(f"{lock} cannot be read: {error}", "run `pipenv lock` in the source folder")
         ) from error
-    return toml_files.as_table(locked)
+    return toml_files.get_table_or_empty(locked)
 
 
 def _is_stale(pipfile: Mapping[str, Any], locked: Mapping[str, Any]) -> bool:
     """Whether the Pipfile was edited after the lock file was made."""
-    recorded_hash = toml_files.as_table(toml_files.as_table(locked.get("_meta")).get("hash")).get(
-        "sha256"
-    )
+    recorded_hash = toml_files.get_table_or_empty(
+        toml_files.get_table_or_empty(locked.get("_meta")).get("hash")
+    ).get("sha256")
     return recorded_hash is not None and recorded_hash != compute_pipfile_hash(pipfile)
 
 
@@ -163,7 +163,7 @@ def _expand_variables(text: str, environ: Mapping[str, str], parsed: ParsedDepen
     return text
 
 
-def _check_local_path(
+def _add_local_path_or_url(
     parsed: ParsedDependencies, name: str, entry: Mapping[str, Any], file: Path, source: Path
 ) -> None:
     """Record a local package or a URL; add a fault if the path is outside of the source folder."""
@@ -174,7 +174,9 @@ def _check_local_path(
         return
     target = resolve_within(path, source)
     if target is None:
-        parsed.faults.append(outside_fault(path, f"{file.name}:{toml_files.find_line(file, name)}"))
+        parsed.faults.append(
+            make_outside_fault(path, f"{file.name}:{toml_files.find_line(file, name)}")
+        )
     else:
         parsed.local_paths.append(target)
 

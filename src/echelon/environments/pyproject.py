@@ -21,7 +21,7 @@ from echelon.environments.interpreter import PythonRequest
 from echelon.environments.requirements import (
     ParsedDependencies,
     RequirementLine,
-    outside_fault,
+    make_outside_fault,
     resolve_within,
 )
 from echelon.errors import EchelonError, Fault
@@ -37,7 +37,7 @@ def is_project(file: Path) -> bool:
         content = toml_files.load_toml(file)
     except EchelonError:
         return True
-    return "project" in content or "poetry" in toml_files.as_table(content.get("tool"))
+    return "project" in content or "poetry" in toml_files.get_table_or_empty(content.get("tool"))
 
 
 def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
@@ -45,7 +45,7 @@ def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
     file = source / "pyproject.toml"
     pyproject = toml_files.load_toml(file)
     parsed = ParsedDependencies(files=[file])
-    project = toml_files.as_table(pyproject.get("project"))
+    project = toml_files.get_table_or_empty(pyproject.get("project"))
     if "project" not in pyproject:
         parsed.faults.append(
             Fault(
@@ -71,15 +71,15 @@ def read_pyproject(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
             continue
         url = text.partition("@")[2].partition(" ;")[0].strip()
         if url.startswith("file:"):
-            parsed.faults.append(outside_fault(url, f"pyproject.toml:{number}"))
+            parsed.faults.append(make_outside_fault(url, f"pyproject.toml:{number}"))
         elif "://" in url:
             parsed.urls.append((url, f"pyproject.toml:{number}"))
         parsed.requirements.append(RequirementLine(text, file, number))
-    parsed.faults += _check_uv_sources(parsed.requirements, pyproject)
+    parsed.faults += _find_uv_source_faults(parsed.requirements, pyproject)
     return parsed, pyproject
 
 
-def _check_uv_sources(
+def _find_uv_source_faults(
     requirements: list[RequirementLine], pyproject: dict[str, Any]
 ) -> Iterator[Fault]:
     """Yield a fault for each dependency that [tool.uv.sources] redirects, which only a lock file
@@ -87,8 +87,10 @@ def _check_uv_sources(
 
     Installed by name from an index, it could be a different package.
     """
-    uv = toml_files.as_table(toml_files.as_table(pyproject.get("tool")).get("uv"))
-    sourced = {canonicalize_name(name) for name in toml_files.as_table(uv.get("sources"))}
+    uv = toml_files.get_table_or_empty(
+        toml_files.get_table_or_empty(pyproject.get("tool")).get("uv")
+    )
+    sourced = {canonicalize_name(name) for name in toml_files.get_table_or_empty(uv.get("sources"))}
     for requirement in requirements:
         if requirement.name in sourced:
             yield Fault(
@@ -114,13 +116,15 @@ def read_uv_lock(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
     parsed.files.append(file)
     pyproject = toml_files.load_toml(file)
     # uv compares its lock file with these; edits elsewhere in the file change no environment.
-    project = toml_files.as_table(pyproject.get("project"))
+    project = toml_files.get_table_or_empty(pyproject.get("project"))
     asked = [project.get(name) for name in ("dependencies", "requires-python")]
-    parsed.extra_key = json.dumps([*asked, toml_files.as_table(pyproject.get("tool")).get("uv")])
-    for package in toml_files.as_tables(toml_files.load_toml(lock).get("package")):
+    parsed.extra_key = json.dumps(
+        [*asked, toml_files.get_table_or_empty(pyproject.get("tool")).get("uv")]
+    )
+    for package in toml_files.filter_tables(toml_files.load_toml(lock).get("package")):
         name = str(package.get("name", ""))
         number = toml_files.find_line(lock, name)
-        location, origin = f"uv.lock:{number}", toml_files.as_table(package.get("source"))
+        location, origin = f"uv.lock:{number}", toml_files.get_table_or_empty(package.get("source"))
         parsed.requirements.append(RequirementLine(name, lock, number))
         parsed.urls += [
             (str(origin[k]), location) for k in ("registry", "url", "git") if k in origin
@@ -128,14 +132,14 @@ def read_uv_lock(source: Path) -> tuple[ParsedDependencies, dict[str, Any]]:
         for path in (str(origin[k]) for k in ("editable", "directory", "path") if k in origin):
             target = resolve_within(path, source)
             if target is None:
-                parsed.faults.append(outside_fault(path, location))
+                parsed.faults.append(make_outside_fault(path, location))
             elif path != ".":  # that is the project itself
                 parsed.local_paths.append(target)
     return parsed, pyproject
 
 
-def python_requests(pyproject: dict[str, Any]) -> list[PythonRequest]:
+def read_python_requests(pyproject: dict[str, Any]) -> list[PythonRequest]:
     """Return the version of Python that requires-python asks for."""
-    asked = toml_files.as_table(pyproject.get("project")).get("requires-python")
+    asked = toml_files.get_table_or_empty(pyproject.get("project")).get("requires-python")
     statement = f'pyproject.toml asks for requires-python = "{asked}"'
     return [PythonRequest(statement, "specifiers", str(asked))] if asked else []

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from echelon.environments.package_indexes import hide_passwords, insecure_fault, is_insecure
+from echelon.environments.package_indexes import hide_passwords, is_insecure, make_insecure_fault
 from echelon.errors import Fault, suggest_nearest
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _SHORT_OPTIONS = {
     "-r": "--requirement",
@@ -59,7 +59,7 @@ class RequirementLine(NamedTuple):
 
     def format_location(self, source: Path) -> str:
         """Return FILE:LINE, relative to the source folder."""
-        return f"{format_path(self.file, source)}:{self.line_number}"
+        return f"{format_relative_path(self.file, source)}:{self.line_number}"
 
 
 @dataclass
@@ -91,13 +91,13 @@ class _LineContext(NamedTuple):
     is_constraint: bool
 
     def __str__(self) -> str:
-        return f"{format_path(self.file, self.source)}:{self.line_number}"
+        return f"{format_relative_path(self.file, self.source)}:{self.line_number}"
 
 
 def read_requirements(file: Path, source: Path, environ: Mapping[str, str]) -> ParsedDependencies:
     """Return everything that a requirements file and the files it includes say."""
     parsed = ParsedDependencies()
-    _read_file(file, source, environ, False, (), parsed)
+    _parse_file(file, source, environ, False, (), parsed)
     return parsed
 
 
@@ -113,14 +113,18 @@ def add_line(
     _parse_line(line, _LineContext(file, number, source, False), environ, (file,), parsed)
 
 
-def check_urls(parsed: ParsedDependencies, trusted_hosts: Iterable[str]) -> list[Fault]:
+def find_insecure_url_faults(
+    parsed: ParsedDependencies, trusted_hosts: Iterable[str]
+) -> list[Fault]:
     """Return a fault for every insecure URL. Called when all options are known, as a later
     --trusted-host also covers an earlier line."""
     hosts = [*trusted_hosts, *(value for name, value in parsed.options if name == "--trusted-host")]
-    return [insecure_fault(url, where) for url, where in parsed.urls if is_insecure(url, hosts)]
+    return [
+        make_insecure_fault(url, where) for url, where in parsed.urls if is_insecure(url, hosts)
+    ]
 
 
-def format_path(file: Path, source: Path) -> str:
+def format_relative_path(file: Path, source: Path) -> str:
     """Return the path relative to the source folder, if it is inside."""
     return str(file.relative_to(source)) if file.is_relative_to(source) else str(file)
 
@@ -145,7 +149,7 @@ def resolve_within(path: str, source: Path) -> Path | None:
     return resolved if resolved.is_relative_to(Path(os.path.realpath(source))) else None
 
 
-def outside_fault(path: str, location: str) -> Fault:
+def make_outside_fault(path: str, location: str) -> Fault:
     """Return the fault for a path outside of the source folder."""
     return Fault(
         f"{location}: {path} is outside of the source folder, so the copy that a job runs in "
@@ -157,7 +161,7 @@ def outside_fault(path: str, location: str) -> Fault:
 # --- files and lines ---
 
 
-def _read_file(
+def _parse_file(
     file: Path,
     source: Path,
     environ: Mapping[str, str],
@@ -172,13 +176,13 @@ def _read_file(
         text = decode_text(file.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         is_os_error = isinstance(error, OSError)
-        reason = describe_os_error(error) if is_os_error else "it is not UTF-8 text"
+        reason = format_os_error_reason(error) if is_os_error else "it is not UTF-8 text"
         parsed.faults.append(
-            Fault(f"{format_path(file, source)} cannot be read: {reason}", "fix the file")
+            Fault(f"{format_relative_path(file, source)} cannot be read: {reason}", "fix the file")
         )
         return
     if "\0" in text:  # no path or name contains one
-        what = f"{format_path(file, source)} is not a text file: it contains a zero byte"
+        what = f"{format_relative_path(file, source)} is not a text file: it contains a zero byte"
         parsed.faults.append(Fault(what, "fix the file"))
         return
     for number, raw in _iter_logical_lines(text):
@@ -303,12 +307,13 @@ def _read_include(
     relative = os.path.relpath(context.file.parent / value, context.source)
     target = resolve_within(relative, context.source)
     if target is None:
-        parsed.faults.append(outside_fault(value, str(context)))
+        parsed.faults.append(make_outside_fault(value, str(context)))
         return
     target = Path(os.path.normpath(context.source / relative))
     if target in including:
         chain = " → ".join(
-            format_path(f, context.source) for f in (*including[including.index(target) :], target)
+            format_relative_path(f, context.source)
+            for f in (*including[including.index(target) :], target)
         )
         parsed.faults.append(
             Fault(
@@ -324,7 +329,7 @@ def _read_include(
             )
         )
     else:
-        _read_file(target, context.source, environ, is_constraint, including, parsed)
+        _parse_file(target, context.source, environ, is_constraint, including, parsed)
 
 
 def _add_index_option(
@@ -352,7 +357,7 @@ def _resolve_find_links(value: str, context: _LineContext, parsed: ParsedDepende
     )
     folder = resolve_within(relative, context.source)
     if folder is None:
-        parsed.faults.append(outside_fault(value, str(context)))
+        parsed.faults.append(make_outside_fault(value, str(context)))
         return value
     parsed.local_paths.append(folder)
     return folder.as_uri()
@@ -389,7 +394,7 @@ def _parse_requirement(line: str, context: _LineContext, parsed: ParsedDependenc
 def _add_url(url: str, line: str, context: _LineContext, parsed: ParsedDependencies) -> None:
     """Record a requirement that is a URL; file: URLs are refused."""
     if url.lower().startswith("file:"):
-        parsed.faults.append(outside_fault(url, str(context)))
+        parsed.faults.append(make_outside_fault(url, str(context)))
         return
     parsed.urls.append((url, str(context)))
     _add_requirement(line, context, parsed)
@@ -407,7 +412,7 @@ def _add_local_path(text: str, context: _LineContext, parsed: ParsedDependencies
     path = re.sub(r"\[[^]/]*\]$", "", bare)
     target = resolve_within(path, context.source)
     if target is None:
-        parsed.faults.append(outside_fault(path, str(context)))
+        parsed.faults.append(make_outside_fault(path, str(context)))
     elif not os.path.exists(target):
         parsed.faults.append(
             Fault(

@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.environments.requirements import decode_text
 from echelon.errors import EchelonError, Fault
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,7 +22,7 @@ def load_toml(file: Path) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(decode_text(file.read_bytes()).replace("\r\n", "\n")))
     except OSError as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(Fault(f"{file} cannot be read: {reason}", "fix the file")) from error
     except ValueError as error:  # of TOML, or of UTF-8
         raise EchelonError(Fault(f"{file} is not TOML: {error}", "fix the file")) from error
@@ -36,11 +36,11 @@ def find_line(file: Path, name: str) -> int:
     return text.count("\n", 0, found.end() - 1) + 1 if found else 1
 
 
-def as_tables(value: Any) -> list[dict[str, Any]]:
+def filter_tables(value: Any) -> list[dict[str, Any]]:
     """Return the tables of a list; whatever else is written there is left out."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def as_table(value: Any) -> dict[str, Any]:
+def get_table_or_empty(value: Any) -> dict[str, Any]:
     """Return the value if it is a table, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -41,8 +41,8 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
     The caller has made sure that `model` is an `nn.Module` and `optimizer` a
     `torch.optim.Optimizer`; all other parts may be anything here.
     """
-    yield from _find_parameter_faults(experiment.model, experiment.optimizer)
-    yield from _find_call_faults(experiment)
+    yield from _find_optimizer_faults(experiment.model, experiment.optimizer)
+    yield from _find_column_faults(experiment)
     if callable(experiment.loss) and not _accepts_arguments(experiment.loss, 2):
         yield Fault(
             "the experiment's loss does not take two arguments: "
@@ -81,7 +81,7 @@ def describe_wrong_type(part: Any) -> str:
 # --- parameters ---
 
 
-def _find_parameter_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
+def _find_optimizer_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
     """Yields what keeps the optimizer from training the model: foreign, frozen or missing
     parameters."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -153,7 +153,7 @@ def _find_sparse_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Faul
 # --- a call of the model ---
 
 
-def _find_call_faults(experiment: Experiment) -> Iterator[Fault]:
+def _find_column_faults(experiment: Experiment) -> Iterator[Fault]:
     """Yields data whose number of columns does not match the model's `forward`.
 
     Without `predict`, a batch is `(*inputs, target)`, so the model must accept as many inputs as
@@ -205,12 +205,12 @@ def _format_signature(function: Callable[..., Any]) -> str:
 # --- metrics, and the number that says what is best ---
 
 
-def are_metrics_deferred(metrics: Any) -> bool:
+def is_metrics_factory(metrics: Any) -> bool:
     """Whether `metrics` is a function that creates the metrics later, at the first evaluation."""
     return callable(metrics) and not hasattr(metrics, "update")
 
 
-def name_metrics(metrics: Any) -> dict[str, Any]:
+def get_named_metrics(metrics: Any) -> dict[str, Any]:
     """Returns the metrics by name, and raises a fault for each one that an evaluation cannot use.
 
     A single metric is named by its class in lower case.
@@ -232,14 +232,14 @@ def name_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def _find_metric_faults(metrics: Any) -> Iterator[Fault]:
-    if are_metrics_deferred(metrics):
+    if is_metrics_factory(metrics):
         if not _accepts_arguments(metrics, 0):
             yield Fault(
                 "the experiment's metrics is a function that takes arguments", _METRICS_REMEDY
             )
     else:
         try:
-            name_metrics(metrics)
+            get_named_metrics(metrics)
         except EchelonError as error:
             yield from error.faults
 
@@ -260,9 +260,9 @@ def require_best_metric(name: str, experiment: Experiment) -> None:
                 "give it eval_data, or leave trainer.best out",
             )
         )
-    if are_metrics_deferred(experiment.metrics):
+    if is_metrics_factory(experiment.metrics):
         return
-    names = name_metrics(experiment.metrics)
+    names = get_named_metrics(experiment.metrics)
     if not any(name == known or name.startswith(f"{known}_") for known in names):
         raise make_unknown_best_error(name, ["loss", *names])
 

@@ -29,7 +29,7 @@ class CompiledFunction:
         _compile_backward_eagerly()
         self._plain = function
         self._compiled = torch.compile(
-            function, dynamic=False, backend=_HeartbeatBackend(backend, heartbeat)
+            function, dynamic=False, backend=_HeartbeatSuspendingBackend(backend, heartbeat)
         )
         self._has_given_up = False
 
@@ -61,7 +61,7 @@ def _compile_backward_eagerly() -> None:
 
 
 @dataclass(frozen=True)
-class _HeartbeatBackend:
+class _HeartbeatSuspendingBackend:
     """Suspends the heartbeat while torch compiles, so that the rank is not taken for hung.
 
     Equal objects share what they compiled, so the equal layers of a model are compiled once.

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.experiment.checks import describe_wrong_type, find_part_faults
 from echelon.experiment.definition import Experiment
 
@@ -196,4 +196,4 @@ def _require_valid(experiment: Any, entry: str) -> None:
 
 def _make_usage_error(what: str, do: str) -> EchelonError:
     """Returns an error with one fault about how an experiment was named."""
-    return EchelonError(Fault(what, do), exit=Exit.USAGE)
+    return EchelonError(Fault(what, do), exit=ExitCode.USAGE)

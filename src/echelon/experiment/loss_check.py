@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -40,7 +40,7 @@ def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> T
     try:
         value = loss(output, target)
     except Exception as error:
-        raise LossInputError(_explain_wrong_output(loss, output, error)) from error
+        raise LossInputError(_make_loss_input_fault(loss, output, error)) from error
     return require_scalar(value)
 
 
@@ -70,7 +70,7 @@ def _make_not_scalar_error(loss: Any) -> EchelonError:
             f"the experiment's loss gave {what}, but a step needs one number",
             "let it return one, such as loss.mean(); other numbers belong to its metrics",
         ),
-        exit=Exit.USAGE,
+        exit=ExitCode.USAGE,
     )
 
 
@@ -82,11 +82,11 @@ def _make_no_gradient_error() -> EchelonError:
             "compute it from the model's output, without detach(), item(), no_grad() or a "
             "comparison in between",
         ),
-        exit=Exit.USAGE,
+        exit=ExitCode.USAGE,
     )
 
 
-def _explain_wrong_output(loss: Callable[..., Any], output: Any, error: Exception) -> Fault:
+def _make_loss_input_fault(loss: Callable[..., Any], output: Any, error: Exception) -> Fault:
     """Returns a fault that says what the loss was given, and where to change it."""
     name = getattr(loss, "__name__", type(loss).__name__)
     message = traceback.format_exception_only(error)[-1].strip()
@@ -94,13 +94,13 @@ def _explain_wrong_output(loss: Callable[..., Any], output: Any, error: Exceptio
         remedy = "let the model's forward, or predict, return its output: it returned None"
         return Fault(f"the loss {name} was given no output: {message}", remedy)
     return Fault(
-        f"the loss {name} cannot take the output, {_describe_output(output)}: {message}",
-        f"the output is {_describe_output(output)}: take apart what the model returns with "
+        f"the loss {name} cannot take the output, {_describe_model_output(output)}: {message}",
+        f"the output is {_describe_model_output(output)}: take apart what the model returns with "
         "echelon.Experiment(…, predict=lambda model, batch: (output, target))",
     )
 
 
-def _describe_output(output: Any) -> str:
+def _describe_model_output(output: Any) -> str:
     """Describes an output that is not a tensor, such as "a tuple of Tensor, NoneType"."""
     if isinstance(output, tuple | list):
         return f"a {type(output).__name__} of {', '.join(type(o).__name__ for o in output[:5])}"

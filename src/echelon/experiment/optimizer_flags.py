@@ -144,7 +144,7 @@ class OptimizerFlags:
         ]
         return {**state, "param_groups": groups}
 
-    def restore_flags(self, state: dict[str, Any]) -> dict[str, Any]:
+    def make_portable_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's state dict with the experiment's own flags, valid on any
         device."""
         groups = [

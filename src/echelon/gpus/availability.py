@@ -93,18 +93,18 @@ def _count_mig_slices(entries: Sequence[str]) -> int:
 
 
 def _count_devices() -> int:
-    return _query_nvml(lambda nvml: nvml.count_devices(), 0)
+    return _query_nvml_or_default(lambda nvml: nvml.count_devices(), 0)
 
 
 def _list_uuids() -> list[str]:
     """Return the UUID of every GPU, in NVML's order."""
-    return _query_nvml(
+    return _query_nvml_or_default(
         lambda nvml: [nvml.open_device(i).read_uuid() or "" for i in range(nvml.count_devices())],
         [],
     )
 
 
-def _query_nvml(query: Callable[[Nvml], T], default: T) -> T:
+def _query_nvml_or_default(query: Callable[[Nvml], T], default: T) -> T:
     """Open NVML for one query; return the default without a library, driver or permission."""
     try:
         with open_nvml() as nvml:
@@ -160,13 +160,13 @@ def describe_other_users(
     own_pids = {os.getpid(), *([os.getppid()] if has_sibling_ranks else [])}
     sentences = []
     for gpu in node.gpus:
-        others = [process for process in gpu.processes if _is_other(process, own_pids)]
+        others = [process for process in gpu.processes if _is_unrelated_process(process, own_pids)]
         if others or _has_hidden_user(gpu):
             sentences.append(_describe_occupied_gpu(gpu, others))
     return sentences
 
 
-def _is_other(process: GpuProcess, own_pids: Collection[int]) -> bool:
+def _is_unrelated_process(process: GpuProcess, own_pids: Collection[int]) -> bool:
     """Return whether a process is neither one of these nor a child of one."""
     from echelon.gpus.processes import read_parent_pid
 

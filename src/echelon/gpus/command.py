@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.gpus.availability import list_idle_gpus
 from echelon.gpus.probe import GPUS_JSON_VERSION, Gpu, GpuNode, GpuProbe, node_to_dict
 from echelon.gpus.processes import look_up_user_name
@@ -61,8 +61,8 @@ def show_gpus(options: GpusOptions) -> int:
         if not options.is_remote:  # the accounts of other machines are not known here
             require_known_users(options.users, nodes)
         if options.interval_s is None:
-            _print_nodes(_filter_nodes(nodes, options), options)
-            return Exit.OK
+            _print_nodes(_filter_each_node(nodes, options), options)
+            return ExitCode.OK
         return _watch(read_nodes, nodes, options, options.interval_s)
 
 
@@ -84,11 +84,11 @@ def show_idle_gpus(count: int | None, options: GpusOptions) -> int:
         is_limited = "CUDA_VISIBLE_DEVICES" in os.environ
         among = " among those that CUDA_VISIBLE_DEVICES allows" if is_limited else ""
         print(f"{wanted}{found} idle{among}; `echelon gpus` shows who uses them", file=sys.stderr)
-        return Exit.BUSY
+        return ExitCode.BUSY
     chosen = idle[:count]
     document = {"version": GPUS_JSON_VERSION, "free": chosen}
     print(json.dumps(document) if options.as_json else ",".join(chosen))
-    return Exit.OK
+    return ExitCode.OK
 
 
 # --- arguments ---
@@ -142,7 +142,7 @@ def require_indices_exist(indices: Sequence[int], counts: Sequence[int]) -> None
         listed = ", ".join(map(str, missing[:_MAX_LISTED])) + ", …" * (len(missing) > _MAX_LISTED)
         raise EchelonError(
             Fault(f"--gpu: there is no GPU {listed} here", known),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
 
 
@@ -159,7 +159,7 @@ def require_known_users(users: Sequence[str], nodes: Sequence[GpuNode]) -> None:
                 Fault(f"--user {user}: there is no such user", suggest_nearest(user, known))
                 for user in unknown
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
 
 
@@ -195,14 +195,14 @@ def _open_reader(options: GpusOptions) -> Iterator[ReadNodes]:
     feeds = [remote.NodeFeed(machine, options.interval_s) for machine in machines]
     try:
         for feed in feeds:
-            feed.wait(_FIRST_ANSWER_TIMEOUT_S)
+            feed.wait_for_first_reading(_FIRST_ANSWER_TIMEOUT_S)
         yield lambda: [feed.get_latest() for feed in feeds]
     finally:
         for feed in feeds:
             feed.close()
 
 
-def _filter_nodes(nodes: Sequence[GpuNode], options: GpusOptions) -> list[GpuNode]:
+def _filter_each_node(nodes: Sequence[GpuNode], options: GpusOptions) -> list[GpuNode]:
     return [filter_node(node, options.users, options.gpus) for node in nodes]
 
 
@@ -237,7 +237,7 @@ def _report_no_gpu(nodes: Sequence[GpuNode], options: GpusOptions) -> int:
     for node in nodes:
         host = f"{node.host}: " if options.is_remote else ""
         print(f"{host}no GPU: {node.fault}", file=sys.stderr)
-    return Exit.NO_GPU
+    return ExitCode.NO_GPU
 
 
 def _watch(
@@ -246,19 +246,19 @@ def _watch(
     """Show a reading per interval until Ctrl-C; ``nodes`` is the first."""
 
     def iter_readings() -> Iterator[list[GpuNode]]:
-        yield _filter_nodes(nodes, options)
+        yield _filter_each_node(nodes, options)
         due = time.monotonic()
         while True:
             # From the time that was due, not from now: readings do not drift by their own length.
             due = max(due + interval_s, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
-            yield _filter_nodes(read_nodes(), options)
+            yield _filter_each_node(read_nodes(), options)
 
     try:
         if options.as_json or not sys.stdout.isatty():
             for reading in iter_readings():
                 _print_nodes(reading, options)
-            return Exit.OK
+            return ExitCode.OK
         from echelon.gpus.terminal import open_full_screen
 
         with open_full_screen() as screen:
@@ -266,7 +266,7 @@ def _watch(
                 screen.draw(_render_for_terminal(reading, options, time.strftime("%H:%M:%S")))
     except KeyboardInterrupt:
         pass
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _print_nodes(nodes: Sequence[GpuNode], options: GpusOptions) -> None:

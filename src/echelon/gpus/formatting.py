@@ -123,7 +123,7 @@ def _render_gpu_line(gpu: Gpu) -> str:
         f"power {format_power(gpu)}",
         *([f"fan {gpu.fan_percent}%"] if gpu.fan_percent is not None else []),
         *(["idle"] if gpu.idle else []),
-        *([] if gpu.processes_told else ["processes not listed (no permission)"]),
+        *([] if gpu.has_process_list else ["processes not listed (no permission)"]),
     ]
     return "  ".join([name, *cells])
 

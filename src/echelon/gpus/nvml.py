@@ -163,7 +163,9 @@ class NvmlDevice(NamedTuple):
         while code == INSUFFICIENT_SIZE and capacity < _MAX_PROCESSES:
             count = c_uint(capacity)
             buffer = ctypes.create_string_buffer(_UNWRITTEN * (_PROCESS_WIDE_BYTES * capacity + 1))
-            code = self.nvml.call(name, self.handle, byref(count), buffer if capacity else None)
+            code = self.nvml.call_unchecked(
+                name, self.handle, byref(count), buffer if capacity else None
+            )
             capacity = max(capacity, count.value) + 8
         if code in (LOST, RESET_REQUIRED):
             raise NvmlError(code)
@@ -198,7 +200,7 @@ class Nvml:
 
     def close(self) -> None:
         """Release the library; device handles are invalid afterwards."""
-        self.call("nvmlShutdown")
+        self.call_unchecked("nvmlShutdown")
 
     def read_driver_version(self) -> str | None:
         """Return the version of the driver, for example ``550.54.15``."""
@@ -224,14 +226,14 @@ class Nvml:
 
     # --- single calls ---
 
-    def call(self, name: str, *arguments: Any) -> int:
+    def call_unchecked(self, name: str, *arguments: Any) -> int:
         """Call a function and return its code; NO_FUNCTION if the driver does not have it."""
         function = getattr(self._library, name, None)
         return int(function(*arguments)) if function else NO_FUNCTION
 
     def try_call(self, name: str, *arguments: Any) -> bool:
         """Return whether a call succeeded; raise if the device is lost or needs a reset."""
-        code = self.call(name, *arguments)
+        code = self.call_unchecked(name, *arguments)
         if code in (LOST, RESET_REQUIRED):
             raise NvmlError(code)
         return code == SUCCESS
@@ -249,7 +251,7 @@ class Nvml:
         return buffer.value.decode(errors="replace")
 
     def _call_or_raise(self, name: str, *arguments: Any) -> None:
-        if code := self.call(name, *arguments):
+        if code := self.call_unchecked(name, *arguments):
             raise NvmlError(code)
 
 

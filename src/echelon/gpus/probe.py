@@ -24,7 +24,7 @@ from echelon.gpus.processes import (
     read_process_info,
     read_start_ticks,
 )
-from echelon.hosts.messages import send_message
+from echelon.hosts.message_protocol import send_message
 
 GPUS_JSON_VERSION = 1
 """The version of the JSON. A new field does not raise it; a field that is removed or changes its
@@ -107,7 +107,7 @@ class Gpu(NamedTuple):
     slices: tuple[MigSlice, ...] = ()
     processes: tuple[GpuProcess, ...] = ()
     """Empty in MIG mode: the slices have the processes."""
-    processes_told: bool = True
+    has_process_list: bool = True
     """Whether the driver lists processes to this user."""
 
     def list_all_processes(self) -> tuple[GpuProcess, ...]:
@@ -236,11 +236,11 @@ class GpuProbe:
             power_w=device.read_power_w(),
             power_limit_w=info.power_limit_w,
             fan_percent=device.read_fan_percent(),
-            idle=not is_mig and is_idle(_count_if_known(processes), memory, use_percent),
+            idle=not is_mig and is_idle(_count_listed_processes(processes), memory, use_percent),
             mig=is_mig,
             slices=tuple(self._read_slice(i, part) for i, part in slices),
             processes=processes or (),
-            processes_told=processes is not None,
+            has_process_list=processes is not None,
         )
 
     def _read_slice(self, index: int, device: NvmlDevice) -> MigSlice:
@@ -252,7 +252,7 @@ class GpuProbe:
             memory and memory.used_bytes,
             memory and memory.total_bytes,
             processes or (),
-            is_idle(_count_if_known(processes), memory, None),
+            is_idle(_count_listed_processes(processes), memory, None),
         )
 
     # --- its processes ---
@@ -306,7 +306,7 @@ def _read_static_info(device: NvmlDevice) -> StaticGpuInfo:
     )
 
 
-def _count_if_known(processes: tuple[GpuProcess, ...] | None) -> int | None:
+def _count_listed_processes(processes: tuple[GpuProcess, ...] | None) -> int | None:
     return None if processes is None else len(processes)
 
 

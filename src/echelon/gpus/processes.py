@@ -202,7 +202,7 @@ class RunStatusCache:
         """Return whether a process that still works for this run is an orphan."""
         status = self._read_status(folder)
         if status.get("state") in _ACTIVE_STATES:
-            return _has_main_process_ended(status.get("process"))
+            return _has_run_process_ended(status.get("process"))
         updated = status.get("updated")
         return isinstance(updated, (int, float)) and time.time() - updated > _EXIT_GRACE_S
 
@@ -216,7 +216,7 @@ class RunStatusCache:
         return parsed[1]
 
 
-def _has_main_process_ended(process: object) -> bool:
+def _has_run_process_ended(process: object) -> bool:
     """Return whether the process that leads a run has ended without writing a final status.
 
     False if it runs on another machine, where it cannot be looked up.

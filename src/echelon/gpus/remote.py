@@ -18,19 +18,19 @@ from contextlib import suppress
 from importlib import resources
 from typing import NamedTuple
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.gpus.probe import GpuNode, node_from_dict
 from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
-from echelon.hosts.messages import split_message
+from echelon.hosts.message_protocol import split_message
 from echelon.hosts.ssh import build_ssh_prefix, split_ssh_command
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _ANSWER_TIMEOUT_S = 30.0
 _SLURM_TIMEOUT_S = 30.0
 _RECONNECT_DELAY_S = 2.0
 _STALE_AFTER_S = 3.0
 _MODULES_SENT = (
-    "echelon.hosts.messages",
+    "echelon.hosts.message_protocol",
     "echelon.gpus.nvml",
     "echelon.gpus.processes",
     "echelon.gpus.probe",
@@ -107,7 +107,7 @@ def _list_job_machines(user: str) -> list[RemoteMachine]:
                 f"--slurm: {user} has no running job",
                 "show all nodes of a partition with --slurm PARTITION",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     return [machines[host] for host in sorted(machines)]
 
@@ -121,7 +121,7 @@ def _list_partition_machines(partition: str, ssh: str) -> list[RemoteMachine]:
                 f"--slurm {partition}: there is no such partition",
                 suggest_nearest(partition, partitions),
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     return list_ssh_machines(sorted(set(hosts)), ssh)
 
@@ -135,11 +135,11 @@ def _run_slurm_command(*words: str) -> str:
     except subprocess.TimeoutExpired:
         reason = f"it did not answer within {_SLURM_TIMEOUT_S:g} s"
     except OSError as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
     if reason:
         raise EchelonError(
             Fault(f"--slurm: {words[0]} fails: {reason}", "is this a machine of a Slurm cluster?"),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     return done.stdout
 
@@ -209,7 +209,7 @@ class NodeFeed:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_for_first_reading(self, timeout_s: float) -> None:
         """Wait for the first reading, or for the reason why there is none."""
         self._has_answered.wait(timeout_s)
 
@@ -250,7 +250,7 @@ class NodeFeed:
                     command, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr
                 )
             except OSError as error:
-                return f"{command[0]} cannot be run: {describe_os_error(error)}"
+                return f"{command[0]} cannot be run: {format_os_error_reason(error)}"
             with process:
                 self._process = process
                 if self._is_closed.is_set():  # close() may have looked before there was a process

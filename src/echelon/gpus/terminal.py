@@ -156,7 +156,7 @@ def _fit_process_columns(processes: Sequence[GpuProcess], width: int) -> dict[st
         "process_memory": max([6, *map(len, memories)]),
         "age": max([3, *(len(formatting.format_process_age(p)) for p in processes)]),
         "job": max([3, *map(len, jobs)]) if jobs else 0,
-        "run": _measure_run_width(processes, width),
+        "run": _compute_run_column_width(processes, width),
     }
     for dropped in (None, "run", "job", "age"):
         if dropped:
@@ -167,7 +167,7 @@ def _fit_process_columns(processes: Sequence[GpuProcess], width: int) -> dict[st
     return widths | {"command": rest if rest >= _MIN_COMMAND_WIDTH else 0}
 
 
-def _measure_run_width(processes: Sequence[GpuProcess], width: int) -> int:
+def _compute_run_column_width(processes: Sequence[GpuProcess], width: int) -> int:
     longest = max((len(p.run or "") for p in processes), default=0)
     return min(max(3, longest), max(16, width // 4)) if longest else 0
 
@@ -245,7 +245,7 @@ def _render_heading(node: GpuNode, width: int, clock: str) -> StyledLine:
 
 def _render_gpu(gpu: Gpu, layout: GpuTableLayout, highlighted_user: str) -> Iterator[StyledLine]:
     yield _render_gpu_row(gpu, layout)
-    if not gpu.processes_told:
+    if not gpu.has_process_list:
         note = " " * (layout.number + 2) + "processes are not listed: no permission"
         yield [(truncate_text(note, layout.width), "yellow")]
     for process in gpu.processes:

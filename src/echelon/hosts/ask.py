@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from echelon.hosts.messages import MARK
-from echelon.utils.os_errors import describe_os_error
+from echelon.hosts.message_protocol import MARK
+from echelon.utils.os_errors import format_os_error_reason
 
 _MAX_PARALLEL = 64
 
@@ -46,7 +46,7 @@ def ask_host(argv: Sequence[str], stdin: bytes, timeout_s: float) -> HostAnswer:
     except subprocess.TimeoutExpired:
         return HostAnswer(None, "", "", f"did not answer within {timeout_s:g} s")
     except OSError as error:
-        return HostAnswer(None, "", "", f"{argv[0]} cannot be run: {describe_os_error(error)}")
+        return HostAnswer(None, "", "", f"{argv[0]} cannot be run: {format_os_error_reason(error)}")
     output = (done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
     return HostAnswer(done.returncode, *output)
 

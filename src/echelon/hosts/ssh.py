@@ -43,9 +43,9 @@ def split_ssh_command(command: str, setting: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise _make_command_error(command, setting, str(error).lower()) from None
+        raise _make_invalid_command_error(command, setting, str(error).lower()) from None
     if not words:
-        raise _make_command_error(command, setting, "it is empty")
+        raise _make_invalid_command_error(command, setting, "it is empty")
     return words
 
 
@@ -53,10 +53,12 @@ def require_ssh(command: str, setting: str) -> None:
     """Raise a fault unless the program of an ssh command is on this machine."""
     program = split_ssh_command(command, setting)[0]
     if shutil.which(program) is None:
-        raise _make_command_error(command, setting, f"there is no {program} on this machine")
+        raise _make_invalid_command_error(
+            command, setting, f"there is no {program} on this machine"
+        )
 
 
-def _make_command_error(command: str, setting: str, reason: str) -> EchelonError:
+def _make_invalid_command_error(command: str, setting: str, reason: str) -> EchelonError:
     separator = " " if setting.startswith("-") else "="
     hint = (
         f"give the command that logs in, e.g. {setting}{separator}'ssh -F FILE', or install OpenSSH"

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.jobs.follow import INITIAL_LINES, PlainPrinter, follow_run
 from echelon.jobs.log_reader import LogLine
 from echelon.runs.find import find_run
-from echelon.runs.metrics_file import read_last_metrics
+from echelon.runs.metrics_file import read_recent_metrics
 from echelon.runs.run_folder import Run
 from echelon.runs.status import RunStatus
 from echelon.tracking.progress import ProgressBar
@@ -29,19 +29,19 @@ def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
     printer = ProgressBarPrinter(run) if has_bar else StatusPrinter(run)
     try:
         status = follow_run(
-            run, lambda: _list_log_names(run), printer, initial_lines, printer.print_status
+            run, lambda: _select_rank_0_logs(run), printer, initial_lines, printer.print_status
         )
     except KeyboardInterrupt:
         printer.close()
         name = format_run_argument(run)
         hint = f"`echelon attach {name}` comes back, `echelon cancel {name}` ends it"
         print(f"\ndetached; run {run.name} goes on\n  hint: {hint}", file=sys.stderr)
-        return Exit.OK
+        return ExitCode.OK
     printer.close()
-    return int(status.exit or Exit.OK)
+    return int(status.exit or ExitCode.OK)
 
 
-def follow_queued_run(config: Config, wait: bool) -> int:
+def attach_or_print_hint(config: Config, wait: bool) -> int:
     """After a run was queued: print how to follow it or, if asked to wait, follow it to its end.
 
     Returns the exit code of the training if it was waited for, else 0.
@@ -53,13 +53,13 @@ def follow_queued_run(config: Config, wait: bool) -> int:
     dir_option = "" if is_default else f" --dir {config.run.dir}"
     print(f"  follow it  echelon logs {run.name} -f{dir_option}")
     print(f"  all runs   echelon jobs{dir_option}")
-    return Exit.OK
+    return ExitCode.OK
 
 
-def _list_log_names(run: Run) -> list[str]:
+def _select_rank_0_logs(run: Run) -> list[str]:
     """Return the logs to show: the batch script's and rank 0's. Where the agent of node 0 has a
     log, it is shown instead, because it contains rank 0's output."""
-    of_rank_0 = "node-0" if run.node_log_file(0).exists() else "rank-0"
+    of_rank_0 = "node-0" if run.get_node_log_file(0).exists() else "rank-0"
     return [name for name in ("job", of_rank_0) if (run.logs_folder / f"{name}.log").exists()]
 
 
@@ -96,16 +96,16 @@ class ProgressBarPrinter(StatusPrinter):
 
     def print_status(self, status: RunStatus) -> None:
         super().print_status(status)
-        metrics = read_last_metrics(self.run.metrics_file)
-        total = self.run.read_status().get("total_steps")
+        metrics = read_recent_metrics(self.run.metrics_file)
+        total = self.run.read_status_file().get("total_steps")
         if self._bar is None and metrics and isinstance(total, int):
             self._bar = ProgressBar(total, metrics[0]["step"])
         if self._bar is not None and metrics:
-            self._bar.progress(metrics[-1])
+            self._bar.update_progress(metrics[-1])
 
-    def show(self, line: LogLine) -> None:
+    def print_log_line(self, line: LogLine) -> None:
         if not self._bar or not self._bar.show:
-            super().show(line)
+            super().print_log_line(line)
         elif not _STEP_LINE.match(line.text):
             self._bar.show(line.text.decode(errors="replace").rstrip("\n"))
 

@@ -6,11 +6,11 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.process_record import is_alive, send_signal
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import last_error_line, run_slurm_command
+from echelon.runs.slurm_queue import get_last_error_line, run_slurm_command
 from echelon.runs.status import RunStatus, read_run_statuses
 
 
@@ -35,12 +35,12 @@ def cancel_runs(runs: Sequence[Run], now: bool) -> int:
             _cancel_process(status, by_folder[status.folder], now)
         elif status not in alone:
             print(f"run {status.run}: the worker of its sweep was told to end it")
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _is_trial(run: Run) -> bool:
     """Whether the run is a trial of a sweep's worker, whose job other trials need as well."""
-    return bool(run.read_status().get("in_sweep"))
+    return bool(run.read_status_file().get("in_sweep"))
 
 
 def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
@@ -52,7 +52,7 @@ def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
         )
     if s.is_active and s.launcher == "slurm" and not s.job:
         return Fault(f"run {s.run} has no job number yet", "wait for the command that submits it")
-    process = Run(Path(s.folder)).read_status().get("process")
+    process = Run(Path(s.folder)).read_status_file().get("process")
     if s.is_active and not s.job and is_alive(process) is None:
         return Fault(
             f"run {s.run} was started on {s.host}, and can be ended only there",
@@ -78,9 +78,10 @@ def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
             Run(Path(status.folder)).cancel_file.unlink(missing_ok=True)
         raise EchelonError(
             Fault(
-                f"Slurm does not cancel job {', '.join(jobs)}: {last_error_line(done)}", _OWNER_HINT
+                f"Slurm does not cancel job {', '.join(jobs)}: {get_last_error_line(done)}",
+                _OWNER_HINT,
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     for s in statuses:
         waited = s.state in ("queued", "requeued")
@@ -89,7 +90,7 @@ def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
 
 def _cancel_process(status: RunStatus, run: Run, now: bool) -> None:
     """Signal the process that the run depends on; workers end with it."""
-    process = run.read_status()["process"]
+    process = run.read_status_file()["process"]
     there = send_signal(process, signal.SIGKILL if now else signal.SIGTERM)
     print(
         f"run {status.run}: process {process['pid']} "

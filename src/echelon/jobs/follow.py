@@ -31,7 +31,7 @@ class LogPrinter(Protocol):
 
     whole_lines: bool
 
-    def show(self, line: LogLine) -> None: ...
+    def print_log_line(self, line: LogLine) -> None: ...
 
     def flush(self) -> None:
         """Called when nothing more is there for now."""
@@ -42,7 +42,7 @@ class PlainPrinter:
 
     whole_lines = False
 
-    def show(self, line: LogLine) -> None:
+    def print_log_line(self, line: LogLine) -> None:
         sys.stdout.buffer.write(line.text)
 
     def flush(self) -> None:
@@ -65,18 +65,18 @@ def follow_run(
     for line in merge_logs(
         run, list(logs.values()), initial_lines, include_partial=not printer.whole_lines
     ):
-        printer.show(line)
+        printer.print_log_line(line)
     status = None
     for status in _poll_status(run):
         on_status(status)
         for name in list_names():
             log = logs.setdefault(name, LogFile(run, name))
             for text in log.read_lines() if printer.whole_lines else log.read_blocks():
-                printer.show(LogLine(time.time(), name, text))
+                printer.print_log_line(LogLine(time.time(), name, text))
         printer.flush()
     for name in list_names():
         for text in logs.setdefault(name, LogFile(run, name)).read_lines(include_partial=True):
-            printer.show(LogLine(time.time(), name, text))
+            printer.print_log_line(LogLine(time.time(), name, text))
     printer.flush()
     assert status is not None
     return status
@@ -97,15 +97,15 @@ def _poll_status(run: Run) -> Iterator[RunStatus]:
             yield status
             time.sleep(_POLL_S)
             is_waiting = time.monotonic() < until and (is_over or not run.exit_code_file.exists())
-            is_waiting = is_waiting or (is_over and _is_closing(run))
+            is_waiting = is_waiting or (is_over and _is_process_closing(run))
         if is_over:
             return
 
 
-def _is_closing(run: Run) -> bool:
+def _is_process_closing(run: Run) -> bool:
     """Whether the run has ended and its process on this machine is still closing, e.g. a
     tracker."""
-    status = run.read_status()
+    status = run.read_status_file()
     ended = status.get("updated")
     recent = isinstance(ended, (int, float)) and time.time() - ended < _CLOSE_TIMEOUT_S
     return recent and bool(is_alive(status.get("process")))

@@ -98,7 +98,7 @@ def merge_logs(
 
 def read_ranks_of_node(run: Run, node: int) -> set[int]:
     """Return the ranks whose logs the agent of a node watches."""
-    names = {name for name, _ in _read_stamps(run.stamps_file(node), None)}
+    names = {name for name, _ in _read_stamps(run.get_stamps_file(node), None)}
     return {int(n.removeprefix("rank-")) for n in names if n.startswith("rank-")}
 
 

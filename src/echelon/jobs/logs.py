@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.follow import INITIAL_LINES, LogPrinter, PlainPrinter, follow_run
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs, read_ranks_of_node
 from echelon.runs.run_folder import Run
@@ -33,11 +33,11 @@ def show_logs(
             follow_run(run, list_wanted, printer, INITIAL_LINES if last is None else last)
         else:
             for line in merge_logs(run, [LogFile(run, name) for name in list_wanted()], last):
-                printer.show(line)
+                printer.print_log_line(line)
             printer.flush()
     except KeyboardInterrupt:
         printer.flush()
-    return Exit.OK
+    return ExitCode.OK
 
 
 def show_logs_of_runs(
@@ -49,7 +49,7 @@ def show_logs_of_runs(
         if _list_logs(run):
             print(f"==> {run.name} <==", flush=True)
             show_logs(run, ranks, nodes, last, False)
-    return Exit.OK
+    return ExitCode.OK
 
 
 # --- which ---
@@ -88,9 +88,9 @@ _NAME = re.compile(r"job|(node|rank)-\d+")
 def _list_ranks_of_node(run: Run, node: int) -> Iterable[int]:
     """Return the ranks of a node as its agent knows them; where Slurm started them, as many on
     each."""
-    if run.stamps_file(node).exists():
+    if run.get_stamps_file(node).exists():
         return read_ranks_of_node(run, node)
-    status = run.read_status()
+    status = run.read_status_file()
     world, nodes = status.get("world"), status.get("nodes")
     each = world // nodes if isinstance(world, int) and isinstance(nodes, int) and nodes else 0
     return range(node * each, (node + 1) * each)
@@ -109,7 +109,7 @@ def _require_logs(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> None:
                 f"run {run.name} has no log of {' or '.join(missing) or 'any rank'}",
                 f"{known}; with -f, what comes is shown",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
 
 
@@ -129,26 +129,26 @@ class PrefixedPrinter:
     whole_lines = True
 
     def __init__(self, run: Run) -> None:
-        world = run.read_status().get("world")
+        world = run.read_status_file().get("world")
         self._width = len(f"rank {world - 1}" if isinstance(world, int) else "rank 0")
         self._has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._shown: dict[bytes, float] = {}
         self._repeated: list[LogLine] = []
 
-    def show(self, line: LogLine) -> None:
+    def print_log_line(self, line: LogLine) -> None:
         if self._repeated and self._repeated[-1].log != line.log:
             self.flush()
         if line.time - self._shown.get(line.text, -math.inf) < _REPEAT_WITHIN_S:
             self._repeated.append(line)
             return
-        self._flush_repeated()
+        self._flush_repeated_lines()
         self._write(line)
 
     def flush(self) -> None:
-        self._flush_repeated()
+        self._flush_repeated_lines()
         sys.stdout.flush()
 
-    def _flush_repeated(self) -> None:
+    def _flush_repeated_lines(self) -> None:
         same, self._repeated = self._repeated, []
         if len(same) >= _MIN_REPEATED_LINES:
             text = f"… {len(same)} lines as above"

@@ -11,8 +11,9 @@ value or a method of :class:`Launcher` too, below the four steps, with a default
 
 To add a launcher NAME:
 
-1. Write `launch/NAME.py` with a subclass of :class:`Launcher`; `launch/local.py` is the shortest
-   example. A launcher that starts processes on a node ends in `launch.node.service.run_node`.
+1. Write `launch/NAME_launcher.py` with a subclass of :class:`Launcher`; `local_launcher.py` is
+   the shortest example. A launcher that starts processes on a node ends in
+   `launch.node.service.run_node`.
 2. Add its line to `launch/registry.py`.
 3. Add `conf/launch/NAME.yaml` with `kind: NAME`, and NAME to `config.schema.LAUNCHERS`, so that
    `launch=NAME` can be typed. `tests/launch/test_registry.py` says what is missing.
@@ -29,9 +30,9 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from echelon.config.schema import Config
-from echelon.config.validate import check_batch_size, check_fsdp_world_size
-from echelon.errors import EchelonError, Exit, Fault
-from echelon.launch.plan import LaunchMachine, LaunchPlan, ProbeExit, ProbePlan
+from echelon.config.validate import check_fsdp_min_world_size, check_min_batch_size
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.plan import LaunchPlan, LocalMachine, ProbeExit, ProbePlan
 from echelon.runs.failure import Failure
 from echelon.runs.process_record import is_alive, make_starting_status
 from echelon.runs.run_folder import Run
@@ -74,7 +75,7 @@ class Launcher(ABC):
     finds_node_0_by_name: ClassVar[bool] = False
     """Whether ranks are told the name of node 0, which then has to resolve, and not its address."""
 
-    def prepare(self, config: Config, dry_run: bool) -> Config:
+    def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Complete the configuration before it is planned: names and secrets.
 
         By default the variables of `launch.secrets` are set in this process, whose workers inherit
@@ -84,17 +85,19 @@ class Launcher(ABC):
         return config
 
     @abstractmethod
-    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+    def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         """Return what will happen. Pure: it asks no GPU, no Slurm and no network."""
 
-    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+    def find_config_faults(
+        self, config: Config, plan: LaunchPlan, machine: LocalMachine
+    ) -> list[Fault]:
         """The settings that contradict the plan, such as a batch smaller than the world.
 
         They are looked for before a dry run as well.
         """
         return [*find_batch_faults(config, plan), *find_fsdp_faults(config, plan)]
 
-    def check_trackers(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> None:
+    def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
         """Raise if rank 0 will be started from here and a tracker that was asked for cannot run."""
         from echelon.tracking.create import require_trackers
 
@@ -120,7 +123,7 @@ class Launcher(ABC):
         self, configs: Sequence[Config], dry_run: bool, start_run: Callable[[Config, bool], int]
     ) -> int:
         """Start the runs of `--multirun`, by default one by one; returns the highest exit code."""
-        return max(collect_until_stopped(start_run(config, dry_run) for config in configs))
+        return max(collect_exit_codes(start_run(config, dry_run) for config in configs))
 
     # --- on a node: asked by `launch/node/` in the processes that carry out the plan ---
 
@@ -188,7 +191,7 @@ class Launcher(ABC):
         return 0
 
 
-def collect_until_stopped(codes: Iterable[int]) -> list[int]:
+def collect_exit_codes(codes: Iterable[int]) -> list[int]:
     """The exit codes of runs that are started one by one as this is iterated.
 
     It ends after a run that was stopped on request: whoever stops one run means those after it too.
@@ -196,7 +199,7 @@ def collect_until_stopped(codes: Iterable[int]) -> list[int]:
     collected: list[int] = []
     for code in codes:
         collected.append(code)
-        if code in (Exit.PREEMPTED, Exit.INTERRUPTED):
+        if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
             break
     return collected
 
@@ -217,13 +220,13 @@ def find_batch_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
     """The fault of a global batch with fewer samples than there are processes."""
     if config.program:
         return []
-    fault = check_batch_size(config.trainer.batch_size, len(plan.places))
+    fault = check_min_batch_size(config.trainer.batch_size, len(plan.places))
     return [fault] if fault else []
 
 
 def find_fsdp_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
     """The fault of replica.kind=fsdp with a single process."""
-    fault = check_fsdp_world_size(config, len(plan.places))
+    fault = check_fsdp_min_world_size(config, len(plan.places))
     return [fault] if fault else []
 
 
@@ -231,7 +234,7 @@ def require_not_running(config: Config) -> None:
     """Refuse a run that another process is working on: both would write over each other's
     snapshots."""
     run = Run.from_config(config)
-    status = run.read_status() if config.run.name else {}
+    status = run.read_status_file() if config.run.name else {}
     is_active = status.get("state") in ("starting", "running")
     if is_active and is_alive(status.get("process")):
         raise EchelonError(
@@ -248,13 +251,13 @@ def require_preflight(config: Config, services: LaunchServices) -> None:
     if not config.launch.preflight:
         return
     code = services.run_preflight(config)
-    if code != Exit.OK:
+    if code != ExitCode.OK:
         raise EchelonError(
             Fault(
                 "launch.preflight=true, and the machines are not ready: see above",
                 "fix what failed, or start without launch.preflight",
             ),
-            exit=Exit(code),
+            exit=ExitCode(code),
         )
 
 

@@ -22,7 +22,7 @@ def find_interface_to(host: str) -> str | None:
     no route.
     """
     address = find_local_address(host)
-    if address is not None and address.startswith("127.") and not _is_loopback_name(host):
+    if address is not None and address.startswith("127.") and not _is_loopback_host(host):
         address = find_local_address(_UNUSED_ADDRESS)  # Debian gives a machine's own name 127.0.1.1
     if address is None:
         return None
@@ -38,7 +38,7 @@ def plan_interface_variables(chosen: str | None, env: Mapping[str, str]) -> dict
     return {name: chosen or env.get(name, text) for name in INTERFACE_VARIABLES}
 
 
-def find_outward_address() -> str | None:
+def find_default_route_address() -> str | None:
     """This machine's address on its default route; None without one."""
     return find_local_address(_UNUSED_ADDRESS)
 
@@ -54,6 +54,6 @@ def find_local_address(host: str) -> str | None:
         return None
 
 
-def _is_loopback_name(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     """Whether a host name means the machine one is on."""
     return host in ("localhost", "127.0.0.1")

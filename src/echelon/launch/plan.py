@@ -17,13 +17,13 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError
 from echelon.utils.text import join_names
 from echelon.world import DeviceRule
-from echelon.world.device_fit import default_process_count, find_visible_fit_fault
+from echelon.world.device_fit import find_visible_fit_fault, get_default_process_count
 
 _MAX_LISTED_RANKS = 64
 """A larger world is shown node by node."""
 
 
-class LaunchMachine(NamedTuple):
+class LocalMachine(NamedTuple):
     """What a plan knows of the machine it is made on."""
 
     env: Mapping[str, str]
@@ -137,7 +137,7 @@ def place_ranks(
     for host, count in zip(hosts, procs, strict=True):
         for local_rank in range(count):
             placements.append(
-                RankPlacement(len(placements), host, local_rank, rule.device_names(local_rank))
+                RankPlacement(len(placements), host, local_rank, rule.get_device_names(local_rank))
             )
     return tuple(placements)
 
@@ -164,7 +164,7 @@ def describe_failure_policy(config: Config) -> str:
     return f"on a failure start them again {what}, {times} times at most"
 
 
-def describe_workload(config: Config) -> str:
+def describe_program_or_experiment(config: Config) -> str:
     """What the processes run: a program or an experiment."""
     if config.program:
         return shlex.join(config.program)
@@ -173,7 +173,7 @@ def describe_workload(config: Config) -> str:
     return f"experiment {config.experiment['entry']}{shared * sharded}"
 
 
-def count_processes(config: Config, visible_devices: int) -> int:
+def count_local_processes(config: Config, visible_devices: int) -> int:
     """How many processes this machine gets: as set, else one for every replica's devices.
 
     Raises an :class:`EchelonError` where they do not fit onto the visible devices.
@@ -183,7 +183,7 @@ def count_processes(config: Config, visible_devices: int) -> int:
         visible_devices, devices_per_replica, procs, config.launch.share_devices
     ):
         raise EchelonError(fault)
-    return procs or default_process_count(visible_devices, devices_per_replica)
+    return procs or get_default_process_count(visible_devices, devices_per_replica)
 
 
 def make_program_words(config: Config, nodes: int, gpus: int) -> list[str]:

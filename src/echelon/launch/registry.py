@@ -8,9 +8,9 @@ from echelon.config.schema import Config
 from echelon.launch.launcher import Launcher
 
 LAUNCHER_CLASSES = {
-    "inline": "echelon.launch.inline:InlineLauncher",
-    "local": "echelon.launch.local:LocalLauncher",
-    "env": "echelon.launch.env:EnvLauncher",
+    "inline": "echelon.launch.inline_launcher:InlineLauncher",
+    "local": "echelon.launch.local_launcher:LocalLauncher",
+    "env": "echelon.launch.env_launcher:EnvLauncher",
     "ssh": "echelon.launch.ssh.launcher:SshLauncher",
     "slurm": "echelon.launch.slurm.launcher:SlurmLauncher",
 }

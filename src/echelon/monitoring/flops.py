@@ -82,14 +82,14 @@ class FlopsCounter:
             shapes = tree_map_only(Tensor, lambda t: t.to("meta"), batch.data)
             self._batch = Batch(shapes, batch.sample_count)
 
-    def count_flops(self) -> None:
+    def ensure_counted(self) -> None:
         """Count, once. This takes a moment, because torch imports its compiler for it."""
         model, self._model = self._model, None
         self.is_counted = True
         if model is None or self._batch is None:
             return
         # A model that looks at its numbers cannot be counted: then there is no MFU.
-        with contextlib.suppress(Exception), _RefuseRealTensors():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(Exception), _RealTensorGuard():  # type: ignore[no-untyped-call]
             self.flops_per_sample = self._count(model, self._batch.data) / self._batch.sample_count
 
     def compute_mfu(self, samples_per_s: float) -> float | None:
@@ -107,7 +107,7 @@ class FlopsCounter:
         return float(counter.get_total_flops())
 
 
-class _RefuseRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RealTensorGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises where a real tensor would be moved to the meta device. What an experiment keeps
     outside its model, and moves to where a batch is, would have lost its values for the next
     step."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit, Fault
-from echelon.parallel.model_parallel import get_devices
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots
 from echelon.tracking.summary import format_run_argument, shorten_path
@@ -63,8 +63,8 @@ def explain_out_of_memory(
     error: BaseException, config: Config, world: World, run: Run | None, training: Training | None
 ) -> EchelonError:
     """In sentences: for the person whose model it is, who knows its traceback by heart."""
-    on_gpu = get_devices(world)[0].type == "cuda"
-    memory_use = MemoryUse.measure(training)
+    on_gpu = get_process_devices(world)[0].type == "cuda"
+    memory_use = MemoryUse.measure_training(training)
     is_evaluating = training is not None and training.is_evaluating
     what = [
         _describe_request(str(error), world, on_gpu),
@@ -79,7 +79,7 @@ def explain_out_of_memory(
     if run is not None:
         setting, _ = next(_suggest_smaller_batches(config, world, is_evaluating), ("", ""))
         advice.append(_describe_newest_snapshot(run, training, setting))
-    return EchelonError(Fault("; ".join(what), _LINE_BREAK.join(advice)), exit=Exit.FAILED)
+    return EchelonError(Fault("; ".join(what), _LINE_BREAK.join(advice)), exit=ExitCode.FAILED)
 
 
 # --- what was asked for, and what was there ---
@@ -140,7 +140,7 @@ class MemoryUse:
     peak_bytes: int = 0
 
     @classmethod
-    def measure(cls, training: Training | None) -> MemoryUse:
+    def measure_training(cls, training: Training | None) -> MemoryUse:
         """Return the memory use of a training as it is now."""
         if training is None:
             return cls()

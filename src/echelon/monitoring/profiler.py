@@ -23,7 +23,7 @@ _MAX_ROWS = 8
 _NAME_WIDTH = 44
 
 
-def check_profile_steps(steps: int, total_steps: int) -> Fault | None:
+def find_profile_fault(steps: int, total_steps: int) -> Fault | None:
     """Return the fault of a run that is too short for its profile; None if it is long enough."""
     if WARMUP_STEPS + steps <= total_steps:
         return None
@@ -42,9 +42,9 @@ def create_profiler(
     with too few steps left goes on without one, since that is not worth an error."""
     if steps is None:
         return None
-    if step == 0 and (fault := check_profile_steps(steps, total_steps)):
+    if step == 0 and (fault := find_profile_fault(steps, total_steps)):
         raise EchelonError(fault)
-    if check_profile_steps(steps, total_steps - step):
+    if find_profile_fault(steps, total_steps - step):
         if rank == 0 and step < total_steps:
             _print_message(
                 f"trainer.profile={steps}: only {total_steps - step} steps are left, no profile"
@@ -77,7 +77,7 @@ class StepProfiler:
             return 0.0
         return time.monotonic() - begun
 
-    def close(self) -> None:
+    def discard_profile(self) -> None:
         """Discard a profile that the run ended within. torch would crash at the end of the
         process otherwise, and whoever stops a run does not wait for a trace."""
         if self._profiler is not None:

@@ -27,7 +27,7 @@ from echelon.config.schema import Config
 from echelon.data.batches import Batch, BlockSlice
 from echelon.experiment.definition import Experiment
 from echelon.monitoring.stragglers import OwnTime, StragglerMonitor
-from echelon.parallel.model_parallel import get_devices
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class StepTimestamps:
         """Return the times between the borders that were recorded."""
         computed = "own" if "own" in self._times else "reduced"
         return StepSplit(
-            self._elapsed_ms("asked", "given"),
-            self._elapsed_ms("given", computed),
-            self._elapsed_ms("own", "reduced"),
-            self._elapsed_ms("reduced", "stepped"),
+            self._compute_elapsed_ms("asked", "given"),
+            self._compute_elapsed_ms("given", computed),
+            self._compute_elapsed_ms("own", "reduced"),
+            self._compute_elapsed_ms("reduced", "stepped"),
         )
 
-    def _elapsed_ms(self, start: str, end: str) -> float | None:
+    def _compute_elapsed_ms(self, start: str, end: str) -> float | None:
         a, b = self._times.get(start), self._times.get(end)
         if a is None or b is None:
             return None
@@ -108,7 +108,7 @@ def create_speed_monitor(experiment: Experiment, config: Config, group: RankGrou
     """Return the monitor of this rank. Call it before anything wraps the model, because
     operations are counted on a copy of it."""
     world = group.world
-    devices = list(get_devices(world))
+    devices = list(get_process_devices(world))
     flops = None
     if world.rank == 0 and devices[0].type == "cuda":
         from echelon.monitoring.flops import FlopsCounter, get_peak_flops
@@ -119,7 +119,7 @@ def create_speed_monitor(experiment: Experiment, config: Config, group: RankGrou
     return SpeedMonitor(devices, flops, StragglerMonitor(group) if world.size > 1 else None)
 
 
-class TimedReplica(Protocol):
+class SupportsStepTimer(Protocol):
     """A replica that records timestamps within its step while ``step_timer`` is set."""
 
     step_timer: StepTimestamps | None
@@ -154,7 +154,7 @@ class SpeedMonitor:
         self._interval_start = (then + seconds, step, samples)
 
     def sample_batches(
-        self, batches: Iterable[Batch | BlockSlice], replica: TimedReplica
+        self, batches: Iterable[Batch | BlockSlice], replica: SupportsStepTimer
     ) -> Iterator[Batch | BlockSlice]:
         """Yield the batches; now and then the step of one is sampled."""
         iterator = iter(batches)
@@ -210,7 +210,7 @@ class SpeedMonitor:
     def _compute_mfu(self, now: float, samples_per_s: float) -> float | None:
         assert self._flops is not None
         if not self._flops.is_counted and now >= self._begun + _COUNT_FLOPS_AFTER_S:
-            self._flops.count_flops()
+            self._flops.ensure_counted()
             self.restart_interval(*self._interval_start[1:])
         return self._flops.compute_mfu(samples_per_s)
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, BlockSlice
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, Predict, default_predict
 from echelon.experiment.loss_check import compute_loss
 from echelon.experiment.optimizer_step import (
@@ -35,7 +35,7 @@ from echelon.parallel.replica import (
     READBACK_STEPS,
     StepRequests,
     StepResult,
-    read_rows,
+    read_tensors_to_host,
     split_microbatches,
 )
 from echelon.parallel.sparse_tables import RowExchange, make_sparse_gradient
@@ -88,8 +88,8 @@ class DDPReplica:
         if trainer.compile:
             from echelon.experiment.compilation import CompiledFunction
 
-            compiled = CompiledFunction(self._objective.compute_loss, heartbeat)
-            self._objective.compute_loss = compiled  # type: ignore[method-assign]
+            compiled = CompiledFunction(self._objective.compute_mean_loss, heartbeat)
+            self._objective.compute_mean_loss = compiled  # type: ignore[method-assign]
         self._parameters_with_control = [self._objective.control, *self.parameters]
         self._merge_rows = RowMerger()
         self._ddp: nn.Module = self._objective
@@ -102,7 +102,7 @@ class DDPReplica:
         """Present where the step can be a CUDA graph."""
 
     @property
-    def readback_steps(self) -> int:
+    def readback_interval_steps(self) -> int:
         """How many steps may pass until their results are read from the device."""
         graph = None if self.capture is None else self.capture.graph
         if graph is not None and self.world_size == 1:
@@ -119,7 +119,9 @@ class DDPReplica:
         self._keep_requests(requests)
         if self.capture is None or not self.capture.try_replay(batch, total):
             self._collect_graph_results()
-            self._unread_rows.append(self._run_backward(batch.data, batch.sample_count, total))
+            self._unread_rows.append(
+                self._run_forward_backward(batch.data, batch.sample_count, total)
+            )
             if self.step_timer is not None:
                 self.step_timer.record("reduced")
             self._update_weights()
@@ -132,11 +134,11 @@ class DDPReplica:
         DDP cannot be captured here, as it runs its collectives from hooks in other streams.
         """
         if self.world_size == 1:
-            result = self._run_backward(data, sample_count, total)
+            result = self._run_forward_backward(data, sample_count, total)
         else:
             self._run_microbatches(data, sample_count, total, self._objective)
             _average_gradients(self._parameters_with_control, self.world_size)
-            result = self._copy_reduced_control()
+            result = self._clone_reduced_control()
         self._update_weights()
         return result
 
@@ -181,7 +183,7 @@ class DDPReplica:
         """Returns the results of the steps since the last call. On a GPU this waits for the
         device."""
         self._collect_graph_results()
-        rows = read_rows(self._unread_rows)
+        rows = read_tensors_to_host(self._unread_rows)
         self._unread_rows.clear()
         if self.world_size == 1:
             results = [StepResult(self._unread_requests, loss) for loss in rows]
@@ -212,16 +214,16 @@ class DDPReplica:
         if self.world_size > 1:
             self._objective.write_requests(requests)
 
-    def _run_backward(self, data: Any, sample_count: int, total: int) -> Tensor:
+    def _run_forward_backward(self, data: Any, sample_count: int, total: int) -> Tensor:
         """Returns the step's result: the loss, and with several ranks all requests."""
         if self.world_size == 1 and self.accumulate_steps == 1:
-            loss = self._objective.compute_loss(data)
-            self._objective.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+            loss = self._objective.compute_mean_loss(data)
+            self._objective.apply_grad_scaler(loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         self._run_microbatches(data, sample_count, total, self._ddp)
         if self._exchange is not None:
             self._exchange()
-        return self._copy_reduced_control()
+        return self._clone_reduced_control()
 
     def _run_microbatches(
         self, data: Any, sample_count: int, total: int, module: nn.Module
@@ -243,7 +245,7 @@ class DDPReplica:
         if isinstance(module, DistributedDataParallel):
             _require_all_reduced(module)
 
-    def _copy_reduced_control(self) -> Tensor:
+    def _clone_reduced_control(self) -> Tensor:
         """Returns the requests and the loss of all ranks, which arrived with the gradients."""
         reduced = self._objective.control.grad
         assert reduced is not None
@@ -285,7 +287,7 @@ class _WeightedLoss(nn.Module):
             self._control_values[:-1] = torch.tensor([float(w) for w in requests])
             self._sent_requests = requests
 
-    def compute_loss(self, data: Any) -> Tensor:
+    def compute_mean_loss(self, data: Any) -> Tensor:
         """Returns the mean loss over `data`. This is the function that `trainer.compile`
         compiles."""
         if self._precision.half_dtype is None:  # even an empty context costs 1 % of a small step
@@ -299,13 +301,13 @@ class _WeightedLoss(nn.Module):
         The gradient of `control.dot(values)` with respect to `control` is `values`: so DDP's
         all-reduce of gradients also averages requests and loss.
         """
-        weighted = self._make_zero_loss() if data is None else self.compute_loss(data)
+        weighted = self._make_zero_loss() if data is None else self.compute_mean_loss(data)
         if weight != 1.0:  # it usually is, and a product costs 1 % of a small step
             weighted = weighted * weight
         self._loss_slot.copy_(weighted.detach())
-        return self.scale_loss(weighted) + self.control.dot(self._control_values)
+        return self.apply_grad_scaler(weighted) + self.control.dot(self._control_values)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
+    def apply_grad_scaler(self, loss: Tensor) -> Tensor:
         """Returns the loss as the backward pass needs it: scaled where there is a gradient
         scaler."""
         return loss if self.scaler is None else self.scaler.scale(loss)
@@ -356,7 +358,7 @@ def _require_all_reduced(ddp: DistributedDataParallel) -> None:
                 "other processes wait for gradients that never arrive",
                 "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         ) from error
 
 

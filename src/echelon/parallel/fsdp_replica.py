@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, BatchSource, BlockSlice
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss
 from echelon.experiment.optimizer_step import list_trained_parameters, update_weights
@@ -33,7 +33,7 @@ from echelon.parallel.replica import (
     READBACK_STEPS,
     StepRequests,
     StepResult,
-    read_rows,
+    read_tensors_to_host,
     split_microbatches,
 )
 from echelon.runs.heartbeat import Heartbeat
@@ -56,19 +56,19 @@ class FillerBatch:
 
     def __call__(self) -> Any:
         if self._data is None:
-            order = _FirstSamples(min(_FILLER_SAMPLES, len(self._source)))
-            [batch] = self._source.batches(order, 0, self._device)
+            order = _FirstSamplesOrder(min(_FILLER_SAMPLES, len(self._source)))
+            [batch] = self._source.iter_batches(order, 0, self._device)
             self._data = batch.data
         return self._data
 
 
-class _FirstSamples:
+class _FirstSamplesOrder:
     """An order with one batch: the first `count` samples."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+    def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         yield torch.arange(self.count), [self.count]
 
 
@@ -92,7 +92,7 @@ class FSDPReplica:
         self._clip = None if most is None else partial(self._clip_gradients, most)
         self.accumulate_steps = trainer.accumulate
         self.world_size = world.size
-        self.readback_steps = READBACK_STEPS[device.type]
+        self.readback_interval_steps = READBACK_STEPS[device.type]
         self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
         self._optimized_parameters = list_trained_parameters(experiment.optimizer)
         self._root: FSDPModule = experiment.model
@@ -107,7 +107,7 @@ class FSDPReplica:
 
     def step(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
-        self._run_backward(batch, total, requests)
+        self._run_forward_backward(batch, total, requests)
         if self.step_timer is not None:
             self.step_timer.record("reduced")
         self._update_weights()
@@ -135,7 +135,7 @@ class FSDPReplica:
                     "use one that updates every element on its own, such as AdamW or SGD, or leave "
                     "replica.kind=fsdp out",
                 ),
-                exit=Exit.FAILED,
+                exit=ExitCode.FAILED,
             ) from error
 
     def read_results(self) -> list[StepResult]:
@@ -143,15 +143,17 @@ class FSDPReplica:
         device."""
         results = [
             StepResult(StepRequests(*(number > 0 for number in sums)), loss)
-            for *sums, loss in read_rows(self._unread_rows)
+            for *sums, loss in read_tensors_to_host(self._unread_rows)
         ]
         self._unread_rows.clear()
         return results
 
-    def _run_backward(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
+    def _run_forward_backward(
+        self, batch: Batch | BlockSlice, total: int, requests: StepRequests
+    ) -> None:
         """Runs forward and backward over the microbatches, then all-reduces requests and loss."""
         broadcast_buffers(self._buffers)  # before every step, as DDP does
-        reduced = self._write_requests(requests)
+        reduced = self._copy_requests_to_device(requests)
         pieces = split_microbatches(batch.data, batch.sample_count, self.accumulate_steps)
         for i, (data, sample_count) in enumerate(pieces):
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
@@ -186,11 +188,11 @@ class FSDPReplica:
                         "model, where this rank has only a shard of them",
                         "let predict call the model itself, model(…), for all that needs weights",
                     ),
-                    exit=Exit.FAILED,
+                    exit=ExitCode.FAILED,
                 ) from error
             return compute_loss(self.experiment.loss, output, target).float()
 
-    def _write_requests(self, requests: StepRequests) -> Tensor:
+    def _copy_requests_to_device(self, requests: StepRequests) -> Tensor:
         """Returns a copy of this rank's requests on the device, with room for the loss."""
         if requests != self._sent_requests:  # seldom, so the write to the device costs nothing
             self._request_buffer[:-1] = torch.tensor([float(w) for w in requests])

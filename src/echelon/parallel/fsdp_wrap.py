@@ -30,7 +30,7 @@ def shard_model(
     model = experiment.model
     _broadcast_weights(model)
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
-    swapper = _ParameterSwapper(experiment.optimizer, mesh)
+    swapper = _OptimizerSharder(experiment.optimizer, mesh)
     # Weights are gathered in the precision they are used in; autocast does the rest, as with DDP.
     # The model's own inputs are not cast either: it may still have to subtract a mean from them.
     half_dtype = HALF_DTYPES.get(trainer.precision)
@@ -48,8 +48,8 @@ def shard_model(
         fully_shard(module, mesh=mesh, mp_policy=policy)
         for name, p in module.named_parameters():
             if p is not before[name]:
-                swapper.swap(before[name], p)
-    for fsdp_module in _find_fsdp_modules(model):
+                swapper.replace_by_shard(before[name], p)
+    for fsdp_module in _iter_sharded_modules(model):
         # The mean as a sum that is divided afterwards: gloo's own mean is wrong in some versions of
         # torch (pytorch issue 162338).
         fsdp_module.set_force_sum_reduction_for_comms(True)
@@ -102,7 +102,7 @@ def _broadcast_weights(model: nn.Module) -> None:
                 tensor.copy_(whole)
 
 
-def _find_fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+def _iter_sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """Returns the modules that hold shards."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
@@ -121,7 +121,7 @@ def reduce_unused_parameters(module: FSDPModule) -> None:
     module.set_reduce_scatter_unused_params(True)
 
 
-class _ParameterSwapper:
+class _OptimizerSharder:
     """Replaces an optimizer's parameters by their shards.
 
     Parameter groups keep their settings. Of a parameter's state, the rows of this rank's shard are
@@ -137,7 +137,7 @@ class _ParameterSwapper:
             for i, p in enumerate(group["params"])
         }
 
-    def swap(self, whole: nn.Parameter, shard: nn.Parameter) -> None:
+    def replace_by_shard(self, whole: nn.Parameter, shard: nn.Parameter) -> None:
         """Replaces a whole parameter by its shard and frees the whole one."""
         if id(whole) in self._positions:
             group, i = self._positions[id(whole)]

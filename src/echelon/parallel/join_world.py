@@ -13,11 +13,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.process_group import RankGroup
-from echelon.parallel.store import SILENT_WAIT_S, format_ranks, report_waiting, wait_for_keys
+from echelon.parallel.store import SILENT_WAIT_S, format_ranks, print_wait_message, wait_for_keys
 from echelon.runs.failure import Failure
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.world import World
 
 _POLL_S = 0.02
@@ -49,11 +49,11 @@ def join_world(world: World, config: Config, env: Mapping[str, str]) -> RankGrou
     if missing:
         _raise_missing_ranks(store, world, missing, timeout_s, hosts_store)
     hosts = [store.get(f"rank {r}").decode() for r in range(world.size)]
-    located_world = world if world.settled else world.with_hosts(hosts)
+    located_world = world if world.settled else world.renumber_by_hosts(hosts)
     return RankGroup(located_world, store, hosts_store, hang_s)
 
 
-def report_to_agent(failure: Failure, env: Mapping[str, str]) -> None:
+def publish_failure_to_agent(failure: Failure, env: Mapping[str, str]) -> None:
     """Publishes a failure in the agent's store, for a rank whose group has no store.
 
     That is a rank that is alone, or that failed before it joined the world.
@@ -111,14 +111,14 @@ def _wait_for_host(world: World, host: str, port: int, timeout_s: float) -> None
             raise EchelonError(
                 Fault(
                     f"rank {world.rank} found no rank 0 at {world.master} within {timeout_s:g} s "
-                    f"({describe_os_error(found)})",
+                    f"({format_os_error_reason(found)})",
                     "start rank 0 there, give its address with master=HOST:PORT, or wait longer "
                     "with launch.join_timeout_s=SECONDS",
                 ),
-                exit=Exit.RENDEZVOUS,
+                exit=ExitCode.RENDEZVOUS,
             )
         if waited > SILENT_WAIT_S and not has_reported:
-            has_reported = report_waiting(
+            has_reported = print_wait_message(
                 f"rank {world.rank} waits for rank 0 at {world.master}", timeout_s
             )
         time.sleep(_POLL_S)
@@ -140,7 +140,7 @@ def _make_address_error(world: World, other: str, found: str) -> EchelonError:
             if is_port_taken
             else "give an address of rank 0's machine: master=HOST:PORT",
         ),
-        exit=Exit.RENDEZVOUS,
+        exit=ExitCode.RENDEZVOUS,
     )
 
 
@@ -152,7 +152,7 @@ def _claim_rank(store: dist.Store, world: World) -> None:
                 f"rank={world.rank} is taken: another process of this world of {world.size} has it",
                 "give every process a rank of its own",
             ),
-            exit=Exit.RENDEZVOUS,
+            exit=ExitCode.RENDEZVOUS,
         )
 
 
@@ -171,5 +171,5 @@ def _raise_missing_ranks(
             f"processes are here; missing: rank {format_ranks(missing)}",
             "start the missing ranks, or wait longer with launch.join_timeout_s=SECONDS",
         ),
-        exit=Exit.RENDEZVOUS,
+        exit=ExitCode.RENDEZVOUS,
     )

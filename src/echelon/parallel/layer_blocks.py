@@ -97,7 +97,7 @@ class _BufferGuard(AbstractContextManager[None]):
         self._saved_buffers.clear()
 
 
-def require_blocks(blocks: list[nn.Module]) -> None:
+def require_checkpoint_blocks(blocks: list[nn.Module]) -> None:
     """Raises where `replica.checkpoint=true` finds no blocks."""
     if not blocks:
         raise EchelonError(

@@ -25,7 +25,7 @@ from echelon.world import World
 _PLACE_BY_HAND = "place the layers yourself: def experiment(cfg, devices): …"
 
 
-def get_devices(world: World) -> tuple[torch.device, ...]:
+def get_process_devices(world: World) -> tuple[torch.device, ...]:
     """Returns the devices of this process as torch knows them, in order.
 
     torch has one CPU only: "cpu:0" and "cpu:1" are both "cpu", or torch would copy tensors between
@@ -35,7 +35,7 @@ def get_devices(world: World) -> tuple[torch.device, ...]:
     return tuple(map(torch.device, names))
 
 
-class ModelStage(NamedTuple):
+class StageDescription(NamedTuple):
     """What lies on one device, for the opening line of a run."""
 
     device: str
@@ -57,23 +57,23 @@ def split_model(
     names: Sequence[str],
     devices: Sequence[torch.device],
     sample: SampleBatch,
-) -> list[ModelStage]:
+) -> list[StageDescription]:
     """Splits the model into one stage per device, moves the layers, and describes the stages."""
     stages = _plan_stages(experiment, devices, sample)
     for stage, device in zip(stages, devices, strict=True):
         for piece in stage:
-            _move_group(piece, device)
-    _route_tensors(experiment, devices[0], devices[-1])
+            _place_layer_group(piece, device)
+    _wrap_predict_and_loss(experiment, devices[0], devices[-1])
     _require_separable(experiment, devices, sample)
     return [_describe_stage(name, stage) for name, stage in zip(names, stages, strict=True)]
 
 
-def describe_stages(stages: Sequence[ModelStage]) -> str:
+def format_stages(stages: Sequence[StageDescription]) -> str:
     """Describes the stages in one line."""
     return "; ".join(f"{s.device}: {s.layers}, {format_bytes(s.size_bytes)}" for s in stages)
 
 
-def _route_tensors(experiment: Experiment, first: torch.device, last: torch.device) -> None:
+def _wrap_predict_and_loss(experiment: Experiment, first: torch.device, last: torch.device) -> None:
     """Wraps `predict` and `loss`: outputs and targets meet on the last device, losses go to the
     first.
 
@@ -95,9 +95,9 @@ def _move_tensors(tree: Any, device: torch.device) -> Any:
 
 def describe_manual_placement(
     experiment: Experiment, names: Sequence[str], devices: Sequence[torch.device]
-) -> list[ModelStage]:
+) -> list[StageDescription]:
     """Checks and describes the placement that the experiment itself has chosen."""
-    tensors = dict(_iter_tensors(experiment.model))
+    tensors = dict(_iter_parameters_and_buffers(experiment.model))
     misplaced = [name for name, tensor in tensors.items() if tensor.device not in devices]
     if misplaced:
         where = tensors[misplaced[0]].device
@@ -109,15 +109,17 @@ def describe_manual_placement(
                 "move every layer to one of them: layer.to(devices[0])",
             )
         )
-    _route_tensors(experiment, devices[0], devices[-1])
+    _wrap_predict_and_loss(experiment, devices[0], devices[-1])
     if devices[0].type == "cpu":
         return [
-            ModelStage(join_names(names), "placed by the experiment", _sum_bytes(tensors.values()))
+            StageDescription(
+                join_names(names), "placed by the experiment", _sum_bytes(tensors.values())
+            )
         ]
     on = {d: [t for t in tensors.values() if t.device == d] for d in devices}
     counted = ((name, on[d]) for name, d in zip(names, devices, strict=True))
     return [
-        ModelStage(name, f"{len(tensors_there)} tensors", _sum_bytes(tensors_there))
+        StageDescription(name, f"{len(tensors_there)} tensors", _sum_bytes(tensors_there))
         for name, tensors_there in counted
     ]
 
@@ -164,7 +166,7 @@ def _plan_stages(
         _estimate_bytes(piece, copy_count) + int(output * sample.scale)
         for piece, output in zip(layer_groups, output_sizes, strict=True)
     ]
-    ends = [0, *accumulate(split_evenly(costs, count))]
+    ends = [0, *accumulate(split_costs_evenly(costs, count))]
     stages = [layer_groups[a:b] for a, b in pairwise(ends)]
     _require_unshared_parameters(model, stages)
     return stages
@@ -177,7 +179,7 @@ def list_layer_groups(model: nn.Module) -> list[LayerGroup]:
     it in the model is one group, and so is all that comes after: only the model's forward knows
     their order.
     """
-    path = _find_longest_chain(model)
+    path = _find_largest_chain(model)
     if path is None:
         return []
     before: dict[str, nn.Module] = {}
@@ -191,23 +193,23 @@ def list_layer_groups(model: nn.Module) -> list[LayerGroup]:
         before |= dict(children[:at])
         after = dict(children[at + 1 :]) | after
         module = children[at][1]
-    found = [_make_group(before, around)] if around else []
+    found = [_make_layer_group(before, around)] if around else []
     found += [
         LayerGroup(name, name, [layer], [])
         for name, layer in _flatten_chain(module, ".".join(path))
     ]
-    found += [_make_group(after, [])] if after else []
-    return _merge_without_parameters(found)
+    found += [_make_layer_group(after, [])] if after else []
+    return _merge_parameterless_layers(found)
 
 
-def _make_group(layers: dict[str, nn.Module], enclosing: list[nn.Module]) -> LayerGroup:
+def _make_layer_group(layers: dict[str, nn.Module], enclosing: list[nn.Module]) -> LayerGroup:
     """Makes one group of the layers on one side of the chain, with the modules that enclose it."""
     own = [name for module in enclosing for name, _ in module.named_parameters(recurse=False)]
     names = [*own, *layers] or [""]
     return LayerGroup(names[0], names[-1], list(layers.values()), enclosing)
 
 
-def _find_longest_chain(model: nn.Module) -> tuple[str, ...] | None:
+def _find_largest_chain(model: nn.Module) -> tuple[str, ...] | None:
     """Returns the path to the chain with the largest parameters; () for the model itself, None for
     none."""
     if _is_chain(model):
@@ -240,13 +242,13 @@ def _flatten_chain(chain: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
             yield full, layer
 
 
-def _merge_without_parameters(groups: list[LayerGroup]) -> list[LayerGroup]:
+def _merge_parameterless_layers(groups: list[LayerGroup]) -> list[LayerGroup]:
     """Joins a layer without parameters with the one before it: it would not be a stage on its
     own."""
     found: list[LayerGroup] = []
     for piece in groups:
         if found and not (
-            _sum_bytes(_list_tensors(piece)) and _sum_bytes(_list_tensors(found[-1]))
+            _sum_bytes(_list_group_tensors(piece)) and _sum_bytes(_list_group_tensors(found[-1]))
         ):
             other = found.pop()
             layers, around = other.layers + piece.layers, other.enclosing + piece.enclosing
@@ -255,7 +257,7 @@ def _merge_without_parameters(groups: list[LayerGroup]) -> list[LayerGroup]:
     return found
 
 
-def split_evenly(costs: Sequence[int], parts: int) -> list[int]:
+def split_costs_evenly(costs: Sequence[int], parts: int) -> list[int]:
     """Returns how many of the costs each part takes, in order.
 
     The largest part is as small as possible, and among such splits the parts are as even as
@@ -288,7 +290,7 @@ def _require_unshared_parameters(model: nn.Module, stages: Sequence[Sequence[Lay
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for number, stage in enumerate(stages):
-        for tensor in (t for piece in stage for t in _list_tensors(piece)):
+        for tensor in (t for piece in stage for t in _list_group_tensors(piece)):
             first = stage_of.setdefault(id(tensor), number)
             if first != number and id(tensor) in names:
                 raise EchelonError(
@@ -300,17 +302,17 @@ def _require_unshared_parameters(model: nn.Module, stages: Sequence[Sequence[Lay
                 )
 
 
-def _move_group(group: LayerGroup, device: torch.device) -> None:
+def _place_layer_group(group: LayerGroup, device: torch.device) -> None:
     """Moves a group to its device, and lets its layers fetch their inputs."""
     for module in group.enclosing:
         module._apply(lambda t: t.to(device), recurse=False)  # type: ignore[no-untyped-call]
     for layer in group.layers:
         layer.to(device)
-        if _sum_bytes(t for _, t in _iter_tensors(layer)):
-            layer.register_forward_pre_hook(_MoveInputs(device), with_kwargs=True)
+        if _sum_bytes(t for _, t in _iter_parameters_and_buffers(layer)):
+            layer.register_forward_pre_hook(_InputMover(device), with_kwargs=True)
 
 
-class _MoveInputs:
+class _InputMover:
     """A forward hook that moves a layer's inputs to its device.
 
     That includes masks and the like, which the model's forward passes to every layer.
@@ -329,26 +331,26 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _describe_stage(device: str, stage: Sequence[LayerGroup]) -> ModelStage:
+def _describe_stage(device: str, stage: Sequence[LayerGroup]) -> StageDescription:
     """Describes a stage by its first and last layer."""
     first, last = stage[0].first, stage[-1].last
-    size = sum(_sum_bytes(_list_tensors(piece)) for piece in stage)
-    return ModelStage(device, first if first == last else f"{first} … {last}", size)
+    size = sum(_sum_bytes(_list_group_tensors(piece)) for piece in stage)
+    return StageDescription(device, first if first == last else f"{first} … {last}", size)
 
 
 # --- memory ---
 
 
-def _iter_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iter_parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields parameters and buffers with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _list_tensors(group: LayerGroup) -> list[Tensor]:
+def _list_group_tensors(group: LayerGroup) -> list[Tensor]:
     """Returns all tensors of a layer group."""
     own = [t for m in group.enclosing for t in (*m.parameters(False), *m.buffers(False))]
-    return own + [t for layer in group.layers for _, t in _iter_tensors(layer)]
+    return own + [t for layer in group.layers for _, t in _iter_parameters_and_buffers(layer)]
 
 
 def _sum_bytes(tensors: Any) -> int:
@@ -367,7 +369,7 @@ def _count_state_copies(optimizer: torch.optim.Optimizer) -> int:
 
 def _estimate_bytes(group: LayerGroup, copies: int) -> int:
     """Returns the memory of a group's parameters, gradients and optimizer state."""
-    tensors = _list_tensors(group)
+    tensors = _list_group_tensors(group)
     trained = [t for t in tensors if t.requires_grad]
     return _sum_bytes(tensors) + (copies - 1) * _sum_bytes(trained)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.schema import Config, find_differences, flatten
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.store import format_ranks, read_failure, wait_for_keys
 from echelon.runs.failure import Failure
 from echelon.world import World
@@ -63,7 +63,7 @@ class RankGroup:
         if wait_for_keys(self.store, [key], _SHARE_TIMEOUT_S):
             raise EchelonError(
                 Fault(f"rank 0 did not share its {key}", "look at the end of rank 0's output"),
-                exit=Exit.RENDEZVOUS,
+                exit=ExitCode.RENDEZVOUS,
             )
 
     def share_from_rank0(self, key: str, value: str) -> str:
@@ -92,7 +92,7 @@ class RankGroup:
                     f"after {timeout_s:g} s rank {format_ranks(missing)} was not {state}",
                     "look at the end of that rank's log",
                 ),
-                exit=Exit.RENDEZVOUS,
+                exit=ExitCode.RENDEZVOUS,
             )
 
     def _find_missing_ranks(self, key: str, timeout_s: float) -> list[int]:
@@ -120,7 +120,7 @@ class RankGroup:
                     )
                     for key, (a, b) in different.items()
                 ),
-                exit=Exit.RENDEZVOUS,
+                exit=ExitCode.RENDEZVOUS,
             )
 
     # --- failures ---

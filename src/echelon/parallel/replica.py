@@ -42,7 +42,7 @@ def split_microbatches(data: Any, sample_count: int, count: int) -> list[tuple[A
     """
     if count == 1 or data is None:
         return [(data, sample_count)] + [(None, 0)] * (count - 1)
-    leaves, structure = tree_flatten(data, is_leaf=_is_plain_column)
+    leaves, structure = tree_flatten(data, is_leaf=_is_value_list)
     pieces: list[tuple[Any, int]] = []
     start = 0
     for i in range(count):
@@ -53,7 +53,7 @@ def split_microbatches(data: Any, sample_count: int, count: int) -> list[tuple[A
     return pieces
 
 
-def _is_plain_column(node: Any) -> bool:
+def _is_value_list(node: Any) -> bool:
     """Whether a list holds one plain value per sample, such as texts, as torch's default_collate
     makes."""
     return isinstance(node, list | tuple) and not any(
@@ -61,7 +61,7 @@ def _is_plain_column(node: Any) -> bool:
     )
 
 
-def read_rows(pending: list[Tensor]) -> list[Any]:
+def read_tensors_to_host(pending: list[Tensor]) -> list[Any]:
     """Reads tensors back from the device as Python numbers, in one transfer."""
     if len(pending) == 1:
         return [pending[0].tolist()]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 _ALIGN_BYTES = 16
 
@@ -104,7 +104,7 @@ class RowExchange:
                     "the model uses the whole table besides looking up rows",
                     "give the embedding sparse=False, or use its rows only",
                 ),
-                exit=Exit.FAILED,
+                exit=ExitCode.FAILED,
             )
         return grad._indices()[0], grad._values()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.failure import Failure
 
 SILENT_WAIT_S = 2.0
@@ -27,7 +27,7 @@ class PeerFailedError(Exception):
         self.failure = failure
 
 
-def report_waiting(text: str, timeout_s: float) -> bool:
+def print_wait_message(text: str, timeout_s: float) -> bool:
     """Prints what this rank waits for. Returns True, to be kept as "has been reported"."""
     print(f"{text}, at most {timeout_s:g} s", file=sys.stderr, flush=True)
     return True
@@ -50,7 +50,7 @@ def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float) -> list[
                     f"the process that hosts this world's meeting point went away: {error}",
                     "look at the end of rank 0's output, and start again",
                 ),
-                exit=Exit.RENDEZVOUS,
+                exit=ExitCode.RENDEZVOUS,
             ) from None
         # Checked before the failure: the store's host must not leave, and take the store with it,
         # before all ranks have joined.
@@ -60,7 +60,7 @@ def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float) -> list[
             raise PeerFailedError(failure)
         if waited > SILENT_WAIT_S and not has_reported:
             missing_keys = [key for key in keys if not store.check([key])]
-            has_reported = report_waiting(
+            has_reported = print_wait_message(
                 f"waiting for {', '.join(missing_keys[:8])}", round(timeout_s)
             )
         time.sleep(patience())

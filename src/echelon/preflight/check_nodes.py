@@ -14,14 +14,14 @@ from typing import Any
 
 from echelon.config.schema import Config
 from echelon.doctor.verdict import FAIL, find_worst_state
-from echelon.errors import Exit, Fault
+from echelon.errors import ExitCode, Fault
 from echelon.hosts.ask import join_last_lines
 from echelon.launch.launcher import Launcher
 from echelon.launch.plan import ProbeExit, ProbePlan
 from echelon.launch.registry import make_launcher
-from echelon.launch.ssh.host_check import shared_folder_token
+from echelon.launch.ssh.host_check import create_shared_folder_token
 from echelon.preflight.probe_client import ProbeGroup
-from echelon.preflight.report import print_node_matrix
+from echelon.preflight.report import print_verdict_matrix
 from echelon.preflight.rules import (
     LinkSpeed,
     NodeObservations,
@@ -53,7 +53,7 @@ _NEEDED_FOR_ALL_REDUCE = ("start", "versions", "tcp", "interface", "gpus", "link
 """If one of these checks fails, an all-reduce would hang until its timeout."""
 
 
-def check_job_nodes(
+def run_node_checks(
     config: Config, as_json: bool = False, limit_s: float = LIMIT_S, wait_s: float = WAIT_S
 ) -> int:
     """Check the nodes of a job and print the verdicts; return the exit code."""
@@ -63,14 +63,14 @@ def check_job_nodes(
     if as_json:
         print(json.dumps(_to_dict(observations, verdicts), indent=2))
     else:
-        print_node_matrix(names, verdicts)
+        print_verdict_matrix(names, verdicts)
     if not sys.stdout.isatty():  # the log of a job has to end with the cause
         sys.stdout.flush()
         for node, verdict in verdicts:
             if verdict.state == FAIL:
                 what = f"{names[node]}, {verdict.check}: {verdict.found}"
                 print(f"error: {Fault(what, verdict.do)}", file=sys.stderr)
-    return Exit.NOT_READY if _is_failed(verdicts) else Exit.OK
+    return ExitCode.NOT_READY if _is_failed(verdicts) else ExitCode.OK
 
 
 def _is_failed(verdicts: Sequence[NodeVerdict]) -> bool:
@@ -95,7 +95,7 @@ def observe_nodes(
             file=sys.stderr,
         )
     root = Path(config.run.dir).absolute()
-    with shared_folder_token(root) as token, ProbeGroup(plan.commands) as probes:
+    with create_shared_folder_token(root) as token, ProbeGroup(plan.commands) as probes:
         # 1. Start: a node without a probe is missing, and the others are checked without it.
         missing = {
             node: _explain_missing_node(launcher, config, plan.names[node], probe_exit, start_s)

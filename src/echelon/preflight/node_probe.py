@@ -35,12 +35,12 @@ import echelon
 from echelon.config.schema import Config, build_config
 from echelon.doctor.machine_facts import describe_exit, read_disk, resolve_addresses
 from echelon.gpus import count_visible_gpus
-from echelon.hosts.messages import send_message
+from echelon.hosts.message_protocol import send_message
 from echelon.launch import network_interface
 from echelon.launch.node.service import make_network_variables, make_thread_variables
 from echelon.launch.registry import make_launcher
 from echelon.preflight import gpu_health
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
 
 _CONNECT_TIMEOUT_S = 4.0
@@ -144,7 +144,7 @@ class NodeProbe:
                 (any_address, wanted), family=family, backlog=_MAX_PARALLEL
             )
         except OSError as error:
-            trouble = f"port {wanted} is taken: {describe_os_error(error)}"
+            trouble = f"port {wanted} is taken: {format_os_error_reason(error)}"
             listener = socket.create_server((any_address, 0), family=family, backlog=_MAX_PARALLEL)
         arguments = (listener, self._key)
         threading.Thread(target=_accept_connections, args=arguments, daemon=True).start()
@@ -159,7 +159,7 @@ class NodeProbe:
         chosen = self._config.launch.interface or os.environ.get("NCCL_SOCKET_IFNAME")
         with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
             names = pool.map(lambda n: resolve_addresses(n["host"]), others)
-            reverse_name = pool.submit(_look_up_name, first["address"])
+            reverse_name = pool.submit(_get_host_by_address, first["address"])
             tcp = list(pool.map(lambda n: self._test_connection(n["address"], n["port"]), others))
             return {
                 "names": dict(zip((n["node"] for n in others), names, strict=True)),
@@ -176,12 +176,12 @@ class NodeProbe:
     def _test_connection(self, address: str, port: int) -> ProbeAnswer:
         """Connect to another probe and compare clocks; return why that fails."""
         try:
-            with self._connect(address, port) as connection:
+            with self._connect_to_probe(address, port) as connection:
                 return {"trouble": "", **_compare_clocks(connection)}
         except OSError as error:
-            return {"trouble": describe_os_error(error)}
+            return {"trouble": format_os_error_reason(error)}
 
-    def _connect(self, address: str, port: int) -> socket.socket:
+    def _connect_to_probe(self, address: str, port: int) -> socket.socket:
         connection = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(self._key.encode() + b"\n")
@@ -194,7 +194,7 @@ class NodeProbe:
 
         The other end measures: what this one has sent may still be in buffers.
         """
-        with self._connect(address, port) as connection:
+        with self._connect_to_probe(address, port) as connection:
             # A larger send buffer would hold seconds of data on a slow link.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CHUNK_BYTES)
             connection.sendall(json.dumps({"sink": limit_s}).encode() + b"\n")
@@ -306,7 +306,7 @@ def _list_interfaces() -> list[str]:
     return [name for name in psutil.net_if_addrs() if name in stats and stats[name].isup]
 
 
-def _look_up_name(address: str) -> str | None:
+def _get_host_by_address(address: str) -> str | None:
     """Return the name of an address by reverse lookup; None if it has none."""
     try:
         return socket.gethostbyaddr(address)[0]
@@ -335,14 +335,14 @@ def _serve_connection(connection: socket.socket, key: str) -> None:
             while line := _read_line(connection):
                 order = json.loads(line)
                 if "sink" in order:
-                    _receive_all(connection, float(order["sink"]))
+                    _serve_link_measurement(connection, float(order["sink"]))
                     return
                 connection.sendall(json.dumps(time.time()).encode() + b"\n")
         except (OSError, ValueError):
             return
 
 
-def _receive_all(connection: socket.socket, limit_s: float) -> None:
+def _serve_link_measurement(connection: socket.socket, limit_s: float) -> None:
     """Receive for a time, then tell the sender how much came and how long it took."""
     connection.settimeout(limit_s + _CONNECT_TIMEOUT_S)
     buffer = bytearray(_CHUNK_BYTES)

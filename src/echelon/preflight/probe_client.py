@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import IO, Any
 
-from echelon.hosts.messages import split_message
+from echelon.hosts.message_protocol import split_message
 from echelon.launch.plan import ProbeCommand, ProbeExit
 from echelon.utils.processes import die_with_parent
 
@@ -117,7 +117,7 @@ class ProbeGroup:
         """
         deadline = time.monotonic() + timeout_s
         while missing := self._list_missing_nodes():
-            message = self._next_message(deadline)
+            message = self._get_next_message(deadline)
             if message and "hello" in message:
                 self._ready_nodes.add(message["node"])
             ended = [c for c in self._connections if c.get_exit()]
@@ -152,7 +152,7 @@ class ProbeGroup:
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(node_of_order) and time.monotonic() < deadline:
-            message = self._next_message(deadline)
+            message = self._get_next_message(deadline)
             if message and message.get("id") in node_of_order:
                 answers[message["node"]] = answer = message["answer"]
                 if is_collective and (answer.get("trouble") or answer.get("failed")):
@@ -163,7 +163,7 @@ class ProbeGroup:
                 break
         return answers
 
-    def _next_message(self, deadline: float) -> dict[str, Any] | None:
+    def _get_next_message(self, deadline: float) -> dict[str, Any] | None:
         """Return a message, or None after a short time, so that ended commands are noticed."""
         with contextlib.suppress(queue.Empty):
             remaining_s = deadline - time.monotonic()

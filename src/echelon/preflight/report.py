@@ -12,7 +12,7 @@ from echelon.doctor.report import (
     STATE_LABELS,
     STATE_STYLES,
     make_console,
-    print_fields,
+    print_tab_separated,
     print_verdict,
 )
 from echelon.doctor.verdict import FAIL, NONE, WARN, find_worst_state
@@ -20,7 +20,7 @@ from echelon.preflight.rules import NODE_CHECKS, NodeVerdict
 from echelon.utils.text import convert_for_terminal
 
 
-def print_node_matrix(names: Sequence[str], verdicts: Sequence[NodeVerdict]) -> None:
+def print_verdict_matrix(names: Sequence[str], verdicts: Sequence[NodeVerdict]) -> None:
     """Print nodes by checks on a terminal, then a sentence for each problem.
 
     Elsewhere each verdict is one line: state, node, check, what was found and what to do, between
@@ -29,10 +29,12 @@ def print_node_matrix(names: Sequence[str], verdicts: Sequence[NodeVerdict]) -> 
     console = make_console()
     if not console.is_terminal:
         for node, verdict in verdicts:
-            print_fields(verdict.state, names[node], verdict.check, verdict.found, verdict.do)
+            print_tab_separated(
+                verdict.state, names[node], verdict.check, verdict.found, verdict.do
+            )
         return
     name_width = max(map(len, names)) + 2
-    for checks in _split_checks(console.width - name_width):
+    for checks in _split_checks_by_width(console.width - name_width):
         _print_part(console, checks, names, name_width, verdicts)
         console.print()
     for node, verdict in verdicts:
@@ -65,7 +67,7 @@ def _print_part(
         console.print(row)
 
 
-def _split_checks(width: int) -> Iterator[list[str]]:
+def _split_checks_by_width(width: int) -> Iterator[list[str]]:
     """Yield the checks in groups, each as long as fits the width."""
     group: list[str] = []
     for check in NODE_CHECKS:

@@ -105,7 +105,7 @@ def evaluate_nodes(observations: NodeObservations) -> list[NodeVerdict]:
             if node not in observations.missing_nodes or rule is _check_start
             for verdict in rule(observations, node)
         ),
-        *_check_links(observations),
+        *_check_link_speeds(observations),
         *(_check_all_reduce(observations) if has_all_reduce else ()),
     ]
 
@@ -360,14 +360,14 @@ def find_slow_links(
 
     With ``only_in_comparison``, only those that are fast enough, but much slower than others.
     """
-    usual = _compute_median(links)
+    usual = _compute_median_link_speed(links)
     slow = [k for k in links if k.bytes_per_s is None or _is_slow(k.bytes_per_s, usual)]
     if only_in_comparison:
         return [k for k in slow if (k.bytes_per_s or 0.0) >= _SLOW_BYTES_PER_S]
     return slow
 
 
-def _compute_median(links: Sequence[LinkSpeed]) -> float:
+def _compute_median_link_speed(links: Sequence[LinkSpeed]) -> float:
     return median([k.bytes_per_s for k in links if k.bytes_per_s is not None] or [0.0])
 
 
@@ -375,11 +375,11 @@ def _is_slow(bytes_per_s: float, usual: float) -> bool:
     return bytes_per_s < _SLOW_BYTES_PER_S or bytes_per_s * _SLOW_RATIO < usual
 
 
-def _check_links(observations: NodeObservations) -> Iterator[NodeVerdict]:
+def _check_link_speeds(observations: NodeObservations) -> Iterator[NodeVerdict]:
     """Yield a verdict per node on the slowest of its links."""
     if not observations.links:
         return
-    usual = _compute_median(observations.links)
+    usual = _compute_median_link_speed(observations.links)
     blamed = _find_blamed_nodes(observations.links, usual)
     slowest_node = observations.find_slowest_node()
     for node in range(len(observations.node_names)):
@@ -452,10 +452,10 @@ def _check_all_reduce(observations: NodeObservations) -> Iterator[NodeVerdict]:
             yield NodeVerdict(node, verdict)
         return
     for node in nodes:
-        yield NodeVerdict(node, _evaluate_node_all_reduce(observations, node))
+        yield NodeVerdict(node, _evaluate_all_reduce_of_node(observations, node))
 
 
-def _evaluate_node_all_reduce(observations: NodeObservations, node: int) -> Verdict:
+def _evaluate_all_reduce_of_node(observations: NodeObservations, node: int) -> Verdict:
     """Return the verdict on one node's ranks; a node that only waited is not blamed."""
     answers = observations.all_reduce_answers
     do = "NCCL_DEBUG=INFO echelon preflight …; see the other checks of this node first"

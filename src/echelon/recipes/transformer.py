@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         # Every block adds twice to the residual stream; smaller weights keep its variance constant.
         for block in self.blocks:
             assert isinstance(block, Block)
-            for last in block.residual_projections():
+            for last in block.list_residual_projections():
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
         if tied:
             self.head.weight = self.tokens.weight
@@ -117,7 +117,7 @@ class Block(nn.Module):
         out: Tensor = x + self.feed(self.before_feed(x))
         return out
 
-    def residual_projections(self) -> list[nn.Linear]:
+    def list_residual_projections(self) -> list[nn.Linear]:
         """Return the two layers whose output is added to the residual stream."""
         return [self.attention.out, self.feed.out]
 

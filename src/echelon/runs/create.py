@@ -13,11 +13,11 @@ from typing import Any
 from echelon.config import bundled_experiments
 from echelon.config.schema import Config, find_differences
 from echelon.config.validate import NAME_CHARACTERS
-from echelon.errors import EchelonError, Exit, Fault, suggest_other_folder
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_other_folder
 from echelon.runs.run_folder import STATUS_FILE, Run
-from echelon.snapshot.layout import EXAMPLE_FOLDER, describe_missing_snapshot, list_snapshots
+from echelon.snapshot.layout import EXAMPLE_FOLDER, find_snapshot_path_problem, list_snapshots
 from echelon.utils.files import replace_file
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _SCRIPT_SUFFIXES = (".py", ".sh")
 _MAX_SUBJECT = 60
@@ -44,7 +44,7 @@ def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
         newest = next(reversed(list_snapshots(run.snapshots_folder, ignore_errors=True)), None)
         if newest is not None and config.trainer.resume == "auto":
             # Ranks check this too, but by then the new config.json would have replaced the run's.
-            require_same_settings(run, run.read_config().numerics_settings(), config, newest)
+            require_same_settings(run, run.read_config().select_numerics_settings(), config, newest)
     # 2. The new configuration.
     _make_folder(run, config)
     # 3. What an earlier start of the run left would be read as the end of this one.
@@ -77,7 +77,10 @@ def find_restarted_run(config: Config, env: Mapping[str, str]) -> Run | None:
     files = Path(config.run.dir).absolute().glob(f"*/{STATUS_FILE}")
     for file in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
         run = Run(file.parent)
-        if run.read_status().get("launch_id") == get_launch_id(env) and not run.folder.is_symlink():
+        if (
+            run.read_status_file().get("launch_id") == get_launch_id(env)
+            and not run.folder.is_symlink()
+        ):
             return run
     return None
 
@@ -95,7 +98,7 @@ def require_same_settings(
     ``recorded`` are the settings of before. A snapshot that a person gives by its path may be
     continued with any settings; the hint says so.
     """
-    different = find_differences(recorded, config.numerics_settings())
+    different = find_differences(recorded, config.select_numerics_settings())
     if different:
         raise EchelonError(
             *(
@@ -129,13 +132,13 @@ def _require_snapshot(config: Config) -> None:
     given = config.trainer.resume
     if given in ("auto", "never"):
         return
-    if missing := describe_missing_snapshot(Path(given)):
+    if missing := find_snapshot_path_problem(Path(given)):
         raise EchelonError(
             Fault(
                 f"trainer.resume={given} is not a snapshot: {missing}",
                 f"give a folder such as {EXAMPLE_FOLDER}",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
 
 
@@ -147,7 +150,7 @@ def _make_folder(run: Run, config: Config) -> None:
         raise EchelonError(
             Fault(
                 f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
-                f"{describe_os_error(error)}",
+                f"{format_os_error_reason(error)}",
                 suggest_other_folder(error, "run.dir=PATH"),
             )
         ) from error
@@ -195,8 +198,8 @@ def generate_run_name(program: Sequence[str], entry: str = "") -> str:
 
 def get_short_subject(entry: str, program: Sequence[str]) -> str:
     """Return one word for what is run: the name, file or module of an experiment or a program."""
-    if entry in bundled_experiments.list_entries():
-        return bundled_experiments.list_entries()[entry]
+    if entry in bundled_experiments.read_names_by_entry():
+        return bundled_experiments.read_names_by_entry()[entry]
     entry = entry or _find_script(program)
     where = entry.rpartition(":")[0] or entry
     stem = Path(where).stem if where.endswith(_SCRIPT_SUFFIXES) else where

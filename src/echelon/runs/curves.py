@@ -18,8 +18,8 @@ from echelon.runs.metrics_file import (
     MetricsLine,
     is_number,
     read_first_metrics,
-    read_last_metrics,
     read_metrics,
+    read_recent_metrics,
     scan_metric,
 )
 from echelon.runs.record import RunRecord
@@ -91,8 +91,8 @@ def load_metrics(record: RunRecord) -> RunMetrics:
                 not_finite += isinstance(value, float)
     ordered = sort_metric_names(curves, record.best_name)
     lines = [line for line in lines_with_step if _is_training_line(line)]
-    trained_s = _compute_trained_s(
-        lines, _find_evaluations(lines_with_step), record.facts.start_times
+    trained_s = _accumulate_trained_s(
+        lines, _mark_lines_after_evaluation(lines_with_step), record.facts.start_times
     )
     return RunMetrics({name: curves[name] for name in ordered}, not_finite, lines, trained_s)
 
@@ -124,7 +124,7 @@ def _is_training_line(line: MetricsLine) -> bool:
     return all(is_number(line.get(key)) for key in ("step", "samples", "samples_per_s", "time"))
 
 
-def _find_evaluations(lines: Sequence[MetricsLine]) -> list[bool]:
+def _mark_lines_after_evaluation(lines: Sequence[MetricsLine]) -> list[bool]:
     """Return for each line of training whether an evaluation was logged between it and the one
     before."""
     found, between = [], False
@@ -137,7 +137,7 @@ def _find_evaluations(lines: Sequence[MetricsLine]) -> list[bool]:
     return found
 
 
-def _compute_trained_s(
+def _accumulate_trained_s(
     lines: Sequence[MetricsLine], evaluated: Sequence[bool], starts: Sequence[float]
 ) -> list[float]:
     """Return the seconds of training up to each line of training, without pauses.
@@ -237,13 +237,13 @@ class RunOverview:
 
 def read_progress(record: RunRecord) -> RunProgress:
     """Return how far a run is, by its status and the last lines of metrics.jsonl."""
-    return _derive_progress(record, read_last_metrics(record.run.metrics_file))
+    return _derive_progress(record, read_recent_metrics(record.run.metrics_file))
 
 
 def read_overview(record: RunRecord) -> RunOverview:
     """Return the overview by the first and last lines of metrics.jsonl. The whole file is read
     only if the run was resumed or its best value is not in its status."""
-    lines = read_last_metrics(record.run.metrics_file)
+    lines = read_recent_metrics(record.run.metrics_file)
     last = next((line for line in reversed(lines) if _is_training_line(line)), None)
     name, best = record.best_name, record.facts.best
     if best is None and last:
@@ -300,6 +300,6 @@ def _get_lifetime_s(record: RunRecord) -> float | None:
     """Return for a program without metrics the time from its start to the last change of its
     status."""
     started, updated = record.facts.get_number("started"), record.facts.get_number("updated")
-    if not record.program or started is None or updated is None:
+    if not record.program_argv or started is None or updated is None:
         return None
     return max(0.0, (time.time() if record.run_status.is_active else updated) - started)

@@ -11,7 +11,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Failure:
     """One line."""
     detail: str
     """The traceback, or what to do about it."""
-    exit: int = int(Exit.FAILED)
+    exit: int = int(ExitCode.FAILED)
     of_program: bool = False
     """Of somebody else's program, whose steps are not ours to know."""
 
@@ -45,7 +45,7 @@ class Failure:
         return f"{self.detail.rstrip()}\n\n{who} {failed}: {self.summary}".lstrip()
 
 
-def failure_from_exception(
+def make_failure_from_exception(
     error: BaseException, rank: int, step: int | None, hint: str = ""
 ) -> Failure:
     """Return the failure of an exception. A fault keeps its sentences; anything else keeps its
@@ -54,7 +54,7 @@ def failure_from_exception(
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
         return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)
     if isinstance(error, KeyboardInterrupt):
-        return Failure(rank, socket.gethostname(), step, "interrupted", "", Exit.INTERRUPTED)
+        return Failure(rank, socket.gethostname(), step, "interrupted", "", ExitCode.INTERRUPTED)
     summary = traceback.format_exception_only(error)[-1].strip()
     detail = format_user_traceback(error) + (f"  hint: {hint}\n" if hint else "")
     return Failure(rank, socket.gethostname(), step, summary, detail)
@@ -63,7 +63,7 @@ def failure_from_exception(
 def format_user_traceback(error: BaseException) -> str:
     """Return the traceback from the user's first frame on, or all of it if no frame is the
     user's, since the mistake may then be ours."""
-    user_frames = find_user_frames(error)
+    user_frames = find_user_frame_indices(error)
     first = user_frames[0] if user_frames else 0
     if isinstance(error, SyntaxError) and not user_frames:
         return "".join(traceback.format_exception(type(error), error, None))
@@ -73,7 +73,7 @@ def format_user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, shown))
 
 
-def find_user_frames(error: BaseException) -> list[int]:
+def find_user_frame_indices(error: BaseException) -> list[int]:
     """Return the indices of the frames of a traceback that are in the user's files."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [i for i, file in enumerate(files) if not file.startswith(_NON_USER_PREFIXES)]
@@ -85,7 +85,7 @@ _INSTALLED += [p for p in sys.path if Path(p).name in ("site-packages", "dist-pa
 _NON_USER_PREFIXES = (str(Path(__file__).parents[1]), "<frozen ", *_INSTALLED)
 
 
-def failure_from_exit_code(code: int, rank: int, step: int | None) -> Failure:
+def make_failure_from_exit_code(code: int, rank: int, step: int | None) -> Failure:
     """Return the failure of a process that died without reporting one."""
     if code < 0:
         name = signal.Signals(-code).name

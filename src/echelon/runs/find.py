@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.config.validate import check_run_name
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.runs.run_folder import CONFIG_FILE, RUN_FILES, SUBMISSION_FILE, Run
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
@@ -59,7 +59,7 @@ def find_runs(where: str, root: str = "runs") -> list[Run]:
     raise make_unknown_run_error(where, root)
 
 
-def find_run_folder(where: str, root: str) -> Run:
+def find_run_including_broken(where: str, root: str) -> Run:
     """Return the run of that folder or name, or `latest`, even if it has lost its config.json."""
     for folder in (Path(where), Path(root) / where):
         if any((folder / sign).exists() for sign in RUN_FILES):
@@ -76,7 +76,7 @@ def make_unknown_run_error(where: str, root: str) -> EchelonError:
             f"no run {where!r} here or in {Path(root).absolute()}",
             suggest_nearest(where, known) if known else "start one with `echelon train`",
         ),
-        exit=Exit.NOT_FOUND,
+        exit=ExitCode.NOT_FOUND,
     )
 
 

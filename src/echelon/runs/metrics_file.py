@@ -48,7 +48,7 @@ def read_first_metrics(path: Path) -> MetricsLine | None:
         return None
 
 
-def read_last_metrics(path: Path) -> list[MetricsLine]:
+def read_recent_metrics(path: Path) -> list[MetricsLine]:
     """Return the last lines that have a step and a time, without reading the lines before them.
 
     An unreadable file has none.

@@ -36,7 +36,7 @@ def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any
 def identify_this_process() -> dict[str, Any]:
     """Return host, id and start time of this process, as JSON data."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "born": _read_birth(pid)}
+    return {"host": socket.gethostname(), "pid": pid, "born": _read_start_time(pid)}
 
 
 def is_alive(process: object) -> bool | None:
@@ -44,7 +44,7 @@ def is_alive(process: object) -> bool | None:
     if not isinstance(process, Mapping) or process.get("host") != socket.gethostname():
         return None
     pid = process.get("pid")
-    return isinstance(pid, int) and _read_birth(pid) == process.get("born")
+    return isinstance(pid, int) and _read_start_time(pid) == process.get("born")
 
 
 def send_signal(process: Mapping[str, Any], number: signal.Signals) -> bool:
@@ -66,7 +66,7 @@ def send_signal(process: Mapping[str, Any], number: signal.Signals) -> bool:
         os.close(handle)
 
 
-def _read_birth(pid: int) -> str | None:
+def _read_start_time(pid: int) -> str | None:
     """Start time and boot of a process; None if it does not exist, or is a zombie."""
     fields = read_stat_fields(pid)
     if fields is None or fields[0] in "ZX":

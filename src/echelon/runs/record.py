@@ -15,7 +15,7 @@ from echelon.config import bundled_experiments
 from echelon.runs.create import get_short_subject
 from echelon.runs.run_folder import Run
 from echelon.runs.status import FolderFacts, RunStatus, derive_statuses
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class RunRecord:
         return "broken" if self.problem else self.run_status.state
 
     @property
-    def entry(self) -> str:
+    def entry_point(self) -> str:
         """The entry point of its experiment, or an empty string."""
         return str(self.get_section("experiment").get("entry") or "")
 
     @property
-    def program(self) -> list[str]:
+    def program_argv(self) -> list[str]:
         """The command of `echelon run`; empty for an experiment."""
         words = self.config.get("program")
         return [str(word) for word in words] if isinstance(words, list) else []
@@ -69,11 +69,16 @@ class RunRecord:
     @property
     def experiment(self) -> str:
         """The experiment in a word; with its function where that is not simply `experiment`."""
-        if not self.entry and not self.program:
+        if not self.entry_point and not self.program_argv:
             return "–"
-        function = self.entry.rpartition(":")[2]
-        plain = function in ("", "experiment") or self.entry in bundled_experiments.list_entries()
-        return get_short_subject(self.entry, self.program) + ("" if plain else f":{function}")
+        function = self.entry_point.rpartition(":")[2]
+        plain = (
+            function in ("", "experiment")
+            or self.entry_point in bundled_experiments.read_names_by_entry()
+        )
+        return get_short_subject(self.entry_point, self.program_argv) + (
+            "" if plain else f":{function}"
+        )
 
     @property
     def best_name(self) -> str:
@@ -90,7 +95,7 @@ class RunRecord:
         return value if isinstance(value, dict) else {}
 
 
-def read_records(runs: Iterable[Run]) -> tuple[list[RunRecord], str]:
+def read_run_records(runs: Iterable[Run]) -> tuple[list[RunRecord], str]:
     """Return a record of each run, newest first, and why Slurm did not answer, if it did not."""
     facts = {str(run.folder): FolderFacts.read(run) for run in runs}
     statuses, silence = derive_statuses(list(facts.values()))
@@ -104,6 +109,6 @@ def _read_config(run: Run) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         return {}, "config.json is missing"
     except OSError as error:
-        return {}, f"config.json: {describe_os_error(error)}"
+        return {}, f"config.json: {format_os_error_reason(error)}"
     except (ValueError, RecursionError):
         return {}, "config.json is damaged"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.schema import Config, build_config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.snapshot.layout import find_newest_step, list_snapshots
 from echelon.utils.files import read_json_object, write_json_atomically
 
@@ -69,7 +69,7 @@ class Run:
         """Where trainer.profile writes its traces."""
         return self.folder / "traces"
 
-    def heartbeat_file(self, node: int) -> Path:
+    def get_heartbeat_file(self, node: int) -> Path:
         """Mapped by the ranks of a node and by the agent that watches them."""
         return self.folder / f".heartbeat-{node}"
 
@@ -85,10 +85,10 @@ class Run:
     def logs_folder(self) -> Path:
         return self.folder / "logs"
 
-    def rank_log_file(self, rank: int) -> Path:
+    def get_rank_log_file(self, rank: int) -> Path:
         return self.logs_folder / f"rank-{rank}.log"
 
-    def node_log_file(self, node: int) -> Path:
+    def get_node_log_file(self, node: int) -> Path:
         """The output of a node's agent."""
         return self.logs_folder / f"node-{node}.log"
 
@@ -97,25 +97,25 @@ class Run:
         """The output of the batch script itself."""
         return self.logs_folder / "job.log"
 
-    def stamps_file(self, node: int) -> Path:
+    def get_stamps_file(self, node: int) -> Path:
         """When the logs of a node's ranks grew to which size, to merge them by time."""
         return self.logs_folder / f"node-{node}.stamps"
 
-    def stack_file(self, rank: int) -> Path:
+    def get_stack_file(self, rank: int) -> Path:
         """Where a rank that hangs is asked to write its stack."""
         return self.logs_folder / f"rank-{rank}.stack"
 
     # --- code that was sent ---
 
-    def code_folder(self, node: int) -> Path:
+    def get_code_folder(self, node: int) -> Path:
         """A copy of the experiment's folder, on a node that does not share the original."""
         return self.folder / f"code-{node}"
 
-    def get_entry(self, config: Config, node: int) -> str:
+    def get_entry_point(self, config: Config, node: int) -> str:
         """Return the entry point of the experiment (FILE.py:FUNCTION) as it is on that node."""
         entry = str(config.experiment.get("entry"))
         file, _, function = entry.rpartition(":")
-        copy = self.code_folder(node) / Path(file).name
+        copy = self.get_code_folder(node) / Path(file).name
         return f"{copy}:{function}" if file.endswith(".py") and copy.exists() else entry
 
     # --- batch jobs ---
@@ -176,7 +176,7 @@ class Run:
         wandb = read_json_object(self.wandb_file) or {}
         return str(wandb["id"]) if "id" in wandb else None
 
-    def tracker_progress_file(self, tracker: str) -> Path:
+    def get_tracker_progress_file(self, tracker: str) -> Path:
         """How many lines of metrics a tracker has received."""
         return self.folder / f".tracker-{tracker}"
 
@@ -213,7 +213,7 @@ class Run:
                     f"{self.config_file} cannot be read: {error}",
                     "restore the file, or start a run of another name",
                 ),
-                exit=Exit.NOT_FOUND,
+                exit=ExitCode.NOT_FOUND,
             ) from error
 
     def read_config_json(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Run:
         data.pop(_FORMAT_KEY, None)
         return data
 
-    def read_status(self) -> dict[str, Any]:
+    def read_status_file(self) -> dict[str, Any]:
         """Return status.json; empty if it is missing or damaged."""
         return read_json_object(self.status_file) or {}
 
@@ -235,7 +235,7 @@ class Run:
         """Merge fields into status.json. A full disk must not end a training over its status."""
         with contextlib.suppress(OSError):
             write_json_atomically(
-                self.status_file, self.read_status() | fields | {"updated": time.time()}
+                self.status_file, self.read_status_file() | fields | {"updated": time.time()}
             )
 
 

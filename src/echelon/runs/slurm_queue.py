@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _COMMAND_TIMEOUT_S = 120.0
 
@@ -53,7 +53,7 @@ def run_slurm_command(*words: str, input: str | None = None) -> subprocess.Compl
         reason = f"{words[0]} did not answer within {_COMMAND_TIMEOUT_S:g} s"
         return subprocess.CompletedProcess(words, 1, "", reason)
     except OSError as error:
-        reason = f"{words[0]} cannot be run here: {describe_os_error(error)}"
+        reason = f"{words[0]} cannot be run here: {format_os_error_reason(error)}"
         return subprocess.CompletedProcess(words, 127, "", reason)
 
 
@@ -69,7 +69,7 @@ def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
     states = {job: SlurmJobState(state, "" if why == "None" else why) for job, state, why in lines}
     # Of a single job that is long gone squeue says "invalid" and fails; of several, nothing.
     silent = done.returncode != 0 and "Invalid job id" not in done.stderr
-    return SlurmQueueAnswer(states, last_error_line(done) if silent else "")
+    return SlurmQueueAnswer(states, get_last_error_line(done) if silent else "")
 
 
 def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
@@ -98,7 +98,7 @@ def read_current_job_id(env: Mapping[str, str]) -> str | None:
     return env.get("SLURM_JOB_ID")
 
 
-def last_error_line(done: subprocess.CompletedProcess[str]) -> str:
+def get_last_error_line(done: subprocess.CompletedProcess[str]) -> str:
     """Return the last line of a failed command's output: usually the reason."""
     lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"{done.args[0]} ended with {done.returncode}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import is_number
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
@@ -99,7 +99,7 @@ class FolderFacts:
         code = None
         with contextlib.suppress(OSError, ValueError):
             code = int(run.exit_code_file.read_text(encoding="utf-8"))
-        return cls(run, run.read_status(), code, run.cancel_file.exists())
+        return cls(run, run.read_status_file(), code, run.cancel_file.exists())
 
     @property
     def recorded_state(self) -> str | None:
@@ -263,13 +263,13 @@ def _derive_from_process(facts: FolderFacts) -> tuple[str, str]:
 def _derive_from_folder(facts: FolderFacts) -> tuple[str, str] | None:
     """Return how a run ended by its own files; None while it has not."""
     state, code = facts.recorded_state, facts.exit_code
-    if code == Exit.OK or (code is None and state == "finished"):
+    if code == ExitCode.OK or (code is None and state == "finished"):
         return "finished", ""
     if code is None and state not in ("preempted", "failed", "not submitted"):
         return None
     if facts.is_cancelled:
         return "cancelled", ""
-    if code == Exit.PREEMPTED or (code is None and state == "preempted"):
+    if code == ExitCode.PREEMPTED or (code is None and state == "preempted"):
         return "preempted", ""
     if state == "not submitted":
         return "failed", "Slurm did not take the job"
@@ -289,6 +289,6 @@ def _derive_exit_code(facts: FolderFacts, state: str) -> int:
     if facts.exit_code is not None:
         return facts.exit_code
     if state in ("finished", "preempted", "cancelled"):
-        return Exit.OK if state == "finished" else Exit.PREEMPTED
+        return ExitCode.OK if state == "finished" else ExitCode.PREEMPTED
     code = facts.failure.get("exit")
-    return code if isinstance(code, int) and code else Exit.FAILED
+    return code if isinstance(code, int) and code else ExitCode.FAILED

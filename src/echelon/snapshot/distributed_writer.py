@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
-from echelon.parallel.model_parallel import get_devices
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.snapshot.manifest import ManifestEntry
 from echelon.snapshot.shards import extract_own_shard, format_shard_name, gather_full_tensors
@@ -33,7 +33,7 @@ from echelon.snapshot.state import collect_parts, pack_rng_state
 from echelon.snapshot.writer import (
     SaveError,
     SaveResult,
-    SharedSave,
+    ShardedSave,
     SnapshotWriter,
     describe_save_error,
     make_hidden_path,
@@ -66,7 +66,7 @@ def collect_shards(
     """Return the parts of this rank: its rows of every sharded tensor, under names with its
     rank. A collective; rank 0 also gets the random states of all ranks."""
     world = group.world
-    rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
+    rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
     parts = {
         format_shard_name(name, world.rank, world.size): extract_own_shard(tree, world.rank)
         for name, tree in collect_parts(experiment, optimizer_flags).items()
@@ -79,7 +79,7 @@ def gather_full_state(
 ) -> dict[str, Any]:
     """Return the full state on rank 0, gathered tensor by tensor, and an empty dict on other
     ranks. A collective."""
-    rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
+    rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
     parts = gather_full_tensors(collect_parts(experiment, optimizer_flags), keep=bool(rng_rows))
     return parts | {"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {}
 
@@ -103,7 +103,7 @@ class DistributedSnapshotWriter:
         if hidden is None:
             return
         if self._writer is not None:
-            shared_save = SharedSave(hidden, lambda: self._wait_for_other_ranks(hidden))
+            shared_save = ShardedSave(hidden, lambda: self._wait_for_other_ranks(hidden))
             self._writer.save(step, parts, info, is_best, shared_save)
         else:
             self._save_own_shards(hidden, parts)
@@ -120,7 +120,7 @@ class DistributedSnapshotWriter:
     def close(self) -> list[SaveResult]:
         """Wait for the save under way, free the staging buffer, and return results."""
         self._join_thread()
-        self._staging_buffer.release()
+        self._staging_buffer.free_memory()
         return self._writer.close() if self._writer is not None else []
 
     def _join_thread(self) -> None:

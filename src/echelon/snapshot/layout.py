@@ -76,7 +76,7 @@ def resolve_best(path: Path) -> Path:
     return (find_best(path.parent) if path.name == BEST_FILE else None) or path
 
 
-def describe_missing_snapshot(path: Path) -> str | None:
+def find_snapshot_path_problem(path: Path) -> str | None:
     """Return why ``path`` cannot be a snapshot, or None if it can be one, by names alone."""
     if path.name == BEST_FILE and path.is_file():
         return None

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from echelon.snapshot.layout import MANIFEST_FILE, STATE_FILE, parse_step
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 FORMAT_VERSION = 1
 
@@ -66,13 +66,13 @@ def read_manifest(folder: Path) -> Manifest:
     size = _get_regular_size(folder / MANIFEST_FILE)
     if size > _MANIFEST_MAX_BYTES:
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: {size} bytes, too large to be one")
-    data: bytes = read_or_raise(MANIFEST_FILE, lambda: (folder / MANIFEST_FILE).read_bytes())
-    body = read_or_raise(MANIFEST_FILE, lambda: json.loads(data))
+    data: bytes = convert_read_errors(MANIFEST_FILE, lambda: (folder / MANIFEST_FILE).read_bytes())
+    body = convert_read_errors(MANIFEST_FILE, lambda: json.loads(data))
     if not isinstance(body, dict):
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: not a JSON object")
     body.pop("checksum", None)
     # Compared as bytes, so that no flipped bit can hide in a spelling JSON holds equal.
-    if read_or_raise(MANIFEST_FILE, lambda: _render_with_checksum(body)) != data:
+    if convert_read_errors(MANIFEST_FILE, lambda: _render_with_checksum(body)) != data:
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: checksum differs")
     if body.get("format") != FORMAT_VERSION:
         raise InvalidSnapshotError(
@@ -134,18 +134,18 @@ def _get_regular_size(path: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidSnapshotError(f"{path.name}: missing") from None
     except OSError as error:
-        raise InvalidSnapshotError(f"{path.name}: {describe_os_error(error)}") from error
+        raise InvalidSnapshotError(f"{path.name}: {format_os_error_reason(error)}") from error
     if not stat.S_ISREG(status.st_mode):
         raise InvalidSnapshotError(f"{path.name}: not a regular file")
     return status.st_size
 
 
-def read_or_raise(name: str, read: Callable[[], Any]) -> Any:
+def convert_read_errors(name: str, read: Callable[[], Any]) -> Any:
     """Call ``read`` and report whatever reading garbage raises as damage of the file ``name``."""
     try:
         return read()
     except OSError as error:
-        raise InvalidSnapshotError(f"{name}: {describe_os_error(error)}") from error
+        raise InvalidSnapshotError(f"{name}: {format_os_error_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidSnapshotError(f"{name}: not JSON") from error
 
@@ -227,7 +227,7 @@ def _hash_block(block: tuple[Path, int]) -> bytes:
         finally:
             os.close(file)
     except OSError as error:
-        raise InvalidSnapshotError(f"{path.name}: {describe_os_error(error)}") from error
+        raise InvalidSnapshotError(f"{path.name}: {format_os_error_reason(error)}") from error
     return digest.digest()
 
 

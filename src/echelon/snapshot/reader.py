@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.snapshot.layout import (
     EXAMPLE_FOLDER,
     STATE_FILE,
@@ -30,12 +30,12 @@ from echelon.snapshot.manifest import (
     InvalidSnapshotError,
     check_checksums,
     check_size,
+    convert_read_errors,
     format_part_name,
     read_manifest,
-    read_or_raise,
 )
-from echelon.snapshot.shards import group_shards, join_shards
-from echelon.utils.os_errors import describe_os_error
+from echelon.snapshot.shards import group_shard_names, join_shards
+from echelon.utils.os_errors import format_os_error_reason
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def find_newest(root: Path) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
         folders = list_snapshots(root)
     except OSError as error:
         # Starting over in silence because of a permission would be the worst answer.
-        return None, [DamagedSnapshot(root, f"cannot be listed: {describe_os_error(error)}")]
+        return None, [DamagedSnapshot(root, f"cannot be listed: {format_os_error_reason(error)}")]
     damaged: list[DamagedSnapshot] = []
     for folder in reversed(folders):
         try:
@@ -108,11 +108,11 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     path = resolve_best(Path(folder))
     if not path.exists() and path.parent.name == "snapshots":
         raise EchelonError(
-            Fault(f"there is no snapshot {path}", _describe_existing(path.parent)),
-            exit=Exit.NOT_FOUND,
+            Fault(f"there is no snapshot {path}", _describe_existing_snapshots(path.parent)),
+            exit=ExitCode.NOT_FOUND,
         )
     if not path.exists():
-        path = _find_run_folder(str(folder))
+        path = _find_folder_by_run_name(str(folder))
     try:
         if (path / "snapshots").is_dir():
             path = path / "snapshots"
@@ -133,13 +133,13 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
                 f"there is no valid snapshot in {path}: {error}",
                 f"give a folder such as runs/NAME or {EXAMPLE_FOLDER}",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         ) from None
     weights: dict[str, torch.Tensor] = snapshot.load_part("model")
     return weights
 
 
-def _find_run_folder(name: str) -> Path:
+def _find_folder_by_run_name(name: str) -> Path:
     """Return the folder of a run by its name in ./runs. The error for an unknown name suggests
     only runs that have weights."""
     from echelon.runs.find import find_run
@@ -149,13 +149,13 @@ def _find_run_folder(name: str) -> Path:
     except EchelonError as error:
         folders = {root.parent for root in Path("runs").glob("*/snapshots") if list_snapshots(root)}
         known = {folder.name for folder in folders if not folder.is_symlink()}
-        if error.exit is not Exit.NOT_FOUND:
+        if error.exit is not ExitCode.NOT_FOUND:
             raise
         do = suggest_nearest(name, known) if known else "train one with `echelon train`"
         raise EchelonError(Fault(error.faults[0].what, do), exit=error.exit) from None
 
 
-def _describe_existing(root: Path) -> str:
+def _describe_existing_snapshots(root: Path) -> str:
     """Return which snapshots there are, as the hint of an error."""
     names = [folder.name for folder in list_snapshots(root)]
     return f"kept are {', '.join(names)} in {root}" if names else f"none is kept in {root}"
@@ -173,11 +173,11 @@ def verify_snapshot(folder: Path) -> Snapshot:
     for name, entry in manifest.files.items():
         check_size(folder / name, entry.size_bytes)
     check_checksums(folder, manifest.files)
-    info = read_or_raise(STATE_FILE, lambda: json.loads((folder / STATE_FILE).read_bytes()))
+    info = convert_read_errors(STATE_FILE, lambda: json.loads((folder / STATE_FILE).read_bytes()))
     if not isinstance(info, dict):
         raise InvalidSnapshotError(f"{STATE_FILE}: not a JSON object")
     try:
-        pieces = group_shards(name[:-3] for name in manifest.files if name.endswith(".pt"))
+        pieces = group_shard_names(name[:-3] for name in manifest.files if name.endswith(".pt"))
     except ValueError as error:
         raise InvalidSnapshotError(str(error)) from None
     return Snapshot(folder, manifest.step, info, pieces, manifest.is_best)

@@ -22,7 +22,7 @@ def format_shard_name(part: str, rank: int, size: int) -> str:
     return f"{part}.{rank:05d}-of-{size:05d}"
 
 
-def group_shards(names: Iterable[str]) -> dict[str, list[str]]:
+def group_shard_names(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the parts that these names make, each with its shards by rank. Raises ValueError if
     one is missing."""
     parts: dict[str, list[str]] = {}
@@ -47,7 +47,7 @@ def extract_own_shard(tree: Any, rank: int) -> Any:
 
     def piece(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            rows = get_own_rows(leaf)
+            rows = get_rows_with_start(leaf)
             if rows is not None:
                 return {_ROWS_KEY: rows[0], "from": rows[1], "shape": list(leaf.shape)}
             leaf = leaf.full_tensor()
@@ -56,7 +56,7 @@ def extract_own_shard(tree: Any, rank: int) -> Any:
     return _map_leaves(tree, piece)
 
 
-def get_own_rows(tensor: Any) -> tuple[Tensor, int] | None:
+def get_rows_with_start(tensor: Any) -> tuple[Tensor, int] | None:
     """Return this rank's rows of a sharded tensor and the index of the first; None if it is not
     cut by rows."""
     from torch.distributed.tensor import Shard

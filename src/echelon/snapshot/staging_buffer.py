@@ -109,10 +109,10 @@ class StagingBuffer:
             name: _to_plain_tree(tree, staged(plans[name]), (name,)) for name, tree in trees.items()
         }
 
-    def release(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory."""
         if self._pinned_at:
-            _cudart().cudaHostUnregister(self._pinned_at)
+            _get_cudart().cudaHostUnregister(self._pinned_at)
             self._pinned_at = 0
         self._memory = None
 
@@ -124,7 +124,7 @@ class StagingBuffer:
             slot.start = total
             total += -(-slot.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._memory is None or len(self._memory) < total:
-            self.release()
+            self.free_memory()
             self._memory = _allocate_memory(max(total, _ALIGN_BYTES))
         if pinned and not self._pinned_at:
             self._pinned_at = _pin_memory(self._memory)
@@ -189,7 +189,7 @@ def _run_in_threads(call: Callable[..., Any], moves: list[_MemoryMove], max_thre
         helper.join()
 
 
-def _cudart() -> Any:
+def _get_cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
@@ -200,7 +200,7 @@ def _pin_memory(memory: mmap.mmap) -> int:
     # CUDA would find the pages one by one: for 16 GB, 10 s instead of 4.
     pages = [(at, 0, size) for at, _, size in _split_move(address, 0, len(memory))]
     _run_in_threads(ctypes.memset, pages, _TOUCH_THREADS)
-    if int(_cudart().cudaHostRegister(address, len(memory), 0)) == 0:
+    if int(_get_cudart().cudaHostRegister(address, len(memory), 0)) == 0:
         return address
     # CUDA keeps the refusal as "last error" and the next kernel would be blamed for it.
     with contextlib.suppress(RuntimeError):
@@ -249,21 +249,23 @@ def _to_plain_scalar(value: Any, path: TreePath) -> Any:
         return sys.intern(str.__str__(value))
     if isinstance(value, tuple):
         return tuple(_to_plain_scalar(v, path) for v in value)
-    raise _make_refusal(f"a {type(value).__module__}.{type(value).__qualname__}", path)
+    raise _make_unsupported_state_error(
+        f"a {type(value).__module__}.{type(value).__qualname__}", path
+    )
 
 
 def _to_plain_tensor(tensor: torch.Tensor, path: TreePath) -> torch.Tensor:
     """Return a detached dense tensor, or raise EchelonError for a kind that a file cannot hold."""
     if type(tensor) not in _PLAIN_TENSORS:
-        raise _make_refusal(f"a tensor of type {type(tensor).__qualname__}", path)
+        raise _make_unsupported_state_error(f"a tensor of type {type(tensor).__qualname__}", path)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise _make_refusal(
+        raise _make_unsupported_state_error(
             f"a tensor of {tensor.layout} on {tensor.device} ({tensor.dtype})", path
         )
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _make_refusal(what: str, path: TreePath) -> EchelonError:
+def _make_unsupported_state_error(what: str, path: TreePath) -> EchelonError:
     return EchelonError(
         Fault(
             f"the state to save holds {what} at {'/'.join(map(str, path))}.",

@@ -17,7 +17,7 @@ from torch import Tensor
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
-from echelon.parallel.model_parallel import get_devices
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 
 # --- random numbers of one rank, as one row of bytes of fixed length ---
@@ -75,7 +75,7 @@ def collect_state(
 ) -> dict[str, Any]:
     """Return the parts of a snapshot on rank 0 and an empty dict on other ranks. A collective,
     for the random states."""
-    rng_rows = group.gather(pack_rng_state(*get_devices(group.world)))
+    rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
     if group.world.rank != 0:
         return {}
     return {**collect_parts(experiment, optimizer_flags), "rng": {"ranks": torch.stack(rng_rows)}}
@@ -85,7 +85,7 @@ def collect_parts(experiment: Experiment, optimizer_flags: OptimizerFlags) -> di
     """Return the parts without random states: what is the same on every rank, or sharded over
     all."""
     optimizer: dict[str, Any] = {
-        "optimizer": optimizer_flags.restore_flags(experiment.optimizer.state_dict()),
+        "optimizer": optimizer_flags.make_portable_state(experiment.optimizer.state_dict()),
         "settings": optimizer_flags.settings,
     }
     if experiment.schedule is not None:
@@ -127,7 +127,7 @@ def restore_state(
         experiment.scaler.load_state_dict(optimizer["scaler"])
     rng = _broadcast_tree(parts.get("rng"), group)["ranks"]
     if len(rng) == group.world.size:  # another number of ranks draws anew
-        restore_rng_state(rng[group.world.rank], *get_devices(group.world))
+        restore_rng_state(rng[group.world.rank], *get_process_devices(group.world))
 
 
 def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:

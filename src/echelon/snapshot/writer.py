@@ -46,7 +46,7 @@ from echelon.snapshot.manifest import (
 from echelon.snapshot.reader import find_newest, verify_snapshot
 from echelon.snapshot.staging_buffer import StagingBuffer
 from echelon.utils.files import flush_to_disk, replace_file
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _LEFTOVER = re.compile(r"\.(writing|removing)-.*", re.DOTALL)
 
@@ -71,7 +71,7 @@ class SaveError(Exception):
 
 
 @dataclass(frozen=True)
-class SharedSave:
+class ShardedSave:
     """A save in which every rank writes its own shards into one hidden folder."""
 
     hidden_folder: Path
@@ -89,7 +89,7 @@ class _PendingSave:
     info: bytes
     is_best: bool
     begun_s: float
-    shared_save: SharedSave | None
+    shared_save: ShardedSave | None
 
 
 class SnapshotWriter:
@@ -113,7 +113,7 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self._results: deque[SaveResult] = deque()
         self._resumed_step = resumed_step
-        _prepare_folder(self._root, resumed_step)
+        _prepare_snapshots_folder(self._root, resumed_step)
         self._abandoned_folders = {
             f for f in list_snapshots(self._root) if not _is_up_to(resumed_step, f)
         }
@@ -124,7 +124,7 @@ class SnapshotWriter:
         parts: Mapping[str, Any],
         info: Mapping[str, Any],
         is_best: bool = False,
-        shared_save: SharedSave | None = None,
+        shared_save: ShardedSave | None = None,
     ) -> None:
         """Copy this state and write it in the background; an earlier save is waited for first.
 
@@ -138,8 +138,10 @@ class SnapshotWriter:
         try:
             staged = self._staging_buffer.copy_state(parts)
         except OSError as error:  # no memory for the copy
-            self._results.append(self._make_failure(step, begun_s, describe_os_error(error)))
-            _abandon_shared_save(shared_save)
+            self._results.append(
+                self._make_failed_result(step, begun_s, format_os_error_reason(error))
+            )
+            _abandon_sharded_save(shared_save)
             return
         draft = _PendingSave(step, staged, text, is_best, begun_s, shared_save)
         # Not a daemon: a process that ends by itself finishes the snapshot it began.
@@ -151,7 +153,7 @@ class SnapshotWriter:
     def record_failure(self, step: int, error: OSError) -> None:
         """Add the result of a save that could not begin."""
         what = describe_save_error(self._root, error)
-        self._results.append(self._make_failure(step, time.monotonic(), what))
+        self._results.append(self._make_failed_result(step, time.monotonic(), what))
 
     def take_results(self) -> list[SaveResult]:
         """Return how saves ended that ended since the last call, without waiting."""
@@ -170,7 +172,7 @@ class SnapshotWriter:
         """Wait for the save under way, free the staging buffer, and return results as
         take_results() does."""
         results = self.wait()
-        self._staging_buffer.release()
+        self._staging_buffer.free_memory()
         return results
 
     def _join_thread(self) -> None:
@@ -185,13 +187,13 @@ class SnapshotWriter:
         try:
             result = self._publish(pending)
         except OSError as error:
-            result = self._make_failure(
+            result = self._make_failed_result(
                 pending.step, pending.begun_s, describe_save_error(self._root, error)
             )
         except SaveError as error:
-            result = self._make_failure(pending.step, pending.begun_s, str(error))
+            result = self._make_failed_result(pending.step, pending.begun_s, str(error))
         except Exception as error:  # a thread that dies in silence would look like a save
-            result = self._make_failure(
+            result = self._make_failed_result(
                 pending.step, pending.begun_s, f"{type(error).__name__}: {error}"
             )
         self._results.append(result)
@@ -205,7 +207,7 @@ class SnapshotWriter:
             _write_snapshot(folder, pending)
             self._abandoned_folders.discard(folder)
         else:
-            _abandon_shared_save(pending.shared_save)
+            _abandon_sharded_save(pending.shared_save)
         duration_s = time.monotonic() - pending.begun_s
         # The snapshot is valid from here on: an error below is reported with its folder.
         try:
@@ -220,7 +222,7 @@ class SnapshotWriter:
             return SaveResult(pending.step, folder, message, duration_s, was_present)
         return SaveResult(pending.step, folder, None, duration_s, was_present)
 
-    def _make_failure(self, step: int, begun_s: float, reason: str) -> SaveResult:
+    def _make_failed_result(self, step: int, begun_s: float, reason: str) -> SaveResult:
         """Return the result of a failed save; it names the snapshot that is still valid."""
         newest, _ = find_newest(self._root)
         stands = (
@@ -240,10 +242,10 @@ def describe_save_error(root: Path, error: OSError) -> str:
         path = root / f"step-{step}" / path.name
     elif path.name.startswith(".writing-"):
         path = root
-    return f"{describe_os_error(error)}: {path}"
+    return f"{format_os_error_reason(error)}: {path}"
 
 
-def _prepare_folder(root: Path, resumed_step: int | None) -> None:
+def _prepare_snapshots_folder(root: Path, resumed_step: int | None) -> None:
     """Make the folder, and delete what a killed writer left half written or half deleted."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -251,7 +253,7 @@ def _prepare_folder(root: Path, resumed_step: int | None) -> None:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"no snapshots can be kept in {root}: {describe_os_error(error)}.",
+                f"no snapshots can be kept in {root}: {format_os_error_reason(error)}.",
                 "name another folder.",
             )
         ) from error
@@ -294,7 +296,7 @@ def _is_valid(folder: Path) -> bool:
     return True
 
 
-def _abandon_shared_save(shared_save: SharedSave | None) -> None:
+def _abandon_sharded_save(shared_save: ShardedSave | None) -> None:
     """Delete the hidden folder of a save that is not needed, after all ranks have finished
     writing: a folder that is deleted while they write may stay, half full."""
     if shared_save is not None:
@@ -486,7 +488,7 @@ def _recover_best(root: Path, resumed_step: int | None) -> None:
     """Write the mark of the best snapshot that a kill between publishing and marking has
     prevented."""
     folders = [folder for folder in list_snapshots(root) if _is_up_to(resumed_step, folder)]
-    last = next(filter(_is_marked_best, reversed(folders)), None)
+    last = next(filter(_is_best_in_manifest, reversed(folders)), None)
     if last is None or last == find_best(root):
         return
     # By time, not by step: after a return to an older snapshot the lower step is the later one.
@@ -502,7 +504,7 @@ def _is_up_to(step: int | None, folder: Path) -> bool:
     return step is None or (parse_step(folder.name) or 0) <= step
 
 
-def _is_marked_best(folder: Path) -> bool:
+def _is_best_in_manifest(folder: Path) -> bool:
     """Whether the manifest says that the snapshot was the best when it was saved."""
     try:
         return read_manifest(folder).is_best

@@ -19,7 +19,7 @@ from echelon import __version__
 from echelon.config.schema import LaunchConfig
 from echelon.doctor.report import print_verdicts
 from echelon.doctor.verdict import FAIL, OK, WARN, Verdict, find_worst_state
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ask import ask_host, join_last_lines
 from echelon.hosts.ssh import SSH_FAILED, build_ssh_prefix, require_ssh, split_ssh_command
 from echelon.launch.ssh import host_probe, remote_command
@@ -60,23 +60,25 @@ def setup_ssh(options: SshSetupOptions) -> int:
     usual = entries.find_home_folder() / ".ssh"
     config = Path(options.config).expanduser().absolute() if options.config else usual / "config"
     key = Path(options.key).expanduser().absolute() if options.key else usual / "id_ed25519"
-    entry = entries.parse_entry(options.host, options.user, options.port, options.alias, key)
+    entry = entries.make_entry_from_options(
+        options.host, options.user, options.port, options.alias, key
+    )
     launch = LaunchConfig(kind="ssh", ssh=_make_ssh_command(options.config, config))
     require_ssh(launch.ssh, "launch.ssh")
     existing = entries.find_entry(config, entry.alias)
     if existing:
-        entry = replace(entry, key=_find_key(launch, entry))
+        entry = replace(entry, key=_find_entry_key(launch, entry))
         print(
             f"{entry.alias} is known to ssh already, and is used as it is:\n\n{_indent(existing)}"
         )
     elif not _confirm(entry, config, options.yes):
-        return Exit.USAGE
+        return ExitCode.USAGE
     else:
-        _write_entry(entry, config)
+        _write_key_and_entry(entry, config)
         _require_effective(launch, entry, config)
     if options.install:
         _install_key(launch, entry)
-    _log_in(launch, entry, is_new=not existing)
+    _require_login(launch, entry, is_new=not existing)
     return _report_host(launch, entry)
 
 
@@ -115,7 +117,7 @@ def _confirm(entry: SshConfigEntry, config: Path, yes: bool) -> bool:
     return answer in ("y", "yes")
 
 
-def _write_entry(entry: SshConfigEntry, config: Path) -> None:
+def _write_key_and_entry(entry: SshConfigEntry, config: Path) -> None:
     """Make the key if there is none, then append the entry."""
     if not keys.key_exists(entry.key):
         keys.make_key(entry.key)
@@ -140,7 +142,7 @@ def _read_effective_config(launch: LaunchConfig, alias: str) -> list[tuple[str, 
     return [(key, value) for key, _, value in pairs]
 
 
-def _find_key(launch: LaunchConfig, entry: SshConfigEntry) -> Path:
+def _find_entry_key(launch: LaunchConfig, entry: SshConfigEntry) -> Path:
     """Return the key that an existing entry uses: the first that exists."""
     names = [
         value for key, value in _read_effective_config(launch, entry.alias) if key == "identityfile"
@@ -164,7 +166,7 @@ def _require_effective(launch: LaunchConfig, entry: SshConfigEntry, config: Path
         if value and effective.get(key, "").lower() != value.lower()
     ]
     if faults:
-        raise EchelonError(*faults, exit=Exit.NOT_READY)
+        raise EchelonError(*faults, exit=ExitCode.NOT_READY)
 
 
 # --- logging in ---
@@ -187,12 +189,12 @@ def _install_key(launch: LaunchConfig, entry: SshConfigEntry) -> None:
                 f"put this line into ~/.ssh/authorized_keys there, or into the provider's page: "
                 f"{public}",
             ),
-            exit=Exit.NOT_READY,
+            exit=ExitCode.NOT_READY,
         )
     print(f"the key is installed on {entry.alias}")
 
 
-def _log_in(launch: LaunchConfig, entry: SshConfigEntry, is_new: bool) -> None:
+def _require_login(launch: LaunchConfig, entry: SshConfigEntry, is_new: bool) -> None:
     """Log in once, with the questions of ssh if there is a terminal.
 
     ssh may ask whether the key of the host is right. Only a person can know, so there is no
@@ -237,7 +239,7 @@ def _explain_login_failure(
     else:
         hint = f"`{launch.ssh} {entry.alias} true` has to work; then type the same again"
         what = f"{entry.alias} cannot be reached: {reason}"
-    return EchelonError(Fault(what, hint), exit=Exit.NOT_READY)
+    return EchelonError(Fault(what, hint), exit=ExitCode.NOT_READY)
 
 
 # --- checking the host ---
@@ -245,7 +247,7 @@ def _explain_login_failure(
 
 def _report_host(launch: LaunchConfig, entry: SshConfigEntry) -> int:
     """Check the host, print the verdicts and the command that trains there."""
-    verdicts = _check_host(launch, entry)
+    verdicts = _run_doctor_on_host(launch, entry)
     print(f"{entry.alias}:", flush=True)
     print_verdicts(verdicts)
     line = f"echelon train launch=ssh 'launch.hosts=[{entry.alias}]'"
@@ -253,12 +255,12 @@ def _report_host(launch: LaunchConfig, entry: SshConfigEntry) -> int:
         line += f""" "launch.ssh='{launch.ssh}'\""""
     if find_worst_state(verdicts) == FAIL:
         print(f"\nonce that is fixed:  {line}")
-        return Exit.NOT_READY
+        return ExitCode.NOT_READY
     print(f"\nready:  {line}")
-    return Exit.OK
+    return ExitCode.OK
 
 
-def _check_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
+def _run_doctor_on_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
     """Return the verdicts of `echelon doctor` on the host, or fewer if Echelon is missing there."""
     program = Path(host_probe.__file__).read_bytes()
     variables = remote_command.encode_variables(remote_command.select_variables(os.environ, ()))
@@ -279,10 +281,10 @@ def _check_host(launch: LaunchConfig, entry: SshConfigEntry) -> list[Verdict]:
         return [Verdict("python", FAIL, f"no Python answers: {reason}", hint)]
     if "checks" in answer:
         return [Verdict(**check) for check in answer["checks"]]
-    return _evaluate_bare_host(answer)
+    return _evaluate_host_without_echelon(answer)
 
 
-def _evaluate_bare_host(facts: dict[str, Any]) -> list[Verdict]:
+def _evaluate_host_without_echelon(facts: dict[str, Any]) -> list[Verdict]:
     """Return verdicts on what ``host_probe`` reports of a host without Echelon."""
     python, torch = sys.executable, importlib.metadata.version("torch")
     where = Path(python).parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from echelon.config.validate import is_safe_host
 from echelon.errors import EchelonError, Fault
 from echelon.utils.files import replace_file
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _WITH_PORT = re.compile(r"(.*@)?([^@:]+|\[[^\]]+\]):(\d+)")
@@ -51,7 +51,7 @@ class SshConfigEntry:
         return "\n".join(lines) + "\n"
 
 
-def parse_entry(
+def make_entry_from_options(
     host: str, user: str | None, port: int | None, alias: str | None, key: Path
 ) -> SshConfigEntry:
     """Return the entry for what was typed; raise all its faults at once.
@@ -126,7 +126,7 @@ def _read_lines(file: Path) -> list[str]:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"{file} cannot be read: {describe_os_error(error)}",
+                f"{file} cannot be read: {format_os_error_reason(error)}",
                 "make it readable, or give another with --config FILE",
             )
         ) from None
@@ -161,7 +161,7 @@ def append_to_config(config: Path, text: str) -> None:
             temporary.write_bytes(before + gap + text.encode())
             temporary.chmod(mode)
     except OSError as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(
             Fault(f"{config} cannot be written: {reason}", "put the entry there by hand")
         ) from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.submit.shell_syntax import CommandReader, CommandSyntaxError, ShellCommand
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 DEFAULT_FILE = "experiment_configurations.txt"
 _MAX_BYTES = 64 << 20
@@ -28,9 +28,9 @@ def _read_text(file: Path) -> str:
             Fault(f"--configs {file} is a folder", f"name a file in it: --configs {file}/FILE")
         ) from None
     except FileNotFoundError:
-        raise _missing_file_error(file) from None
+        raise _make_missing_file_error(file) from None
     except OSError as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(
             Fault(f"{file} cannot be read: {reason}", "see its owner and mode")
         ) from None
@@ -52,13 +52,13 @@ def _read_text(file: Path) -> str:
     return text
 
 
-def _missing_file_error(file: Path) -> EchelonError:
+def _make_missing_file_error(file: Path) -> EchelonError:
     folder = file.parent
     known = [p.name for p in folder.iterdir() if p.is_file()] if folder.is_dir() else []
     hint = (
         suggest_nearest(file.name, known) if known else f"there is no file in {folder.absolute()}"
     )
-    return EchelonError(Fault(f"there is no command file {file}", hint), exit=Exit.NOT_FOUND)
+    return EchelonError(Fault(f"there is no command file {file}", hint), exit=ExitCode.NOT_FOUND)
 
 
 def parse_commands(text: str, file: str) -> list[ShellCommand]:

@@ -22,7 +22,7 @@ def print_submission(submission: Submission, jobs: Sequence[SbatchJob], as_json:
 
 def _render_lines(s: Submission, jobs: Sequence[SbatchJob]) -> Iterator[str]:
     commands = format_count(len(s.commands), "command")
-    yield f"{commands} of {s.commands[0].command.file}, launch={s.kind}"
+    yield f"{commands} of {s.commands[0].command.file}, launch={s.launcher_kind}"
     yield from render_columns([("line", "run", "mode", "command"), *map(_render_row, s.commands)])
     yield from ("", *_render_reasons(s.commands))
     yield from ("", *_render_source(s), *_render_environment(s))

@@ -15,7 +15,7 @@ from echelon import environments
 from echelon.config.defaults_files import read_secrets
 from echelon.environments.build_lock import try_lock
 from echelon.environments.env_command import list_warnings
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import job_array, sbatch
 from echelon.runs.find import find_numbered_runs
 from echelon.runs.run_folder import SUBMISSION_FILE, Run
@@ -24,7 +24,7 @@ from echelon.submit.plan import SbatchJob, Submission
 from echelon.submit.source_copy import copy_source
 from echelon.utils.files import write_json_atomically
 from echelon.utils.locks import describe_owner
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _POLL_S = 3.0
 _LOCAL_HINT = "add launch=local to run the commands on this machine, one after the other"
@@ -55,7 +55,7 @@ def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterat
     # 1. Checks that write nothing. The job itself reads the secrets: that it can is found out now.
     if secrets := submission.configs[0].launch.secrets:
         read_secrets(secrets)
-    if submission.kind == "slurm":
+    if submission.launcher_kind == "slurm":
         sbatch.require_sbatch(_LOCAL_HINT)
         for job in submission.build_jobs():
             sbatch.require_slurm_accepts(job.script)
@@ -68,13 +68,13 @@ def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterat
         write_json_atomically(submission.folder / SUBMISSION_FILE, submission.to_dict())
         if environment := submission.environment:
             for line in list_warnings(environment):
-                _print_status(line)
+                _print_to_stderr(line)
             if submission.build_place == "login":
-                environments.build_environment(environment, _print_status)
+                environments.build_environment(environment, _print_to_stderr)
         yield submission
 
 
-def _print_status(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -86,7 +86,7 @@ def _hold_name(submission: Submission) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = try_lock(file)
     except OSError as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(
             Fault(f"{file} cannot be written: {reason}", "give another place with run.dir=PATH")
         ) from error
@@ -147,7 +147,7 @@ def _enqueue_job(job: SbatchJob) -> QueuedJob:
     return QueuedJob(job_id, [run])
 
 
-def capture_shell_environment(
+def capture_environment_after_setup(
     lines: Sequence[str], folder: Path, env: dict[str, str]
 ) -> dict[str, str]:
     """Return the variables of a shell that has run these lines, as the job's shell does."""
@@ -156,7 +156,7 @@ def capture_shell_environment(
     if done.returncode:
         raise EchelonError(
             Fault("the environment cannot be entered", "see above, and `echelon env show`"),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     pairs = (os.fsdecode(item).partition("=") for item in done.stdout.split(b"\0") if item)
     return {name: value for name, _, value in pairs if not name.startswith("BASH_FUNC_")}
@@ -172,8 +172,8 @@ def wait_for_runs(runs: Sequence[Run]) -> int:
             if reported_states.get(s.folder) != s.state:
                 reported_states[s.folder] = s.state
                 note = f" ({s.note})" if s.note else ""
-                _print_status(f"{s.run}: {s.state}{note}")
+                _print_to_stderr(f"{s.run}: {s.state}{note}")
         if not any(s.is_active for s in statuses):
             ended = sorted(statuses, key=lambda s: order[s.folder])
-            return next((int(s.exit) for s in ended if s.exit), Exit.OK)
+            return next((int(s.exit) for s in ended if s.exit), ExitCode.OK)
         time.sleep(_POLL_S)

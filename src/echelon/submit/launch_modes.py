@@ -13,7 +13,7 @@ from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
 from echelon.launch.slurm.batch_script import count_processes_per_node
 from echelon.submit.shell_syntax import ShellCommand, ShellWord
-from echelon.world.device_fit import default_process_count
+from echelon.world.device_fit import get_default_process_count
 
 NODES_FLAG, GPUS_FLAG = "--num_nodes", "--gpus"
 """The flags by which programs with Lightning learn their world, unless settings name others."""
@@ -49,16 +49,16 @@ def detect_launch_mode(
     name = PurePath(words[0].text).name
     if chosen_mode == "plain":
         return LaunchMode("plain", "mode=plain: once per node, left alone", words)
-    if (agent := _parse_wandb_agent(words)) is not None:
+    if (agent := _match_wandb_agent(words)) is not None:
         reason = "`wandb agent`: one of them; its trial is started on all nodes"
         return LaunchMode("wandb", reason, agent)
-    if (torchrun := parse_torchrun(command)) is not None:
+    if (torchrun := detect_torchrun(command)) is not None:
         return replace(torchrun, mode=chosen_mode or torchrun.mode)
     if chosen_mode is not None:
         return LaunchMode(chosen_mode, f"mode={chosen_mode}", words)
     if name == "srun":
-        return LaunchMode("srun", "`srun`: one task per process", _parse_srun(command))
-    world_size = _world_size(config, visible_gpus)
+        return LaunchMode("srun", "`srun`: one task per process", _strip_srun(command))
+    world_size = _compute_world_size(config, visible_gpus)
     if world_size == 1:
         return LaunchMode("plain", "one process", words)
     if _uses_lightning(words, source):
@@ -70,7 +70,7 @@ def detect_launch_mode(
     )
 
 
-def apply_launch_mode(config: Config, command: ShellCommand, launch_mode: LaunchMode) -> Config:
+def build_command_config(config: Config, command: ShellCommand, launch_mode: LaunchMode) -> Config:
     """Return the configuration of the run of one command."""
     launch = _merge_sizes(config.launch, command, launch_mode)
     if launch_mode.mode == "lightning":
@@ -124,13 +124,13 @@ def _merge_sizes(
     return replace(launch, **changed)
 
 
-def _world_size(config: Config, visible_gpus: int) -> int:
+def _compute_world_size(config: Config, visible_gpus: int) -> int:
     if config.launch.kind == "slurm":
         return config.launch.nodes * count_processes_per_node(config)
-    return config.launch.procs or default_process_count(visible_gpus, config.replica.devices)
+    return config.launch.procs or get_default_process_count(visible_gpus, config.replica.devices)
 
 
-def _word_texts(words: Sequence[ShellWord]) -> list[str]:
+def _get_word_texts(words: Sequence[ShellWord]) -> list[str]:
     return [word.text for word in words]
 
 
@@ -150,21 +150,21 @@ def _uses_lightning(words: Sequence[ShellWord], source: Path) -> bool:
     return bool(_LIGHTNING.search(text)) and NODES_FLAG.lstrip("-") in text
 
 
-def _parse_wandb_agent(words: tuple[ShellWord, ...]) -> tuple[ShellWord, ...] | None:
+def _match_wandb_agent(words: tuple[ShellWord, ...]) -> tuple[ShellWord, ...] | None:
     """Return the words of `wandb agent …`, or None for another command.
 
     The first is `wandb` however it was typed, so that the job finds ours (submit/wandb_agent.py).
     """
-    argv = _word_texts(words)
+    argv = _get_word_texts(words)
     if _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:3] == ["-m", "wandb"]:
         words = words[2:]
-    name, *arguments = _word_texts(words)
+    name, *arguments = _get_word_texts(words)
     if PurePath(name).name != "wandb" or arguments[:1] != ["agent"]:
         return None
     return (ShellWord("wandb", words[0].line), *words[1:])
 
 
-def _parse_srun(command: ShellCommand) -> tuple[ShellWord, ...]:
+def _strip_srun(command: ShellCommand) -> tuple[ShellWord, ...]:
     """Return the program of `srun PROGRAM …`; srun's own options are the job's to give."""
     program = command.words[1:]
     if not program or program[0].text.startswith("-"):
@@ -188,14 +188,14 @@ class _TorchrunCall:
     arguments: tuple[ShellWord, ...]
 
 
-def parse_torchrun(command: ShellCommand) -> LaunchMode | None:
+def detect_torchrun(command: ShellCommand) -> LaunchMode | None:
     """Return how a torchrun command is launched without torchrun; None for another command."""
-    call = _split_torchrun(command.words)
+    call = _match_torchrun(command.words)
     return _translate_torchrun(command, call) if call is not None else None
 
 
-def _split_torchrun(words: tuple[ShellWord, ...]) -> _TorchrunCall | None:
-    argv = _word_texts(words)
+def _match_torchrun(words: tuple[ShellWord, ...]) -> _TorchrunCall | None:
+    argv = _get_word_texts(words)
     if PurePath(argv[0]).name == "torchrun":
         return _TorchrunCall(None, words[1:])
     runs_module = _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:2] == ["-m"]
@@ -239,7 +239,7 @@ def _translate_torchrun(command: ShellCommand, call: _TorchrunCall) -> LaunchMod
         elif name == "no-python":
             has_no_python = True
         elif name in _SIZE_OPTIONS:
-            _parse_size(command, launch, name, value, word)
+            _set_launch_size(command, launch, name, value, word)
         elif name not in _IGNORED_OPTIONS:
             raise EchelonError(
                 Fault(
@@ -261,7 +261,7 @@ def _translate_torchrun(command: ShellCommand, call: _TorchrunCall) -> LaunchMod
     return LaunchMode("torchrun", reason, words, launch)
 
 
-def _parse_size(
+def _set_launch_size(
     command: ShellCommand, launch: dict[str, int], name: str, value: str, word: ShellWord
 ) -> None:
     if value.isdecimal():

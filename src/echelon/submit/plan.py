@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.compose import compose
-from echelon.config.defaults_files import FileDefaults, has_secret
+from echelon.config.defaults_files import FileDefaults, is_likely_secret
 from echelon.config.schema import Config
 from echelon.config.validate import check_run_name, find_faults
-from echelon.environments import EnvironmentPlan, activation_lines, plan_environment
+from echelon.environments import EnvironmentPlan, plan_environment, render_activation_lines
 from echelon.environments.cache import MARKER_NAME
 from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
@@ -89,7 +89,7 @@ class Submission:
     """Where it is kept: cache or source."""
 
     @property
-    def kind(self) -> str:
+    def launcher_kind(self) -> str:
         """The launcher: slurm or local."""
         return self.commands[0].config.launch.kind
 
@@ -118,13 +118,13 @@ class Submission:
             f"error: {folder} is not what this was submitted with; submit it again"
         )
         check = f"grep -qsF '{key}' {marker} || {{ echo {message} >&2; fail 1; }}"
-        return [*build_lines, *activation_lines(self.environment), check]
+        return [*build_lines, *render_activation_lines(self.environment), check]
 
     def _render_build_command(self, environment: EnvironmentPlan) -> str:
         cache = shlex.quote(str(environment.folder.parents[1]))  # the job's own may be another
         options = ["--source", str(self.source_copy), "--where", "cache"]
         words = shlex.join(["-m", "echelon", "env", "build", *options])
-        python = batch_script.python_command(self.configs[0])
+        python = batch_script.make_python_command(self.configs[0])
         return f"ECHELON_CACHE={cache} {python} {words} || fail $?"
 
     def with_environment_of_copy(self, env: Mapping[str, str]) -> Submission:
@@ -145,7 +145,7 @@ class Submission:
 
     def build_jobs(self) -> list[SbatchJob]:
         """Return the calls of sbatch: runs with equal launch settings are one array."""
-        if self.kind != "slurm":
+        if self.launcher_kind != "slurm":
             return []
         environment = batch_script.ScriptEnvironment(
             self.source_copy, tuple(self.render_environment_setup())
@@ -167,7 +167,7 @@ class Submission:
         return {
             "name": self.name,
             "folder": str(self.folder),
-            "launch": self.kind,
+            "launch": self.launcher_kind,
             "commands": [entry.to_dict() for entry in self.commands],
             "environment": self.environment.to_dict() if self.environment else None,
             "build": self.build_place if self.environment else None,
@@ -197,7 +197,7 @@ def plan_submission(
     runs_folder = Path(config.run.dir).absolute()
     source_tree = survey_source(source, runs_folder, request.links, config.launch.secrets)
     visible_gpus = count_visible_gpus(env) if config.launch.kind == "local" else 0
-    chosen_mode = config.mode if "mode" in _overridden_keys(request) else None
+    chosen_mode = config.mode if "mode" in _list_overridden_keys(request) else None
     planned = _plan_commands(commands, config, chosen_mode, source_tree.folder, visible_gpus)
     name = _choose_name(request.name or config.run.name, file, commands)
     environment = _plan_environment(request, source_tree.folder, env)
@@ -214,7 +214,7 @@ def plan_submission(
 
 def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: ShellCommand) -> Config:
     """Compose the settings that all commands share, with the first one as the program."""
-    words = [] if "launch" in _overridden_keys(request) else ["launch=slurm"]
+    words = [] if "launch" in _list_overridden_keys(request) else ["launch=slurm"]
     config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
     if config.launch.kind not in ("slurm", "local"):
         raise EchelonError(
@@ -223,14 +223,14 @@ def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: Shell
                 "leave it out for launch=slurm, or say launch=local",
             )
         )
-    is_set = "launch.max_requeues" in (*_overridden_keys(request), *defaults.launch)
+    is_set = "launch.max_requeues" in (*_list_overridden_keys(request), *defaults.launch)
     # A program that cannot resume must not start again by itself, so requeueing is asked for.
     if request.requeue or is_set or config.launch.kind != "slurm":
         return config
     return replace(config, launch=replace(config.launch, max_requeues=0))
 
 
-def _overridden_keys(request: SubmitRequest) -> list[str]:
+def _list_overridden_keys(request: SubmitRequest) -> list[str]:
     """Return the settings that the command line sets."""
     return [word.partition("=")[0] for word in request.overrides]
 
@@ -250,8 +250,11 @@ def _plan_commands(
             mode = launch_modes.detect_launch_mode(
                 command, config, chosen_mode, source, visible_gpus
             )
-            faults += [*_variable_faults(command, mode), *_secret_faults(command)]
-            run_config = launch_modes.apply_launch_mode(config, command, mode)
+            faults += [
+                *_find_unexpanded_variable_faults(command, mode),
+                *_find_secret_faults(command),
+            ]
+            run_config = launch_modes.build_command_config(config, command, mode)
             faults += find_faults(run_config)
             planned.append(PlannedCommand(command, mode, run_config))
         except EchelonError as error:
@@ -261,7 +264,9 @@ def _plan_commands(
     return planned
 
 
-def _variable_faults(command: ShellCommand, launch_mode: LaunchMode) -> Iterator[Fault]:
+def _find_unexpanded_variable_faults(
+    command: ShellCommand, launch_mode: LaunchMode
+) -> Iterator[Fault]:
     """Yield a fault for each variable of a command that nobody is asked to expand."""
     words = (*launch_mode.words, *(value for _, value in command.variables))
     for word in words if not command.expand else ():
@@ -274,13 +279,13 @@ def _variable_faults(command: ShellCommand, launch_mode: LaunchMode) -> Iterator
             )
 
 
-def _secret_faults(command: ShellCommand) -> Iterator[Fault]:
+def _find_secret_faults(command: ShellCommand) -> Iterator[Fault]:
     """Yield a fault for each secret: scripts and run folders hold the words of a command."""
     words = [(word.line, word.text) for word in command.words]
     words += [(b.line, f"{a.text}={b.text}") for a, b in pairwise(command.words)]  # --key VALUE
     words += [(value.line, f"{name}={value.text}") for name, value in command.variables]
     for line, text in words:
-        if has_secret(text):
+        if is_likely_secret(text):
             yield Fault(
                 f"{command.file}:{line}: what looks like a secret would be written to files "
                 "that others may read",

@@ -21,14 +21,17 @@ def require_prerequisites(submission: Submission, env: Mapping[str, str]) -> Non
     faults = [
         fault
         for entry in submission.commands
-        for fault in (*_program_faults(entry, submission, env), *_data_faults(entry, submission))
+        for fault in (
+            *_find_program_faults(entry, submission, env),
+            *_find_uncopied_path_faults(entry, submission),
+        )
     ]
-    faults += _environment_faults(submission)
+    faults += _find_uncopied_environment_faults(submission)
     if faults:
         raise EchelonError(*dict.fromkeys(faults))
 
 
-def _program_faults(
+def _find_program_faults(
     entry: PlannedCommand, s: Submission, env: Mapping[str, str]
 ) -> Iterator[Fault]:
     program, *arguments = entry.launch_mode.words
@@ -64,7 +67,7 @@ def _is_found(program: str, entry: PlannedCommand, s: Submission, env: Mapping[s
     return shutil.which(program, path=":".join([*folders, own])) is not None
 
 
-def _data_faults(entry: PlannedCommand, s: Submission) -> Iterator[Fault]:
+def _find_uncopied_path_faults(entry: PlannedCommand, s: Submission) -> Iterator[Fault]:
     """Yield a fault for each path of the command that is here, but will not be in the copy."""
     program, *arguments = entry.command.words
     for word in [program, *arguments] if "/" in program.text else arguments:
@@ -73,17 +76,17 @@ def _data_faults(entry: PlannedCommand, s: Submission) -> Iterator[Fault]:
             continue
         full_path = s.source.folder / path
         if _exists(full_path) and full_path != s.folder.parent and not s.source.contains(path):
-            yield _not_copied_fault(
+            yield _make_not_copied_fault(
                 f"{entry.command.file}:{word.line}: {path}", _choose_link(path, s.source)
             )
 
 
-def _environment_faults(s: Submission) -> Iterator[Fault]:
+def _find_uncopied_environment_faults(s: Submission) -> Iterator[Fault]:
     """Yield a fault for each file of the environment that the copy will not have."""
     for file in s.environment.files if s.environment else ():
         name = os.path.relpath(file, s.source.folder)
         if not s.source.contains(name):
-            yield _not_copied_fault(name, name)
+            yield _make_not_copied_fault(name, name)
 
 
 def _exists(path: Path) -> bool:
@@ -99,7 +102,7 @@ def _choose_link(path: str, source: SourceTree) -> str:
     return path if source.contains(top) else top
 
 
-def _not_copied_fault(what: str, link: str) -> Fault:
+def _make_not_copied_fault(what: str, link: str) -> Fault:
     return Fault(
         f"{what} is in the source folder, but is not copied: git ignores it, or it is not code",
         f"add --link {link} to have it linked to, or give an absolute path",

@@ -99,17 +99,17 @@ class _WordBuilder:
 
     def add_variable(self, name: str, written: str) -> None:
         """Append a variable; `written` is how the file has it: $NAME, ${NAME} or ~."""
-        self._flush()
+        self._quote_pending_literal()
         self.text += written
         self.shell += f'"${{{name}?is not set in the job}}"'
         self.has_variables = True
         self.is_unquoted = False
 
-    def end_name(self) -> None:
+    def end_assigned_name(self) -> None:
         """Keep NAME= out of the quotes that the rest of the word may need: build() cuts it off."""
-        self._flush()
+        self._quote_pending_literal()
 
-    def _flush(self) -> None:
+    def _quote_pending_literal(self) -> None:
         self.shell += shlex.quote(self.pending_literal) if self.pending_literal else ""
         self.pending_literal = ""
 
@@ -118,7 +118,7 @@ class _WordBuilder:
         text = self.text[cut:]
         if not self.has_variables:
             return ShellWord(text, self.line)
-        self._flush()
+        self._quote_pending_literal()
         whole = self.shell
         if cut:  # NAME= needs no quotes, so `shell` begins with it as it is
             whole = whole.removeprefix(self.text[:cut])
@@ -154,7 +154,7 @@ class CommandReader:
                 variables.append((name, word.build(cut=len(name) + 1)))
             else:
                 if not words:
-                    self._require_program(word)
+                    self._require_valid_first_word(word)
                 words.append(word.build())
         if variables and not words:
             raise CommandSyntaxError(
@@ -258,12 +258,12 @@ class CommandReader:
             self._position += 1
             word.add(character)
             if word.assigned_name is not None and word.assigned_name == word.text[:-1]:
-                word.end_name()
+                word.end_assigned_name()
 
     def _read_single_quotes(self, word: _WordBuilder) -> None:
         end = self._text.find("'", self._position + 1)
         if end < 0:
-            raise self._unclosed_quote_error("'")
+            raise self._make_unclosed_quote_error("'")
         inside = self._text[self._position + 1 : end]
         self._line += inside.count("\n")
         self._position = end + 1
@@ -294,9 +294,9 @@ class CommandReader:
                 self._position += 1
                 word.add(character)
         self._line, self._position = line, start
-        raise self._unclosed_quote_error('"')
+        raise self._make_unclosed_quote_error('"')
 
-    def _unclosed_quote_error(self, mark: str) -> CommandSyntaxError:
+    def _make_unclosed_quote_error(self, mark: str) -> CommandSyntaxError:
         """Return the error, and give up the rest: it was read as quoted, or as something else."""
         self._position = len(self._text)
         return CommandSyntaxError(
@@ -352,7 +352,7 @@ class CommandReader:
         self._position += 1
         word.add_variable("HOME", "~")
 
-    def _require_program(self, word: _WordBuilder) -> None:
+    def _require_valid_first_word(self, word: _WordBuilder) -> None:
         """Refuse a first word that only a shell understands, or that is an option."""
         if not word.is_unquoted:
             return

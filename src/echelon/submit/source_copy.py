@@ -20,7 +20,7 @@ from typing import Any
 from echelon.errors import EchelonError, Fault
 from echelon.utils.files import write_json_atomically
 from echelon.utils.ignore import CACHE_FOLDERS, is_ignored
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 MAX_SOURCE_BYTES = 256 << 20
 """A larger source has data in it."""
@@ -86,7 +86,7 @@ def survey_source(
         for name in {*tracked, *new}
         if _is_copyable(folder / name) and not _is_inside(folder / name, skipped)
     )
-    _require_links(folder, link_names)
+    _require_links_in_folder(folder, link_names)
     size_bytes = sum(os.lstat(folder / name).st_size for name in files)
     _require_small(folder, files, size_bytes)
     copied_tops = {name.partition("/")[0] for name in (*files, *link_names)}
@@ -130,7 +130,7 @@ def copy_source(source: SourceTree, into: Path) -> Path:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"the source cannot be copied to {copy}: {describe_os_error(error)}"
+                f"the source cannot be copied to {copy}: {format_os_error_reason(error)}"
                 + (f" ({error.filename})" if error.filename else ""),
                 "free some space, fix the file's mode, or give another place with run.dir=PATH",
             )
@@ -162,7 +162,7 @@ def _copy_file(folder: Path, name: str, into: Path) -> None:
         copy.symlink_to(target)
 
 
-def _require_links(folder: Path, links: Sequence[str]) -> None:
+def _require_links_in_folder(folder: Path, links: Sequence[str]) -> None:
     """Raise EchelonError unless all links are names of files in the folder."""
     faults = []
     for link in links:

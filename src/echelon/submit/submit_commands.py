@@ -9,12 +9,12 @@ from pathlib import Path
 
 from echelon.config.defaults_files import FileDefaults
 from echelon.config.schema import Config
-from echelon.errors import Exit
-from echelon.jobs.attach import follow_queued_run
-from echelon.launch.launcher import collect_until_stopped
+from echelon.errors import ExitCode
+from echelon.jobs.attach import attach_or_print_hint
+from echelon.launch.launcher import collect_exit_codes
 from echelon.submit.dry_run import print_submission
 from echelon.submit.enqueue import (
-    capture_shell_environment,
+    capture_environment_after_setup,
     enqueue_jobs,
     prepare_submission,
     wait_for_runs,
@@ -40,9 +40,9 @@ def submit_commands(
     require_prerequisites(submission, os.environ)
     if dry_run:
         print_submission(submission, submission.build_jobs(), as_json)
-        return Exit.OK
+        return ExitCode.OK
     with prepare_submission(submission, os.environ) as submission:
-        if submission.kind != "slurm":
+        if submission.launcher_kind != "slurm":
             return _run_here(submission, start_run)  # what is printed is the programs' own
         queued = []
         for queued_job in enqueue_jobs(submission.build_jobs()):
@@ -52,13 +52,13 @@ def submit_commands(
     if as_json:
         print(json.dumps(submission.to_dict() | {"jobs": queued}, indent=2))
     if len(submission.commands) == 1 and not as_json:
-        return follow_queued_run(submission.configs[0], wait)
+        return attach_or_print_hint(submission.configs[0], wait)
     if not as_json:
         root = submission.folder.parent
         dir_option = "" if root == Path("runs").absolute() else f" --dir {root}"
         print(f"  follow it  echelon jobs {submission.name} --watch{dir_option}")
         print(f"  end it     echelon cancel {submission.name}{dir_option}")
-    return wait_for_runs(submission.runs) if wait else Exit.OK
+    return wait_for_runs(submission.runs) if wait else ExitCode.OK
 
 
 def _run_here(submission: Submission, start_run: Callable[[Config], int]) -> int:
@@ -66,7 +66,7 @@ def _run_here(submission: Submission, start_run: Callable[[Config], int]) -> int
 
     As in a job array, one that fails does not keep the others from running.
     """
-    variables = capture_shell_environment(
+    variables = capture_environment_after_setup(
         submission.render_environment_setup(), submission.source_copy, dict(os.environ)
     )
     os.chdir(submission.source_copy)
@@ -77,5 +77,5 @@ def _run_here(submission: Submission, start_run: Callable[[Config], int]) -> int
         os.environ.update(variables)
         return start_run(config)
 
-    codes = collect_until_stopped(map(start_afresh, submission.configs))
-    return next((code for code in codes if code), Exit.OK)
+    codes = collect_exit_codes(map(start_afresh, submission.configs))
+    return next((code for code in codes if code), ExitCode.OK)

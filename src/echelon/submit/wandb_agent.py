@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 from echelon.config.schema import Config
 from echelon.config.validate import check_run_name
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import batch_script
 from echelon.runs.run_folder import Run
-from echelon.submit.launch_modes import parse_torchrun
+from echelon.submit.launch_modes import detect_torchrun
 from echelon.submit.shell_syntax import ShellCommand, ShellWord
 from echelon.sweep.trial_command import DEFAULT_COMMAND, expand_macros
 from echelon.sweep.wandb import trial_records
@@ -39,7 +39,7 @@ from echelon.sweep.wandb.agent import GIVE_UP_S, RETRY_S, AgentPool, AgentSlot
 from echelon.sweep.wandb.client import ServerUnavailableError, WandbServer
 from echelon.sweep.wandb.trial_records import WandbTrialRecord
 from echelon.tracking import wandb_key
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -47,7 +47,7 @@ _DEFAULT_PROJECT = "uncategorized"
 """The project that wandb itself takes without another."""
 
 
-class WandbAgentJob(NamedTuple):
+class WandbJobContext(NamedTuple):
     """The job whose nodes run the trials."""
 
     run: Run
@@ -62,13 +62,13 @@ class WandbAgentJob(NamedTuple):
 
 def run_agent_here(config: Config, run: Run) -> int:
     """Run the agent command of a configuration on this machine, without Slurm."""
-    return run_command(WandbAgentJob(run, "127.0.0.1:0"), config.program)
+    return run_agent_command(WandbJobContext(run, "127.0.0.1:0"), config.program)
 
 
 # --- the command, as it was written ---
 
 
-def run_command(job: WandbAgentJob, words: Sequence[str]) -> int:
+def run_agent_command(job: WandbJobContext, words: Sequence[str]) -> int:
     """Run a command that calls `wandb agent`, and return its exit code.
 
     The command is a process of its own even if it is nothing but `wandb agent`: `env` and `bash`
@@ -89,14 +89,16 @@ def run_command(job: WandbAgentJob, words: Sequence[str]) -> int:
         )
     except OSError as error:
         raise EchelonError(
-            Fault(f"{words[0]} cannot be run: {describe_os_error(error)}", "see the command file"),
-            exit=Exit.FAILED,
+            Fault(
+                f"{words[0]} cannot be run: {format_os_error_reason(error)}", "see the command file"
+            ),
+            exit=ExitCode.FAILED,
         ) from None
     with _forward_signals(process):
         return _to_exit_code(process.wait())
 
 
-def _write_shim(job: WandbAgentJob) -> None:
+def _write_shim(job: WandbJobContext) -> None:
     job.tools_folder.mkdir(exist_ok=True)
     # The folder of the job may hold files named like modules; -P does not look there.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
@@ -131,7 +133,7 @@ def _to_exit_code(returncode: int) -> int:
 # --- the agent ---
 
 
-def run_agent(job: WandbAgentJob, arguments: Sequence[str]) -> int:
+def run_wandb_shim(job: WandbJobContext, arguments: Sequence[str]) -> int:
     """Do what `wandb ARGUMENTS` asks for, and return the exit code.
 
     For `wandb agent` that is the code of the first trial that failed, and 0 if none did. Any other
@@ -144,7 +146,7 @@ def run_agent(job: WandbAgentJob, arguments: Sequence[str]) -> int:
     options = _parse_arguments(arguments[1:])
     server = _open_server()
     sweep = _resolve_sweep(options, server)
-    config = _wait_for_config(server, sweep)
+    config = _query_config_with_retries(server, sweep)
     backend = JobBackend(job, sweep, config.get("command"), config.get("program"))
     pool = AgentPool(
         server,
@@ -162,7 +164,7 @@ def run_agent(job: WandbAgentJob, arguments: Sequence[str]) -> int:
         return code
     if pool.refusal:
         raise pool.refusal
-    return Exit.FAILED if pool.refused else Exit.OK
+    return ExitCode.FAILED if pool.refused else ExitCode.OK
 
 
 def _parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -188,7 +190,7 @@ def _open_server() -> WandbServer:
                 f"`wandb agent` needs an API key, but {problem or 'there is none'}",
                 "log in with `wandb login`, or put WANDB_API_KEY into the file of launch.secrets",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     return WandbServer(*credentials)
 
@@ -203,7 +205,7 @@ def _resolve_sweep(options: argparse.Namespace, server: WandbServer) -> str:
     return f"{entity or _retry(server.query_user)}/{project}/{name}"
 
 
-def _wait_for_config(server: WandbServer, sweep: str) -> dict[str, Any]:
+def _query_config_with_retries(server: WandbServer, sweep: str) -> dict[str, Any]:
     config: dict[str, Any] = _retry(lambda: server.query_sweep_config(sweep))
     return config
 
@@ -217,7 +219,9 @@ def _retry(request: Any) -> Any:
         except ServerUnavailableError as error:
             if time.monotonic() > deadline:
                 what = f"wandb's server does not answer: {error}"
-                raise EchelonError(Fault(what, "submit it again later"), exit=Exit.FAILED) from None
+                raise EchelonError(
+                    Fault(what, "submit it again later"), exit=ExitCode.FAILED
+                ) from None
         time.sleep(RETRY_S)
 
 
@@ -232,40 +236,40 @@ class JobBackend:
     and never settings of Echelon here. No records are kept, as the server has them.
     """
 
-    job: WandbAgentJob
+    job: WandbJobContext
     sweep: str
     command: Sequence[str] | None
     """`command` of the sweep, with macros."""
     program: str | None
     _ended_ids: set[str] = field(default_factory=set)
 
-    def has_ended(self, trial_id: str) -> bool:
+    def has_result(self, trial_id: str) -> bool:
         """Whether this agent ran it."""
         return trial_id in self._ended_ids
 
-    def check_trial(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:
+    def create_trial_record(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:
         """Return a record; EchelonError if the id cannot be part of a file's name."""
         if fault := check_run_name(trial_id):
             raise EchelonError(fault)
         return WandbTrialRecord(trial_id, self.sweep, parameters)
 
-    def is_startable(self, record: WandbTrialRecord) -> bool:
+    def can_resume_trial(self, record: WandbTrialRecord) -> bool:
         """Always: trials of earlier jobs are the server's to hand out again."""
         return True
 
-    def start_trial(self, record: WandbTrialRecord) -> JobTrial:
+    def start_trial(self, record: WandbTrialRecord) -> JobStepTrial:
         """Start the command of the sweep on all nodes of the job."""
-        variables = trial_records.make_trial_environment(self.job.run.folder, record)
-        return JobTrial.start(self.job, self._build_program(record), variables)
+        variables = trial_records.prepare_trial_environment(self.job.run.folder, record)
+        return JobStepTrial.start(self.job, self._build_program(record), variables)
 
-    def end_trial(
+    def record_trial_end(
         self, record: WandbTrialRecord, exit_code: int, is_cancelled: bool, is_stopping: bool
     ) -> WandbTrialRecord:
         """Return the record with its state. A trial that the server stopped did not fail."""
         self._ended_ids.add(record.id)
-        if exit_code == Exit.OK or is_cancelled:
-            state = "finished" if exit_code == Exit.OK else "stopped"
-            return replace(record, state=state, exit_code=Exit.OK)
+        if exit_code == ExitCode.OK or is_cancelled:
+            state = "finished" if exit_code == ExitCode.OK else "stopped"
+            return replace(record, state=state, exit_code=ExitCode.OK)
         cause = f"exit code {exit_code}"
         return replace(record, state="failed", cause=cause, exit_code=exit_code)
 
@@ -274,7 +278,7 @@ class JobBackend:
         if self.command is None and self.program is None:
             raise EchelonError(
                 Fault(f"the sweep {self.sweep} has neither program nor command", "add one to it"),
-                exit=Exit.FAILED,
+                exit=ExitCode.FAILED,
             )
         arguments_file = self.job.run.folder / f"trial-{record.id}.json"
         arguments_file.write_text(json.dumps(dict(record.parameters)), encoding="utf-8")
@@ -284,19 +288,21 @@ class JobBackend:
         template = [str(word) for word in self.command or DEFAULT_COMMAND]
         program = expand_macros(template, record.parameters, extra)
         words = tuple(ShellWord(word, 0) for word in program)
-        torchrun = parse_torchrun(ShellCommand(f"the sweep {self.sweep}", 0, words))
+        torchrun = detect_torchrun(ShellCommand(f"the sweep {self.sweep}", 0, words))
         return [word.text for word in torchrun.words] if torchrun else program
 
 
 @dataclass(frozen=True)
-class JobTrial:
+class JobStepTrial:
     """An AgentTrial: a step of the job, which starts the program on all of its nodes."""
 
     _run: Run
     _step: subprocess.Popen[bytes]
 
     @staticmethod
-    def start(job: WandbAgentJob, program: list[str], variables: Mapping[str, str]) -> JobTrial:
+    def start(
+        job: WandbJobContext, program: list[str], variables: Mapping[str, str]
+    ) -> JobStepTrial:
         """Start the program as a job that was submitted with it would."""
         run = job.run
         config = replace(run.read_config(), program=program, mode="torchrun")
@@ -310,7 +316,7 @@ class JobTrial:
             start_new_session=True,  # signals are passed on by interrupt(), once
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
-        return JobTrial(run, step)
+        return JobStepTrial(run, step)
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
@@ -334,7 +340,7 @@ class JobTrial:
         self._step.send_signal(signal_number)
 
 
-def _build_step_command(config: Config, job: WandbAgentJob) -> list[str]:
+def _build_step_command(config: Config, job: WandbJobContext) -> list[str]:
     if config.launch.kind == "slurm":
         return ["bash", "-c", "\n".join(batch_script.render_agents_step(config))]
     node = ["--nodes", "1", "--node-rank", "0", "--master", job.master, str(job.run.folder)]

@@ -12,10 +12,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.sweep.plot import plot_sweep
 from echelon.sweep.report import SweepReport, build_report
-from echelon.sweep.trial_command import format_parameters, format_short_value
+from echelon.sweep.trial_command import describe_parameters, format_short_value
 from echelon.sweep.trial_store import TrialStore, TrialSummary
 from echelon.utils.text import truncate_text
 from echelon.views.table import STATE_STYLES, Table, TableColumn, get_width
@@ -33,13 +33,13 @@ def print_report(
         plot_sweep(report, plot_file)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
-        return Exit.OK
+        return ExitCode.OK
     console = create_console()
     max_trials = None if show_all else _MAX_TRIALS_SHOWN
     console.print(_render_report(report, max_trials, get_width(console)))
     if plot_file is not None:
         print(f"picture     {plot_file}")
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _render_report(report: SweepReport, max_trials: int | None, width: int) -> RenderableType:
@@ -136,7 +136,7 @@ def _format_line(report: SweepReport, trial: TrialSummary) -> str:
     if trial.state == "waiting":
         return f"trial {trial.name} waits for a worker"
     if trial.state == "running":
-        return f"trial {trial.number}: {format_parameters(trial.parameters)}"
+        return f"trial {trial.number}: {describe_parameters(trial.parameters)}"
     value = "" if trial.metric_value is None else f", {report.metric.name} {trial.metric_value:.6g}"
     best = report.best
     record = f" (best: {best.metric_value:.6g})" if best and best.number != trial.number else ""

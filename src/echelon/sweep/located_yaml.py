@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from echelon.errors import EchelonError, Exit, Fault
-from echelon.utils.os_errors import describe_os_error
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.utils.os_errors import format_os_error_reason
 
 KeyPath: TypeAlias = "tuple[str | int, ...]"
 """The keys that lead to a value, such as ("parameters", "lr", "values", 0)."""
@@ -44,10 +44,10 @@ def load_yaml(path: Path) -> LocatedYaml:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(
             Fault(f"{path} cannot be read: {reason}", "give the file of a sweep"),
-            exit=Exit.USAGE if path.exists() else Exit.NOT_FOUND,
+            exit=ExitCode.USAGE if path.exists() else ExitCode.NOT_FOUND,
         ) from None
     return parse_yaml(text, path)
 
@@ -63,7 +63,7 @@ def parse_yaml(text: str, path: Path) -> LocatedYaml:
         node = yaml.compose(text, yaml.SafeLoader)
         data = _convert_node(node, (), located) if node is not None else None
     except yaml.YAMLError as error:
-        raise EchelonError(_syntax_fault(path, error)) from None
+        raise EchelonError(_make_syntax_fault(path, error)) from None
     except RecursionError:
         raise EchelonError(
             Fault(f"{path} is nested without end", "leave the anchors out")
@@ -71,7 +71,7 @@ def parse_yaml(text: str, path: Path) -> LocatedYaml:
     return LocatedYaml(path, data, located.lines, located.notes)
 
 
-def _syntax_fault(path: Path, error: yaml.YAMLError) -> Fault:
+def _make_syntax_fault(path: Path, error: yaml.YAMLError) -> Fault:
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -10,7 +10,7 @@ _AXIS_KEYS = {"step", "epoch", "samples", "time"}
 """Numbers of a line that are not metrics."""
 
 
-def to_file_key(name: str, is_program: bool) -> str:
+def to_metrics_file_key(name: str, is_program: bool) -> str:
     """Return the key of a metric in metrics.jsonl.
 
     A program writes its own names there. The metric of an experiment is named as trackers name it
@@ -24,7 +24,7 @@ def to_file_key(name: str, is_program: bool) -> str:
     return f"eval_{rest if slash and folder == 'eval' else name}"
 
 
-def to_metric_name(key: str) -> str:
+def to_tracker_name(key: str) -> str:
     """Return the name by which trackers know a key of metrics.jsonl."""
     return f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}"
 
@@ -38,7 +38,7 @@ class MetricHistory:
         self.reported_keys: set[str] = set()
         """All metrics that were reported."""
 
-    def read(self) -> list[float]:
+    def read_all_values(self) -> list[float]:
         """Read what was added since the last call, and return all values."""
         lines, is_new = self._follower.read_new_lines()
         if is_new:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep.sweep_folder import SweepFolder, SweepLock
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _open_database(url: str) -> Any:
                 f"--storage {_hide_password(url)}: {reason}",
                 "give a URL such as postgresql://user:password@host/database",
             ),
-            exit=Exit.USAGE,
+            exit=ExitCode.USAGE,
         ) from None
 
 

@@ -71,8 +71,8 @@ def plan_sweep(
         lease_s=lease_s,
     )
     # The metric and the launcher are known only once a trial is composed.
-    first_config = _check_parameters_compose(settings, file, sweep.trial_run(0), compose)
-    metric = file.metric or _default_metric(file, first_config)
+    first_config = _check_parameters_compose(settings, file, sweep.get_trial_run(0), compose)
+    metric = file.metric or _get_default_metric(file, first_config)
     launcher = first_config.launch.kind
     settings = replace(settings, metric=asdict(metric), launcher=launcher)
     _require_same_sweep(sweep, file, settings)
@@ -98,7 +98,7 @@ def _count_trials(file: SweepFile) -> int:
     return int(cap)
 
 
-def _default_metric(file: SweepFile, config: Config) -> SweepMetric:
+def _get_default_metric(file: SweepFile, config: Config) -> SweepMetric:
     """Return the metric by which the trainer chooses its best snapshot."""
     if config.program:
         raise EchelonError(
@@ -118,11 +118,11 @@ def _check_parameters_compose(
 
     Return the first configuration. A program's arguments cannot be checked: one is enough.
     """
-    first = {p.name: next(_example_values(p)) for p in file.searched_parameters}
+    first = {p.name: next(_list_example_values(p)) for p in file.searched_parameters}
     config = _compose_trial(settings, file, run, first, compose)
     if not config.program:
         for parameter in file.searched_parameters:
-            for value in _example_values(parameter):
+            for value in _list_example_values(parameter):
                 _compose_trial(settings, file, run, first | {parameter.name: value}, compose)
     return config
 
@@ -146,19 +146,22 @@ def _add_location(fault: Fault, file: SweepFile) -> Fault:
     return fault
 
 
-def _example_values(parameter: SearchParameter) -> Iterator[Any]:
+def _list_example_values(parameter: SearchParameter) -> Iterator[Any]:
     """Yield values that a trial may get: all choices, both ends, or one of a kind."""
     if parameter.values:
         yield from parameter.values[:20]
-    elif steps := parameter.steps:
-        yield from (parameter.value_at_step(steps.start), parameter.value_at_step(steps.stop - 1))
+    elif steps := parameter.step_range:
+        yield from (
+            parameter.get_value_at_step(steps.start),
+            parameter.get_value_at_step(steps.stop - 1),
+        )
     elif parameter.q is not None and float(parameter.q).is_integer():
         yield int(parameter.q)
     else:
-        yield _example_number(parameter)
+        yield _choose_example_number(parameter)
 
 
-def _example_number(p: SearchParameter) -> float:
+def _choose_example_number(p: SearchParameter) -> float:
     kind = p.distribution.removeprefix("q_")
     if kind == "inv_log_uniform":
         return math.exp(-p.min)
@@ -187,8 +190,8 @@ def _require_same_sweep(sweep: SweepFolder, file: SweepFile, settings: SweepSett
         for key in ("program", "storage")
         if getattr(old_settings, key) != getattr(settings, key)
     ]
-    old_overrides = _search_overrides(old_settings.overrides)
-    differs += sorted(set(old_overrides) ^ set(_search_overrides(settings.overrides)))
+    old_overrides = _select_trial_overrides(old_settings.overrides)
+    differs += sorted(set(old_overrides) ^ set(_select_trial_overrides(settings.overrides)))
     if differs:
         raise EchelonError(
             Fault(
@@ -209,6 +212,6 @@ def _require_no_trials(sweep: SweepFolder) -> None:
         )
 
 
-def _search_overrides(overrides: Sequence[str]) -> list[str]:
+def _select_trial_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that decide what trials are; where they run may change."""
     return [word for word in overrides if not word.startswith(("launch", "track"))]

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep.report import SweepReport
-from echelon.sweep.trial_command import format_parameters, format_value
+from echelon.sweep.trial_command import describe_parameters, format_override_value
 from echelon.sweep.trial_store import TrialSummary
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _FILE_SUFFIXES = (".html", ".png", ".svg")
 _MAX_LINES = 400
@@ -45,12 +45,12 @@ def plot_sweep(report: SweepReport, output: Path) -> None:
     temporary = output.with_name(f".{output.stem}.{secrets.token_hex(4)}{suffix}")
     try:
         if suffix == ".html":
-            temporary.write_text(render_page(data), encoding="utf-8")
+            temporary.write_text(render_sweep_page(data), encoding="utf-8")
         else:
             _save_image(data, temporary)
         os.replace(temporary, output)
     except OSError as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(
             Fault(f"--plot {output} cannot be written: {reason}", "give another place")
         ) from None
@@ -61,7 +61,7 @@ def plot_sweep(report: SweepReport, output: Path) -> None:
 # --- what is shown ---
 
 
-class TrialPoint(NamedTuple):
+class HistoryPoint(NamedTuple):
     """A trial in the history. Serialised into the page by these names, as are the next three."""
 
     number: int
@@ -78,7 +78,7 @@ class ParameterAxis(NamedTuple):
     """Positions between 0 and 1, and their labels."""
 
 
-class TrialLine(NamedTuple):
+class ParallelCoordinatesLine(NamedTuple):
     """A trial in the parallel coordinates."""
 
     number: int
@@ -96,11 +96,11 @@ class SweepPlotData(NamedTuple):
     metric: str
     log: bool
     """Whether the metric has a logarithmic axis."""
-    points: list[TrialPoint]
+    points: list[HistoryPoint]
     best: list[tuple[int, float]]
     """The trials that were the best so far when they ended, and their values."""
     axes: list[ParameterAxis]
-    lines: list[TrialLine]
+    lines: list[ParallelCoordinatesLine]
     importance: list[tuple[str, float]]
 
 
@@ -120,7 +120,7 @@ def build_plot_data(report: SweepReport) -> SweepPlotData:
                 f"the sweep {report.sweep.name} has no result to draw",
                 "wait for the first one",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     names = list(dict.fromkeys(name for trial in trials for name in trial.parameters))
     rows = {t.number: {**t.parameters, metric.name: t.metric_value} for t in trials}
@@ -131,11 +131,11 @@ def build_plot_data(report: SweepReport) -> SweepPlotData:
     ranked = [trial for trial in report.rank_trials() if trial.number in rows]
     last = max(1, len(ranked) - 1)
     lines = [
-        TrialLine(
+        ParallelCoordinatesLine(
             trial.number,
-            _find_positions(rows[trial.number], scales),
+            _locate_trial_on_axes(rows[trial.number], scales),
             1 - rank / last,
-            _format_label(trial, metric.name),
+            _format_trial_label(trial, metric.name),
         )
         for rank, trial in enumerate(ranked[:_MAX_LINES])
     ]
@@ -145,19 +145,21 @@ def build_plot_data(report: SweepReport) -> SweepPlotData:
         metric=metric.name,
         log=min(values) > 0 and max(values) > _LOG_SCALE_RATIO * min(values),
         points=[
-            TrialPoint(t.number, t.metric_value or 0.0, t.state, _format_label(t, metric.name))
+            HistoryPoint(
+                t.number, t.metric_value or 0.0, t.state, _format_trial_label(t, metric.name)
+            )
             for t in trials
         ],
-        best=_find_records(trials, metric.sign),
+        best=_find_records(trials, metric.minimize_sign),
         axes=[ParameterAxis(name, scale.build_ticks()) for name, scale in scales.items()],
         lines=lines,
         importance=list(report.importance.items()),
     )
 
 
-def _format_label(trial: TrialSummary, metric: str) -> str:
+def _format_trial_label(trial: TrialSummary, metric: str) -> str:
     value = f"{metric} {trial.metric_value:.5g}" if trial.metric_value is not None else ""
-    return f"trial {trial.name} {trial.state}, {value}: {format_parameters(trial.parameters)}"
+    return f"trial {trial.name} {trial.state}, {value}: {describe_parameters(trial.parameters)}"
 
 
 def _find_records(trials: Sequence[TrialSummary], sign: float) -> list[tuple[int, float]]:
@@ -172,7 +174,9 @@ def _find_records(trials: Sequence[TrialSummary], sign: float) -> list[tuple[int
     return records
 
 
-def _find_positions(row: Mapping[str, Any], scales: Mapping[str, _AxisScale]) -> list[float | None]:
+def _locate_trial_on_axes(
+    row: Mapping[str, Any], scales: Mapping[str, _AxisScale]
+) -> list[float | None]:
     return [
         scale.find_position(row[name]) if name in row else None for name, scale in scales.items()
     ]
@@ -186,7 +190,7 @@ class _AxisScale:
             isinstance(v, (int, float)) and not isinstance(v, bool) for v in values
         )
         if not self._is_numeric:
-            self._names = sorted({format_value(value) for value in values})
+            self._names = sorted({format_override_value(value) for value in values})
             return
         self._low, self._high = float(min(values)), float(max(values))
         self._is_log = self._low > 0 and self._high > _LOG_SCALE_RATIO * self._low
@@ -195,7 +199,7 @@ class _AxisScale:
     def find_position(self, value: Any) -> float:
         """Return the position of a value between 0 and 1."""
         if not self._is_numeric:
-            return self._names.index(format_value(value)) / max(1, len(self._names) - 1)
+            return self._names.index(format_override_value(value)) / max(1, len(self._names) - 1)
         low, high = self._transform(self._low), self._transform(self._high)
         return (self._transform(float(value)) - low) / (high - low) if high > low else 0.5
 
@@ -221,7 +225,7 @@ class _AxisScale:
 # --- how it is rendered ---
 
 
-def render_page(plot_data: SweepPlotData) -> str:
+def render_sweep_page(plot_data: SweepPlotData) -> str:
     """Return the picture as an HTML page.
 
     Names and values may come from anybody. They are data for the script, which writes them as

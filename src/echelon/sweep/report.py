@@ -34,7 +34,7 @@ class SweepReport(NamedTuple):
         """Return the trials that have a value, the best first, and finished ones before others."""
 
         def make_key(trial: TrialSummary) -> tuple[bool, float, int]:
-            value = self.metric.sign * (trial.metric_value or 0.0)
+            value = self.metric.minimize_sign * (trial.metric_value or 0.0)
             return trial.state != "finished", value, trial.number
 
         known = [t for t in self.trials if t.metric_value is not None and t.state != "failed"]
@@ -82,14 +82,14 @@ class SweepReport(NamedTuple):
             "trial": trial.number,
             "run": trial.run,
             "state": trial.state,
-            "value": _finite_or_none(trial.metric_value),
+            "value": _to_finite_or_none(trial.metric_value),
             "parameters": trial.parameters,
             "evaluations": len(trial.history),
             "cause": trial.cause or None,
         }
 
 
-def _finite_or_none(value: float | None) -> float | None:
+def _to_finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep import slurm_workers
 from echelon.sweep.display import open_progress, print_report
 from echelon.sweep.optuna_study import require_optuna
@@ -18,7 +18,7 @@ from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.supervisor import supervise_workers
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
 from echelon.sweep.sweep_folder import SweepFolder, find_sweep
-from echelon.sweep.trial_command import format_value
+from echelon.sweep.trial_command import format_override_value
 from echelon.sweep.trial_store import TrialStore
 from echelon.sweep.worker import Compose
 from echelon.utils.text import format_count
@@ -115,7 +115,7 @@ def _run_here(plan: SweepPlan, options: SweepOptions) -> int:
     """Run workers on this machine to the end of the sweep."""
     with open_progress() as progress:
         code = supervise_workers(plan.sweep, options.parallel, progress.update)
-    if code == Exit.OK:
+    if code == ExitCode.OK:
         return _report_outcome(plan.sweep, options.as_json)
     print_report(build_report(TrialStore(plan.sweep)), options.as_json)
     print("the same command continues this sweep", file=sys.stderr)
@@ -132,8 +132,8 @@ def _report_outcome(sweep: SweepFolder, as_json: bool) -> int:
         what = f"is not over, but its workers are: {report.ended_count} of {report.run_cap} results"
         do = f"see {sweep.logs}; the same command continues it"
     else:
-        return Exit.OK
-    raise EchelonError(Fault(f"the sweep {sweep.name} {what}", do), exit=Exit.FAILED)
+        return ExitCode.OK
+    raise EchelonError(Fault(f"the sweep {sweep.name} {what}", do), exit=ExitCode.FAILED)
 
 
 def _submit_workers(plan: SweepPlan, options: SweepOptions) -> int:
@@ -145,7 +145,7 @@ def _submit_workers(plan: SweepPlan, options: SweepOptions) -> int:
     print(f"job {job}: {workers} of sweep {sweep.name} in {sweep.folder}")
     if not options.wait:
         print(f"  look at it  echelon sweep show {sweep.name}")
-        return Exit.OK
+        return ExitCode.OK
     slurm_workers.follow_workers(sweep)
     return _report_outcome(sweep, options.as_json)
 
@@ -166,10 +166,12 @@ def _print_plan(
             "parameters": {p.name: p.distribution for p in file.parameters.values()},
             "words": settings.overrides,
             "program": settings.program,
-            "script": slurm_workers.render_script(plan, options.parallel) if is_on_slurm else None,
+            "script": slurm_workers.render_worker_script(plan, options.parallel)
+            if is_on_slurm
+            else None,
         }
         print(json.dumps(data, indent=2))
-        return Exit.OK
+        return ExitCode.OK
     size = f"{settings.run_cap:,} trials, {options.parallel} at once"
     print(f"sweep {sweep.name}: {size}, in {sweep.folder}")
     goal = "largest" if settings.metric["goal"] == "maximize" else "smallest"
@@ -183,15 +185,15 @@ def _print_plan(
     for p in file.parameters.values():
         print(f"  {p.name:<{width}}  {p.distribution} {_describe_range(p)}")
     if is_on_slurm:
-        print(f"\n{slurm_workers.render_script(plan, options.parallel)}")
-        return Exit.OK
+        print(f"\n{slurm_workers.render_worker_script(plan, options.parallel)}")
+        return ExitCode.OK
     print("\nA trial:")
     return start(plan.first_config, dry_run=True)
 
 
 def _describe_range(parameter: SearchParameter) -> str:
     if parameter.values:
-        return ", ".join(format_value(value) for value in parameter.values)
+        return ", ".join(format_override_value(value) for value in parameter.values)
     if parameter.distribution.endswith("normal"):
         return f"mu {parameter.mu:g}, sigma {parameter.sigma:g}"
     return f"{parameter.min:g} to {parameter.max:g}"

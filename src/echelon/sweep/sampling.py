@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from echelon.sweep.search_space import SearchParameter, round_to_multiple
+from echelon.sweep.search_space import SearchParameter, compute_multiple
 
 if TYPE_CHECKING:
     import optuna
@@ -66,8 +66,8 @@ def suggest_value(trial: optuna.Trial, parameter: SearchParameter, is_grid: bool
         return trial.suggest_int(parameter.name, int(parameter.min), int(parameter.max))
     value = _suggest_number(trial, parameter)
     if parameter.values:
-        return parameter.values[_pick_by_probability(parameter.probabilities, value)]
-    return round_to_multiple(round(value / parameter.q), parameter.q) if parameter.q else value
+        return parameter.values[_pick_index_by_probability(parameter.probabilities, value)]
+    return compute_multiple(round(value / parameter.q), parameter.q) if parameter.q else value
 
 
 def encode_choice(value: Any) -> Any:
@@ -99,7 +99,7 @@ def _suggest_number(trial: optuna.Trial, p: SearchParameter) -> float:
     return math.exp(value) if kind == "log_normal" else value
 
 
-def _pick_by_probability(probabilities: Sequence[float], quantile: float) -> int:
+def _pick_index_by_probability(probabilities: Sequence[float], quantile: float) -> int:
     """Return the index of the choice at a quantile. Sums a little below 1 pick the last choice."""
     for index, cumulative in enumerate(itertools.accumulate(probabilities)):
         if quantile < cumulative:

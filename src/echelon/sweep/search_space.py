@@ -67,7 +67,7 @@ class SearchParameter:
         return self.distribution != "constant"
 
     @property
-    def steps(self) -> range | None:
+    def step_range(self) -> range | None:
         """The values as multiples of q, or of 1 for an integer; None if it is continuous."""
         if self.distribution == "int_uniform":
             return range(int(self.min), int(self.max) + 1)
@@ -80,21 +80,21 @@ class SearchParameter:
         """The number of values; None if continuous, or with probabilities, which a grid ignores."""
         if self.values:
             return None if self.probabilities else len(self.values)
-        steps = self.steps
+        steps = self.step_range
         return None if steps is None else steps.stop - steps.start
 
     def list_grid_values(self) -> list[Any] | None:
         """Return all values, or None where value_count is."""
         if self.value_count is None:
             return None
-        return list(self.values) or [self.value_at_step(step) for step in self.steps or ()]
+        return list(self.values) or [self.get_value_at_step(step) for step in self.step_range or ()]
 
-    def value_at_step(self, step: int) -> float:
+    def get_value_at_step(self, step: int) -> float:
         """Return the value for one of `steps`."""
-        return round_to_multiple(step, 1 if self.q is None else self.q)
+        return compute_multiple(step, 1 if self.q is None else self.q)
 
 
-def round_to_multiple(number: int, q: float) -> float:
+def compute_multiple(number: int, q: float) -> float:
     """Return number·q: an integer if q is one, as wandb does, and 0.3 instead of 3·0.1."""
     if float(q).is_integer():
         return number * int(q)
@@ -170,7 +170,7 @@ def _parse_parameter(
         )
     distribution = spec.get("distribution") or _infer_distribution(spec)
     if distribution not in DISTRIBUTIONS:
-        faults.append(_distribution_fault(file, name, spec, keys))
+        faults.append(_make_distribution_fault(file, name, spec, keys))
     if len(faults) > before:
         return None
     faults.extend(_check_parameter(file, name, str(distribution), spec, keys))
@@ -191,7 +191,7 @@ def _infer_distribution(spec: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _distribution_fault(
+def _make_distribution_fault(
     file: LocatedYaml, name: str, spec: Mapping[str, Any], keys: KeyPath
 ) -> Fault:
     distribution = spec.get("distribution")

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm.batch_script import render_sweep_script
 from echelon.launch.slurm.job_array import read_max_array_size
 from echelon.launch.slurm.sbatch import require_sbatch, require_slurm_accepts, submit_job
@@ -14,19 +14,19 @@ from echelon.runs.slurm_queue import query_queue
 from echelon.sweep.display import open_progress
 from echelon.sweep.plan import SweepPlan
 from echelon.sweep.sweep_folder import SweepFolder
-from echelon.sweep.trial_command import format_value
+from echelon.sweep.trial_command import format_override_value
 from echelon.sweep.trial_store import TrialStore
 
 _UPDATE_S = 1.0
 _QUEUE_POLL_S = 5.0
 
 
-def render_script(plan: SweepPlan, parallel: int) -> str:
+def render_worker_script(plan: SweepPlan, parallel: int) -> str:
     """Return the batch script of the workers."""
     sweep, overrides = plan.sweep, plan.settings.overrides
     echelon = (sys.executable, "-m", "echelon")
     work = (*echelon, "sweep", "--work", str(sweep.folder))
-    run_dir = f"run.dir={format_value(str(sweep.folder.parent))}"
+    run_dir = f"run.dir={format_override_value(str(sweep.folder.parent))}"
     preflight = (*echelon, "preflight", *overrides, run_dir)
     return render_sweep_script(plan.first_config, sweep.logs, work, preflight, parallel)
 
@@ -52,7 +52,7 @@ def check_submittable(plan: SweepPlan, parallel: int) -> None:
                 f"give --parallel {max_tasks} or less",
             )
         )
-    require_slurm_accepts(render_script(plan, parallel))
+    require_slurm_accepts(render_worker_script(plan, parallel))
     jobs = find_active_jobs(sweep)
     if jobs is None:
         raise EchelonError(
@@ -61,7 +61,7 @@ def check_submittable(plan: SweepPlan, parallel: int) -> None:
                 "is over",
                 "run it again when Slurm answers",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     if jobs:
         raise EchelonError(
@@ -90,7 +90,7 @@ def submit_workers(plan: SweepPlan, parallel: int) -> str:
     """Submit the array, and return the id of its job."""
     sweep = plan.sweep
     sweep.script_file.write_text(
-        render_script(plan, parallel), encoding="utf-8", errors="surrogateescape"
+        render_worker_script(plan, parallel), encoding="utf-8", errors="surrogateescape"
     )
     job = submit_job(sweep.name, ("sbatch", "--parsable", str(sweep.script_file)), [])
     sweep.job_file.write_text(f"{job}\n", encoding="utf-8")

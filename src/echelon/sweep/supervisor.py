@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.sweep.sweep_folder import SweepFolder
 from echelon.sweep.trial_store import ENDED_STATES, TrialStore
@@ -45,10 +45,10 @@ def supervise_workers(
         for number, handler in before.items():
             signal.signal(number, handler)
     if pool.interrupts > 1:
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     if pool.interrupts:
-        return Exit.PREEMPTED
-    return Exit.OK
+        return ExitCode.PREEMPTED
+    return ExitCode.OK
 
 
 class _WorkerPool:
@@ -62,7 +62,7 @@ class _WorkerPool:
     def _start_worker(self, slot: int) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         command = ["sweep", "--work", str(self._sweep.folder), "--slot", str(slot)]
-        with self._sweep.worker_log(str(slot)).open("a", encoding="utf-8") as log:
+        with self._sweep.get_worker_log_file(str(slot)).open("a", encoding="utf-8") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "echelon", *command],
                 stdin=subprocess.DEVNULL,
@@ -84,11 +84,11 @@ class _WorkerPool:
             if code is None:
                 continue
             del self._workers[slot]
-            if code == Exit.OK or self.interrupts:
+            if code == ExitCode.OK or self.interrupts:
                 continue
             self._failures += code > 0  # kills, by a person or for memory, do not count
             if self._failures >= _MAX_FAILURES_IN_A_ROW:
-                raise _workers_failed_error(self._sweep, slot, code)
+                raise _make_workers_failed_error(self._sweep, slot, code)
             self._workers[slot] = self._start_worker(slot)
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
@@ -126,8 +126,8 @@ def _list_devices(env: Mapping[str, str]) -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def _workers_failed_error(sweep: SweepFolder, slot: int, code: int) -> EchelonError:
-    log = sweep.worker_log(str(slot))
+def _make_workers_failed_error(sweep: SweepFolder, slot: int, code: int) -> EchelonError:
+    log = sweep.get_worker_log_file(str(slot))
     text = log.read_text(errors="replace", encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip()]
     return EchelonError(
@@ -136,5 +136,5 @@ def _workers_failed_error(sweep: SweepFolder, slot: int, code: int) -> EchelonEr
             f"{(lines or ['?'])[-1]}",
             f"see {log}",
         ),
-        exit=Exit.FAILED,
+        exit=ExitCode.FAILED,
     )

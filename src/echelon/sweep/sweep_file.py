@@ -46,7 +46,7 @@ class SweepMetric:
     """The sweep ends as soon as a trial reaches it."""
 
     @property
-    def sign(self) -> float:
+    def minimize_sign(self) -> float:
         """1 or -1: values times this are better when they are less."""
         return 1.0 if self.goal == "minimize" else -1.0
 
@@ -108,7 +108,7 @@ def parse_sweep(file: LocatedYaml) -> SweepFile:
             )
         )
     texts = {
-        key: _parse_text(file, data, key, faults)
+        key: _parse_string_key(file, data, key, faults)
         for key in ("program", "name", "description", "project", "entity")
     }
     cap, command = _parse_run_cap(file, data, faults), _parse_command(file, data, faults)
@@ -215,7 +215,7 @@ def _parse_command(
     return tuple(str(word) for word in command)
 
 
-def _parse_text(
+def _parse_string_key(
     file: LocatedYaml, data: Mapping[str, Any], key: str, faults: list[Fault]
 ) -> str | None:
     value = data.get(key)

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest, suggest_other_folder
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest, suggest_other_folder
 from echelon.runs.run_folder import Run
 from echelon.sweep.sweep_file import SweepFile, SweepMetric, read_sweep_file
 from echelon.utils.files import write_json_atomically, write_text_atomically
 from echelon.utils.locks import FileLock, LocksUnsupportedError
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _VERSION = 1
 _MARKER_FILES = ("sweep.json", "server.json")
@@ -76,7 +76,7 @@ class SweepFolder:
     def lock_file(self) -> Path:
         return self.folder / ".lock"
 
-    def lease_file(self, number: int) -> Path:
+    def get_lease_file(self, number: int) -> Path:
         """The worker that has a trial: see trial_lease.py."""
         return self.folder / "leases" / f"{number}.json"
 
@@ -84,7 +84,7 @@ class SweepFolder:
     def logs(self) -> Path:
         return self.folder / "logs"
 
-    def worker_log(self, slot: str) -> Path:
+    def get_worker_log_file(self, slot: str) -> Path:
         return self.logs / f"worker-{slot}.log"
 
     @property
@@ -102,7 +102,7 @@ class SweepFolder:
         paths = self.folder.parent.glob(f"{self.name}-*/config.json")
         return [Run(path.parent) for path in paths if pattern.fullmatch(path.parent.name)]
 
-    def trial_run(self, number: int) -> Run:
+    def get_trial_run(self, number: int) -> Run:
         """The run of a trial: beside the sweep's folder, where all commands find it."""
         return Run(self.folder.with_name(f"{self.name}-{number}"))
 
@@ -117,7 +117,7 @@ class SweepFolder:
         except (OSError, ValueError, TypeError) as error:
             raise EchelonError(
                 Fault(f"{self.settings_file} cannot be read: {error}", "start another sweep"),
-                exit=Exit.NOT_FOUND,
+                exit=ExitCode.NOT_FOUND,
             ) from None
 
     def read_metric(self) -> SweepMetric:
@@ -134,7 +134,7 @@ class SweepFolder:
             write_text_atomically(self.file_copy, text)  # workers of others may be reading it
             write_json_atomically(self.settings_file, asdict(settings))
         except OSError as error:
-            raise unwritable_folder_error(self.folder, error) from None
+            raise make_unwritable_folder_error(self.folder, error) from None
 
 
 class SweepLock:
@@ -152,7 +152,7 @@ class SweepLock:
             elif not self._lock.try_acquire():
                 raise EchelonError(Fault(self._busy_message, "wait for its end, or stop it"))
         except LocksUnsupportedError as error:
-            folder, reason = self._lock.path.parent, describe_os_error(error)
+            folder, reason = self._lock.path.parent, format_os_error_reason(error)
             raise EchelonError(
                 Fault(
                     f"{folder} is on a file system without locks: {reason}",
@@ -165,11 +165,11 @@ class SweepLock:
         self._lock.release()
 
 
-def unwritable_folder_error(folder: Path, error: OSError) -> EchelonError:
+def make_unwritable_folder_error(folder: Path, error: OSError) -> EchelonError:
     """Return the fault of a sweep's folder that cannot be written."""
     return EchelonError(
         Fault(
-            f"the sweep's folder {folder} cannot be written: {describe_os_error(error)}",
+            f"the sweep's folder {folder} cannot be written: {format_os_error_reason(error)}",
             suggest_other_folder(error, "--dir PATH"),
         )
     )
@@ -186,5 +186,5 @@ def find_sweep(where: str, root: str) -> SweepFolder:
             f"no sweep {where!r} here or in {Path(root).absolute()}",
             suggest_nearest(where, known) if known else "start one with `echelon sweep FILE`",
         ),
-        exit=Exit.NOT_FOUND,
+        exit=ExitCode.NOT_FOUND,
     )

@@ -54,7 +54,7 @@ def resolve_target(file: SweepFile, overrides: Sequence[str]) -> TrialTarget:
     if echelon_overrides is not None:
         return TrialTarget([*echelon_overrides, *overrides], [])
     template = list(file.command or DEFAULT_COMMAND)
-    faults = [fault for word in template for fault in _macro_faults(file, word)]
+    faults = [fault for word in template for fault in _find_macro_faults(file, word)]
     if "${program}" in template and file.program is None:
         faults.append(Fault(f"{file.path}: the command has ${{program}}", "add  program: FILE"))
     if faults:
@@ -68,15 +68,15 @@ def _find_echelon_overrides(file: SweepFile) -> list[str] | None:
     command = [word for word in file.command or () if not _MACRO.fullmatch(word)]
     if "echelon" in command and command[command.index("echelon") + 1 :][:1] == ["train"]:
         return command[command.index("echelon") + 2 :]
-    path = _find_program(file)
+    path = _find_program_file(file)
     if path is None or path.suffix != ".py":
         return None
-    function = _find_main_function(path)
+    function = _find_experiment_function(path)
     arguments = [word for word in command if "=" in word]
     return [f"experiment={path}:{function}", *arguments] if function else None
 
 
-def _find_program(file: SweepFile) -> Path | None:
+def _find_program_file(file: SweepFile) -> Path | None:
     """Look where wandb's agent would find it, then beside the sweep's file."""
     for folder in (Path.cwd(), file.path.absolute().parent):
         if file.program and (folder / file.program).is_file():
@@ -84,7 +84,7 @@ def _find_program(file: SweepFile) -> Path | None:
     return None
 
 
-def _find_main_function(path: Path) -> str | None:
+def _find_experiment_function(path: Path) -> str | None:
     """Return the name of the function that a file gives to echelon.main, without running it."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -106,10 +106,12 @@ def format_overrides(parameters: Mapping[str, Any]) -> list[str]:
 
     Whether the keys exist is left to the composition, which knows the nearest names.
     """
-    return [f"{key}={format_value(value)}" for key, value in check_values(parameters).items()]
+    return [
+        f"{key}={format_override_value(value)}" for key, value in check_values(parameters).items()
+    ]
 
 
-def format_value(value: Any) -> str:
+def format_override_value(value: Any) -> str:
     """Write a value so that Hydra's grammar reads the same value back.
 
     Text is quoted unless it is a plain word, so that nothing in it is special.
@@ -124,7 +126,7 @@ def format_value(value: Any) -> str:
         is_plain = _PLAIN_WORD.fullmatch(value) and value.lower() not in _RESERVED_WORDS
         return value if is_plain else _quote(value)
     assert isinstance(value, Sequence)
-    return f"[{','.join(format_value(item) for item in value)}]"
+    return f"[{','.join(format_override_value(item) for item in value)}]"
 
 
 def _quote(text: str) -> str:
@@ -135,10 +137,10 @@ def _quote(text: str) -> str:
 
 def format_short_value(value: Any) -> str:
     """Write a value for people: four digits are enough."""
-    return f"{value:.4g}" if isinstance(value, float) else format_value(value)
+    return f"{value:.4g}" if isinstance(value, float) else format_override_value(value)
 
 
-def format_parameters(parameters: Mapping[str, Any]) -> str:
+def describe_parameters(parameters: Mapping[str, Any]) -> str:
     """Write parameters on one line for people."""
     return " ".join(f"{key}={format_short_value(value)}" for key, value in parameters.items())
 
@@ -146,7 +148,7 @@ def format_parameters(parameters: Mapping[str, Any]) -> str:
 # --- arguments of a program ---
 
 
-def _macro_faults(file: SweepFile, word: str) -> list[Fault]:
+def _find_macro_faults(file: SweepFile, word: str) -> list[Fault]:
     return [
         Fault(
             f"{file.path}: the command has the unknown macro ${{{macro}}}",
@@ -179,7 +181,7 @@ def expand_macros(
 
 def _build_list_macros(parameters: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the macros that stand for any number of words, as wandb defines them."""
-    texts = {key: _format_argument(value) for key, value in parameters.items()}
+    texts = {key: _format_argument_value(value) for key, value in parameters.items()}
     flags = [
         f"--{key}" if parameters[key] is True else f"--{key}={text}"
         for key, text in texts.items()
@@ -196,7 +198,7 @@ def _build_list_macros(parameters: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def _format_argument(value: Any) -> str:
+def _format_argument_value(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list) else str(value)
 
 

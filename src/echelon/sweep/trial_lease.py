@@ -53,7 +53,7 @@ def make_worker_name(slot: str, env: Mapping[str, str]) -> str:
     return read_current_job_id(env) or f"{process['host']}:{process['pid']}:{slot}"
 
 
-def create_lease(worker: str, previous_lease: TrialLease | None, step: int) -> TrialLease:
+def build_lease(worker: str, previous_lease: TrialLease | None, step: int) -> TrialLease:
     """Return a new lease for this process, given the last one and the step of the snapshot."""
     has_progressed = previous_lease is None or previous_lease.step != step
     takes = 1 if previous_lease is None or has_progressed else previous_lease.takes + 1
@@ -80,7 +80,7 @@ def write_lease(path: Path, lease: TrialLease) -> None:
     write_json_atomically(path, asdict(lease))
 
 
-def is_abandoned(lease: TrialLease | None) -> bool:
+def is_released_or_dead(lease: TrialLease | None) -> bool:
     """Whether nobody has the trial, as far as this host knows without waiting for heartbeats."""
     if lease is None or lease.is_released:
         return True
@@ -100,7 +100,7 @@ class LeaseWatch:
 
         To be asked again and again: the silence of a worker is measured from the first call.
         """
-        if lease is None or lease.worker == worker or is_abandoned(lease):
+        if lease is None or lease.worker == worker or is_released_or_dead(lease):
             return True
         now = time.monotonic()
         heartbeat, since = self._last_heartbeats.get(lease.token, (-1, now))

@@ -16,7 +16,7 @@ from echelon.launch.slurm.batch_script import (
     FIRST_PORT,
     PORTS,
     count_processes_per_node,
-    srun_step_command,
+    make_trial_step_command,
 )
 from echelon.runs.create import create_run
 from echelon.runs.process_record import make_starting_status
@@ -35,7 +35,7 @@ class TrialProcess(Protocol):
     def poll(self, wait_s: float) -> int | None:
         """Wait a little, and return the exit code, or None while it runs."""
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask it to save and end."""
 
     def kill(self) -> None:
@@ -74,7 +74,7 @@ class _ForkedTrial:
         self._fork_server, self._pid = fork_server, 0
         self._code: int | None = None
         try:
-            fork_server.start_worker(request)
+            fork_server.request_worker(request)
         except ForkServerGone:
             self._code = -signal.SIGKILL  # as if it had been killed: it is tried again
         while not self._pid and self._code is None:
@@ -95,7 +95,7 @@ class _ForkedTrial:
             self._read_events()
         return self._code
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -118,7 +118,7 @@ class SlurmStepStarter:
         status = make_starting_status("slurm", config.launch.nodes, world_size)
         job = {"process": None, "job": read_current_job_id(os.environ), "in_sweep": True}
         created.update_status(**status | job)
-        command = srun_step_command(config, run, _find_master_address(os.environ))
+        command = make_trial_step_command(config, run, _find_master_address(os.environ))
         return _SlurmStepTrial(command, run, variables)
 
 
@@ -148,7 +148,7 @@ class _SlurmStepTrial:
             self._run.exit_code_file.write_text(f"{code}\n", encoding="utf-8")
         return code
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         self._process.send_signal(signal.SIGUSR2)  # on SIGTERM srun would kill its tasks
 
     def kill(self) -> None:

@@ -98,27 +98,27 @@ class TrialStore:
 
     def _summarize(self, trial: optuna.trial.FrozenTrial) -> TrialSummary:
         history = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
-        value = trial.value if trial.state == self._finished else self._best_value(history)
+        value = trial.value if trial.state == self._finished else self._find_best_value(history)
         values = trial.user_attrs.get(_PARAMETERS_ATTRIBUTE) or {}
-        state = self._states.get(trial.state) or self._open_state(trial.number)
+        state = self._states.get(trial.state) or self._read_lease_state(trial.number)
         cause = str(trial.user_attrs.get(_CAUSE_ATTRIBUTE, ""))
-        run, number = self.sweep.trial_run(trial.number).name, trial.number
+        run, number = self.sweep.get_trial_run(trial.number).name, trial.number
         return TrialSummary(number, str(number), run, state, value, values, history, cause)
 
-    def _open_state(self, number: int) -> str:
-        lease = leases.read_lease(self.sweep.lease_file(number))
-        return "waiting" if leases.is_abandoned(lease) else "running"
+    def _read_lease_state(self, number: int) -> str:
+        lease = leases.read_lease(self.sweep.get_lease_file(number))
+        return "waiting" if leases.is_released_or_dead(lease) else "running"
 
-    def _best_value(self, history: Sequence[float]) -> float | None:
+    def _find_best_value(self, history: Sequence[float]) -> float | None:
         if not history:
             return None
         return max(history) if self._metric.goal == "maximize" else min(history)
 
     def find_stop_reason(self) -> str:
         """Return why no more trials start, before there are as many as asked for; "" if they do."""
-        return self._stop_reason(self._load_trials())
+        return self._determine_stop_reason(self._load_trials())
 
-    def _stop_reason(self, trials: Sequence[optuna.trial.FrozenTrial]) -> str:
+    def _determine_stop_reason(self, trials: Sequence[optuna.trial.FrozenTrial]) -> str:
         for trial in trials:
             if _FATAL_ATTRIBUTE in trial.user_attrs:
                 return str(trial.user_attrs[_FATAL_ATTRIBUTE])
@@ -133,7 +133,7 @@ class TrialStore:
         return ""
 
     def _has_reached_target(self, trial: optuna.trial.FrozenTrial) -> bool:
-        target, sign = self._metric.target, self._metric.sign
+        target, sign = self._metric.target, self._metric.minimize_sign
         if target is None or trial.state != self._finished or trial.value is None:
             return False
         return sign * trial.value <= sign * target
@@ -156,14 +156,14 @@ class TrialStore:
             trials = self._load_trials()
             open_trials = [trial for trial in trials if trial.state not in self._states]
             for trial in open_trials:
-                lease = leases.read_lease(self.sweep.lease_file(trial.number))
+                lease = leases.read_lease(self.sweep.get_lease_file(trial.number))
                 if self._watch.is_free_to_take(lease, self.worker):
                     leased = self._lease_trial(self._reopen_trial(trial), lease)
                     if leased.lease.takes <= _MAX_TAKES:
                         return leased
                     often = f"{_MAX_TAKES} times in a row, from step {leased.lease.step}"
                     self._record_end(trial.number, "failed", f"its process was killed {often}")
-            if len(trials) >= self._settings.run_cap or self._stop_reason(trials):
+            if len(trials) >= self._settings.run_cap or self._determine_stop_reason(trials):
                 return bool(open_trials)
             return self._lease_trial(self._create_trial(len(trials)), None)
 
@@ -194,9 +194,9 @@ class TrialStore:
             parameters = {p.name: suggest_value(trial, p, is_grid) for p in searched}
         if _PARAMETERS_ATTRIBUTE not in trial.user_attrs:
             trial.set_user_attr(_PARAMETERS_ATTRIBUTE, parameters)
-        step = self.sweep.trial_run(trial.number).find_newest_step()
-        lease = leases.create_lease(self.worker, previous_lease, step)
-        leases.write_lease(self.sweep.lease_file(trial.number), lease)
+        step = self.sweep.get_trial_run(trial.number).find_newest_step()
+        lease = leases.build_lease(self.worker, previous_lease, step)
+        leases.write_lease(self.sweep.get_lease_file(trial.number), lease)
         return LeasedTrial(trial.number, parameters, lease)
 
     def renew_lease(self, leased: LeasedTrial) -> LeasedTrial:
@@ -204,7 +204,7 @@ class TrialStore:
         with self._lock:
             self._require_lease(leased)
             lease = leased.lease.with_next_heartbeat()
-            leases.write_lease(self.sweep.lease_file(leased.number), lease)
+            leases.write_lease(self.sweep.get_lease_file(leased.number), lease)
             return replace(leased, lease=lease)
 
     def report_history(self, leased: LeasedTrial, history: Sequence[float]) -> bool:
@@ -220,7 +220,7 @@ class TrialStore:
                 self.study._storage.set_trial_intermediate_value(
                     own._trial_id, step, history[step - 1]
                 )
-        hyperband, sign = self._file.early_terminate, self._metric.sign
+        hyperband, sign = self._file.early_terminate, self._metric.minimize_sign
         if hyperband is None or not (band := find_band(hyperband, len(history))):
             return False
         others = [
@@ -249,7 +249,7 @@ class TrialStore:
         [final_state] = [known for known, name in self._states.items() if name == state]
         values = None if state == "failed" or value is None else [value]
         storage.set_trial_state_values(trial_id, final_state, values)
-        self.sweep.lease_file(number).unlink(missing_ok=True)
+        self.sweep.get_lease_file(number).unlink(missing_ok=True)
 
     def release_trial(self, leased: LeasedTrial, is_voluntary: bool) -> None:
         """Leave a trial to another worker, or to the same command run again.
@@ -257,12 +257,12 @@ class TrialStore:
         `is_voluntary`: it was not killed, so this does not count among its takes.
         """
         with self._lock:
-            path = self.sweep.lease_file(leased.number)
+            path = self.sweep.get_lease_file(leased.number)
             if (lease := leases.read_lease(path)) is not None and lease.token == leased.lease.token:
                 takes = 0 if is_voluntary else lease.takes
                 leases.write_lease(path, replace(lease, is_released=True, takes=takes))
 
     def _require_lease(self, leased: LeasedTrial) -> None:
-        lease = leases.read_lease(self.sweep.lease_file(leased.number))
+        lease = leases.read_lease(self.sweep.get_lease_file(leased.number))
         if lease is None or lease.token != leased.lease.token:
             raise LeaseLostError

@@ -12,17 +12,17 @@ from types import FrameType
 from typing import Any
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit
+from echelon.errors import EchelonError, ExitCode
 from echelon.runs.run_folder import Run
-from echelon.sweep.metric_history import MetricHistory, to_file_key, to_metric_name
+from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key, to_tracker_name
 from echelon.sweep.sweep_file import SweepFile
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
 from echelon.sweep.trial_command import (
     METRICS_VARIABLE,
+    describe_parameters,
     expand_macros,
+    format_override_value,
     format_overrides,
-    format_parameters,
-    format_value,
 )
 from echelon.sweep.trial_lease import make_worker_name
 from echelon.sweep.trial_process import (
@@ -45,7 +45,7 @@ Compose = Callable[..., Config]
 """Makes a configuration from overrides, and `program=` for another program."""
 
 
-def run_worker(folder: str, slot: str, compose: Compose) -> int:
+def run_sweep_worker(folder: str, slot: str, compose: Compose) -> int:
     """Run trials until there are no more or a signal asks to end, and return the exit code."""
     sweep = SweepFolder(Path(folder))
     is_in_slurm_job = sweep.read_settings().launcher == "slurm"
@@ -70,7 +70,7 @@ class SweepWorker:
         self._is_in_slurm_job = is_in_slurm_job
         self._store = TrialStore(sweep, make_worker_name(slot, os.environ))
         self._metric = sweep.read_metric().name
-        self._key = to_file_key(self._metric, bool(self._settings.program))
+        self._key = to_metrics_file_key(self._metric, bool(self._settings.program))
         self._is_stop_requested = False
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._handle_signal)
@@ -87,35 +87,35 @@ class SweepWorker:
             elif leased:
                 time.sleep(_IDLE_S)
             else:
-                return Exit.OK
-        return Exit.PREEMPTED
+                return ExitCode.OK
+        return ExitCode.PREEMPTED
 
     def _run_trial(self, leased: LeasedTrial) -> None:
         """Run a trial to its end and record the result, unless another worker has it by then."""
-        print_status(f"trial {leased.number}: {format_parameters(leased.parameters)}")
-        run = self._sweep.trial_run(leased.number)
+        print_to_stderr(f"trial {leased.number}: {describe_parameters(leased.parameters)}")
+        run = self._sweep.get_trial_run(leased.number)
         try:
             config = compose_trial_config(
                 self._settings, self._file, run, leased.parameters, self._compose
             )
-            if run.read_status().get("state") == "finished":
+            if run.read_status_file().get("state") == "finished":
                 # Its worker was killed between the end of the run and the record of it.
-                self._record_result(leased, run, Exit.OK, "")
+                self._record_result(leased, run, ExitCode.OK, "")
                 return
             run.cancel_file.unlink(missing_ok=True)
-            process = self._starter.start(config, run, self._trial_environment(run))
+            process = self._starter.start(config, run, self._build_trial_environment(run))
             try:
                 code, stop_reason = self._follow_trial(leased, run, process)
                 self._record_result(leased, run, code, stop_reason)
             except LeaseLostError:
                 process.kill()
-                print_status(
+                print_to_stderr(
                     f"trial {leased.number} is another worker's: this one was silent for too long"
                 )
         except EchelonError as error:
             self._store.end_trial(leased, "failed", error.faults[0].what)
 
-    def _trial_environment(self, run: Run) -> dict[str, str]:
+    def _build_trial_environment(self, run: Run) -> dict[str, str]:
         return {METRICS_VARIABLE: str(run.metrics_file)} if self._settings.program else {}
 
     def _follow_trial(
@@ -129,7 +129,7 @@ class SweepWorker:
             now = time.monotonic()
             if now - renewed_at > _HEARTBEAT_S:
                 leased, renewed_at = self._store.renew_lease(leased), now
-            values = history.read()
+            values = history.read_all_values()
             if len(values) > reported_count and not stop_reason:
                 reported_count = len(values)
                 stop_reason = PRUNED if self._store.report_history(leased, values) else ""
@@ -139,7 +139,7 @@ class SweepWorker:
                 # Without Slurm, `echelon cancel` signals the process itself.
                 stop_reason = CANCELLED
             if stop_reason and not stop_requested_at:
-                process.stop()
+                process.request_stop()
                 stop_requested_at = now
             elif stop_requested_at and now - stop_requested_at > _SAVE_TIMEOUT_S:
                 process.kill()
@@ -148,7 +148,7 @@ class SweepWorker:
     def _record_result(self, leased: LeasedTrial, run: Run, code: int, stop_reason: str) -> None:
         """Record how a trial ended, or release it if it has to continue elsewhere."""
         history = MetricHistory(run.metrics_file, self._key)
-        if history.read():
+        if history.read_all_values():
             self._store.report_history(leased, history.values)
         if stop_reason == STOPPED or _was_interrupted(run, code, stop_reason):
             self._store.release_trial(leased, is_voluntary=stop_reason == STOPPED)
@@ -156,7 +156,7 @@ class SweepWorker:
             self._is_stop_requested |= self._is_in_slurm_job
         elif stop_reason == PRUNED and not self._ran_to_completion(code):
             self._store.end_trial(leased, "pruned")
-        elif code != Exit.OK:
+        elif code != ExitCode.OK:
             self._store.end_trial(leased, "failed", _find_failure_cause(run, code))
         elif not history.values:
             cause = self._describe_missing_metric(leased.number, history)
@@ -164,18 +164,18 @@ class SweepWorker:
         else:
             self._store.end_trial(leased, "finished")
         reason = f", {stop_reason}" if stop_reason else ""
-        print_status(f"trial {leased.number} ended with {code}{reason}")
+        print_to_stderr(f"trial {leased.number} ended with {code}{reason}")
 
     def _ran_to_completion(self, code: int) -> bool:
         """Whether it was at its last step when it was asked to end.
 
         A program may exit with 0 when it is interrupted, so its 0 does not show that.
         """
-        return code == Exit.OK and not self._settings.program
+        return code == ExitCode.OK and not self._settings.program
 
     def _describe_missing_metric(self, number: int, history: MetricHistory) -> str:
         is_program = bool(self._settings.program)
-        names = sorted(k if is_program else to_metric_name(k) for k in history.reported_keys)
+        names = sorted(k if is_program else to_tracker_name(k) for k in history.reported_keys)
         reported = ", ".join(names) or "nothing"
         return f"trial {number} never reported the metric {self._metric!r}; it reported {reported}"
 
@@ -185,7 +185,7 @@ def compose_trial_config(
 ) -> Config:
     """Compose one trial: overrides of the command line, constants of the file, searched values."""
     parameters = {**file.constant_values, **values}
-    own = [f"run.name={run.name}", f"run.dir={format_value(str(run.folder.parent))}"]
+    own = [f"run.name={run.name}", f"run.dir={format_override_value(str(run.folder.parent))}"]
     if settings.program:
         program = expand_macros(settings.program, parameters)
         return compose([*settings.overrides, *own], program=program)
@@ -196,17 +196,17 @@ def compose_trial_config(
 
 def _was_interrupted(run: Run, code: int, stop_reason: str) -> bool:
     """Whether it was killed, preempted or lost its node, and nobody wanted this trial to end."""
-    if code in (Exit.NODE_LOST, -signal.SIGKILL):
+    if code in (ExitCode.NODE_LOST, -signal.SIGKILL):
         return True
-    return code == Exit.PREEMPTED and not stop_reason and not run.cancel_file.exists()
+    return code == ExitCode.PREEMPTED and not stop_reason and not run.cancel_file.exists()
 
 
 def _find_failure_cause(run: Run, code: int) -> str:
     """Return one line: what the run recorded, else the last error or line of its logs."""
     if run.cancel_file.exists():
         return "cancelled"
-    failure = run.read_status().get("failure")
-    if code != Exit.OK and isinstance(failure, dict) and failure.get("summary"):
+    failure = run.read_status_file().get("failure")
+    if code != ExitCode.OK and isinstance(failure, dict) and failure.get("summary"):
         return " ".join(str(failure["summary"]).split())
     for log in (run.logs_folder / "trial.log", run.job_log_file):
         lines = [line.strip() for line in _read_tail(log).splitlines() if line.strip()]
@@ -223,6 +223,6 @@ def _read_tail(path: Path) -> str:
         return ""
 
 
-def print_status(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print a line into the log of the worker, at once."""
     print(text, file=sys.stderr, flush=True)

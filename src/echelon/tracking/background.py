@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine
 from echelon.utils.text import truncate_text
 
@@ -32,7 +32,7 @@ class MetricsSink(Protocol):
 
     def flush(self) -> None: ...
 
-    def close(self, outcome: Exit) -> None: ...
+    def close(self, outcome: ExitCode) -> None: ...
 
 
 PrintMessage = Callable[[str], None]
@@ -82,7 +82,7 @@ class BackgroundTracker:
         self._close_timeout_s = close_timeout_s
         self._get_summary_rows = get_summary_rows
         self._abandon = abandon
-        self._queue: queue.SimpleQueue[MetricsLine | Exit] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[MetricsLine | ExitCode] = queue.SimpleQueue()
         self._messages: deque[str] = deque()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name=f"track {name}")
@@ -96,7 +96,7 @@ class BackgroundTracker:
             self._queue.put(line)
         self._print_messages()
 
-    def close(self, outcome: Exit) -> dict[str, str]:
+    def close(self, outcome: ExitCode) -> dict[str, str]:
         """Wait for the sink to take what is queued, at most ``close_timeout_s``, and return rows
         for the summary of the run."""
         self._queue.put(outcome)
@@ -158,11 +158,11 @@ class BackgroundTracker:
         _write_progress(file, progress._replace(lines=lines, rows=rows))
         os.close(file)
 
-    def _take_batch(self) -> tuple[list[MetricsLine], Exit | None]:
+    def _take_batch(self) -> tuple[list[MetricsLine], ExitCode | None]:
         """Return all queued lines, and the outcome of the run if this is the last batch."""
         batch: list[MetricsLine] = []
         item = self._queue.get()
-        while not isinstance(item, Exit):
+        while not isinstance(item, ExitCode):
             batch.append(item)
             try:
                 item = self._queue.get_nowait()

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from echelon.config.schema import WANDB_MODES, Config
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.runs.run_folder import Run
-from echelon.tracking.metrics_line import Tracker
 from echelon.tracking.metrics_writer import MetricsFile
 from echelon.tracking.summary import shorten_path
+from echelon.tracking.tracker import Tracker
 
 _TENSORBOARD_CLOSE_S = 20.0
 _WANDB_MARGIN_S = 10.0
@@ -47,10 +47,10 @@ def _create_wandb_tracker(config: Config, run: Run, metrics_file: MetricsFile) -
         "wandb",
         functools.partial(wandb_run.open_wandb, config, run),
         metrics_file.past_lines,
-        run.tracker_progress_file("wandb"),
+        run.get_tracker_progress_file("wandb"),
         close_timeout_s=sum(wandb_run.get_timeouts_s(os.environ)) + _WANDB_MARGIN_S,
-        get_summary_rows=functools.partial(wandb_run.get_summary_rows, run),
-        abandon=wandb_run.abandon_wandb,
+        get_summary_rows=functools.partial(wandb_run.get_url_and_sync_rows, run),
+        abandon=wandb_run.kill_wandb_core,
     )
 
 
@@ -66,7 +66,7 @@ def _create_tensorboard_tracker(
         "TensorBoard",
         functools.partial(tensorboard_events.open_tensorboard, folder, config, step),
         metrics_file.past_lines,
-        run.tracker_progress_file("tensorboard"),
+        run.get_tracker_progress_file("tensorboard"),
         close_timeout_s=_TENSORBOARD_CLOSE_S,
         get_summary_rows=lambda: {"curves": f"tensorboard --logdir {shorten_path(folder)}"},
     )

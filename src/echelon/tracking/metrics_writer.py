@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import IO
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine, read_metrics
 from echelon.utils.files import write_text_atomically
 
@@ -26,7 +26,7 @@ class MetricsFile:
         except OSError:  # a full disk must not end a training; the snapshot's error says it
             return
 
-    def close(self, outcome: Exit) -> dict[str, str]:
+    def close(self, outcome: ExitCode) -> dict[str, str]:
         with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
             self._file.close()
         return {}

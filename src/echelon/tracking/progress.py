@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from echelon.tracking.metrics_line import format_speed
+from echelon.tracking.tracker import format_speed
 
 _LINE_EVERY_S = 2.0
 _DRAW_EVERY_S = 0.1
@@ -41,7 +41,7 @@ class TrainingDisplay:
         self.next_draw = 0.0
         self.latest: dict[str, Any] = {}
 
-    def progress(self, line: dict[str, Any]) -> None:
+    def update_progress(self, line: dict[str, Any]) -> None:
         """A line of training metrics, drawn at most so often, with the last of what it has not."""
         self.latest.update(line)
         now = time.monotonic()
@@ -54,7 +54,7 @@ class TrainingDisplay:
     def close(self) -> None: ...
 
 
-def join_fitting(texts: list[str], room: int) -> str:
+def join_texts_that_fit(texts: list[str], room: int) -> str:
     """Return as many of the texts as fit the width."""
     shown = ""
     for text in texts:
@@ -112,7 +112,7 @@ class ProgressBar(TrainingDisplay):
             "", total=total_steps, completed=step, epoch="…", loss="", pace=""
         )
         self._bar.start()
-        self.show = self._show
+        self.show = self._print_above_bar
 
     def draw(self, line: dict[str, Any]) -> None:
         said = [
@@ -127,11 +127,11 @@ class ProgressBar(TrainingDisplay):
             completed=line["step"],
             epoch=line["epoch"],
             loss=_format_loss(line),
-            pace=join_fitting(format_speed(line), room),
+            pace=join_texts_that_fit(format_speed(line), room),
         )
         self._bar.refresh()
 
-    def _show(self, line: str) -> None:
+    def _print_above_bar(self, line: str) -> None:
         self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:

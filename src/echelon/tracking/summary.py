@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import read_metrics
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots
@@ -21,7 +21,7 @@ _ASCII_BARS = "_.:-=+*#"
 
 def render_summary(
     run: Run,
-    outcome: Exit,
+    outcome: ExitCode,
     step: int,
     total: int,
     seconds: float,
@@ -36,7 +36,7 @@ def render_summary(
     how long the run trains. ``unsaved_reason`` says why the last state is not on disk, if it is
     not.
     """
-    if outcome is Exit.PREEMPTED:
+    if outcome is ExitCode.PREEMPTED:
         saved = (
             "everything is saved"
             if unsaved_reason is None

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine
 from echelon.tracking.background import PrintMessage, TrackerProgress
-from echelon.tracking.metrics_line import name_curves, select_axes
+from echelon.tracking.tracker import prefix_metric_names, select_axes
 
 
 def get_event_folder(config: Config, run_folder: Path) -> Path:
@@ -62,7 +62,7 @@ class TensorBoardWriter:
         numbers = {key: value for key, value in select_axes(line).items() if key != "step"}
         values = [
             self._summary.Value(tag=name, simple_value=value)
-            for name, value in (numbers | name_curves(line)).items()
+            for name, value in (numbers | prefix_metric_names(line)).items()
         ]
         summary = self._summary(value=values)
         wall_time = line.get("time", time.time())
@@ -74,7 +74,7 @@ class TensorBoardWriter:
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self, outcome: Exit) -> None:
+    def close(self, outcome: ExitCode) -> None:
         self._file.close()
 
 

@@ -22,7 +22,7 @@ def find_key_problem(env: Mapping[str, str]) -> str | None:
         return None
     server, key, where = _find_key(env)
     if key is None:
-        return f"there is no key for {get_host(server)}"
+        return f"there is no key for {parse_server_host(server)}"
     return None if _KEY.fullmatch(key) else f"{where} does not have the form of a key"
 
 
@@ -41,11 +41,11 @@ def _find_key(env: Mapping[str, str]) -> tuple[str, str | None, str]:
         return server, given, "WANDB_API_KEY"
     if kept := settings.get("api_key"):
         return server, kept, "the key of `wandb login`"
-    host = get_host(server)
+    host = parse_server_host(server)
     return server, _read_netrc_key(env, host), f"the key for {host}"
 
 
-def get_host(server: str) -> str:
+def parse_server_host(server: str) -> str:
     """Return the host of a server's address, without the password that may stand before it."""
     return urlsplit(server).netloc.rpartition("@")[2]
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.schema import Config, TrainerConfig, flatten
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.tracking import wandb_file, wandb_key
 from echelon.tracking.background import PrintMessage, TrackerProgress, summarize_error
-from echelon.tracking.metrics_line import is_better, name_curves, select_axes
 from echelon.tracking.summary import shorten_path
+from echelon.tracking.tracker import is_better, prefix_metric_names, select_axes
 from echelon.utils.files import write_json_atomically
 
 _INIT_TIMEOUT_S, _FINISH_TIMEOUT_S = 10.0, 15.0
@@ -70,7 +70,7 @@ def ensure_run_id(config: Config, run: Run, env: Mapping[str, str]) -> str:
     return new_id
 
 
-def get_summary_rows(run: Run) -> dict[str, str]:
+def get_url_and_sync_rows(run: Run) -> dict[str, str]:
     """Return rows for the summary: the address of the run, and the command that sends what its
     server does not have."""
     state = _read_state(run)
@@ -90,7 +90,7 @@ def _has_unsent_rows(folder: Path) -> bool:
     )
 
 
-def abandon_wandb() -> None:
+def kill_wandb_core() -> None:
     """Kill wandb-core, whatever it waits for, so that it is not waited for again when this
     process ends."""
     import psutil
@@ -120,8 +120,8 @@ class WandbRun:
         self._run = run
         self._online = get_mode(config, os.environ) == "online"
         self._best = BestMetric(config.trainer, past_lines)
-        self._wandb = _start_run(config, run, self._online, print_message)
-        self._messages = _capture_messages(print_message)
+        self._wandb = _init_run_with_fallback(config, run, self._online, print_message)
+        self._messages = _install_message_handler(print_message)
         self._online = not self._wandb.offline
         self._folder = Path(self._wandb.dir).parent.name
         self._last_folder = str(_read_state(run).get("last", ""))
@@ -149,25 +149,27 @@ class WandbRun:
     def put(self, line: MetricsLine, row: int) -> None:
         """Log a line. A row has wandb's own number, which must grow; curves are drawn over our
         `step`, which goes back when a run goes on from a snapshot."""
-        self._wandb.log(select_axes(line) | name_curves(line), step=max(row, self._wandb.step))
+        self._wandb.log(
+            select_axes(line) | prefix_metric_names(line), step=max(row, self._wandb.step)
+        )
         if self._best.update(line):
             self._wandb.summary.update(self._best.to_summary())
 
     def flush(self) -> None: ...
 
-    def close(self, outcome: Exit) -> None:
+    def close(self, outcome: ExitCode) -> None:
         """Finish the wandb run with the outcome of ours."""
         import wandb
 
         try:
-            ended = outcome is Exit.PREEMPTED and self._run.cancel_file.exists()
-            if outcome is Exit.PREEMPTED and not ended:
+            ended = outcome is ExitCode.PREEMPTED and self._run.cancel_file.exists()
+            if outcome is ExitCode.PREEMPTED and not ended:
                 self._wandb.mark_preempting()  # a sweep's server gives it to an agent again
             self._wandb.finish(exit_code=0 if ended else int(outcome))
             if self._online and not self._messages.has_unsent:
                 self._save_state(sent=self._folder)
         except TimeoutError:
-            self._messages.warn(_UNSENT_WARNING)
+            self._messages.warn_once(_UNSENT_WARNING)
         finally:
             wandb.teardown()
 
@@ -192,7 +194,9 @@ def open_wandb(
     return wandb_run, past_lines[wandb_run.count_received_lines(progress) :]
 
 
-def _start_run(config: Config, run: Run, online: bool, print_message: PrintMessage) -> Any:
+def _init_run_with_fallback(
+    config: Config, run: Run, online: bool, print_message: PrintMessage
+) -> Any:
     """Return wandb's run object: online if its server answers, offline with a warning otherwise."""
     import wandb
 
@@ -282,7 +286,7 @@ def _read_state(run: Run) -> dict[str, Any]:
     return {"unsent": []}
 
 
-def _capture_messages(print_message: PrintMessage) -> _WandbMessages:
+def _install_message_handler(print_message: PrintMessage) -> _WandbMessages:
     """Return an object that receives what wandb would print."""
     import wandb
 
@@ -304,9 +308,11 @@ class _WandbMessages:
     def warning(self, text: str) -> None:
         gave_up = "wandb sync" in text or "Timed out" in text
         self.has_unsent = self.has_unsent or gave_up
-        self.warn(_UNSENT_WARNING if gave_up else text.splitlines()[0].rpartition("WARNING ")[2])
+        self.warn_once(
+            _UNSENT_WARNING if gave_up else text.splitlines()[0].rpartition("WARNING ")[2]
+        )
 
-    def warn(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             self._print_message(f"warning: wandb: {text}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.batches import BatchSource, EvalOrder
-from echelon.experiment.checks import are_metrics_deferred, name_metrics
+from echelon.experiment.checks import get_named_metrics, is_metrics_factory
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.module_modes import use_eval_mode
 from echelon.experiment.precision import Precision
@@ -69,7 +69,7 @@ class Evaluator:
         """Returns the statistics of this rank's batches."""
         predict = self.experiment.predict or default_predict
         statistics: BatchStatistics = []
-        for batch in self.source.batches(self.order, 0, self.device):
+        for batch in self.source.iter_batches(self.order, 0, self.device):
             with self.precision.autocast():
                 output, target = predict(self.experiment.model, batch.data)
                 loss = self.experiment.loss(output, target).double() * batch.sample_count
@@ -97,7 +97,7 @@ class Evaluator:
         """The metrics by name, on the device of the outputs. Created at the first evaluation."""
         if self._metrics is None:
             given: Any = self.experiment.metrics
-            named = name_metrics(given() if are_metrics_deferred(given) else given)
+            named = get_named_metrics(given() if is_metrics_factory(given) else given)
             self._metrics = {k: metric.to(self.output_device) for k, metric in named.items()}
             for metric in self._metrics.values():
                 metric.sync_on_compute = metric._to_sync = (
@@ -129,7 +129,7 @@ class Evaluator:
         """Merges the states that a metric had after each batch."""
         merged: dict[str, Any] | None = None
         for count, found in enumerate(in_order, 1):
-            for key, value in _load_metric_state(name, metric, found, self.output_device).items():
+            for key, value in _build_metric_state(name, metric, found, self.output_device).items():
                 setattr(metric, key, value)
             metric._update_count = count
             if merged is not None:
@@ -153,7 +153,7 @@ def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
     }
 
 
-def _load_metric_state(
+def _build_metric_state(
     name: str, metric: Any, batch_statistics: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Returns a metric's state from the statistics of a batch."""

@@ -15,12 +15,12 @@ import torch
 from echelon.config.schema import Config, Interval
 from echelon.data.batches import Batch, BatchSource, BlockSlice
 from echelon.data.sample_order import EpochOrder, count_batches
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.checks import make_unknown_best_error
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.monitoring.profiler import StepProfiler
-from echelon.monitoring.readback import ReadbackSchedule
+from echelon.monitoring.readback_schedule import ReadbackSchedule
 from echelon.monitoring.speed import SpeedMonitor
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.process_group import RankGroup
@@ -31,8 +31,8 @@ from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.snapshot.state import collect_state
 from echelon.snapshot.writer import SaveResult, SnapshotWriter
-from echelon.tracking.metrics_line import Tracker, is_better
 from echelon.tracking.progress import TrainingDisplay
+from echelon.tracking.tracker import Tracker, is_better
 from echelon.train.evaluate import Evaluator
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.stop_signals import StopSignals
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _FAILURE_TIMEOUT_S = 30.0
 
 
-def train(t: Training) -> Exit:
+def train(t: Training) -> ExitCode:
     """Trains until the last step: step, log, evaluate, save, stop check, in this order.
 
     The order matters: a snapshot must contain the result of an evaluation that was due at the same
@@ -57,7 +57,7 @@ def train(t: Training) -> Exit:
             t.replica.step(batch, total, t.collect_requests())
             t.count_step(total)
             if t.is_log_due():
-                t.mark_log_line()
+                t.schedule_log_line()
             if not t.is_readback_due():
                 continue
             requests = t.read_results()
@@ -66,12 +66,12 @@ def train(t: Training) -> Exit:
             if t.is_due(t.config.trainer.save) or requests.save or requests.stop or t.is_best_new:
                 t.save()
             if requests.stop:
-                return Exit.PREEMPTED
+                return ExitCode.PREEMPTED
             if t.step == t.total_steps:
                 break
     t.evaluate()
     t.save()
-    return Exit.OK
+    return ExitCode.OK
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Training:
         )
         first = offset // batch_size
         left = self.dataset_size - offset
-        batches = self.source.batches(order, first, self.device)
+        batches = self.source.iter_batches(order, first, self.device)
         for batch in self.speed.sample_batches(batches, self.replica):
             total = min(batch_size, left)
             left -= total
@@ -202,8 +202,10 @@ class Training:
         if self._has_no_timers or self.group.world.rank != 0:
             return StepRequests(stop, read_each_step=look) if stop or look else _NO_REQUESTS
         trainer = self.config.trainer
-        save = self._is_timer_due("save", trainer.save)
-        return StepRequests(stop, save, self._is_timer_due("evaluate", trainer.evaluate), look)
+        save = self._restart_timer_if_due("save", trainer.save)
+        return StepRequests(
+            stop, save, self._restart_timer_if_due("evaluate", trainer.evaluate), look
+        )
 
     @property
     def _has_no_timers(self) -> bool:
@@ -213,7 +215,7 @@ class Training:
             and self.config.trainer.evaluate.minutes is None
         )
 
-    def _is_timer_due(self, action: str, every: Interval) -> bool:
+    def _restart_timer_if_due(self, action: str, every: Interval) -> bool:
         """Whether a timer has run out; it is then started again."""
         if (
             every.minutes is None
@@ -236,10 +238,10 @@ class Training:
         On a CPU that is every step. On a GPU with quick steps it is every few steps, and whenever
         an evaluation or a snapshot is due.
         """
-        every = self.replica.readback_steps
-        return every == 1 or self.readback.is_due(self.step, every) or self._is_action_due()
+        every = self.replica.readback_interval_steps
+        return every == 1 or self.readback.is_due(self.step, every) or self._is_any_action_due()
 
-    def _is_action_due(self) -> bool:
+    def _is_any_action_due(self) -> bool:
         """Whether something is due at this step, or a process that is alone was asked to
         stop."""
         trainer = self.config.trainer
@@ -276,8 +278,10 @@ class Training:
             self._unlogged_losses.append(loss)
             if self._unwritten_lines and self._unwritten_lines[0]["step"] == step:
                 self._write_log_line(self._unwritten_lines.popleft() | speed)
-        requests = results[-1].requests if len(results) == 1 else _combine_requests(results)
-        if self.replica.readback_steps > 1:
+        requests = (
+            results[-1].requests if len(results) == 1 else _combine_requests_over_steps(results)
+        )
+        if self.replica.readback_interval_steps > 1:
             self.readback.record_readback(self.step, requests)
         return requests
 
@@ -297,12 +301,12 @@ class Training:
                 f"the loss is {loss} at step {step}; {snapshot_text}",
                 "lower the learning rate, or clip gradients with trainer.clip=1.0",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
 
     # --- between steps ---
 
-    def mark_log_line(self) -> None:
+    def schedule_log_line(self) -> None:
         """Notes that a line of metrics is due for this step.
 
         Its loss and its speed are known at the next readback: on a GPU, waiting for them here would
@@ -326,7 +330,7 @@ class Training:
             return
         line["loss"] = sum(losses) / len(losses)
         self._log_to_trackers(line)
-        self.screen.progress(line)
+        self.screen.update_progress(line)
         self._report_saves(self.writer.take_results() if self.writer else [])
 
     def evaluate(self) -> None:
@@ -384,8 +388,8 @@ class Training:
             "results": self._eval_results,
             "evaluated_step": self._evaluated_step,
             "losses": self._unlogged_losses,  # since the last line of metrics
-            "config": self.config.numerics_settings(),
-            "fingerprint": self.config.numerics_fingerprint(),
+            "config": self.config.select_numerics_settings(),
+            "fingerprint": self.config.compute_numerics_fingerprint(),
             "world_size": self.group.world.size,
             "wandb_run_id": self.run.read_wandb_id(),
         }
@@ -401,7 +405,7 @@ class Training:
                 what = saved.error if saved.folder else f"not saved: {saved.error}"
                 print(f"warning: {what}", file=sys.stderr)
 
-    def close(self) -> None:
+    def close_writer(self) -> None:
         """Waits until the last snapshot is on disk. One that failed is left in `unsaved_reason`."""
         self.heartbeat.suspend()
         results = self.writer.close() if self.writer is not None else []
@@ -410,7 +414,7 @@ class Training:
         self._report_saves(results)
         self.screen.close()
 
-    def close_trackers(self, outcome: Exit) -> dict[str, str]:
+    def close_trackers(self, outcome: ExitCode) -> dict[str, str]:
         """Closes the trackers and returns what they have to show, such as a link.
 
         It comes after everything else, as a server may be slow. A second call does nothing.
@@ -423,7 +427,7 @@ class Training:
 _NO_REQUESTS = StepRequests()
 
 
-def _combine_requests(results: list[StepResult]) -> StepRequests:
+def _combine_requests_over_steps(results: list[StepResult]) -> StepRequests:
     """Returns the requests of several steps as one: a request made in any of them counts."""
     return StepRequests(
         *(any(column) for column in zip(*(result.requests for result in results), strict=True))

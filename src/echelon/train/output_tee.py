@@ -25,7 +25,7 @@ class OutputTee:
         sys.stdout = _TeeStream(self._original_streams[0], self._log)
         sys.stderr = _TeeStream(self._original_streams[1], self._log)
 
-    def show_above_bar(self, show_line: Callable[[str], None] | None) -> None:
+    def set_line_printer(self, show_line: Callable[[str], None] | None) -> None:
         """Lets `show_line` print whole lines, because it knows how to keep a progress bar below
         them."""
         for stream in (sys.stdout, sys.stderr):

@@ -27,11 +27,11 @@ from echelon.monitoring.profiler import create_profiler
 from echelon.monitoring.speed import create_speed_monitor
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.model_parallel import (
-    ModelStage,
     SampleBatch,
+    StageDescription,
     describe_manual_placement,
-    describe_stages,
-    get_devices,
+    format_stages,
+    get_process_devices,
     split_model,
 )
 from echelon.parallel.process_group import RankGroup
@@ -73,7 +73,7 @@ def prepare_training(
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
     trainer, world = config.trainer, group.world
-    devices = get_devices(world)
+    devices = get_process_devices(world)
     device = devices[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -81,13 +81,13 @@ def prepare_training(
     # 1. Build the experiment. All ranks have the same seed here, so they build the same weights and
     #    draw the same data.
     seed_all(config.seed)
-    entry = run.get_entry(config, world.node_rank)
+    entry = run.get_entry_point(config, world.node_rank)
     experiment, is_placed_by_user = build_experiment(entry, config.experiment_settings, devices)
 
     # 2. Check what can be checked without computing.
     require_best_metric(trainer.best, experiment)
     if world.size > 1:
-        _require_real_parameters(experiment.model)
+        _require_no_complex_parameters(experiment.model)
         require_no_max_norm(experiment.model)
 
     # 3. Create the speed monitor while the model is still as the user gave it: it counts operations
@@ -170,17 +170,17 @@ def prepare_training(
         training.screen = create_progress_display(
             config.track.progress, training.total_steps, training.step
         )
-        output.show_above_bar(training.screen.show)
+        output.set_line_printer(training.screen.show)
     training.speed.restart_interval(training.step, training.samples)
     return training
 
 
 def _place_model(
     experiment: Experiment, config: Config, world: World, is_placed_by_user: bool
-) -> list[ModelStage]:
+) -> list[StageDescription]:
     """Moves the model to this process's devices; returns its stages where there are several
     devices."""
-    devices, cpu = get_devices(world), torch.device("cpu")
+    devices, cpu = get_process_devices(world), torch.device("cpu")
     if len(devices) == 1:
         experiment.model.to(devices[0])
         return []
@@ -188,7 +188,7 @@ def _place_model(
         return describe_manual_placement(experiment, world.devices, devices)
     data = make_source(experiment.train_data, "train_data", 0, cpu)
     # Two samples, as some layers do not accept a batch of one.
-    few_samples = next(data.batches(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu))
+    few_samples = next(data.iter_batches(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu))
     microbatch_size = config.trainer.batch_size / world.size / config.trainer.accumulate
     return split_model(
         experiment,
@@ -198,7 +198,7 @@ def _place_model(
     )
 
 
-def _require_real_parameters(model: nn.Module) -> None:
+def _require_no_complex_parameters(model: nn.Module) -> None:
     """Raises for complex parameters, which DDP and FSDP cannot reduce."""
     faults = [
         Fault(
@@ -314,7 +314,7 @@ def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     from echelon.parallel.layer_blocks import (
         checkpoint_blocks,
         find_blocks,
-        require_blocks,
+        require_checkpoint_blocks,
         require_shardable,
     )
 
@@ -322,7 +322,7 @@ def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
         require_shardable(experiment.model)
     blocks = find_blocks(experiment.model, choice.blocks)
     if choice.checkpoint:
-        require_blocks(blocks)
+        require_checkpoint_blocks(blocks)
         checkpoint_blocks(blocks)
     return blocks
 
@@ -373,14 +373,14 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
             )
 
 
-def _format_opening_line(t: Training, stages: Sequence[ModelStage]) -> str:
+def _format_opening_line(t: Training, stages: Sequence[StageDescription]) -> str:
     """Returns what is about to run, in one line."""
     size, kind = t.group.world.size, t.device.type
     where = f"{size} processes ({kind})" if size > 1 else f"one process ({t.device})"
     if stages:
         kind = "stages" if kind == "cpu" else "devices"
         count = f"{size} processes" if size > 1 else "one process"
-        where = f"{count} × {len(t.group.world.devices)} {kind} ({describe_stages(stages)})"
+        where = f"{count} × {len(t.group.world.devices)} {kind} ({format_stages(stages)})"
     if t.config.replica.kind == "fsdp":
         where += ", which share the model"
     batch = t.config.trainer.batch_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.config.schema import Config, find_differences
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.create import require_same_settings
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import EXAMPLE_FOLDER, resolve_best
@@ -47,9 +47,11 @@ def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], Non
                 f"trainer.resume={path} is not a valid snapshot: {error}",
                 f"give a folder such as {EXAMPLE_FOLDER}",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         ) from None
-    changed_settings = find_differences(snapshot.info.get("config", {}), config.numerics_settings())
+    changed_settings = find_differences(
+        snapshot.info.get("config", {}), config.select_numerics_settings()
+    )
     for key, (then, now) in changed_settings.items():
         report(f"note: {key}={now}, in the snapshot it was {then}")
     report(f"resuming from {snapshot.folder} after step {snapshot.step}")

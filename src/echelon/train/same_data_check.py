@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.batches import get_columns
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
 from echelon.parallel.process_group import RankGroup
 
@@ -41,7 +41,7 @@ def require_same_data(experiment: Experiment, group: RankGroup) -> None:
         if own[name] != rank0[name]
     ]
     if faults:
-        raise EchelonError(*faults, exit=Exit.USAGE)
+        raise EchelonError(*faults, exit=ExitCode.USAGE)
     group.wait_for_all("given the same data", _COMPARE_TIMEOUT_S)
 
 

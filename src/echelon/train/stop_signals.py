@@ -9,7 +9,7 @@ import sys
 import threading
 from types import FrameType
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
@@ -42,7 +42,7 @@ class StopSignals:
         if self.is_requested and number == signal.SIGINT:
             sys.stderr.write("\x1b[?25h\nstopped at once; the last snapshot is intact\n")
             sys.stderr.flush()
-            os._exit(Exit.INTERRUPTED)
+            os._exit(ExitCode.INTERRUPTED)
         if number == signal.SIGINT and not self.is_requested:
             sys.stderr.write("\nstopping after this step and saving; Ctrl-C again stops at once\n")
         self.is_requested = True

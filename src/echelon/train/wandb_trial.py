@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from echelon.config.schema import Config
-from echelon.config.untrusted import apply_trial, parse_trial, read_trial
-from echelon.config.validate import check_batch_size
+from echelon.config.untrusted import apply_trial, parse_wandb_trial, read_wandb_trial
+from echelon.config.validate import check_min_batch_size
 from echelon.errors import EchelonError
 from echelon.experiment.loading import find_settings_class, load_function
 from echelon.parallel.process_group import RankGroup
@@ -25,19 +25,21 @@ def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, s
 
     Outside of a sweep it is the given configuration.
     """
-    own_trial = read_trial(env) if group.world.rank == 0 else None
+    own_trial = read_wandb_trial(env) if group.world.rank == 0 else None
     shared_trial = group.share_from_rank0("trial", own_trial.to_json() if own_trial else "")
     if not shared_trial:
         return config
     config = apply_trial(
-        config, parse_trial(shared_trial), _find_own_experiment(str(config.experiment.get("entry")))
+        config,
+        parse_wandb_trial(shared_trial),
+        _find_user_experiment(str(config.experiment.get("entry"))),
     )
-    if fault := check_batch_size(config.trainer.batch_size, group.world.size):
+    if fault := check_min_batch_size(config.trainer.batch_size, group.world.size):
         raise EchelonError(fault)
     return config
 
 
-def _find_own_experiment(entry: str) -> UserExperiment | None:
+def _find_user_experiment(entry: str) -> UserExperiment | None:
     """Returns the user's experiment with its settings class, where the experiment is a file of the
     user."""
     if not entry.rpartition(":")[0].endswith(".py"):

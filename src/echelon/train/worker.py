@@ -18,11 +18,15 @@ import torch
 import torch.distributed as dist
 
 from echelon.config.schema import Config
-from echelon.config.validate import check_batch_size, check_cpu_support, check_fsdp_world_size
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.config.validate import (
+    check_cpu_support,
+    check_fsdp_min_world_size,
+    check_min_batch_size,
+)
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.loss_check import LossInputError
 from echelon.gpus import count_visible_gpus
-from echelon.parallel.join_world import join_world, report_to_agent
+from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.store import PeerFailedError
 from echelon.runs import failure as failures
@@ -46,7 +50,7 @@ def run_worker(folder: str) -> NoReturn:
     """Runs a rank that an agent started. It is given the run folder and nothing else; never
     returns."""
     run = Run(Path(folder))
-    exit_process(RankWorker(run.read_config(), has_agent=True).run_to_exit(lambda group: run))
+    exit_process(RankWorker(run.read_config(), has_agent=True).run_rank(lambda group: run))
 
 
 def train_in_process(config: Config) -> int:
@@ -56,7 +60,7 @@ def train_in_process(config: Config) -> int:
     Returns the exit code of a process that is alone. A rank of a larger world ends its process.
     """
     rank = RankWorker(config)
-    code = rank.run_to_exit(lambda group: _agree_on_run(rank.config, group))
+    code = rank.run_rank(lambda group: _agree_on_run(rank.config, group))
     if rank.group is not None and rank.group.store is not None:
         exit_process(code)
     return code
@@ -87,7 +91,7 @@ class RankWorker:
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
 
-    def run_to_exit(self, find_run: Callable[[RankGroup], Run]) -> int:
+    def run_rank(self, find_run: Callable[[RankGroup], Run]) -> int:
         """Runs the rank and returns its exit code. Every error is reported here and nowhere
         else."""
         self.stop.install()
@@ -118,35 +122,35 @@ class RankWorker:
             outcome = train(self.training)
             self.group.barrier_before_exit()
             self.has_left_group = True
-            self.training.close()
-            self._require_saved(outcome)
+            self.training.close_writer()
+            self._require_final_snapshot(outcome)
             if world.rank == 0:
-                self._report_outcome(outcome, *start)
+                self._write_final_status(outcome, *start)
             return outcome
         except BaseException as error:
             return self._handle_failure(error)
         finally:
             self.stop.is_over = True
             if self.training is not None and self.training.profile is not None:
-                self.training.profile.close()
+                self.training.profile.discard_profile()
             self.output.close()
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
-        self.heartbeat = Heartbeat(run.heartbeat_file(world.node_rank), world.local_rank)
-        file = run.stack_file(world.rank).open("w", encoding="utf-8")
+        self.heartbeat = Heartbeat(run.get_heartbeat_file(world.node_rank), world.local_rank)
+        file = run.get_stack_file(world.rank).open("w", encoding="utf-8")
         faulthandler.register(signal.SIGQUIT, file, all_threads=True)
         faulthandler.enable()  # a crash in native code leaves the Python stack in the log
         self._stack_file = file
 
     def _open_run(self, run: Run, world: World) -> None:
         """Opens rank 0's log and marks the run as running."""
-        self.output.log_to(run.rank_log_file(0))
+        self.output.log_to(run.get_rank_log_file(0))
         start = {} if self.has_agent else make_starting_status("inline", world.nodes, world.size)
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**start | now, launch_id=get_launch_id(os.environ))
 
-    def _require_saved(self, outcome: Exit) -> None:
+    def _require_final_snapshot(self, outcome: ExitCode) -> None:
         """Raises where a finished run could not save its last state.
 
         A disk that was full for a while is only a warning; one that is full at the end has lost
@@ -155,21 +159,21 @@ class RankWorker:
         """
         t = self.training
         assert t is not None
-        if t.unsaved_reason is not None and outcome is Exit.OK:
+        if t.unsaved_reason is not None and outcome is ExitCode.OK:
             raise EchelonError(
                 Fault(
                     f"finished after step {t.step} of {t.total_steps}, but this step is not "
                     f"saved: {t.unsaved_reason}",
                     f"fix that, then continue: echelon resume {format_run_argument(t.run)}",
                 ),
-                exit=Exit.FAILED,
+                exit=ExitCode.FAILED,
             )
 
-    def _report_outcome(self, outcome: Exit, first_step: int, begun: float) -> None:
+    def _write_final_status(self, outcome: ExitCode, first_step: int, begun: float) -> None:
         """Writes the final status and prints the summary of the run."""
         t = self.training
         assert t is not None
-        state = "preempted" if outcome is Exit.PREEMPTED else "finished"
+        state = "preempted" if outcome is ExitCode.PREEMPTED else "finished"
         t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best_value)
         seconds = time.monotonic() - begun if t.step > first_step else -1.0
         tracked = t.close_trackers(outcome)
@@ -188,7 +192,7 @@ class RankWorker:
         if self.group is not None:
             self.group.publish_failure(failure, wait_for_readers=not self.has_left_group)
         if self.has_agent and (self.group is None or self.group.store is None):
-            report_to_agent(failure, os.environ)
+            publish_failure_to_agent(failure, os.environ)
         if self.run is not None and self.rank == 0 and not self.has_agent:
             self.run.update_status(state="failed", step=failure.step, failure=failure.__dict__)
         if not (self.has_agent and self.rank == 0):  # there the agent prints it, once
@@ -200,7 +204,7 @@ class RankWorker:
         """Closes the trackers of a failed run."""
         if self.training is None:
             return
-        for line in format_rows(self.training.close_trackers(Exit.FAILED)):
+        for line in format_rows(self.training.close_trackers(ExitCode.FAILED)):
             print(line, file=sys.stderr, flush=True)
 
     def _find_cause(self, error: BaseException) -> Failure:
@@ -228,10 +232,10 @@ class RankWorker:
         step = self.heartbeat.step if self.training is not None else None
         # A loss of the user's own keeps its traceback, with the remedy as a hint; the traceback of
         # a loss of torch would show the user nothing, so the fault replaces it.
-        if loss_fault is not None and not failures.find_user_frames(error):
+        if loss_fault is not None and not failures.find_user_frame_indices(error):
             error = EchelonError(loss_fault)
         hint = loss_fault.do if loss_fault is not None else ""
-        return failures.failure_from_exception(error, self.rank, step, hint)
+        return failures.make_failure_from_exception(error, self.rank, step, hint)
 
 
 def _detect_world(config: Config) -> World:
@@ -253,8 +257,8 @@ def _detect_world(config: Config) -> World:
 def _require_valid_world(config: Config, world: World) -> None:
     """Raises faults that depend on the world: its size and its devices."""
     faults = [
-        check_batch_size(config.trainer.batch_size, world.size),
-        check_fsdp_world_size(config, world.size),
+        check_min_batch_size(config.trainer.batch_size, world.size),
+        check_fsdp_min_world_size(config, world.size),
     ]
     if world.devices[0].startswith("cpu"):
         faults += check_cpu_support(config)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-def describe_os_error(error: BaseException) -> str:
+def format_os_error_reason(error: BaseException) -> str:
     """Return the reason alone: ``permission denied``, without the number and the path.
 
-    Callers name the path themselves (``f"{path} cannot be read: {describe_os_error(error)}"``).
+    Callers name the path themselves: ``f"{path} cannot be read: {format_os_error_reason(error)}"``.
     Exceptions without a ``strerror`` (a decoding error, a timeout of a library) are described by
     their own text, or by their class if they have none. The result begins in lower case unless
     its first word is an abbreviation such as RPC.

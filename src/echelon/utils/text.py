@@ -53,7 +53,7 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // (24 * 60)}d"
 
 
-def format_age(moment: float) -> str:
+def format_time_ago(moment: float) -> str:
     """Return how long ago a time in seconds since 1970 was: ``3 days ago``, ``just now``."""
     seconds = max(0.0, time.time() - moment)
     for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):

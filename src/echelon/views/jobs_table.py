@@ -15,10 +15,10 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.curves import RunProgress, read_progress
 from echelon.runs.find import find_runs, list_runs
-from echelon.runs.record import read_records
+from echelon.runs.record import read_run_records
 from echelon.runs.status import RunStatus
 from echelon.utils.text import format_duration
 from echelon.views.table import (
@@ -59,7 +59,7 @@ def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, w
             console.print(_render_table(rows, hidden, root, get_width(console)))
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
-        return Exit.OK
+        return ExitCode.OK
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
@@ -67,7 +67,7 @@ def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, w
                 live.update(_render_table(rows, hidden, root, get_width(console)), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
-            return Exit.OK
+            return ExitCode.OK
 
 
 def _collect_rows(
@@ -75,7 +75,7 @@ def _collect_rows(
 ) -> tuple[list[JobRow], int, str]:
     """Return what is shown, how many runs are not, and why Slurm did not answer, if it did not."""
     wanted = [run for name in names for run in find_runs(name, str(root))]
-    records, silence = read_records(wanted or list_runs(root))
+    records, silence = read_run_records(wanted or list_runs(root))
     recent = len(records) if show_all or names else _RECENT_RUNS
     shown = [r for i, r in enumerate(records) if i < recent or r.run_status.is_active]
     rows = [JobRow(record.run_status, read_progress(record)) for record in shown]

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.curves import RunMetrics, load_metrics
-from echelon.runs.find import find_run_folder, make_unknown_run_error
-from echelon.runs.record import RunRecord, read_records
+from echelon.runs.find import find_run_including_broken, make_unknown_run_error
+from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
 from echelon.tracking.summary import shorten_path
 from echelon.utils.files import replace_file
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.views.plot_data import Plot, PlotOptions, build_plot
 
 _SUFFIXES = (".png", ".svg", ".html")
@@ -33,7 +33,7 @@ def plot_runs(words: Sequence[str], root: str, output: Path, options: PlotOption
         )
     _write_output(plot, output)
     print(output)
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _require_suffix(output: Path) -> None:
@@ -55,20 +55,20 @@ def _find_runs(words: Sequence[str], root: str) -> list[Run]:
     before 10."""
     runs: dict[Path, Run] = {}
     for word in words:
-        for run in _resolve_word(word, root):
+        for run in _resolve_run_argument(word, root):
             runs.setdefault(run.folder, run)
     return list(runs.values())
 
 
-def _resolve_word(word: str, root: str) -> list[Run]:
+def _resolve_run_argument(word: str, root: str) -> list[Run]:
     if not glob.has_magic(word):
-        return [find_run_folder(word, root)]
+        return [find_run_including_broken(word, root)]
     with contextlib.suppress(EchelonError):  # a run may be called a[1]
-        return [find_run_folder(word, root)]
-    return _match_pattern(word, root)
+        return [find_run_including_broken(word, root)]
+    return _glob_runs(word, root)
 
 
-def _match_pattern(pattern: str, root: str) -> list[Run]:
+def _glob_runs(pattern: str, root: str) -> list[Run]:
     for folder in (Path(root), Path()):
         paths = sorted(glob.glob(str(folder / pattern)), key=_get_natural_sort_key)
         runs = [Run(Path(p).absolute()) for p in paths if not Path(p).is_symlink()]
@@ -86,7 +86,7 @@ def _get_natural_sort_key(path: str) -> list[tuple[int, str]]:
 def _load_metrics(runs: Sequence[Run]) -> list[tuple[RunRecord, RunMetrics]]:
     """Return records and metrics of the runs. Runs without numbers are left out with a warning
     as long as others remain."""
-    records, _ = read_records(runs)
+    records, _ = read_run_records(runs)
     by_folder = {record.run.folder: record for record in records}
     loaded = [(by_folder[run.folder], load_metrics(by_folder[run.folder])) for run in runs]
     kept = [
@@ -101,7 +101,7 @@ def _load_metrics(runs: Sequence[Run]) -> list[tuple[RunRecord, RunMetrics]]:
                 f"{', '.join(empty[:5])}: no numbers to draw",
                 f"wait for the first line of metrics.jsonl, or look with `echelon show {empty[0]}`",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     if empty:
         print(f"warning: {', '.join(empty)}: no numbers to draw, left out", file=sys.stderr)
@@ -125,7 +125,7 @@ def _write_output(plot: Plot, output: Path) -> None:
         raise EchelonError(
             Fault(
                 f"-o {output}: {shorten_path(output.absolute())} cannot be written: "
-                f"{describe_os_error(error)}",
+                f"{format_os_error_reason(error)}",
                 "give another place with -o",
             )
         ) from error

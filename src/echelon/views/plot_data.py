@@ -7,12 +7,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.runs.curves import Curve, RunMetrics, build_scale, sort_metric_names
 from echelon.runs.record import RunRecord
 from echelon.tracking.summary import needs_log_scale, shorten_path
-from echelon.views.run_settings import find_differences, format_settings, omit_common_values
-from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, choose_smoothing, smooth_values
+from echelon.views.run_settings import (
+    find_setting_differences,
+    format_settings,
+    omit_majority_values,
+)
+from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, choose_smoothing_factor, smooth_values
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
 
@@ -156,7 +160,7 @@ def _find_y_limit(peaks: Sequence[float]) -> float | None:
 
 
 def _smooth_values(ys: Sequence[float], smooth: float | None, is_log: bool) -> list[float] | None:
-    much = choose_smoothing(ys) if smooth is None else smooth
+    much = choose_smoothing_factor(ys) if smooth is None else smooth
     return smooth_values(ys, much, is_log) if much and len(ys) >= MIN_POINTS_TO_SMOOTH else None
 
 
@@ -173,7 +177,7 @@ def _select_metrics(metrics: Sequence[RunMetrics], wanted: Sequence[str], best: 
         if name not in known
     ]
     if faults:
-        raise EchelonError(*faults, exit=Exit.NOT_FOUND)
+        raise EchelonError(*faults, exit=ExitCode.NOT_FOUND)
     return named
 
 
@@ -183,7 +187,7 @@ def _choose_time_unit(longest_s: float) -> str:
 
 
 def _build_legend(records: Sequence[RunRecord]) -> list[LegendEntry]:
-    differ, _ = omit_common_values(find_differences(records))
+    differ, _ = omit_majority_values(find_setting_differences(records))
     names = [record.name for record in records]
     if len(set(names)) < len(names):  # of several folders of runs
         names = [shorten_path(record.run.folder) for record in records]

@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from echelon.views.palette import COLOURS, DASHES
 from echelon.views.plot_data import Plot, PlotLine, PlotPanel
-from echelon.views.smoothing import thin_points
+from echelon.views.smoothing import select_point_indices
 
 _MAX_POINTS = 4000
 """Of a line: more than a printed page can show, few enough for an .svg to stay small."""
@@ -105,7 +105,7 @@ def _draw_panel(axes: Axes, panel: PlotPanel, sheet: Plot) -> None:
             low / 1.2 if panel.is_log else low - (panel.y_limit - low) / 20, panel.y_limit
         )
     if panel.is_log:
-        _label_decades(axes)
+        _label_log_axis(axes)
     axes.set_title(_escape_math(panel.metric), fontsize=10.5, fontweight="bold")
     axes.set_title(panel.notes, loc="right", fontsize=8, color="#6b7078")
     axes.set_xlabel(sheet.x, color="#50555c")
@@ -117,7 +117,7 @@ def _draw_panel(axes: Axes, panel: PlotPanel, sheet: Plot) -> None:
 
 
 def _draw_line(axes: Axes, line: PlotLine, is_alone: bool) -> None:
-    indices = thin_points(line.ys, _MAX_POINTS, line.best_index)
+    indices = select_point_indices(line.ys, _MAX_POINTS, line.best_index)
     xs, ys = [line.xs[i] for i in indices], [line.ys[i] for i in indices]
     style = _make_legend_line(line.run_index)
     colour, dash = style.get_color(), DASHES[line.run_index // len(COLOURS) % len(DASHES)]
@@ -130,7 +130,7 @@ def _draw_line(axes: Axes, line: PlotLine, is_alone: bool) -> None:
     axes.plot(xs, smoothed, color=colour, dashes=dash, linewidth=1.7)
 
 
-def _label_decades(axes: Axes) -> None:
+def _label_log_axis(axes: Axes) -> None:
     low, high = axes.get_ylim()
     if high / low < 1e3:  # otherwise there may be one number on the axis, or none
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

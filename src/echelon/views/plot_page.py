@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.views.palette import COLOURS, DASHES, ON_DARK
 from echelon.views.plot_data import Plot, PlotLine, PlotPanel
-from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, thin_points
+from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, select_point_indices
 
 _MAX_POINTS = 60_000
 """Of all lines together; a page of about a megabyte at the most."""
@@ -55,7 +55,7 @@ def _encode_panel(panel: PlotPanel, limit: int) -> dict[str, Any]:
 
 
 def _encode_line(line: PlotLine, limit: int) -> dict[str, Any]:
-    indices = thin_points(line.ys, limit, line.best_index)
+    indices = select_point_indices(line.ys, limit, line.best_index)
     smoothed = line.smoothed
     return {
         "run": line.run_index,

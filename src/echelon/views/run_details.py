@@ -15,15 +15,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
-from echelon.runs.find import find_run_folder
+from echelon.runs.find import find_run_including_broken
 from echelon.runs.metrics_file import SPEED_METRICS
-from echelon.runs.record import RunRecord, read_records
+from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import find_best, list_snapshots, parse_step
-from echelon.tracking.metrics_line import format_speed, format_three_digits
 from echelon.tracking.summary import format_run_argument, shorten_path
+from echelon.tracking.tracker import format_speed, format_three_digits
 from echelon.utils.text import (
     can_print_unicode,
     convert_for_terminal,
@@ -67,7 +67,7 @@ class RunDetails:
 
     @classmethod
     def read(cls, run: Run) -> RunDetails:
-        [record], silence = read_records([run])
+        [record], silence = read_run_records([run])
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         overview = read_overview(record)
@@ -76,10 +76,10 @@ class RunDetails:
 
 def show_run(where: str, root: str, as_json: bool) -> int:
     """Print one run, or with ``as_json`` JSON."""
-    details = RunDetails.read(find_run_folder(where, root))
+    details = RunDetails.read(find_run_including_broken(where, root))
     if as_json:
         print(json.dumps(_to_json_data(details), indent=2))
-        return Exit.OK
+        return ExitCode.OK
     screen = create_console()
     width = min(get_width(screen), 200)
     _print_header(details, screen, width)
@@ -93,7 +93,7 @@ def show_run(where: str, root: str, as_json: bool) -> int:
     screen.print()
     for name, value in (_list_locations(details.record) | _suggest_commands(details)).items():
         _print_row(screen, name, value, width)
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _to_json_data(details: RunDetails) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
         "run": record.name,
         "folder": str(record.run.folder),
         "experiment": record.experiment,
-        "entry": record.entry or None,
-        "program": record.program or None,
+        "entry": record.entry_point or None,
+        "program": record.program_argv or None,
         "state": record.state,
         "note": record.problem or status.note,
         "started": status.started,
@@ -113,7 +113,9 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
         "step": details.step,
         "total_steps": record.facts.total_steps,
         "settings": find_non_defaults(record),
-        "metrics": {name: _describe_curve(curve) for name, curve in details.metrics.curves.items()},
+        "metrics": {
+            name: _summarize_curve(curve) for name, curve in details.metrics.curves.items()
+        },
         "snapshots": [
             {"step": step, "best": is_best, "folder": str(folder)}
             for step, is_best, folder in _list_snapshots(record.run)
@@ -122,7 +124,7 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
     }
 
 
-def _describe_curve(curve: Curve) -> dict[str, Any]:
+def _summarize_curve(curve: Curve) -> dict[str, Any]:
     at = curve.best_index
     return {
         "is": curve.best_is,
@@ -149,7 +151,7 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "when": _format_times(details),
         "where": _format_launcher(record),
         "progress": _format_progress(details),
-        "speed": _format_split(details.metrics),
+        "speed": _format_speed_row(details.metrics),
         "settings": format_settings(find_non_defaults(record)),
     }
     for name, value in rows.items():
@@ -176,9 +178,9 @@ def _wrap_words(text: str, width: int) -> Iterator[str]:
 
 
 def _format_experiment(record: RunRecord) -> str:
-    if record.program:
-        return f"the program {shlex.join(record.program)}"
-    return f"{record.experiment} ({record.entry})" if record.entry else ""
+    if record.program_argv:
+        return f"the program {shlex.join(record.program_argv)}"
+    return f"{record.experiment} ({record.entry_point})" if record.entry_point else ""
 
 
 def _format_times(details: RunDetails) -> str:
@@ -191,7 +193,7 @@ def _format_times(details: RunDetails) -> str:
     text += f"{again} {format_duration(time.time() - started)} ago"
     if details.trained_s is None:
         return text
-    verb = "took" if details.record.program else "trained for"
+    verb = "took" if details.record.program_argv else "trained for"
     return f"{text}; {verb} {format_duration(details.trained_s)}"
 
 
@@ -221,7 +223,7 @@ def _format_progress(details: RunDetails) -> str:
     return f"{details.step} of {total} steps" if total else f"step {details.step}"
 
 
-def _format_split(metrics: RunMetrics) -> str:
+def _format_speed_row(metrics: RunMetrics) -> str:
     """Return the speed by the last lines; the split of a step is a mean of the last samples,
     because a single step says little."""
     last = {
@@ -303,7 +305,7 @@ def _render_curves(details: RunDetails, width: int) -> Iterator[str]:
 
 
 def _explain_no_curves(details: RunDetails) -> str:
-    if details.record.program:
+    if details.record.program_argv:
         return "  no curves: a program of its own keeps its numbers to itself"
     if details.metrics.curves:
         return "  no curves yet: one point makes none"

@@ -20,15 +20,15 @@ def flatten_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings flat, the experiment's own by their bare names, as they are typed,
     unless a setting of ours has the same name."""
     flat = flatten({k: v for k, v in record.config.items() if k != "program"})
-    return {_get_typed_key(k, flat): v for k, v in flat.items() if k != "experiment.entry"}
+    return {_get_command_line_key(k, flat): v for k, v in flat.items() if k != "experiment.entry"}
 
 
-def _get_typed_key(key: str, flat: dict[str, Any]) -> str:
+def _get_command_line_key(key: str, flat: dict[str, Any]) -> str:
     bare = key.removeprefix("experiment.")
     return key if bare in flat else bare
 
 
-def find_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
+def find_setting_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return for each run the settings in which runs of its experiment differ, values as text.
 
     Runs are compared only with those of the same experiment: next to another experiment's
@@ -39,12 +39,12 @@ def find_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
         by_experiment.setdefault(record.experiment, []).append(record)
     found = {}
     for group in by_experiment.values():
-        for record, words in zip(group, _find_group_differences(group), strict=True):
+        for record, words in zip(group, _find_differences_in_group(group), strict=True):
             found[record.run.folder] = words
     return [found[record.run.folder] for record in records]
 
 
-def omit_common_values(
+def omit_majority_values(
     differences: Sequence[dict[str, str]],
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Return the differences without the values that most runs have, and those values. Does
@@ -72,11 +72,11 @@ def find_non_defaults(record: RunRecord) -> dict[str, str]:
     """Return the settings of a run that differ from the defaults, values as text."""
     from echelon.config.bundled_experiments import read_defaults
 
-    usual = flatten(Config().to_dict()) | read_defaults(record.entry)
+    usual = flatten(Config().to_dict()) | read_defaults(record.entry_point)
     irrelevant = ("run.", "rank", "world_size", "master")
     mine = flatten_settings(record)
     return {
-        k: format_value(v)
+        k: format_setting_value(v)
         for k, v in mine.items()
         if not k.startswith(irrelevant) and _is_non_default(k, v, usual)
     }
@@ -86,7 +86,7 @@ def _is_non_default(key: str, value: Any, usual: dict[str, Any]) -> bool:
     return key not in usual or usual[key] != value
 
 
-def format_value(value: Any) -> str:
+def format_setting_value(value: Any) -> str:
     """Return a value as it would be typed."""
     if isinstance(value, float):
         return f"{value:g}"
@@ -95,19 +95,19 @@ def format_value(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _find_group_differences(group: Sequence[RunRecord]) -> list[dict[str, str]]:
+def _find_differences_in_group(group: Sequence[RunRecord]) -> list[dict[str, str]]:
     texts = [
-        {k: format_value(v) for k, v in flatten_settings(r).items() if _is_relevant(k)}
+        {k: format_setting_value(v) for k, v in flatten_settings(r).items() if _is_relevant(k)}
         for r in group
     ]
     sound = [mine for r, mine in zip(group, texts, strict=True) if not r.problem]
     keys = dict.fromkeys(key for mine in sound for key in mine)
     shown = _shorten_keys([key for key in keys if len({mine.get(key) for mine in sound}) > 1])
-    common = set.intersection(*(set(r.program) for r in group))
+    common = set.intersection(*(set(r.program_argv) for r in group))
     found = []
     for record, mine in zip(group, texts, strict=True):
         words = {short: mine[key] for key, short in shown.items() if key in mine}
-        program = " ".join(word for word in record.program if word not in common)
+        program = " ".join(word for word in record.program_argv if word not in common)
         found.append(words | ({"": program} if program else {}))
     return found
 

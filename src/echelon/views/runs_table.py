@@ -18,11 +18,11 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from echelon.errors import EchelonError, Exit, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.runs.curves import RunOverview, RunProgress, read_overview
 from echelon.runs.find import list_runs
 from echelon.runs.metrics_file import is_number
-from echelon.runs.record import RunRecord, read_records
+from echelon.runs.record import RunRecord, read_run_records
 from echelon.utils.text import (
     convert_for_terminal,
     format_duration,
@@ -30,11 +30,11 @@ from echelon.utils.text import (
     truncate_text,
 )
 from echelon.views.run_settings import (
-    find_differences,
+    find_setting_differences,
     flatten_settings,
+    format_setting_value,
     format_settings,
-    format_value,
-    omit_common_values,
+    omit_majority_values,
 )
 from echelon.views.table import (
     STATE_STYLES,
@@ -65,14 +65,14 @@ class RunRow:
     record: RunRecord
 
     @cached_property
-    def overview(self) -> RunOverview:
+    def metrics_overview(self) -> RunOverview:
         """The overview of its metrics, which is read from a file only when it is needed."""
         return read_overview(self.record)
 
     @property
     def sortable_values(self) -> dict[str, Any]:
         """What a run can be sorted and filtered by."""
-        record, overview = self.record, self.overview
+        record, overview = self.record, self.metrics_overview
         return flatten_settings(record) | {
             "name": record.name,
             "experiment": record.experiment,
@@ -89,7 +89,7 @@ def show_runs(
 ) -> int:
     """Print the table, or with ``as_json`` JSON, of the runs in a folder."""
     conditions = [_parse_condition(text) for text in filters]
-    records, silence = read_records(list_runs(root, include_broken=True))
+    records, silence = read_run_records(list_runs(root, include_broken=True))
     rows = _sort_rows(_filter_rows([RunRow(record) for record in records], conditions), sort)
     rows = rows[::-1] if reverse else rows
     shown = rows if show_all else rows[:_RECENT_RUNS]
@@ -99,7 +99,7 @@ def show_runs(
         _print_table(shown, len(rows) - len(shown), root, bool(records))
     if silence:
         print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _print_table(rows: Sequence[RunRow], hidden: int, root: Path, any_at_all: bool) -> None:
@@ -115,7 +115,7 @@ def _print_table(rows: Sequence[RunRow], hidden: int, root: Path, any_at_all: bo
 
 
 def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
-    differ = find_differences([row.record for row in rows])
+    differ = find_setting_differences([row.record for row in rows])
     return {
         "version": JSON_VERSION,
         "runs": [
@@ -125,11 +125,11 @@ def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
                 "experiment": row.record.experiment,
                 "state": row.record.state,
                 "note": row.record.problem or row.record.run_status.note,
-                "step": row.overview.progress.step,
-                "total_steps": row.overview.progress.total_steps,
-                "best": row.overview.best,
-                "best_name": row.overview.best_name,
-                "trained_s": row.overview.trained_s,
+                "step": row.metrics_overview.progress.step,
+                "total_steps": row.metrics_overview.progress.total_steps,
+                "best": row.metrics_overview.best,
+                "best_name": row.metrics_overview.best_name,
+                "trained_s": row.metrics_overview.trained_s,
                 "started": row.record.run_status.started,
                 "differs": words,
             }
@@ -157,11 +157,15 @@ class FilterCondition:
         if self.relation in _COMPARISONS:
             return is_number(mine) and _COMPARISONS[self.relation](mine, float(self.value))
         number = _parse_number(self.value)
-        same = mine == number if is_number(mine) and number is not None else self._matches(mine)
+        same = (
+            mine == number
+            if is_number(mine) and number is not None
+            else self._matches_pattern(mine)
+        )
         return same == (self.relation == "=")
 
-    def _matches(self, mine: Any) -> bool:
-        return fnmatch.fnmatchcase(format_value(mine), self.value)
+    def _matches_pattern(self, mine: Any) -> bool:
+        return fnmatch.fnmatchcase(format_setting_value(mine), self.value)
 
 
 def _parse_condition(text: str) -> FilterCondition:
@@ -218,23 +222,23 @@ def _sort_rows(rows: Sequence[RunRow], sort: str) -> list[RunRow]:
 def _get_best_sort_key(row: RunRow) -> tuple[Any, ...]:
     """Sort within an experiment and metric, because values of different metrics cannot be
     compared."""
-    value = row.overview.best
+    value = row.metrics_overview.best
     sign = -1 if row.record.best_is == "max" else 1
-    what = (row.record.experiment, row.overview.best_name)
+    what = (row.record.experiment, row.metrics_overview.best_name)
     return (value is None, *what, 0.0 if value is None else sign * value)
 
 
 def _get_sort_key(value: Any) -> tuple[int, float, str]:
     if is_number(value):
         return 0, value, ""
-    return (2, 0.0, "") if value is None else (1, 0.0, format_value(value))
+    return (2, 0.0, "") if value is None else (1, 0.0, format_setting_value(value))
 
 
 # --- the table ---
 
 
 def _render_table(rows: Sequence[RunRow], hidden: int, width: int) -> Group:
-    differ, usual = omit_common_values(find_differences([row.record for row in rows]))
+    differ, usual = omit_majority_values(find_setting_differences([row.record for row in rows]))
     asides = [
         row.record.problem or format_settings(words)
         for row, words in zip(rows, differ, strict=True)
@@ -276,11 +280,13 @@ def _build_table(
         TableColumn("RUN", [r.name for r in records], styles=["bold"] * len(rows), min_width=1),
         TableColumn("STATE", states, styles=[STATE_STYLES.get(s, "") for s in states], priority=1),
         TableColumn("EXPERIMENT", [r.experiment for r in records], priority=6),
-        TableColumn("STEP", [_format_steps(row.overview.progress) for row in rows], priority=3),
-        TableColumn("BEST", [_format_best(row.overview) for row in rows], priority=2),
+        TableColumn(
+            "STEP", [_format_steps(row.metrics_overview.progress) for row in rows], priority=3
+        ),
+        TableColumn("BEST", [_format_best(row.metrics_overview) for row in rows], priority=2),
         TableColumn(
             "TIME",
-            [_format_duration(row.overview.trained_s) for row in rows],
+            [_format_duration(row.metrics_overview.trained_s) for row in rows],
             is_right_aligned=True,
             priority=4,
         ),

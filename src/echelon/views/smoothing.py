@@ -23,13 +23,13 @@ def smooth_values(values: Sequence[float], smooth: float, is_log: bool = False) 
     if is_log:
         return [math.exp(v) for v in smooth_values([math.log(v) for v in values], smooth)]
     there, back = (
-        _compute_trailing_average(values, smooth),
-        _compute_trailing_average(values[::-1], smooth)[::-1],
+        _compute_exponential_average(values, smooth),
+        _compute_exponential_average(values[::-1], smooth)[::-1],
     )
     return [a / 2 + b / 2 for a, b in zip(there, back, strict=True)]
 
 
-def _compute_trailing_average(values: Sequence[float], smooth: float) -> list[float]:
+def _compute_exponential_average(values: Sequence[float], smooth: float) -> list[float]:
     """Return the exponential average, without the pull of an invented first value."""
     total, weight, averages = 0.0, 0.0, []
     for value in values:
@@ -39,7 +39,7 @@ def _compute_trailing_average(values: Sequence[float], smooth: float) -> list[fl
     return averages
 
 
-def choose_smoothing(values: Sequence[float]) -> float:
+def choose_smoothing_factor(values: Sequence[float]) -> float:
     """Return how much smoothing these values need; 0 if they are smooth or few."""
     if len(values) < MIN_POINTS_TO_SMOOTH:
         return 0.0
@@ -53,7 +53,7 @@ def choose_smoothing(values: Sequence[float]) -> float:
     return 1 - 1 / max(4.0, len(values) / _WINDOWS)
 
 
-def thin_points(ys: Sequence[float], limit: int, required_index: int) -> list[int]:
+def select_point_indices(ys: Sequence[float], limit: int, required_index: int) -> list[int]:
     """Return indices of at most about so many points: the lowest and the highest of every piece,
     so that no spike is lost, and ``required_index``."""
     if len(ys) <= limit:

@@ -60,7 +60,7 @@ def detect(
         **{name: draft.values[name] for name in WORLD_FIELDS},
         master=master_address,
         source=draft.source,
-        devices=rule.device_names(draft.values["local_rank"]),
+        devices=rule.get_device_names(draft.values["local_rank"]),
         settled=not draft.is_guess,
         rule=rule,
     )
@@ -103,7 +103,7 @@ def _read_variables(draft: WorldDraft) -> LauncherVariables | None:
         _read_single_process(draft)
         return None
     draft.source = source.name
-    if missing := source.list_missing(env):
+    if missing := source.list_missing_variables(env):
         _report_missing_variables(draft, source, missing)
         return source
     draft.reasons["source"] = _describe_evidence(draft, source)
@@ -129,7 +129,7 @@ def _read_single_process(draft: WorldDraft) -> None:
     draft.reasons["source"] = "no launcher variables make a world"
     draft.set_value("rank", 0, "one process")
     draft.set_value("size", 1, "one process")
-    if fault := slurm_variables.find_lost_task_fault(draft.env):
+    if fault := slurm_variables.find_pty_task_fault(draft.env):
         draft.faults.append(fault)
 
 
@@ -151,7 +151,7 @@ def _report_missing_variables(
 # ---- what single launchers do in their own way -------------------------------------------------
 
 
-def _read_plain_rank(draft: WorldDraft) -> None:
+def _set_layout_without_torchrun(draft: WorldDraft) -> None:
     """RANK and WORLD_SIZE without torchrun: set by hand, by a script, or by a pod's operator."""
     if "LOCAL_RANK" in draft.env:
         return
@@ -171,7 +171,7 @@ def _set_one_process_per_node(draft: WorldDraft, because: str) -> None:
             draft.set_value(name, draft.values[same], because)
 
 
-def _read_cluster_nodes(draft: WorldDraft) -> None:
+def _set_cluster_layout(draft: WorldDraft) -> None:
     """The general-purpose cluster's WORLD_SIZE counts nodes."""
     if "size" in draft.values:
         draft.reasons["size"] += ": WORLD_SIZE counts nodes here"
@@ -198,8 +198,8 @@ def _read_step_tasks(draft: WorldDraft) -> None:
 
 
 EXTRA_READERS: dict[str, Callable[[WorldDraft], None]] = {
-    TORCHRUN.name: _read_plain_rank,
-    CLUSTER.name: _read_cluster_nodes,
+    TORCHRUN.name: _set_layout_without_torchrun,
+    CLUSTER.name: _set_cluster_layout,
     SLURM_STEP.name: _read_step_tasks,
 }
 
@@ -210,7 +210,7 @@ EXTRA_READERS: dict[str, Callable[[WorldDraft], None]] = {
 def _fill_gaps(draft: WorldDraft, master: str | None) -> None:
     """Fill what the launcher left open: certain if all ranks are on one machine, else a guess."""
     have, rank, size = draft.values, draft.values["rank"], draft.values["size"]
-    together = _why_single_machine(draft, master)
+    together = _explain_single_machine(draft, master)
     put = draft.set_value if together else draft.set_guess
     why = together or "nothing says who is local"
     if "local_rank" not in have:
@@ -231,7 +231,7 @@ def _fill_gaps(draft: WorldDraft, master: str | None) -> None:
         draft.set_guess("node_rank", rank // local_size, "ranks fill node by node")
 
 
-def _why_single_machine(draft: WorldDraft, master: str | None) -> str | None:
+def _explain_single_machine(draft: WorldDraft, master: str | None) -> str | None:
     """Why all ranks must be on this machine, or None where they need not be."""
     if draft.values["size"] == 1:
         return "one process"
@@ -278,7 +278,7 @@ def _decide_device_rule(draft: WorldDraft, rule: DeviceRule) -> DeviceRule:
             draft.reasons["devices"] = f"each task sees only its own: {cut}"
             return DeviceRule(rule.visible, rule.per_replica, rule.share, own=True)
     draft.reasons["devices"] = _describe_device_reason(rule, local_rank)
-    # A guessed local rank is not a reason to refuse: `with_hosts` checks again.
+    # A guessed local rank is not a reason to refuse: `renumber_by_hosts` checks again.
     if not draft.is_guess and (fault := rule.find_fault(local_rank)):
         draft.faults.append(fault)
     return rule
@@ -316,7 +316,7 @@ def _list_ignored_variables(
         for names in source.variables.values():
             for name in names:
                 # WORLD_SIZE is in two tables: the source that would have come first explains it.
-                why.setdefault(name, _explain_ignored(draft, source, winner, names, name))
+                why.setdefault(name, _explain_ignored_variable(draft, source, winner, names, name))
     why |= NEVER_READ_VARIABLES
     why |= dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), _explain_ignored_master(draft, world))
     return tuple(
@@ -326,7 +326,7 @@ def _list_ignored_variables(
     )
 
 
-def _explain_ignored(
+def _explain_ignored_variable(
     draft: WorldDraft,
     source: LauncherVariables,
     winner: LauncherVariables | None,
@@ -344,7 +344,7 @@ def _explain_ignored(
         return "rank= and world_size= decide"
     if refusal := source.explain_refusal(draft.env):
         return refusal
-    if missing := source.list_missing(draft.env):
+    if missing := source.list_missing_variables(draft.env):
         return f"says nothing without {' and '.join(missing)}"
     return f"{draft.source} decides"
 

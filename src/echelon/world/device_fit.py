@@ -13,7 +13,7 @@ from enum import Enum
 from echelon.errors import Fault
 
 
-class DeviceMisfit(Enum):
+class DeviceCountMismatch(Enum):
     """Why processes do not fit onto the devices of one machine."""
 
     TOO_FEW_DEVICES = "one replica takes more devices than there are"
@@ -21,9 +21,9 @@ class DeviceMisfit(Enum):
     DEVICES_LEFT_OVER = "the devices do not divide by those of one replica"
 
 
-def find_misfit(
+def find_device_count_mismatch(
     devices: int, devices_per_replica: int, procs: int | None, share_devices: bool = False
-) -> DeviceMisfit | None:
+) -> DeviceCountMismatch | None:
     """Decide whether `procs` processes of `devices_per_replica` devices each fit onto `devices`.
 
     Returns None where they do, where devices are shared on purpose, and on a machine without
@@ -34,20 +34,20 @@ def find_misfit(
         return None
     max_procs, left_over = divmod(devices, devices_per_replica)
     if not max_procs:
-        return DeviceMisfit.TOO_FEW_DEVICES
+        return DeviceCountMismatch.TOO_FEW_DEVICES
     if procs is not None and procs > max_procs:
-        return DeviceMisfit.TOO_MANY_PROCESSES
+        return DeviceCountMismatch.TOO_MANY_PROCESSES
     if procs is None and left_over:
-        return DeviceMisfit.DEVICES_LEFT_OVER
+        return DeviceCountMismatch.DEVICES_LEFT_OVER
     return None
 
 
-def default_process_count(devices: int, devices_per_replica: int) -> int:
+def get_default_process_count(devices: int, devices_per_replica: int) -> int:
     """One process for every `devices_per_replica` devices; one process where there is none."""
     return max(1, devices // devices_per_replica)
 
 
-def describe_visible(devices: int) -> str:
+def describe_visible_count(devices: int) -> str:
     """`1 device is visible`, `4 devices are visible`."""
     return f"{devices} device{'s are' if devices > 1 else ' is'} visible"
 
@@ -63,18 +63,18 @@ def find_visible_fit_fault(
 
     `location` names the machine where it is not this one, with a space before it: ` on node1`.
     """
-    misfit = find_misfit(visible_devices, devices_per_replica, procs, share_devices)
+    misfit = find_device_count_mismatch(visible_devices, devices_per_replica, procs, share_devices)
     if misfit is None:
         return None
     max_procs, left_over = divmod(visible_devices, devices_per_replica)
-    visible_text = describe_visible(visible_devices) + location
-    if misfit is DeviceMisfit.TOO_FEW_DEVICES:
+    visible_text = describe_visible_count(visible_devices) + location
+    if misfit is DeviceCountMismatch.TOO_FEW_DEVICES:
         return Fault(
             f"replica.devices={devices_per_replica}, but {visible_text}",
             f"make {devices_per_replica} visible (CUDA_VISIBLE_DEVICES), or set "
             f"replica.devices={visible_devices}",
         )
-    if misfit is DeviceMisfit.DEVICES_LEFT_OVER:
+    if misfit is DeviceCountMismatch.DEVICES_LEFT_OVER:
         used = max_procs * devices_per_replica
         return Fault(
             f"{visible_devices} visible devices{location} do not divide by "

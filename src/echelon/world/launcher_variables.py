@@ -23,16 +23,16 @@ class LauncherVariables:
         """The variable that gives a field here; None if none is set."""
         return next((name for name in self.variables.get(field, ()) if name in env), None)
 
-    def list_missing(self, env: Env) -> list[str]:
+    def list_missing_variables(self, env: Env) -> list[str]:
         """The variables that are missing for a rank or a size."""
         return [self.variables[f][0] for f in ("rank", "size") if not self.find_variable(env, f)]
 
-    def is_partly_set(self, env: Env) -> bool:
+    def has_any_variable(self, env: Env) -> bool:
         """Whether any of its main variables is set, complete or not."""
         return any(self.find_variable(env, f) for f in ("rank", "size", "local_rank"))
 
 
-def _refuse_pmi(env: Env) -> str | None:
+def _explain_unused_pmi(env: Env) -> str | None:
     """Why PMI's variables are not used, where srun set them."""
     # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, and no local rank: the step has more. An
     # mpiexec inside a step (it starts its own daemons by srun) is recognised by its local rank.
@@ -41,13 +41,13 @@ def _refuse_pmi(env: Env) -> str | None:
     return "srun sets it as well; its step says more"
 
 
-def _refuse_torchrun(env: Env) -> str | None:
+def _explain_unused_torchrun(env: Env) -> str | None:
     """Why torchrun's variables are not used, where there is only WORLD_SIZE."""
     # WORLD_SIZE alone is the general-purpose cluster's, or exported by a Slurm script.
     return None if "RANK" in env or "LOCAL_RANK" in env else "says nothing without RANK"
 
 
-def _refuse_cluster(env: Env) -> str | None:
+def _explain_unused_cluster(env: Env) -> str | None:
     """Why the cluster's variables are not used, where ranks are set."""
     ranks = [name for name in ("RANK", "LOCAL_RANK") if name in env]
     return f"{ranks[0]} is set: these are not one process per node" if ranks else None
@@ -64,7 +64,7 @@ TORCHRUN = LauncherVariables(
         "nodes": ("GROUP_WORLD_SIZE",),
         "agent": ("TORCHELASTIC_RUN_ID",),
     },
-    explain_refusal=_refuse_torchrun,
+    explain_refusal=_explain_unused_torchrun,
 )
 OPEN_MPI = LauncherVariables(
     "open mpi",
@@ -83,7 +83,7 @@ PMI = LauncherVariables(  # MPICH, Intel MPI (Hydra); MVAPICH2; Cray PALS
         "local_rank": ("MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK"),
         "local_size": ("MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     },
-    explain_refusal=_refuse_pmi,
+    explain_refusal=_explain_unused_pmi,
 )
 SLURM_STEP = LauncherVariables(
     "slurm step",
@@ -102,7 +102,7 @@ SLURM_STEP = LauncherVariables(
 CLUSTER = LauncherVariables(
     "cluster variables",
     {"rank": ("NODE_RANK",), "size": ("WORLD_SIZE",)},
-    explain_refusal=_refuse_cluster,
+    explain_refusal=_explain_unused_cluster,
 )
 
 # MPI's variables win over a step's: inside an allocation mpirun starts its daemons by srun, and
@@ -117,7 +117,9 @@ NEVER_READ_VARIABLES = {
 def choose_launcher(env: Env) -> LauncherVariables | None:
     """The first launcher that has its rank and size, else the first that has a part of them."""
     usable_launchers = [source for source in KNOWN_LAUNCHERS if not source.explain_refusal(env)]
-    complete_launchers = [source for source in usable_launchers if not source.list_missing(env)]
+    complete_launchers = [
+        source for source in usable_launchers if not source.list_missing_variables(env)
+    ]
     if complete_launchers[:1] == [TORCHRUN] and "LOCAL_RANK" not in env:
         # Scripts export RANK and WORLD_SIZE from the launcher's own variables. Where they say the
         # same, the launcher is the better witness: it knows who shares a machine.
@@ -125,7 +127,7 @@ def choose_launcher(env: Env) -> LauncherVariables | None:
     return next(
         iter(
             complete_launchers
-            + [source for source in usable_launchers if source.is_partly_set(env)]
+            + [source for source in usable_launchers if source.has_any_variable(env)]
         ),
         None,
     )

@@ -22,7 +22,7 @@ def find_master(
     if draft.source == "explicit" or master is not None:
         draft.reasons["master"] = f"master={master}" if master is not None else "the default"
         return _parse_explicit_master(draft, master if master is not None else LOOPBACK)
-    if source is None or (source.list_missing(draft.env) and source is not CLUSTER):
+    if source is None or (source.list_missing_variables(draft.env) and source is not CLUSTER):
         return None  # the missing variables are reported; a missing master is the same fault
     host, port = _find_host(draft, source), _find_port(draft, source)
     draft.reasons["master"] = ", ".join(because for _, because in (host, port) if because)
@@ -58,7 +58,7 @@ def _find_host(draft: WorldDraft, source: LauncherVariables) -> tuple[str, str]:
             )
         return host, quoted
     if source is SLURM_STEP:
-        return _first_step_host(draft)
+        return _find_first_step_host(draft)
     values = draft.values
     if source is CLUSTER and values.get("rank") == 0:
         return LOOPBACK, "NODE_RANK=0 is the master itself"
@@ -71,7 +71,7 @@ def _find_host(draft: WorldDraft, source: LauncherVariables) -> tuple[str, str]:
     return "", ""
 
 
-def _first_step_host(draft: WorldDraft) -> tuple[str, str]:
+def _find_first_step_host(draft: WorldDraft) -> tuple[str, str]:
     """The first host of the Slurm step."""
     listed = draft.env.get("SLURM_STEP_NODELIST", "")
     try:

@@ -46,7 +46,7 @@ def _is_in_terminal(env: Mapping[str, str]) -> bool:
     )
 
 
-def find_lost_task_fault(env: Mapping[str, str]) -> Fault | None:
+def find_pty_task_fault(env: Mapping[str, str]) -> Fault | None:
     """The fault of a task that has a terminal's variables and is not the first; None if all is
     well.
 

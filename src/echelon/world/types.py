@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echelon.errors import EchelonError, Fault
-from echelon.world.device_fit import DeviceMisfit, find_misfit
+from echelon.world.device_fit import DeviceCountMismatch, find_device_count_mismatch
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class DeviceRule:
     def find_fault(self, local_rank: int) -> Fault | None:
         """Why this local rank gets no devices of its own; None if it does."""
         procs = 1 if self.own else local_rank + 1  # the local ranks up to this one
-        misfit = find_misfit(self.visible, self.per_replica, procs, self.share)
+        misfit = find_device_count_mismatch(self.visible, self.per_replica, procs, self.share)
         if misfit is None:
             return None
-        first = self._first_device(local_rank)
+        first = self._get_first_device(local_rank)
         visible_text = f"{self.visible} CUDA device{'s are' if self.visible > 1 else ' is'} visible"
-        if misfit is DeviceMisfit.TOO_FEW_DEVICES and not local_rank:
+        if misfit is DeviceCountMismatch.TOO_FEW_DEVICES and not local_rank:
             return Fault(
                 f"replica.devices={self.per_replica}, but {visible_text}",
                 f"make {self.per_replica} visible (CUDA_VISIBLE_DEVICES), or set "
@@ -40,25 +40,25 @@ class DeviceRule:
             f"local rank {local_rank} holds {wanted} ({self.per_replica} per process), "
             f"but {visible_text}: two processes would meet on one device",
             (f"start at most {free_slots} here" if free_slots else "set replica.devices lower")
-            + self._describe_alternatives(),
+            + self._describe_remedies(),
         )
 
-    def device_names(self, local_rank: int) -> tuple[str, ...]:
+    def get_device_names(self, local_rank: int) -> tuple[str, ...]:
         """The devices of a local rank. Past the last visible one they begin again, for ranks that
         share."""
         if not self.visible:
             stages = range(self.per_replica)
             return tuple(f"cpu stage {i}" for i in stages) if len(stages) > 1 else ("cpu",)
-        first = self._first_device(local_rank)
+        first = self._get_first_device(local_rank)
         return tuple(f"cuda:{(first + i) % self.visible}" for i in range(self.per_replica))
 
-    def _describe_alternatives(self) -> str:
+    def _describe_remedies(self) -> str:
         more = "make more devices visible (CUDA_VISIBLE_DEVICES)"
         if self.per_replica > 1:
             return f", or {more}"
         return f", {more}, or set launch.share_devices=true where sharing is meant"
 
-    def _first_device(self, local_rank: int) -> int:
+    def _get_first_device(self, local_rank: int) -> int:
         return 0 if self.own else local_rank * self.per_replica
 
 
@@ -78,10 +78,10 @@ class World:
     devices: tuple[str, ...]
     settled: bool = True
     """False: the variables do not say who shares a machine, so the local rank, the nodes and the
-    devices are a guess until :meth:`with_hosts` is given the host of every rank."""
+    devices are a guess until :meth:`renumber_by_hosts` is given the host of every rank."""
     rule: DeviceRule = DeviceRule()
 
-    def with_hosts(self, hosts: Sequence[str]) -> World:
+    def renumber_by_hosts(self, hosts: Sequence[str]) -> World:
         """This world, given the host of every rank; nodes are numbered in the order of their first
         rank.
 
@@ -100,7 +100,7 @@ class World:
             local_size=list(hosts).count(own_host),
             node_rank=nodes.index(own_host),
             nodes=len(nodes),
-            devices=self.rule.device_names(local_rank),
+            devices=self.rule.get_device_names(local_rank),
             settled=True,
         )
 

@@ -28,7 +28,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.launch.node.fork_server import (
     STOP_SIGNALS,
     ForkServer,
@@ -36,7 +36,7 @@ from echelon.launch.node.fork_server import (
     WorkerSpawnRequest,
 )
 from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats
-from echelon.launch.node.log_stamps import LogStamps
+from echelon.launch.node.log_stamps import NodeLogs
 from echelon.launch.node.rendezvous import FixedRendezvous, host_store
 from echelon.launch.plan import NodeSpec
 from echelon.runs import failure as failures
@@ -111,11 +111,11 @@ class NodeAgent(SimpleElasticAgent):
         self._has_reported_done = False
         """Whether this node has counted itself as done, in this attempt."""
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
-        self._log_stamps = LogStamps(self._run, job.node, [], job.shows_rank_0)
+        self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
 
-    def was_killed(self, local_rank: int) -> bool:
+    def is_rank_killed(self, local_rank: int) -> bool:
         """Whether this local rank ended by a signal, without a chance to print its last lines."""
         return self._exit_codes.get(local_rank, -signal.SIGKILL) < 0
 
@@ -134,21 +134,21 @@ class NodeAgent(SimpleElasticAgent):
         self._heartbeat_watch = HeartbeatTable(
             self._heartbeat_file, worker_group.spec.local_world_size
         )
-        self._log_stamps = LogStamps(
+        self._log_stamps = NodeLogs(
             self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
         )
         self._lifeline.begin_attempt(self._attempt)
-        self._port = self._choose_store_port()
+        self._port = self._get_worker_store_port()
         # The same on every node, whichever of them noticed the failure first.
         self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
         if self._fork_server.is_gone:
             self._fork_server = self._fork_server.start_replacement()
         with contextlib.suppress(ForkServerGone):  # the exit codes show it
             for worker in worker_group.workers:
-                self._fork_server.start_worker(self._make_spawn_request(worker, worker_group))
+                self._fork_server.request_worker(self._make_spawn_request(worker, worker_group))
             while len(self._pids) < len(worker_group.workers):
                 self._fork_server.wait_for_event(1.0)
-                self._process_events()
+                self._handle_fork_server_events()
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -158,17 +158,19 @@ class NodeAgent(SimpleElasticAgent):
         the ranks of all nodes have ended well, else HEALTHY.
         """
         with contextlib.suppress(ForkServerGone):  # the exit codes show what became of the workers
-            self._process_events()
+            self._handle_fork_server_events()
         self._log_stamps.record_growth()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
-        failed = {r: c for r, c in self._exit_codes.items() if c not in (Exit.OK, Exit.PREEMPTED)}
-        cause = self._first_failure(failed)
+        failed = {
+            r: c for r, c in self._exit_codes.items() if c not in (ExitCode.OK, ExitCode.PREEMPTED)
+        }
+        cause = self._find_first_failure(failed)
         if cause is not None:
             self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
             self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
-            if self.failure.exit == Exit.NODE_LOST:
+            if self.failure.exit == ExitCode.NODE_LOST:
                 self._remaining_restarts = 0  # there is nobody to start again with
-            self._announce_failure()
+            self._write_failure_to_logs()
             processes = {
                 self._ranks[r]: ProcessFailure(r, self._pids.get(r, 0), c, "")
                 for r, c in failed.items()
@@ -199,9 +201,9 @@ class NodeAgent(SimpleElasticAgent):
 
     @property
     def _heartbeat_file(self) -> Path:
-        return self._run.heartbeat_file(self._job.node.rank)
+        return self._run.get_heartbeat_file(self._job.node.rank)
 
-    def _choose_store_port(self) -> int:
+    def _get_worker_store_port(self) -> int:
         """The port of the store that the workers are given.
 
         Experiments use the agents' own store, under keys of their attempt. A program that is
@@ -240,7 +242,9 @@ class NodeAgent(SimpleElasticAgent):
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         if self._job.program:  # its log is read while it runs, and after it was killed
             variables["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "1")
-        log = None if rank == 0 and not self._job.program else str(self._run.rank_log_file(rank))
+        log = (
+            None if rank == 0 and not self._job.program else str(self._run.get_rank_log_file(rank))
+        )
         return WorkerSpawnRequest(
             worker.local_rank,
             {k: str(v) for k, v in variables.items()},
@@ -249,7 +253,7 @@ class NodeAgent(SimpleElasticAgent):
             log,
         )
 
-    def _process_events(self) -> None:
+    def _handle_fork_server_events(self) -> None:
         """Take in what the fork server reports: workers that started and workers that exited.
 
         Raises ForkServerGone when it has died; its workers died with it.
@@ -262,14 +266,16 @@ class NodeAgent(SimpleElasticAgent):
                 self._unsignalled_ranks.append(event["local_rank"])
                 self._forward_stop_signal()
             elif event.get("exited") in by_pid:  # else a worker of an earlier attempt
-                self._exit_codes[by_pid[event["exited"]]] = self._interpret_exit_code(event["code"])
+                self._exit_codes[by_pid[event["exited"]]] = self._map_stop_to_preempted(
+                    event["code"]
+                )
             elif "gone" in event:  # and the workers died with it
                 self._exit_codes |= {
                     r: -signal.SIGKILL for r in self._ranks if r not in self._exit_codes
                 }
                 raise ForkServerGone
 
-    def _interpret_exit_code(self, code: int) -> int:
+    def _map_stop_to_preempted(self, code: int) -> int:
         """The exit code of a worker, with a program that was ended by the stop signal we forwarded
         counted as preempted: it did what it was asked to."""
         was_requested = (
@@ -277,7 +283,7 @@ class NodeAgent(SimpleElasticAgent):
             and self._stop_signal
             and code in (-self._stop_signal, 128 + self._stop_signal)
         )
-        return Exit.PREEMPTED if was_requested else code
+        return ExitCode.PREEMPTED if was_requested else code
 
     def _kill_all_workers(self) -> None:
         """Kill all workers with what they started, and wait a few seconds for their exit codes."""
@@ -289,11 +295,11 @@ class NodeAgent(SimpleElasticAgent):
         while len(self._exit_codes) < len(self._pids) and time.monotonic() < deadline:
             self._fork_server.wait_for_event(0.1)
             with contextlib.suppress(ForkServerGone):
-                self._process_events()
+                self._handle_fork_server_events()
 
     # --- what went wrong ---
 
-    def _first_failure(self, failed: dict[int, int]) -> Failure | None:
+    def _find_first_failure(self, failed: dict[int, int]) -> Failure | None:
         """The first failure of this attempt: here, on another node, or of a rank for which all
         others wait."""
         if failed:
@@ -322,7 +328,7 @@ class NodeAgent(SimpleElasticAgent):
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)
         rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
         step = sign.step if sign.beats else None
-        cause = failures.failure_from_exit_code(failed[silent_rank], rank, step)
+        cause = failures.make_failure_from_exit_code(failed[silent_rank], rank, step)
         if self._fork_server.is_gone:
             together = "killed with all others, as the process was that had started them"
             cause = replace(cause, summary=together)
@@ -373,14 +379,14 @@ class NodeAgent(SimpleElasticAgent):
         stuck in."""
         _send_signal(pid, signal.SIGQUIT)
         deadline = time.monotonic() + _STACK_WAIT_S
-        file = self._run.stack_file(rank)
+        file = self._run.get_stack_file(rank)
         while time.monotonic() < deadline:
             time.sleep(0.05)
             if file.exists() and (text := file.read_text("utf-8", "replace")):
                 return f"Where rank {rank} stands:\n{text}"
         return f"Rank {rank} gave no stack."
 
-    def _announce_failure(self) -> None:
+    def _write_failure_to_logs(self) -> None:
         """Append the failure to the logs of the local ranks, and print that a restart follows, if
         one does."""
         assert self.failure is not None
@@ -388,9 +394,9 @@ class NodeAgent(SimpleElasticAgent):
             # The progress bar of a killed rank 0 left the cursor hidden.
             sys.stderr.write("\x1b[?25h\x1b[K")
         for worker in self._worker_group.workers:
-            log, words = self._run.rank_log_file(worker.global_rank), str(self.failure)
+            log, words = self._run.get_rank_log_file(worker.global_rank), str(self.failure)
             with contextlib.suppress(OSError):  # the disk may be full
-                if words not in self._log_stamps.read_attempt(worker.global_rank):
+                if words not in self._log_stamps.read_attempt_log(worker.global_rank):
                     with log.open("a", encoding="utf-8", errors="replace") as file:
                         file.write(f"\n{words}\n")
         if self._remaining_restarts:
@@ -414,7 +420,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._interrupts >= 2:
             self._kill_all_workers()
             print("\x1b[?25h\nstopped at once; the last snapshot is intact", file=sys.stderr)
-            os._exit(Exit.INTERRUPTED)
+            os._exit(ExitCode.INTERRUPTED)
         self._stop_signal = self._stop_signal or signal.Signals(number)
         self._forward_stop_signal()
 

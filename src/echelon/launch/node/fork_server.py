@@ -70,7 +70,7 @@ class ForkServer:
         theirs.close()
         ours.setblocking(False)
 
-    def start_worker(self, request: WorkerSpawnRequest) -> None:
+    def request_worker(self, request: WorkerSpawnRequest) -> None:
         """Send the request to start a worker; `read_events` reports its process id."""
         self._socket.setblocking(True)
         try:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.service import (
@@ -23,7 +23,7 @@ from echelon.launch.plan import NodeSpec
 from echelon.launch.registry import make_launcher
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
-from echelon.world.device_fit import default_process_count, find_visible_fit_fault
+from echelon.world.device_fit import find_visible_fit_fault, get_default_process_count
 
 
 def join_run(
@@ -50,7 +50,7 @@ def join_run(
                 f"the run folder {folder} is not to be seen on {socket.gethostname()}",
                 "give a folder that all nodes share with run.dir=PATH",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     config = run.read_config()
     launcher = make_launcher(config)
@@ -65,17 +65,17 @@ def join_run(
         run_node, launcher, config, node, lambda store, ask: run, on_port, report_failure
     )
     if launcher.leaves_exit_code and rank == 0:
-        return _record_exit_code(run, serving)
+        return _run_and_record_exit_code(run, serving)
     return serving()
 
 
-def _record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
+def _run_and_record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
     """Run the node and leave its exit code in the run folder.
 
     Node 0's code is the run's. What started the nodes, such as `srun`, returns that of the worst
     node, which may be one that was killed.
     """
-    code = int(Exit.FAILED)
+    code = int(ExitCode.FAILED)
     try:
         code = run_node()
     except EchelonError as error:
@@ -105,4 +105,4 @@ def _count_processes(
         visible_devices, devices_per_replica, procs_known, launch.share_devices, location
     ):
         raise EchelonError(fault)
-    return procs_known or default_process_count(visible_devices, devices_per_replica)
+    return procs_known or get_default_process_count(visible_devices, devices_per_replica)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.failure import Failure
 
 SILENCE_LIMIT_S = 14.0
@@ -324,7 +324,9 @@ def make_node_lost_failure(
         f"node {node} ({host}, rank {ranks}) {reason}: it is down, cut off, or its agent was killed"
     )
     first = min((s["rank"] for s in heartbeats), default=0)
-    return Failure(first if rank is None else rank, host, step, summary, "", int(Exit.NODE_LOST))
+    return Failure(
+        first if rank is None else rank, host, step, summary, "", int(ExitCode.NODE_LOST)
+    )
 
 
 def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | None:

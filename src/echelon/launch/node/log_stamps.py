@@ -20,17 +20,19 @@ _LAST_LINE_COUNT = 20
 _MAX_READ_BYTES = 1 << 18
 
 
-class LogStamps:
+class NodeLogs:
     """The logs of one node in one attempt."""
 
     def __init__(self, run: Run, node: NodeSpec, ranks: list[int], shows_rank_0: bool) -> None:
         self._run = run
-        self._file = run.stamps_file(node.rank)
+        self._file = run.get_stamps_file(node.rank)
         batch = [run.job_log_file] if node.rank == 0 else []
-        logs = [*batch, run.node_log_file(node.rank), *map(run.rank_log_file, ranks)]
+        logs = [*batch, run.get_node_log_file(node.rank), *map(run.get_rank_log_file, ranks)]
         # From 0, though a log may be old: what it contains already was written before now.
         self._sizes = dict.fromkeys(logs, 0)
-        self._start_sizes = {rank: _file_size_bytes(run.rank_log_file(rank)) for rank in ranks}
+        self._start_sizes = {
+            rank: _get_file_size_bytes(run.get_rank_log_file(rank)) for rank in ranks
+        }
         self._shown_bytes = self._start_sizes.get(0, 0)
         self._shows_rank_0 = shows_rank_0
 
@@ -38,7 +40,7 @@ class LogStamps:
         """Note which logs have grown. Called many times a second, it reads only file sizes."""
         lines = []
         for log, before in self._sizes.items():
-            size = _file_size_bytes(log)
+            size = _get_file_size_bytes(log)
             if size > before:
                 lines.append(f"{time.time():.3f} {log.stem} {size}\n")
                 self._sizes[log] = size
@@ -51,29 +53,29 @@ class LogStamps:
 
     def read_last_lines(self, rank: int) -> str:
         """The last lines that a rank wrote in this attempt."""
-        return "\n".join(self.read_attempt(rank).splitlines()[-_LAST_LINE_COUNT:])
+        return "\n".join(self.read_attempt_log(rank).splitlines()[-_LAST_LINE_COUNT:])
 
-    def read_attempt(self, rank: int) -> str:
+    def read_attempt_log(self, rank: int) -> str:
         """What a rank wrote in this attempt, or the end of it where it is long."""
-        size = _file_size_bytes(self._run.rank_log_file(rank))
-        return self._read(rank, max(self._start_sizes[rank], size - _MAX_READ_BYTES))
+        size = _get_file_size_bytes(self._run.get_rank_log_file(rank))
+        return self._read_log_range(rank, max(self._start_sizes[rank], size - _MAX_READ_BYTES))
 
     def _print_rank_0(self) -> None:
         """Print what was added to rank 0's log."""
-        size = self._sizes[self._run.rank_log_file(0)]
+        size = self._sizes[self._run.get_rank_log_file(0)]
         if size > self._shown_bytes:
-            sys.stdout.write(self._read(0, self._shown_bytes, size))
+            sys.stdout.write(self._read_log_range(0, self._shown_bytes, size))
             sys.stdout.flush()
             self._shown_bytes = size
 
-    def _read(self, rank: int, start: int, end: int | None = None) -> str:
-        with contextlib.suppress(OSError), self._run.rank_log_file(rank).open("rb") as file:
+    def _read_log_range(self, rank: int, start: int, end: int | None = None) -> str:
+        with contextlib.suppress(OSError), self._run.get_rank_log_file(rank).open("rb") as file:
             file.seek(start)
             return file.read(-1 if end is None else end - start).decode(errors="replace")
         return ""
 
 
-def _file_size_bytes(path: Path) -> int:
+def _get_file_size_bytes(path: Path) -> int:
     with contextlib.suppress(OSError):
         return os.stat(path).st_size
     return 0

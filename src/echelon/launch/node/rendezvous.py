@@ -24,9 +24,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from echelon.config.schema import LaunchConfig, find_differences
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.plan import NodeSpec
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _OPERATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
@@ -59,7 +59,7 @@ class FixedRendezvous(RendezvousHandler):
                     f"node {node.rank} has joined twice: two machines have this node rank",
                     f"give the nodes the ranks 0 to {node.node_count - 1} (NODE_RANK)",
                 ),
-                exit=Exit.RENDEZVOUS,
+                exit=ExitCode.RENDEZVOUS,
             )
         if arrivals.add("count", 1) == node.node_count:
             arrivals.set("complete", "1")
@@ -82,7 +82,7 @@ class FixedRendezvous(RendezvousHandler):
                         "start the missing nodes, or wait longer with "
                         "launch.join_timeout_s=SECONDS",
                     ),
-                    exit=Exit.RENDEZVOUS,
+                    exit=ExitCode.RENDEZVOUS,
                 )
             time.sleep(_POLL_INTERVAL_S)
 
@@ -124,7 +124,7 @@ class FixedRendezvous(RendezvousHandler):
 # --- the store ---
 
 
-def open_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
+def host_or_join_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
     """The store of the agents: node 0 hosts it, the others connect to it."""
     return host_store(node) if node.rank == 0 else _connect_to_store(node, timeout_s)
 
@@ -182,11 +182,11 @@ def _bind_listener(node: NodeSpec) -> socket.socket:
         raise EchelonError(
             Fault(
                 f"node 0 cannot listen at {node.master_host}:{node.master_port}: "
-                f"{describe_os_error(error)}",
+                f"{format_os_error_reason(error)}",
                 "give an address of node 0 and a free port: master=HOST:PORT, or MASTER_ADDR and "
                 "MASTER_PORT",
             ),
-            exit=Exit.RENDEZVOUS,
+            exit=ExitCode.RENDEZVOUS,
         ) from None
     return listener
 
@@ -204,11 +204,11 @@ def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
                     Fault(
                         f"node {node.rank} found no node 0 at "
                         f"{node.master_host}:{node.master_port} within "
-                        f"{timeout_s:g} s ({describe_os_error(error)})",
+                        f"{timeout_s:g} s ({format_os_error_reason(error)})",
                         "start node 0 there, open the port, or wait longer with "
                         "launch.join_timeout_s=SECONDS",
                     ),
-                    exit=Exit.RENDEZVOUS,
+                    exit=ExitCode.RENDEZVOUS,
                 ) from None
         time.sleep(_POLL_INTERVAL_S)
     limit = timedelta(seconds=_OPERATION_TIMEOUT_S)
@@ -260,4 +260,4 @@ def compare_with_node_0(
         ).items()
     ]
     if faults:
-        raise EchelonError(*faults, exit=Exit.RENDEZVOUS)
+        raise EchelonError(*faults, exit=ExitCode.RENDEZVOUS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from echelon.config.schema import Config
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from echelon.launch.node.agent import NodeAgent
 
 EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
-PROGRAM_ENTRYPOINT = "echelon.launch.node.program:execute_program"
+PROGRAM_ENTRYPOINT = "echelon.launch.node.program:exec_program"
 _PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
 """DDP and torch's optimizers import torch._dynamo on first use, in every process."""
 
@@ -60,9 +60,9 @@ def run_node(
 
     fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
     # From here on threads may start; the fork server imports the rest at the same time.
-    from echelon.launch.node.rendezvous import open_store
+    from echelon.launch.node.rendezvous import host_or_join_store
 
-    store = open_store(node, config.launch.join_timeout_s)
+    store = host_or_join_store(node, config.launch.join_timeout_s)
     if on_port is not None:
         on_port(store.port)
     return _NodeService(launcher, config, node, report_failure, store).run(fork_server, resolve_run)
@@ -105,21 +105,21 @@ class _NodeService:
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
-            return self._finish_failed(verdict.failure)
+            return self._finish_with_failure(verdict.failure)
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
             first_rank = self._node.rank * self._node.procs
-            failure = failures.failure_from_exception(error, first_rank, None)
-            return self._finish_failed(self._lifeline.agree_on_failure(0, failure))
+            failure = failures.make_failure_from_exception(error, first_rank, None)
+            return self._finish_with_failure(self._lifeline.agree_on_failure(0, failure))
         if result.is_failed():
             assert agent.failure is not None
-            code = self._finish_failed(agent.failure)
-            if self._node.rank == 0 and agent.was_killed(0):
+            code = self._finish_with_failure(agent.failure)
+            if self._node.rank == 0 and agent.is_rank_killed(0):
                 _print_wandb_hints(run)
             return code
         self._lifeline.leave()
         code = int(max(result.return_values.values()))
         _record_program_state(
-            run, self._node, self._config, "finished" if code == Exit.OK else "preempted"
+            run, self._node, self._config, "finished" if code == ExitCode.OK else "preempted"
         )
         return code
 
@@ -129,7 +129,7 @@ class _NodeService:
         from echelon.launch.node.rendezvous import compare_with_node_0
 
         config, node = self._config, self._node
-        facts = _collect_node_facts(self._launcher, config)
+        facts = _collect_facts_to_compare(self._launcher, config)
         compare_with_node_0(self._store, node, facts, self._rendezvous.wait_for_key)
         restarts = self._count_restarts_left(run)
         _record_program_state(run, node, config, "running")
@@ -160,7 +160,7 @@ class _NodeService:
         if verdict := self._lifeline.find_failure(attempt):
             raise _WorldFailed(verdict)
 
-    def _finish_failed(self, failure: Failure) -> int:
+    def _finish_with_failure(self, failure: Failure) -> int:
         """Record and report a failure; returns the exit code. The whole story is printed once, by
         node 0."""
         if self._node.rank == 0:
@@ -210,11 +210,11 @@ def make_network_variables(config: Config, host: str, env: Mapping[str, str]) ->
     return {key: value for key, value in wanted.items() if key not in env or key in (chosen or ())}
 
 
-def _collect_node_facts(launcher: Launcher, config: Config) -> dict[str, object]:
+def _collect_facts_to_compare(launcher: Launcher, config: Config) -> dict[str, object]:
     """What all nodes must have in common, beside torch's version."""
     known = config.launch.procs or launcher.has_compared_devices
     devices = None if known else count_visible_gpus(os.environ)
-    return {"devices": devices, "settings": config.numerics_settings()}
+    return {"devices": devices, "settings": config.select_numerics_settings()}
 
 
 # --- what `echelon jobs` shows ---
@@ -224,7 +224,7 @@ def _print_wandb_hints(run: Run) -> None:
     """Print how to send what wandb keeps in its files, for a rank 0 that was killed."""
     from echelon.tracking import wandb_run
 
-    for line in format_rows(wandb_run.get_summary_rows(run)):
+    for line in format_rows(wandb_run.get_url_and_sync_rows(run)):
         print(line, file=sys.stderr, flush=True)
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.config.schema import Config, LaunchConfig
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.network_interface import INTERFACE_VARIABLES
 from echelon.launch.plan import make_program_words
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.run_folder import Run
-from echelon.world.device_fit import default_process_count
+from echelon.world.device_fit import get_default_process_count
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the range from which Linux hands out ports by itself."""
@@ -37,7 +37,7 @@ def render_script(config: Config, run: Run, environment: ScriptEnvironment | Non
     """The script of one run."""
     _require_plain_path(run.folder)
     first_options = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
-    words = shlex.join(make_program_words(config, *_world_shape(config)))
+    words = shlex.join(make_program_words(config, *_get_world_shape(config)))
     return _render_script(
         config, first_options, [f"run={shlex.quote(str(run.folder))}"], words, environment
     )
@@ -65,10 +65,10 @@ def render_array_script(
     return _render_script(config, first_options, first_lines, '"${words[@]}"', environment)
 
 
-def write_program_words(config: Config, run: Run) -> None:
+def write_program_argv(config: Config, run: Run) -> None:
     """Write the words of a program for the script of an array, each ended by NUL, which no word can
     contain."""
-    words = make_program_words(config, *_world_shape(config))
+    words = make_program_words(config, *_get_world_shape(config))
     run.arguments_file.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
 
 
@@ -86,10 +86,12 @@ def _require_plain_path(folder: Path) -> None:
 def count_processes_per_node(config: Config) -> int:
     """How many processes run on each node."""
     launch = config.launch
-    return launch.procs or default_process_count(launch.gpus_per_node or 0, config.replica.devices)
+    return launch.procs or get_default_process_count(
+        launch.gpus_per_node or 0, config.replica.devices
+    )
 
 
-def _world_shape(config: Config) -> tuple[int, int]:
+def _get_world_shape(config: Config) -> tuple[int, int]:
     """Nodes, and GPUs or processes on each, as programs get them by `launch.nodes_flag` and
     `gpus_flag`."""
     return config.launch.nodes, config.launch.gpus_per_node or count_processes_per_node(config)
@@ -107,7 +109,10 @@ def _render_script(
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*first_options, *_sbatch_options(config, procs)]),
+            *(
+                f"#SBATCH {option}"
+                for option in [*first_options, *_make_sbatch_options(config, procs)]
+            ),
             "",
             *first_lines,
             'rm -f "$run/exit" "$run/.code"',
@@ -122,7 +127,7 @@ def _render_script(
             "# TERM: preempted or cancelled. Slurm decides whether the run continues.",
             "trap 'stopped=1' TERM",
             "",
-            *_render_start(config, list(_render_step(config, procs, words))),
+            *_render_step_after_preflight(config, list(_render_step(config, procs, words))),
             "# srun gives the code of the worst node, perhaps of a dead one; node 0 knows better.",
             'if [ -s "$run/.code" ]; then code=$(cat "$run/.code"); fi',
             "",
@@ -159,13 +164,13 @@ _REQUEUE_LINES = (
 )
 
 
-def _render_start(config: Config, lines: list[str]) -> Iterator[str]:
+def _render_step_after_preflight(config: Config, lines: list[str]) -> Iterator[str]:
     """The lines that run the step, after the preflight if there is one."""
     if not config.launch.preflight:
         yield from (*lines, "code=$?")
         return
     yield "# launch.preflight: check the nodes of this job first."
-    yield f'{python_command(config)} -m echelon preflight --run "$run"'
+    yield f'{make_python_command(config)} -m echelon preflight --run "$run"'
     yield "code=$?"
     yield 'if [ "$code" -eq 0 ]; then'
     yield from (f"  {line}" for line in (*lines, "code=$?"))
@@ -178,7 +183,7 @@ def _render_requeue_condition(config: Config) -> str:
     Agents count how often. Of a program's tasks the script knows only how they ended: with our exit
     code, or by the signal that announced the end.
     """
-    saved = f'[ "$code" -eq {int(Exit.PREEMPTED)} ]'
+    saved = f'[ "$code" -eq {int(ExitCode.PREEMPTED)} ]'
     if not is_started_by_srun(config):
         return f'{saved} || [ -e "$run/{REQUEUE_FILE}" ]'
     was_signalled = f'[ "$code" -eq {128 + signal.SIGUSR2} ]'
@@ -196,13 +201,13 @@ def count_tasks_per_node(config: Config, procs: int) -> int:
     return procs if is_started_by_srun(config) and config.mode != "plain" else 1
 
 
-def _sbatch_options(config: Config, procs: int) -> Iterator[str]:
+def _make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     """The options in the script's head."""
     launch = config.launch
     tasks = count_tasks_per_node(config, procs)
     yield f"--nodes={launch.nodes}"
     yield f"--ntasks-per-node={tasks}"
-    if cpus := _count_cpus(launch, procs):
+    if cpus := _count_cpus_per_node(launch, procs):
         yield f"--cpus-per-task={max(1, cpus // tasks)}"
     if launch.gpus_per_node:
         yield _format_gpu_option(launch, tasks)
@@ -218,19 +223,19 @@ def _sbatch_options(config: Config, procs: int) -> Iterator[str]:
     yield from launch.sbatch
 
 
-def srun_options(config: Config) -> list[str]:
+def make_srun_allocation_options(config: Config) -> list[str]:
     """The options by which `srun` asks for the same nodes as the batch job would."""
     of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
     options = [
         o
-        for o in _sbatch_options(config, count_processes_per_node(config))
+        for o in _make_sbatch_options(config, count_processes_per_node(config))
         if not o.startswith(ours)
     ]
     return [*options, "--time=10"]
 
 
-def _count_cpus(launch: LaunchConfig, procs: int) -> int:
+def _count_cpus_per_node(launch: LaunchConfig, procs: int) -> int:
     """CPUs of a node: as set, else one per process. With GPUs the cluster's own rules decide."""
     return launch.cpus_per_node or (0 if launch.gpus_per_node else procs)
 
@@ -288,11 +293,13 @@ def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
     if is_started_by_srun(config):
         return _render_tasks_step(config, procs, words)
     return (
-        _render_wandb_step(config, words) if config.mode == "wandb" else render_agents_step(config)
+        _render_wandb_agent_step(config, words)
+        if config.mode == "wandb"
+        else render_agents_step(config)
     )
 
 
-def python_command(config: Config) -> str:
+def make_python_command(config: Config) -> str:
     """The interpreter of Echelon. With -P it does not import modules from the program's folder,
     where files may be named like ours."""
     safe = " -P" if config.program and sys.version_info >= (3, 11) else ""
@@ -302,28 +309,29 @@ def python_command(config: Config) -> str:
 def render_agents_step(config: Config) -> Iterator[str]:
     """The step of one agent per node."""
     yield "# One agent per node, which starts that node's processes and watches them."
-    yield f'{_srun_command(config, 1)} --wait={_SRUN_WAIT_S} --output="$run/logs/node-%n.log" \\'
-    yield f"  {python_command(config)} -m echelon node \\"
+    srun = _make_srun_command(config, 1)
+    yield f'{srun} --wait={_SRUN_WAIT_S} --output="$run/logs/node-%n.log" \\'
+    yield f"  {make_python_command(config)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
 
 
-def _render_wandb_step(config: Config, words: str) -> Iterator[str]:
+def _render_wandb_agent_step(config: Config, words: str) -> Iterator[str]:
     """The step of one wandb agent on the first node."""
     yield "# One wandb agent, on this first node; what its trial runs is started on all of them."
-    job = f'{python_command(config)} -m echelon wandb-job "$run"'
+    job = f'{make_python_command(config)} -m echelon wandb-job "$run"'
     yield f'{job} --master "$master:$port" -- {words}'
 
 
-def srun_step_command(config: Config, run: Run, master: str) -> list[str]:
+def make_trial_step_command(config: Config, run: Run, master: str) -> list[str]:
     """The step that runs one trial in a job that runs one trial of a sweep after another."""
     launch = config.launch
-    cpus = _count_cpus(launch, count_processes_per_node(config))
+    cpus = _count_cpus_per_node(launch, count_processes_per_node(config))
     return [
         *("srun", "--export=ALL", "--ntasks-per-node=1", "--open-mode=append"),
         *([f"--cpus-per-task={cpus}"] if cpus else []),
         f"--wait={_SRUN_WAIT_S}",
         f"--output={run.logs_folder}/node-%n.log",
-        *shlex.split(python_command(config)),
+        *shlex.split(make_python_command(config)),
         *("-m", "echelon", "node", "--nodes", str(launch.nodes)),
         *("--master", master, str(run.folder)),
     ]
@@ -347,7 +355,10 @@ def render_sweep_script(
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*first_options, *_sbatch_options(config, procs)]),
+            *(
+                f"#SBATCH {option}"
+                for option in [*first_options, *_make_sbatch_options(config, procs)]
+            ),
             "",
             'fail() { exit "$1"; }',
             *_render_setup(config.launch),
@@ -362,7 +373,7 @@ def render_sweep_script(
             "code=$?",
             "",
             "# Out of time with everything saved, a node lost, or killed: go on in another job.",
-            f"saved={int(Exit.PREEMPTED)} killed={128 + signal.SIGKILL}",
+            f"saved={int(ExitCode.PREEMPTED)} killed={128 + signal.SIGKILL}",
             'if [ "$code" -eq "$saved" ] || [ "$code" -eq "$killed" ]; then',
             f'  often="${{SLURM_RESTART_COUNT:-0}}" limit={config.launch.max_requeues}',
             '  if [ -z "$stopped" ] && [ "$often" -lt "$limit" ]; then',
@@ -381,11 +392,11 @@ def _render_preflight(preflight_command: Sequence[str]) -> Iterator[str]:
     yield f'{shlex.join(preflight_command)} || fail "$?"'
 
 
-def _srun_command(config: Config, tasks: int) -> str:
+def _make_srun_command(config: Config, tasks: int) -> str:
     """`srun` with the options that every step has. Since Slurm 22.05 a step does not inherit the
     CPUs per task and, on some clusters, neither the environment."""
     # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
-    cpu_count = _count_cpus(config.launch, count_processes_per_node(config))
+    cpu_count = _count_cpus_per_node(config.launch, count_processes_per_node(config))
     cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if cpu_count else ""
     return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
 
@@ -397,6 +408,6 @@ def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
     yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'
     if chosen := config.launch.interface:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in INTERFACE_VARIABLES)}"
-    srun = _srun_command(config, per_node)
+    srun = _make_srun_command(config, per_node)
     yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
     yield f"  {words}"

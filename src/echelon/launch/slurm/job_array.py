@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import batch_script
 from echelon.launch.slurm.sbatch import record_queued, submit_job
 from echelon.runs.create import create_run
@@ -42,7 +42,7 @@ def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
         job, created_runs = queue_array(array)
         first, last = created_runs[0], created_runs[-1]
         print(f"job {job}: {len(created_runs)} runs, {first.name} … {last.name}")
-    return Exit.OK
+    return ExitCode.OK
 
 
 def plan_arrays(
@@ -50,8 +50,8 @@ def plan_arrays(
 ) -> list[JobArray]:
     """The arrays of runs that differ in nothing that Slurm has to know."""
     arrays = []
-    for part in _chunks(configs, read_max_array_size(os.environ) - 1):
-        listing = _listing_path(part)
+    for part in _split_into_chunks(configs, read_max_array_size(os.environ) - 1):
+        listing = _get_listing_path(part)
         text = batch_script.render_array_script(part[0], listing, len(part), environment)
         arrays.append(JobArray(part, listing, text))
     return arrays
@@ -70,7 +70,7 @@ def queue_array(array: JobArray) -> tuple[str, list[Run]]:
     file.write_text(text, encoding="utf-8", errors="surrogateescape")
     for run, config in zip(created_runs, configs, strict=True):
         if config.program:
-            batch_script.write_program_words(config, run)
+            batch_script.write_program_argv(config, run)
         record_queued(run, config)
     job = submit_job(created_runs[0].name, ("sbatch", "--parsable", str(file)), created_runs)
     for index, run in enumerate(created_runs):
@@ -78,12 +78,12 @@ def queue_array(array: JobArray) -> tuple[str, list[Run]]:
     return job, created_runs
 
 
-def _listing_path(configs: Sequence[Config]) -> Path:
+def _get_listing_path(configs: Sequence[Config]) -> Path:
     """The file that lists the folders of an array's runs, in the folder of the first."""
     return Run.from_config(configs[0]).array_file
 
 
-def _chunks(configs: Sequence[Config], size: int) -> Iterator[Sequence[Config]]:
+def _split_into_chunks(configs: Sequence[Config], size: int) -> Iterator[Sequence[Config]]:
     for start in range(0, len(configs), size):
         yield configs[start : start + size]
 

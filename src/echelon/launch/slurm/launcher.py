@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch import network_interface
 from echelon.launch.launcher import (
     Launcher,
@@ -19,12 +19,12 @@ from echelon.launch.launcher import (
 )
 from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
-    LaunchMachine,
     LaunchPlan,
+    LocalMachine,
     ProbeCommand,
     ProbePlan,
     describe_failure_policy,
-    describe_workload,
+    describe_program_or_experiment,
     place_ranks,
 )
 from echelon.launch.slurm import batch_script, requeue
@@ -52,13 +52,13 @@ class SlurmLauncher(Launcher):
     needs_shared_folder = True
     finds_node_0_by_name = True
 
-    def prepare(self, config: Config, dry_run: bool) -> Config:
+    def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and see that the secrets can be read. The job reads them itself, so that
         nothing of them is in a script, a log or the queue."""
         read_launch_secrets(config, dry_run)
         return assign_name(config)
 
-    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+    def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         launch = config.launch
         assert config.run.name is not None
         run = Run(Path(config.run.dir).absolute() / config.run.name)
@@ -78,7 +78,7 @@ class SlurmLauncher(Launcher):
             (
                 f"write {run.script_file}",
                 shlex.join(submit),
-                f"{each}: {describe_workload(config)}",
+                f"{each}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config),
                 f"{launch.signal_lead_s} s before the end of its time the run saves, and the "
                 "script queues it again",
@@ -98,7 +98,7 @@ class SlurmLauncher(Launcher):
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
         job, run = queue_run(config, plan.script)
         print(f"job {job}: run {run.name} in {run.folder}")
-        return Exit.OK
+        return ExitCode.OK
 
     def follow(self, config: Config, code: int, wait: bool, services: LaunchServices) -> int:
         """Print how to follow the job or, if asked to wait, follow it to its end."""
@@ -131,7 +131,7 @@ class SlurmLauncher(Launcher):
     def record_failure(self, run: Run, config: Config, failure: Failure) -> None:
         """Also whether the batch script shall queue the run again."""
         super().record_failure(run, config, failure)
-        requeue.request_requeue_after(run, config.launch, failure)
+        requeue.request_requeue_if_node_lost(run, config.launch, failure)
 
     def plan_probes(
         self, config: Config, env: Mapping[str, str], probe: Sequence[str]
@@ -154,7 +154,10 @@ class SlurmLauncher(Launcher):
             folder = Path(named.run.dir).absolute() / str(named.run.name)
             require_slurm_accepts(batch_script.render_script(named, Run(folder)))
             nodes = launch.nodes
-            options = [*batch_script.srun_options(config), f"--job-name={_PROBE_JOB_NAME}"]
+            options = [
+                *batch_script.make_srun_allocation_options(config),
+                f"--job-name={_PROBE_JOB_NAME}",
+            ]
         shape = [f"--nodes={nodes}", "--ntasks-per-node=1", "--export=ALL", "--unbuffered"]
         words = [probe[0], "-u", *probe[1:], "SLURM_PROCID"]
         if launch.setup and not is_in_allocation:
@@ -178,7 +181,7 @@ class SlurmLauncher(Launcher):
             return "127.0.0.1"
         if towards := env.get("SLURM_SRUN_COMM_HOST"):
             return network_interface.find_local_address(towards) or "127.0.0.1"
-        return network_interface.find_outward_address() or "127.0.0.1"
+        return network_interface.find_default_route_address() or "127.0.0.1"
 
     def choose_master_port(self, env: Mapping[str, str]) -> int:
         """The port of the job's own, as the batch script computes it."""
@@ -186,7 +189,7 @@ class SlurmLauncher(Launcher):
         return batch_script.FIRST_PORT + int(job) % batch_script.PORTS if job.isdecimal() else 0
 
 
-def _plan_variables(config: Config, procs: int, machine: LaunchMachine) -> dict[str, str]:
+def _plan_variables(config: Config, procs: int, machine: LocalMachine) -> dict[str, str]:
     """The variables that a plan shows. Agents choose the interface; tasks of srun get only one that
     was set."""
     chosen = config.launch.interface

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from echelon.config.schema import LaunchConfig
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 
@@ -28,7 +28,7 @@ def record_start(run: Run, launch: LaunchConfig) -> int:
     """
     with contextlib.suppress(OSError):
         (run.folder / REQUEUE_FILE).unlink()
-    status = run.read_status()
+    status = run.read_status_file()
     starts: list[dict[str, Any]] = status.get("starts", [])
     now = {"after": _classify_ending(status), "step": run.find_newest_step(), "time": time.time()}
     starts = [*starts, now] if now["after"] else [now]  # a finished or new run counts anew
@@ -50,7 +50,7 @@ def record_start(run: Run, launch: LaunchConfig) -> int:
                 "save more often (trainer.save.minutes=5), give it more time (launch.time), or "
                 "look at the end of its log",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     return launch.max_restarts - failed
 
@@ -61,7 +61,7 @@ def _classify_ending(status: dict[str, Any]) -> str:
     if state == "running":
         return "lost"  # killed with its node, before it could record an end
     if state == "failed":
-        lost = (status.get("failure") or {}).get("exit") == Exit.NODE_LOST
+        lost = (status.get("failure") or {}).get("exit") == ExitCode.NODE_LOST
         return "lost" if lost else "failed"
     return "preempted" if state == "preempted" else ""
 
@@ -78,17 +78,17 @@ def _make_limit_error(run: Run, how: str, key: str, limit: int) -> EchelonError:
             f"run {run.name} {how}, and {key}={limit}",
             f"raise {key}, then `echelon resume {run.name}`",
         ),
-        exit=Exit.FAILED,
+        exit=ExitCode.FAILED,
     )
 
 
-def request_requeue_after(run: Run, launch: LaunchConfig, failure: Failure) -> None:
+def request_requeue_if_node_lost(run: Run, launch: LaunchConfig, failure: Failure) -> None:
     """Ask the batch script for another job if a node was lost, which another node may replace. A
     fault of the code would occur again."""
-    if failure.exit != Exit.NODE_LOST:
+    if failure.exit != ExitCode.NODE_LOST:
         return
     if (
-        _count_endings(run.read_status().get("starts", []), "preempted", "lost")
+        _count_endings(run.read_status_file().get("starts", []), "preempted", "lost")
         < launch.max_requeues
     ):
         with contextlib.suppress(OSError):

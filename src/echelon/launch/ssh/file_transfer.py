@@ -19,7 +19,7 @@ from echelon.launch.ssh.host_check import find_experiment_file
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots
 from echelon.utils.ignore import is_ignored
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_bytes
 
 _MAX_CODE_BYTES = 100_000_000
@@ -47,7 +47,7 @@ class RemoteRunFolder(NamedTuple):
     first_line: bytes
     """What a command there reads before anything else: its variables."""
 
-    def make_argv(self, script: str, word: str) -> list[str]:
+    def make_script_argv(self, script: str, word: str) -> list[str]:
         """The ssh command that runs a shell script with the folder as $0 and a word as $1."""
         words = ["sh", "-c", script, str(self.run.folder), word]
         return remote_command.make_argv(self.launch, self.host, ("/", "/"), words)
@@ -103,21 +103,21 @@ def set_aside_old_run(remote: RemoteRunFolder, suffix: str) -> None:
     This is done on all hosts before anything is sent, because hosts may share the folder with each
     other.
     """
-    command = remote.make_argv(_SET_ASIDE_SCRIPT, suffix)
+    command = remote.make_script_argv(_SET_ASIDE_SCRIPT, suffix)
     subprocess.run(command, input=remote.first_line, capture_output=True)
 
 
 def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | None:
     """Send code, configuration and, to the first node, the history of the run; returns the fault,
     if any."""
-    command = remote.make_argv(_RECEIVE_SCRIPT, str(remote.node))
+    command = remote.make_script_argv(_RECEIVE_SCRIPT, str(remote.node))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
     try:
         process.stdin.write(remote.first_line)
         with tarfile.open(fileobj=process.stdin, mode="w|") as tar:
             tar.add(remote.run.config_file, f".config-{remote.node}")
-            for path in _list_history(remote.run) if remote.node == 0 else ():
+            for path in _list_files_to_resume(remote.run) if remote.node == 0 else ():
                 tar.add(path, str(path.relative_to(remote.run.folder)))
             for name, path in code.items():
                 tar.add(path, f"code-{remote.node}/{name}", recursive=False)
@@ -128,7 +128,7 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
         process.communicate()
         return Fault(
             f"{error.filename} cannot be read, so it cannot be sent to {remote.host}: "
-            f"{describe_os_error(error)}",
+            f"{format_os_error_reason(error)}",
             "make it readable, or move it out of the folder of the experiment",
         )
     error_output = process.communicate()[1].decode(errors="replace")
@@ -140,7 +140,7 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
     )
 
 
-def _list_history(run: Run) -> Iterator[Path]:
+def _list_files_to_resume(run: Run) -> Iterator[Path]:
     """What a run that is continued needs: status, metrics, logs and its newest snapshots."""
     yield from (p for p in (run.status_file, run.metrics_file, run.logs_folder) if p.exists())
     yield from list_snapshots(run.snapshots_folder, ignore_errors=True)[-_SENT_SNAPSHOTS:]
@@ -151,7 +151,7 @@ def fetch_results(remote: RemoteRunFolder) -> str:
 
     The newer file wins: a host may have old logs of a node that another one has now.
     """
-    command = remote.make_argv(_SEND_BACK_SCRIPT, "./logs" if remote.node else ".")
+    command = remote.make_script_argv(_SEND_BACK_SCRIPT, "./logs" if remote.node else ".")
     take = ["tar", "-xof", "-", "-C", str(remote.run.folder), "--keep-newer-files"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as sender:

@@ -19,7 +19,7 @@ from echelon.hosts.ssh import SSH_FAILED
 from echelon.launch.ssh import host_probe, remote_command
 from echelon.launch.ssh.host_list import SshHost
 from echelon.runs.run_folder import Run
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.world.device_fit import find_visible_fit_fault
 
 _ANSWER_TIMEOUT_S = 40.0
@@ -29,7 +29,7 @@ _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host answered; see `host_probe.probe_host`."""
+    """What a host answered; see `host_probe.describe_host`."""
 
     python: str
     executable: str
@@ -47,7 +47,7 @@ def check_hosts(
     config: Config, hosts: list[SshHost], run: Run, variables: Mapping[str, str]
 ) -> list[HostReport]:
     """The reports of all hosts. Raises an EchelonError with every fault of every host."""
-    with shared_folder_token(run.folder.parent) as token:
+    with create_shared_folder_token(run.folder.parent) as token:
         words = [
             sys.executable,
             "-",
@@ -91,7 +91,7 @@ def find_experiment_file(config: Config) -> str:
 
 
 @contextlib.contextmanager
-def shared_folder_token(folder: Path) -> Iterator[Path]:
+def create_shared_folder_token(folder: Path) -> Iterator[Path]:
     """A file in a folder that nobody else could have: a host that sees it shares the folder."""
     token = folder / f".echelon-{secrets.token_hex(8)}"
     try:
@@ -100,7 +100,7 @@ def shared_folder_token(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise EchelonError(
             Fault(
-                f"run.dir={folder} cannot be written: {describe_os_error(error)}",
+                f"run.dir={folder} cannot be written: {format_os_error_reason(error)}",
                 "give another place with run.dir=PATH",
             )
         ) from None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from echelon.config.schema import LaunchConfig
 from echelon.config.validate import is_safe_host
 from echelon.errors import EchelonError, Fault
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 
 class SshHost(NamedTuple):
@@ -44,7 +44,7 @@ def _read_hostfile(path: Path, procs: int | None) -> list[SshHost]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = describe_os_error(error)
+        reason = format_os_error_reason(error)
         raise EchelonError(
             Fault(
                 f"launch.hostfile={path} cannot be read: {reason}",

@@ -14,7 +14,7 @@ import shutil
 import sys
 
 
-def probe_host(
+def describe_host(
     cwd: str = "/", run: str = "/", token: str = "", entry: str = ""
 ) -> dict[str, object]:
     """Versions, devices and folders of this host."""
@@ -22,16 +22,16 @@ def probe_host(
         "python": platform.python_version(),
         "executable": sys.executable,
         "driver": os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None,
-        "torch": _installed_version("torch"),
+        "torch": _read_installed_version("torch"),
         **_probe_echelon(),
         "cwd": os.path.isdir(cwd),
         "entry": not entry or os.path.isfile(entry),
         "shared": os.path.exists(token),
-        "writable": os.access(_nearest_folder(run), os.W_OK | os.X_OK),
+        "writable": os.access(_find_nearest_folder(run), os.W_OK | os.X_OK),
     }
 
 
-def _installed_version(package: str) -> str | None:
+def _read_installed_version(package: str) -> str | None:
     """The version that the installer recorded: importing torch would take seconds."""
     try:
         return importlib.metadata.version(package)
@@ -49,7 +49,7 @@ def _probe_echelon() -> dict[str, object]:
     return {"echelon": __version__, "devices": count_visible_gpus(os.environ)}
 
 
-def _nearest_folder(path: str) -> str:
+def _find_nearest_folder(path: str) -> str:
     """The nearest folder above a path that exists."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -57,5 +57,5 @@ def _nearest_folder(path: str) -> str:
 
 
 if __name__ == "__main__":
-    # The mark of echelon.hosts.messages, which may not be there to be imported.
-    print("\x1e" + json.dumps(probe_host(*sys.argv[1:])), flush=True)
+    # The mark of echelon.hosts.message_protocol, which may not be there to be imported.
+    print("\x1e" + json.dumps(describe_host(*sys.argv[1:])), flush=True)

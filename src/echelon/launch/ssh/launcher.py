@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ssh import require_ssh
 from echelon.launch import network_interface
 from echelon.launch.launcher import (
@@ -26,14 +26,14 @@ from echelon.launch.launcher import (
 )
 from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
-    LaunchMachine,
     LaunchPlan,
+    LocalMachine,
     ProbeCommand,
     ProbeExit,
     ProbePlan,
     RankPlacement,
     describe_failure_policy,
-    describe_workload,
+    describe_program_or_experiment,
     place_ranks,
 )
 from echelon.launch.ssh import file_transfer, host_check, remote_command, sessions
@@ -42,7 +42,7 @@ from echelon.launch.ssh.own_address import find_reached_address
 from echelon.runs.create import assign_name, create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
-from echelon.world.device_fit import default_process_count
+from echelon.world.device_fit import get_default_process_count
 
 
 class SshLauncher(Launcher):
@@ -51,7 +51,7 @@ class SshLauncher(Launcher):
     name = "ssh"
     has_compared_devices = True
 
-    def prepare(self, config: Config, dry_run: bool) -> Config:
+    def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and let the secrets go to the hosts with the other variables."""
         config = assign_name(config)
         secrets = read_launch_secrets(config, dry_run)
@@ -59,10 +59,10 @@ class SshLauncher(Launcher):
         carry = [*config.launch.carry, *secrets]
         return replace(config, launch=replace(config.launch, carry=carry))
 
-    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+    def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         hosts, run = list_hosts(config.launch), _resolve_run(config)
         remote_command.select_variables(machine.env, config.launch.carry)
-        commands = tuple(_node_command(config, hosts, node, run) for node in range(len(hosts)))
+        commands = tuple(_make_node_command(config, hosts, node, run) for node in range(len(hosts)))
         code_folder = file_transfer.find_code_folder(config)
         how_many = _describe_process_count(hosts, config.replica.devices)
         return LaunchPlan(
@@ -76,17 +76,19 @@ class SshLauncher(Launcher):
                 f"where it is not, send {code_folder or 'the configuration'} there, and bring back "
                 "what the run made",
                 *map(shlex.join, commands),
-                f"on each host {how_many}: {describe_workload(config)}",
+                f"on each host {how_many}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config),
             ),
             commands,
         )
 
-    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+    def find_config_faults(
+        self, config: Config, plan: LaunchPlan, machine: LocalMachine
+    ) -> list[Fault]:
         """Only the batch: the hosts decide later how many processes there will be."""
         return find_batch_faults(config, plan)
 
-    def check_trackers(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> None:
+    def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
         """Trackers run on the first host, where other packages may be installed."""
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
@@ -117,7 +119,7 @@ class SshLauncher(Launcher):
         names = [host.name for host in hosts]
         devices_per_replica = config.replica.devices
         world = sum(
-            host.procs or default_process_count(r.devices, devices_per_replica)
+            host.procs or get_default_process_count(r.devices, devices_per_replica)
             for host, r in zip(hosts, reports, strict=True)
         )
         run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
@@ -201,12 +203,14 @@ def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
     return tuple(f"cuda:{first + i} or {stage}" for i, stage in enumerate(stages))
 
 
-def _node_command(config: Config, hosts: list[SshHost], node: int, run: Run) -> tuple[str, ...]:
+def _make_node_command(
+    config: Config, hosts: list[SshHost], node: int, run: Run
+) -> tuple[str, ...]:
     """The ssh command that runs the agent of one node."""
     procs = hosts[node].procs
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
     words += ["--node-rank", str(node), *(["--procs", str(procs)] if procs else [])]
-    folders = (str(run.code_folder(node)), os.getcwd())
+    folders = (str(run.get_code_folder(node)), os.getcwd())
     return tuple(
         remote_command.make_argv(
             config.launch, hosts[node].name, folders, [*words, str(run.folder)]
@@ -239,17 +243,17 @@ def _send_files(
         raise EchelonError(*faults)
 
 
-def _report_outcome(run: Run, outcome: sessions.SshOutcome, missing: dict[str, str]) -> int:
+def _report_outcome(run: Run, outcome: sessions.SshLaunchOutcome, missing: dict[str, str]) -> int:
     """Write the outcome into the status, print its cause last, and return the exit code.
 
     The status agrees with the exit code, whoever wrote it last.
     """
     code = outcome.code
-    states: dict[int, str] = {Exit.OK: "finished", Exit.PREEMPTED: "preempted"}
+    states: dict[int, str] = {ExitCode.OK: "finished", ExitCode.PREEMPTED: "preempted"}
     run.update_status(state=states.get(code, "failed"), failure=outcome.failure)
     for host, why in missing.items():
         if why:
-            code = code or Exit.FAILED
+            code = code or ExitCode.FAILED
             print(
                 f"error: {run.folder} on {host} could not be brought here: {why}", file=sys.stderr
             )

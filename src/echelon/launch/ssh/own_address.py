@@ -17,5 +17,5 @@ def find_reached_address(nodes: int, env: Mapping[str, str]) -> str:
         return "127.0.0.1"
     reached = (env.get("SSH_CONNECTION", "").split() or ["", "", ""])[2].partition("%")[0]
     if not reached or ipaddress.ip_address(reached).is_loopback:
-        reached = network_interface.find_outward_address() or reached or "127.0.0.1"
+        reached = network_interface.find_default_route_address() or reached or "127.0.0.1"
     return f"[{reached}]" if ":" in reached else reached

@@ -18,9 +18,9 @@ from functools import partial
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.hosts.ask import join_last_lines
-from echelon.hosts.messages import split_message
+from echelon.hosts.message_protocol import split_message
 from echelon.hosts.ssh import SSH_FAILED
 from echelon.launch.node.fork_server import STOP_SIGNALS
 from echelon.runs.failure import Failure
@@ -32,10 +32,10 @@ _GRACE_S = 10.0
 """How long the others have to report why and to end, once one host has failed; less if the
 reason is known."""
 _KILL_S = 3.0
-_SUCCESS_CODES = (Exit.OK, Exit.PREEMPTED)
+_SUCCESS_CODES = (ExitCode.OK, ExitCode.PREEMPTED)
 
 
-class SshOutcome(NamedTuple):
+class SshLaunchOutcome(NamedTuple):
     """How the run on all hosts ended."""
 
     code: int
@@ -120,32 +120,32 @@ class SshSessions:
         self._interrupts = 0
         self._is_stopping = False
 
-    def wait_for_all(self) -> SshOutcome:
+    def wait_for_all(self) -> SshLaunchOutcome:
         """Print what the hosts print until all sessions have ended; returns the outcome."""
         for session in self._sessions:
             for stream in session.streams:
                 self._selector.register(stream, selectors.EVENT_READ, session)
         # From a thread: a screen that is halted with Ctrl-S must not end the training.
-        threading.Thread(target=self._send_alive, daemon=True, name="alive").start()
+        threading.Thread(target=self._send_keepalives, daemon=True, name="alive").start()
         with self._handle_signals():
-            while any(self._running()):
+            while any(self._iter_running_sessions()):
                 for key, _ in self._selector.select(_TICK_S):
                     self._read(key.data, key.fileobj)  # type: ignore[arg-type]
-                for session in self._running():
+                for session in self._iter_running_sessions():
                     self._reap(session)
                 self._end_overdue()
-        return self._make_outcome()
+        return self._make_launch_outcome()
 
-    def _running(self) -> Iterator[SshSession]:
+    def _iter_running_sessions(self) -> Iterator[SshSession]:
         return (s for s in self._sessions if s.code is None)
 
     def _send_to_running(self, message: dict[str, Any]) -> None:
-        for session in self._running():
+        for session in self._iter_running_sessions():
             session.send(message)
 
-    def _send_alive(self) -> None:
+    def _send_keepalives(self) -> None:
         """Tell the hosts every two seconds that this process is alive."""
-        while any(self._running()):
+        while any(self._iter_running_sessions()):
             self._send_to_running({"alive": True})
             time.sleep(_ALIVE_INTERVAL_S)
 
@@ -202,25 +202,25 @@ class SshSessions:
             return
         self._deadline = time.monotonic() + _KILL_S
         self._kill_rounds += 1
-        for session in self._running():
+        for session in self._iter_running_sessions():
             session.send({"kill": True}) if self._kill_rounds == 1 else session.process.kill()
 
-    def _make_outcome(self) -> SshOutcome:
+    def _make_launch_outcome(self) -> SshLaunchOutcome:
         """The outcome, from what failed first."""
         if self._interrupts >= 2:
             words = "stopped at once; the last snapshot is intact"
-            failure = Failure(0, self._sessions[0].host, None, words, "", int(Exit.INTERRUPTED))
-            return SshOutcome(failure.exit, f"\n{words}", asdict(failure))
+            failure = Failure(0, self._sessions[0].host, None, words, "", int(ExitCode.INTERRUPTED))
+            return SshLaunchOutcome(failure.exit, f"\n{words}", asdict(failure))
         if self._reported_failure is not None:
-            return SshOutcome(
+            return SshLaunchOutcome(
                 self._reported_failure.exit,
                 f"\n{self._reported_failure}",
                 asdict(self._reported_failure),
             )
         if self._failed is not None:
-            failure = _describe_silent_end(self._failed)
-            return SshOutcome(failure.exit, f"\nerror: {failure.summary}", asdict(failure))
-        return SshOutcome(max(s.code or 0 for s in self._sessions), "", None)
+            failure = _make_silent_end_failure(self._failed)
+            return SshLaunchOutcome(failure.exit, f"\nerror: {failure.summary}", asdict(failure))
+        return SshLaunchOutcome(max(s.code or 0 for s in self._sessions), "", None)
 
     # --- signals ---
 
@@ -247,7 +247,7 @@ class SshSessions:
             self._send_to_running({"signal": number})
 
 
-def _describe_silent_end(session: SshSession) -> Failure:
+def _make_silent_end_failure(session: SshSession) -> Failure:
     """The failure of a node whose agent did not live to report one."""
     who = f"node {session.node} ({session.host})"
     error_lines = [line for line in session.last_stderr_lines if line.startswith("error: ")]
@@ -261,5 +261,5 @@ def _describe_silent_end(session: SshSession) -> Failure:
             error_lines[-1].removeprefix("error: ") if error_lines else f"exit code {session.code}"
         )
         summary = f"{who} failed: {why}"
-    code = Exit.NODE_LOST if session.is_lost else session.code
-    return Failure(0, session.host, None, summary, "", int(code or Exit.FAILED))
+    code = ExitCode.NODE_LOST if session.is_lost else session.code
+    return Failure(0, session.host, None, summary, "", int(code or ExitCode.FAILED))

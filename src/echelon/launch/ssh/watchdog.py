@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from echelon.errors import Exit
-from echelon.hosts.messages import send_message
+from echelon.errors import ExitCode
+from echelon.hosts.message_protocol import send_message
 from echelon.launch.node.fork_server import STOP_SIGNALS
 from echelon.launch.node.join import join_run
 from echelon.launch.ssh.own_address import find_reached_address
@@ -45,8 +45,8 @@ def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> i
     agent = os.fork()
     if agent == 0:
         os.close(ours)
-        _become_agent(watchdog_pid)
-        find_master = partial(_wait_for_master, nodes, rank, theirs)
+        _set_up_agent_process(watchdog_pid)
+        find_master = partial(_read_master_address, nodes, rank, theirs)
         on_port = partial(_report_port, nodes) if rank == 0 else None
         return join_run(folder, nodes, find_master, rank, procs, on_port, _report_failure)
     os.close(theirs)
@@ -80,10 +80,10 @@ class _NodeWatchdog:
                 data = os.read(0, 1 << 16)
                 *lines, text = (text + data).split(b"\n")
                 if not data or not all(self._handle_message(json.loads(line)) for line in lines):
-                    return Exit.INTERRUPTED
+                    return ExitCode.INTERRUPTED
                 self._last_heard = time.monotonic()
             elif left_s <= 0:
-                return Exit.NODE_LOST
+                return ExitCode.NODE_LOST
         return code
 
     def _reap_agent(self) -> int | None:
@@ -121,7 +121,7 @@ def _kill_descendants() -> None:
 # --- in the agent ---
 
 
-def _become_agent(parent: int) -> None:
+def _set_up_agent_process(parent: int) -> None:
     """Make this child process the agent: no input, stop signals blocked, lines printed at once."""
     die_with_parent(parent)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -131,7 +131,7 @@ def _become_agent(parent: int) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # rank 0 inherits it
 
 
-def _wait_for_master(nodes: int, rank: int, master_pipe: int) -> str:
+def _read_master_address(nodes: int, rank: int, master_pipe: int) -> str:
     """HOST:PORT of node 0. Node 0 itself uses its own address and a port that it will choose; the
     others read it from the watchdog."""
     if rank == 0:

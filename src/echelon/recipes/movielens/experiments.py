@@ -11,7 +11,7 @@ from echelon.recipes.movielens.ridge_regression import UserRidgeModel
 from echelon.recipes.movielens.ridge_regression import experiment as taste
 
 MovieModel: TypeAlias = UserRidgeModel | MatrixFactorization | NextItemModel
-"""Each has `from_weights` and `score_movies`, which `echelon recommend` calls."""
+"""Each has `from_weight_shapes` and `score_movies`, which `echelon recommend` calls."""
 
 MODELS: dict[str, type[MovieModel]] = {
     "taste": UserRidgeModel,

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from echelon.experiment.definition import Experiment
 from echelon.optim import RowAdam
-from echelon.recipes.movielens.metrics import make_rating_metrics
-from echelon.recipes.movielens.split_ratings import (
+from echelon.recipes.movielens.experiment_data import (
     SplitSettings,
+    convert_rows_to_tensor,
     encode_fingerprint,
     load_split,
     make_frozen_parameter,
     require_positive,
-    select_rows,
 )
+from echelon.recipes.movielens.metrics import make_rating_metrics
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ def experiment(cfg: MatrixFactorizationSettings) -> Experiment:
         model=model,
         optimizer=RowAdam(trained, lr=cfg.lr, weight_decay=cfg.weight_decay),
         loss=nn.functional.mse_loss,
-        train_data=tuple(select_rows(c, train) for c in columns),
-        eval_data=tuple(select_rows(c, held_out) for c in columns) if len(held_out) else None,
+        train_data=tuple(convert_rows_to_tensor(c, train) for c in columns),
+        eval_data=tuple(convert_rows_to_tensor(c, held_out) for c in columns)
+        if len(held_out)
+        else None,
         metrics=make_rating_metrics,
     )
 
@@ -89,7 +91,7 @@ class MatrixFactorization(nn.Module):
             nn.init.zeros_(biases.weight)
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Tensor]) -> MatrixFactorization:
+    def from_weight_shapes(cls, weights: Mapping[str, Tensor]) -> MatrixFactorization:
         """Return an untrained model with the sizes of a snapshot."""
         layers = [w for key, w in weights.items() if key.startswith("tower.") and w.ndim == 2]
         users, dim = weights["users.weight"].shape

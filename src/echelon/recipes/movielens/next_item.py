@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from echelon.experiment.definition import Experiment, Predict
 from echelon.recipes.movielens.data import Ratings
 from echelon.recipes.movielens.data.ratings import Array
-from echelon.recipes.movielens.metrics import make_ranking_metrics
-from echelon.recipes.movielens.rating_histories import RatingHistories
-from echelon.recipes.movielens.split_ratings import (
+from echelon.recipes.movielens.experiment_data import (
     SplitSettings,
     encode_fingerprint,
     load_split,
     make_frozen_parameter,
     require_positive,
 )
+from echelon.recipes.movielens.metrics import make_ranking_metrics
+from echelon.recipes.movielens.rating_histories import RatingHistories
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class NextItemModel(nn.Module):
             nn.init.normal_(table.weight, std=0.1)
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Tensor]) -> NextItemModel:
+    def from_weight_shapes(cls, weights: Mapping[str, Tensor]) -> NextItemModel:
         """Return an untrained model with the sizes of a snapshot."""
         items, dim = weights["wanted.weight"].shape
         return cls(items, dim, len(weights["recency"]), weights["data"])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.run_folder import Run
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def print_recommendations(run: Run, users: Sequence[int], k: int, as_json: bool)
         _print_table(recommendations)
     else:
         _print_tab_separated(recommendations)
-    return Exit.OK
+    return ExitCode.OK
 
 
 def compute_recommendations(run: Run, users: Sequence[int], k: int) -> list[UserRecommendations]:
@@ -76,10 +76,10 @@ def compute_recommendations(run: Run, users: Sequence[int], k: int) -> list[User
 
     from echelon.recipes.movielens.experiments import MODELS
 
-    model = MODELS[kind].from_weights(weights)
+    model = MODELS[kind].from_weight_shapes(weights)
     model.load_state_dict(weights)
     model.eval()
-    names = ratings.titles()
+    names = ratings.get_titles()
     with torch.inference_mode():
         return [_recommend_for_user(model, ratings, names, user, k) for user in users]
 
@@ -141,7 +141,7 @@ def _load_best_weights(run: Run) -> dict[str, Tensor]:
                 f"run {run.name} has no snapshot to recommend from; {why}",
                 f"train until one is saved: echelon resume {run.name}",
             ),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
     return _load_model_weights(snapshot)
 
@@ -155,7 +155,7 @@ def _load_model_weights(snapshot: Snapshot) -> dict[str, Tensor]:
 def _load_run_ratings(run: Run, weights: dict[str, Tensor]) -> Ratings:
     """Return the ratings that the run was trained on, or raise if they have changed."""
     from echelon.recipes.movielens.data import load_ratings
-    from echelon.recipes.movielens.split_ratings import decode_fingerprint
+    from echelon.recipes.movielens.experiment_data import decode_fingerprint
 
     folder = str(run.read_config().experiment["data"])
     try:

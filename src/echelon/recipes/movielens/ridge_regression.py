@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from echelon.experiment.definition import Experiment, Predict
 from echelon.recipes.movielens.data import Ratings
 from echelon.recipes.movielens.data.ratings import Array
+from echelon.recipes.movielens.experiment_data import (
+    SplitSettings,
+    convert_rows_to_tensor,
+    encode_fingerprint,
+    load_split,
+    make_frozen_parameter,
+    require_positive,
+)
 from echelon.recipes.movielens.metrics import make_rating_metrics
 from echelon.recipes.movielens.rating_histories import (
     RatingHistories,
     RatingPages,
     make_single_page,
-)
-from echelon.recipes.movielens.split_ratings import (
-    SplitSettings,
-    encode_fingerprint,
-    load_split,
-    make_frozen_parameter,
-    require_positive,
-    select_rows,
 )
 
 
@@ -63,7 +63,8 @@ def experiment(cfg: RidgeRegressionSettings) -> Experiment:
         loss=_compute_loss,
         train_data=(torch.from_numpy(np.unique(ratings.users[train])),),
         eval_data=tuple(
-            select_rows(c, held_out) for c in (ratings.users, ratings.items, ratings.ratings)
+            convert_rows_to_tensor(c, held_out)
+            for c in (ratings.users, ratings.items, ratings.ratings)
         )
         if len(held_out)
         else None,
@@ -98,7 +99,7 @@ class UserRidgeModel(nn.Module):
         nn.init.zeros_(self.biases.weight)
 
     @classmethod
-    def from_weights(cls, weights: Mapping[str, Tensor]) -> UserRidgeModel:
+    def from_weight_shapes(cls, weights: Mapping[str, Tensor]) -> UserRidgeModel:
         """Return an untrained model with the sizes of a snapshot."""
         dim = weights["vectors.weight"].shape[1]
         return cls(weights["features"], float(weights["mean"]), dim, weights["data"])
@@ -115,7 +116,7 @@ class UserRidgeModel(nn.Module):
         """Return the coefficients of each user, [users, d]."""
         return self._solve(pages).tastes
 
-    def leave_one_out_errors(self, pages: RatingPages) -> Tensor:
+    def compute_leave_one_out_errors(self, pages: RatingPages) -> Tensor:
         """Return the error of each rating as predicted from the user's other ratings; 0 where a
         page has no rating."""
         design, residual, inverse, tastes = self._solve(pages)
@@ -186,7 +187,7 @@ def _make_predict(histories: RatingHistories, lowest: float, highest: float) -> 
             (users,) = batch
             pages = histories.gather_pages(users)
             return LeaveOneOutErrors(
-                model.leave_one_out_errors(pages), ratings_per_user * len(users)
+                model.compute_leave_one_out_errors(pages), ratings_per_user * len(users)
             ), pages.ratings
         users, items, ratings = batch
         distinct, which = torch.unique(users, return_inverse=True)
@@ -229,22 +230,22 @@ def _make_features(ratings: Ratings, train: Array, metadata: bool) -> Tensor:
     popularity = np.log1p(np.bincount(items, minlength=ratings.num_items))
     columns = [popularity[:, None] / max(1e-6, float(popularity[items].std()))]
     if metadata:
-        columns += [_genre_features(ratings), _year_features(ratings)]
+        columns += [_make_genre_features(ratings), _make_year_features(ratings)]
     table = np.concatenate(columns, 1)
     return torch.from_numpy((table - table[items].mean(0)).astype(np.float32))
 
 
-def _genre_features(ratings: Ratings) -> Array:
+def _make_genre_features(ratings: Ratings) -> Array:
     """Return one column of 0 and 1 for each genre."""
-    of_items = ratings.genres()
+    of_items = ratings.get_genres()
     names = sorted({name for genres in of_items for name in genres})
     return np.array([[name in genres for name in names] for genres in of_items], np.float64)
 
 
-def _year_features(ratings: Ratings) -> Array:
+def _make_year_features(ratings: Ratings) -> Array:
     """Return the year in units of twenty years, so that it has about the range of a genre; 0 if
     unknown."""
-    matches = [re.search(r"\((\d{4})\)\s*$", title) for title in ratings.titles()]
+    matches = [re.search(r"\((\d{4})\)\s*$", title) for title in ratings.get_titles()]
     years = np.array([float(match[1]) if match else np.nan for match in matches])
     middle = np.nanmean(years) if np.isfinite(years).any() else 0.0
     return np.nan_to_num((years - middle) / 20)[:, None]

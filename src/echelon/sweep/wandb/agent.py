@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep.wandb.client import ServerUnavailableError, WandbServer
 from echelon.sweep.wandb.trial_records import DONE_STATES, WandbTrialRecord
 
@@ -52,19 +52,19 @@ class AgentTrial(Protocol):
 class TrialBackend(Protocol):
     """How trials are checked, started and evaluated."""
 
-    def has_ended(self, trial_id: str) -> bool:
+    def has_result(self, trial_id: str) -> bool:
         """Return whether the trial has a result already, and must not run again."""
 
-    def check_trial(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:
+    def create_trial_record(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:
         """Return the record of a new trial, or raise EchelonError if it must not run."""
 
-    def is_startable(self, record: WandbTrialRecord) -> bool:
+    def can_resume_trial(self, record: WandbTrialRecord) -> bool:
         """Return whether no process of an earlier attempt is left."""
 
     def start_trial(self, record: WandbTrialRecord) -> AgentTrial:
         """Start the trial."""
 
-    def end_trial(
+    def record_trial_end(
         self, record: WandbTrialRecord, exit_code: int, is_cancelled: bool, is_stopping: bool
     ) -> WandbTrialRecord:
         """Return the record with state, cause and metric of a trial that ended.
@@ -133,7 +133,7 @@ class AgentPool:
                 signal.signal(number, handler)
 
     @property
-    def failed(self) -> list[WandbTrialRecord]:
+    def failed_trials(self) -> list[WandbTrialRecord]:
         """The trials of this process that failed, those that were refused among them."""
         return [record for record in self.ended if record.state == "failed"]
 
@@ -145,7 +145,7 @@ class AgentPool:
         if slot.trial is None and (self.is_stopping or self._has_enough_trials()):
             slot.is_done = True
         elif slot.trial is None and self.unfinished and not slot.is_done:
-            self._resume_unfinished(slot)
+            self._resume_unfinished_trial(slot)
         elif time.monotonic() >= slot.next_heartbeat_at and not (slot.is_done and not slot.trial):
             self._send_heartbeat(slot)
 
@@ -158,7 +158,7 @@ class AgentPool:
             slot.id = slot.id or self.server.register_agent(socket.gethostname(), self.sweep)
             commands = self.server.send_heartbeat(slot.id, [slot.record.id] if slot.record else [])
         except ServerUnavailableError as error:
-            self._handle_silence(slot, str(error))
+            self._handle_unavailable_server(slot, str(error))
             return
         except EchelonError as error:
             self.refusal = self.refusal or error
@@ -168,11 +168,11 @@ class AgentPool:
         for command in commands:
             self._execute_command(slot, command)
 
-    def _handle_silence(self, slot: AgentSlot, reason: str) -> None:
+    def _handle_unavailable_server(self, slot: AgentSlot, reason: str) -> None:
         slot.next_heartbeat_at = time.monotonic() + RETRY_S
         if not self._is_silence_reported:
             self._is_silence_reported = True
-            print_status(
+            print_to_stderr(
                 f"warning: wandb: no answer from its server ({reason}); running trials continue"
             )
         if slot.trial is None and time.monotonic() - self._last_answer_at > GIVE_UP_S:
@@ -182,7 +182,7 @@ class AgentPool:
                     f"wandb's server has not answered for {GIVE_UP_S / 60:.0f} minutes",
                     "run the same command again later: the sweep continues where it is",
                 ),
-                exit=Exit.FAILED,
+                exit=ExitCode.FAILED,
             )
 
     def _execute_command(self, slot: AgentSlot, command: dict[str, Any]) -> None:
@@ -199,17 +199,17 @@ class AgentPool:
         """Start a trial that the server hands out, after it was checked."""
         trial_id = str(command.get("run_id"))
         running_ids = [other.record.id for other in self.slots if other.record]
-        if trial_id in running_ids or self.backend.has_ended(trial_id):
+        if trial_id in running_ids or self.backend.has_result(trial_id):
             return
         try:
             parameters = {name: entry["value"] for name, entry in dict(command["args"]).items()}
-            record = self.backend.check_trial(trial_id, parameters)
+            record = self.backend.create_trial_record(trial_id, parameters)
         except (EchelonError, KeyError, TypeError, ValueError) as error:
             cause = error.faults[0].what if isinstance(error, EchelonError) else "no parameters"
             # What was refused is not written to any file, and its id is cut: both may be hostile.
             refused = WandbTrialRecord(trial_id[:100], self.sweep, {}, "failed", cause)
             self.refused.append(refused)
-            self._report_trial(refused)
+            self._log_trial_result(refused)
             return
         self._start_trial(slot, record)
 
@@ -219,12 +219,12 @@ class AgentPool:
         self._started_count += 1
         slot.record, slot.trial = record, self.backend.start_trial(record)
         slot.next_heartbeat_at = 0.0
-        print_status(f"trial {record.id} begins: {_format_parameters(record, '  ')}")
+        print_to_stderr(f"trial {record.id} begins: {_format_parameters(record, '  ')}")
 
-    def _resume_unfinished(self, slot: AgentSlot) -> None:
+    def _resume_unfinished_trial(self, slot: AgentSlot) -> None:
         """Start the first trial of an earlier process whose processes have ended."""
         for record in self.unfinished:
-            if self.backend.is_startable(record):
+            if self.backend.can_resume_trial(record):
                 self.unfinished.remove(record)
                 self._start_trial(slot, record)
                 return
@@ -236,12 +236,14 @@ class AgentPool:
 
     def _end_trial(self, slot: AgentSlot, exit_code: int) -> None:
         assert slot.record is not None
-        record = self.backend.end_trial(slot.record, exit_code, slot.is_cancelled, self.is_stopping)
+        record = self.backend.record_trial_end(
+            slot.record, exit_code, slot.is_cancelled, self.is_stopping
+        )
         slot.record, slot.trial, slot.is_cancelled = None, None, False
         slot.next_heartbeat_at = 0.0
-        self._report_trial(record)
+        self._log_trial_result(record)
 
-    def _report_trial(self, record: WandbTrialRecord) -> None:
+    def _log_trial_result(self, record: WandbTrialRecord) -> None:
         self.ended.append(record)
         if self.prints_rows:
             value = "" if record.value is None else f"{record.value:.6g}"
@@ -249,7 +251,7 @@ class AgentPool:
             print("\t".join(row), flush=True)
         if record.state == "failed":
             self.failures_in_a_row += 1
-            print_status(f"trial {record.id} failed: {record.cause}")
+            print_to_stderr(f"trial {record.id} failed: {record.cause}")
         elif record.state in DONE_STATES:
             self.failures_in_a_row = 0
 
@@ -264,7 +266,7 @@ class AgentPool:
             return
         received, self._received_signals = self._received_signals, []
         is_repeated, self.is_stopping = self.is_stopping, True
-        print_status(
+        print_to_stderr(
             "stopped at once; the last snapshots stay"
             if is_repeated
             else "stopping after this step and saving; Ctrl-C again stops at once"
@@ -278,6 +280,6 @@ def _format_parameters(record: WandbTrialRecord, separator: str) -> str:
     return separator.join(f"{name}={value}" for name, value in record.parameters.items())
 
 
-def print_status(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print a line for people on stderr, at once."""
     print(text, file=sys.stderr, flush=True)

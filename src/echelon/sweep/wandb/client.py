@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 _TIMEOUT_S = 10.0
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
@@ -64,7 +64,7 @@ class WandbServer:
         if not found:
             raise EchelonError(
                 Fault(f"there is no sweep {sweep} on wandb's server", "check its name"),
-                exit=Exit.NOT_FOUND,
+                exit=ExitCode.NOT_FOUND,
             )
         try:
             config = yaml.safe_load(found["config"])
@@ -93,7 +93,7 @@ class WandbServer:
             raise ServerUnavailableError(f"its answer makes no sense: {error}") from None
         raise EchelonError(
             Fault(f"wandb's server refuses: {message[:200]}", "look at the sweep there"),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
 
     def _post(self, body: dict[str, Any]) -> bytes:
@@ -117,7 +117,7 @@ class WandbServer:
                     "trial is a few numbers",
                     "look at what the sweep there sets",
                 ),
-                exit=Exit.FAILED,
+                exit=ExitCode.FAILED,
             )
         return text
 
@@ -132,4 +132,4 @@ def _to_error(code: int) -> Exception:
     if code not in reasons:
         return ServerUnavailableError(f"it answers {code}")
     what, do = reasons[code]
-    return EchelonError(Fault(f"wandb's server {what}", do), exit=Exit.FAILED)
+    return EchelonError(Fault(f"wandb's server {what}", do), exit=ExitCode.FAILED)

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.untrusted import WandbTrial
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.cancel import cancel_runs
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.runs.status import read_run_status
 from echelon.sweep.display import print_report
-from echelon.sweep.metric_history import MetricHistory, to_file_key
+from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key
 from echelon.sweep.plan import SweepPlan
 from echelon.sweep.sweep_file import SweepFile
-from echelon.sweep.sweep_folder import SweepLock, SweepSettings, unwritable_folder_error
-from echelon.sweep.trial_command import expand_macros, format_value
+from echelon.sweep.sweep_folder import SweepLock, SweepSettings, make_unwritable_folder_error
+from echelon.sweep.trial_command import expand_macros, format_override_value
 from echelon.sweep.wandb import server_sweep, trial_records
-from echelon.sweep.wandb.agent import AgentPool, AgentSlot, print_status
+from echelon.sweep.wandb.agent import AgentPool, AgentSlot, print_to_stderr
 from echelon.sweep.wandb.report import build_server_report
 from echelon.sweep.wandb.trial_records import DONE_STATES, WandbTrialRecord
 from echelon.tracking import wandb_run
@@ -52,7 +52,7 @@ def run_agents(file: SweepFile, plan: SweepPlan, parallel: int, as_json: bool = 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable_folder_error(folder, error) from None
+        raise make_unwritable_folder_error(folder, error) from None
     with SweepLock(plan.sweep.lock_file, f"the sweep {plan.sweep.name} is at work already"):
         server, sweep = server_sweep.open_server_sweep(file, plan.settings, folder)
         backend = RunBackend(sweep, plan.settings, folder)
@@ -61,44 +61,44 @@ def run_agents(file: SweepFile, plan: SweepPlan, parallel: int, as_json: bool = 
             sweep,
             backend,
             [AgentSlot() for _ in range(parallel)],
-            unfinished=trial_records.read_unfinished(folder),
+            unfinished=trial_records.read_unfinished_records(folder),
             prints_rows=not as_json,
         )
         try:
             pool.run()
-            return _conclude(pool, backend)
+            return _report_sweep_outcome(pool, backend)
         finally:
             if as_json:
                 print_report(build_server_report(plan.sweep), as_json)
 
 
-def _conclude(pool: AgentPool, backend: RunBackend) -> int:
+def _report_sweep_outcome(pool: AgentPool, backend: RunBackend) -> int:
     """Print what the sweep has come to, and return the exit code."""
-    records = trial_records.read_records(backend.folder)
+    records = trial_records.read_trial_records(backend.folder)
     states = Counter(record.state for record in (*records, *pool.refused))
     counts = ", ".join(f"{number} {state}" for state, number in states.items())
-    print_status(f"sweep {pool.sweep}: {counts or 'no trial'}")
+    print_to_stderr(f"sweep {pool.sweep}: {counts or 'no trial'}")
     for record in records:
         # The server was out of reach: wandb has kept the rows in files that can be sent later.
-        if command := wandb_run.get_summary_rows(backend.trial_run(record)).get("send it"):
-            print_status(f"trial {record.id} did not reach the server: {command}")
+        if command := wandb_run.get_url_and_sync_rows(backend.get_trial_run(record)).get("send it"):
+            print_to_stderr(f"trial {record.id} did not reach the server: {command}")
     if pool.refusal:
         raise pool.refusal
     if pool.failures_in_a_row >= pool.max_failures_in_a_row:
-        first = pool.failed[-pool.failures_in_a_row]
-        log = trial_records.log_file(backend.folder, first.id)
+        first = pool.failed_trials[-pool.failures_in_a_row]
+        log = trial_records.get_trial_log_file(backend.folder, first.id)
         raise EchelonError(
             Fault(
                 f"{pool.failures_in_a_row} trials in a row have failed, the first, {first.id}, "
                 f"because: {first.cause}",
                 "look at the sweep there" if first in pool.refused else f"look into {log}",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     if pool.is_stopping:
-        print_status("the same command continues it")
-        return Exit.PREEMPTED
-    return Exit.FAILED if pool.failed else Exit.OK
+        print_to_stderr("the same command continues it")
+        return ExitCode.PREEMPTED
+    return ExitCode.FAILED if pool.failed_trials else ExitCode.OK
 
 
 @dataclass(frozen=True)
@@ -110,24 +110,26 @@ class RunBackend:
     folder: Path
     """The sweep's own folder, beside those of its trials."""
 
-    def trial_run(self, record: WandbTrialRecord) -> Run:
+    def get_trial_run(self, record: WandbTrialRecord) -> Run:
         """The run of a trial."""
-        return Run(self.folder.with_name(record.to_trial().run_name))
+        return Run(self.folder.with_name(record.to_checked_trial().run_name))
 
-    def has_ended(self, trial_id: str) -> bool:
+    def has_result(self, trial_id: str) -> bool:
         """Whether a record says so."""
-        states = {record.id: record.state for record in trial_records.read_records(self.folder)}
+        states = {
+            record.id: record.state for record in trial_records.read_trial_records(self.folder)
+        }
         return states.get(trial_id) in DONE_STATES
 
-    def check_trial(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:
+    def create_trial_record(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:
         """Return a record; EchelonError if a parameter is not one that a server may set."""
         record = WandbTrialRecord(trial_id, self.sweep, parameters)
-        record.to_trial()
+        record.to_checked_trial()
         return record
 
-    def is_startable(self, record: WandbTrialRecord) -> bool:
+    def can_resume_trial(self, record: WandbTrialRecord) -> bool:
         """Whether the process that ran it before has saved and ended."""
-        return not is_alive(self.trial_run(record).read_status().get("process"))
+        return not is_alive(self.get_trial_run(record).read_status_file().get("process"))
 
     def start_trial(self, record: WandbTrialRecord) -> RunTrial:
         """Start it, or attach to its Slurm job, which outlives an interrupted sweep.
@@ -136,21 +138,21 @@ class RunBackend:
         the trial has its result, and a second job would train it once more.
         """
         trial_records.write_record(self.folder, replace(record, state="running"))
-        run = self.trial_run(record)
-        command = _build_trial_command(self.settings, record.to_trial(), self.folder.parent)
-        if run.read_status().get("launcher") == "slurm":
+        run = self.get_trial_run(record)
+        command = _build_trial_command(self.settings, record.to_checked_trial(), self.folder.parent)
+        if run.read_status_file().get("launcher") == "slurm":
             status = read_run_status(run)
             if status.job and (status.is_active or status.state in ("finished", "failed")):
                 command = [*_ECHELON_COMMAND, "attach", str(run.folder)]
         return RunTrial.start(run, record, command, self.folder)
 
-    def end_trial(
+    def record_trial_end(
         self, record: WandbTrialRecord, exit_code: int, is_cancelled: bool, is_stopping: bool
     ) -> WandbTrialRecord:
         """Return the record with state, cause and metric, and write it."""
-        run = self.trial_run(record)
+        run = self.get_trial_run(record)
         state = _determine_state(run, exit_code, is_cancelled, is_stopping)
-        log = trial_records.log_file(self.folder, record.id)
+        log = trial_records.get_trial_log_file(self.folder, record.id)
         ended = replace(
             record,
             state=state,
@@ -162,17 +164,19 @@ class RunBackend:
         return ended
 
     def _read_metric_value(self, run: Run) -> float | None:
-        key = to_file_key(self.settings.metric["name"], bool(self.settings.program))
-        values = MetricHistory(run.metrics_file, key).read()
+        key = to_metrics_file_key(self.settings.metric["name"], bool(self.settings.program))
+        values = MetricHistory(run.metrics_file, key).read_all_values()
         return values[-1] if values else None
 
 
 def _determine_state(run: Run, exit_code: int, is_cancelled: bool, is_stopping: bool) -> str:
     """Derive the state from the run folder too: programs have exit codes of their own, and so has
     a process that is interrupted while it starts."""
-    if exit_code == Exit.OK:
+    if exit_code == ExitCode.OK:
         return "finished"
-    has_saved = exit_code == Exit.PREEMPTED or run.read_status().get("state") == "preempted"
+    has_saved = (
+        exit_code == ExitCode.PREEMPTED or run.read_status_file().get("state") == "preempted"
+    )
     if is_cancelled or (has_saved and run.cancel_file.exists() and not is_stopping):
         return "stopped"
     return "preempted" if has_saved or is_stopping else "failed"
@@ -181,7 +185,7 @@ def _determine_state(run: Run, exit_code: int, is_cancelled: bool, is_stopping: 
 def _find_failure_cause(run: Run, log: Path) -> str:
     """Return one line: the failure that the run recorded, else the first error in its output, else
     the last line of it."""
-    failure = run.read_status().get("failure")
+    failure = run.read_status_file().get("failure")
     if isinstance(failure, dict) and failure.get("summary"):
         return str(failure["summary"])
     lines = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
@@ -196,7 +200,7 @@ def _build_trial_command(settings: SweepSettings, trial: WandbTrial, run_dir: Pa
     An experiment reads its parameters from the file that the environment names, on rank 0; a
     program gets them as arguments.
     """
-    overrides = [*settings.overrides, f"run.dir={format_value(str(run_dir))}"]
+    overrides = [*settings.overrides, f"run.dir={format_override_value(str(run_dir))}"]
     if not settings.program:
         return [*_ECHELON_COMMAND, "train", *overrides]
     name = f"run.name={trial.run_name}"
@@ -214,8 +218,8 @@ class RunTrial:
     @staticmethod
     def start(run: Run, record: WandbTrialRecord, command: Sequence[str], folder: Path) -> RunTrial:
         """Start the command with its output in the sweep's folder."""
-        variables = trial_records.make_trial_environment(folder, record)
-        with trial_records.log_file(folder, record.id).open("ab") as log:
+        variables = trial_records.prepare_trial_environment(folder, record)
+        with trial_records.get_trial_log_file(folder, record.id).open("ab") as log:
             process = subprocess.Popen(
                 list(command),
                 env=os.environ | variables,
@@ -234,7 +238,7 @@ class RunTrial:
 
     def cancel(self) -> None:
         """Ask the run to save and end for good, wherever it runs."""
-        if not self._run.read_status():
+        if not self._run.read_status_file():
             self._process.terminate()  # there is no run yet
             return
         with contextlib.suppress(EchelonError), contextlib.redirect_stdout(io.StringIO()):
@@ -247,7 +251,7 @@ class RunTrial:
         """
         if is_repeated:
             self._process.kill()
-        elif self._run.read_status().get("launcher") == "slurm":
+        elif self._run.read_status_file().get("launcher") == "slurm":
             self.cancel()
         else:
             self._process.terminate()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.runs.run_folder import Run
 from echelon.sweep.located_yaml import LocatedYaml
-from echelon.sweep.metric_history import MetricHistory, to_file_key
+from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key
 from echelon.sweep.optuna_study import require_optuna
 from echelon.sweep.report import SweepReport, compute_importance
 from echelon.sweep.sampling import encode_choice
@@ -28,8 +28,8 @@ def build_server_report(sweep: SweepFolder) -> SweepReport:
     """Return the report without asking the server, so without trials of other agents."""
     known = server_sweep.read_server_file(sweep.folder)
     metric = SweepMetric(**known["metric"])
-    key = to_file_key(metric.name, known["program"])
-    records = trial_records.read_records(sweep.folder)
+    key = to_metrics_file_key(metric.name, known["program"])
+    records = trial_records.read_trial_records(sweep.folder)
     trials = [_summarize_record(i, record, sweep.folder, key) for i, record in enumerate(records)]
     file = parse_sweep(LocatedYaml(sweep.folder, known["file"], {}))
     importance = compute_importance(_build_study(file, metric, trials)) if _has_optuna() else {}
@@ -39,8 +39,10 @@ def build_server_report(sweep: SweepFolder) -> SweepReport:
 def _summarize_record(
     number: int, record: WandbTrialRecord, folder: Path, key: str
 ) -> TrialSummary:
-    trial = record.to_trial()
-    history = MetricHistory(Run(folder.with_name(trial.run_name)).metrics_file, key).read()
+    trial = record.to_checked_trial()
+    history = MetricHistory(
+        Run(folder.with_name(trial.run_name)).metrics_file, key
+    ).read_all_values()
     state = {"stopped": "pruned", "preempted": "waiting"}.get(record.state, record.state)
     value = history[-1] if history else record.value  # wandb takes the last one
     parameters = dict(trial.values)

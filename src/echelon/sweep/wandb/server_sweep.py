@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep.sweep_file import SweepFile
 from echelon.sweep.sweep_folder import SweepSettings
 from echelon.sweep.wandb.client import ServerUnavailableError, WandbServer
@@ -71,10 +71,11 @@ def _find_entity(file: SweepFile, server: WandbServer) -> str:
     except ServerUnavailableError as error:
         raise EchelonError(
             Fault(
-                f"wandb's server at {wandb_key.get_host(server.url)} does not answer: {error}",
+                f"wandb's server at {wandb_key.parse_server_host(server.url)} does not answer: "
+                f"{error}",
                 "try again later, or go without a server: --engine embedded",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         ) from None
     return file.entity or os.environ.get("WANDB_ENTITY") or user
 
@@ -113,7 +114,7 @@ def read_server_file(folder: Path) -> dict[str, Any]:
         reason = str(error)
     raise EchelonError(
         Fault(f"{folder / _SERVER_FILE} cannot be read: {reason}", "start another sweep"),
-        exit=Exit.NOT_FOUND,
+        exit=ExitCode.NOT_FOUND,
     )
 
 
@@ -134,7 +135,7 @@ def _create_sweep(file: SweepFile, settings: SweepSettings, folder: Path, entity
             Fault(
                 f"wandb's server did not create the sweep: {summarize_error(error)}", _LOGIN_HINT
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         ) from None
     finally:
         wandb.teardown()  # ends its service process; trials have their own

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from echelon.config.untrusted import WandbTrial, make_trial
+from echelon.config.untrusted import WandbTrial, make_wandb_trial
 from echelon.errors import EchelonError
 from echelon.utils.files import write_json_atomically
 
@@ -42,18 +42,18 @@ class WandbTrialRecord:
     started_at: float = field(default_factory=time.time)
     exit_code: int | None = None
 
-    def to_trial(self) -> WandbTrial:
+    def to_checked_trial(self) -> WandbTrial:
         """Return the trial with checked parameters; EchelonError if one is not allowed."""
-        return make_trial(self.sweep, self.id, self.parameters)
+        return make_wandb_trial(self.sweep, self.id, self.parameters)
 
 
 def write_record(folder: Path, record: WandbTrialRecord) -> None:
     """Write the record into the sweep's folder, if the disk allows it."""
     with contextlib.suppress(OSError):  # a full disk must not end a sweep
-        write_json_atomically(_record_file(folder, record.id), asdict(record))
+        write_json_atomically(_get_record_file(folder, record.id), asdict(record))
 
 
-def read_records(folder: Path) -> list[WandbTrialRecord]:
+def read_trial_records(folder: Path) -> list[WandbTrialRecord]:
     """Return the records of all trials in the order in which they were started."""
     records = []
     for path in folder.glob("trial-*.json"):
@@ -62,20 +62,20 @@ def read_records(folder: Path) -> list[WandbTrialRecord]:
     return sorted(records, key=lambda record: record.started_at)
 
 
-def read_unfinished(folder: Path) -> list[WandbTrialRecord]:
+def read_unfinished_records(folder: Path) -> list[WandbTrialRecord]:
     """Return the records of trials that an interrupted sweep left without a result."""
-    return [r for r in read_records(folder) if r.state not in DONE_STATES and _is_valid(r)]
+    return [r for r in read_trial_records(folder) if r.state not in DONE_STATES and _is_valid(r)]
 
 
 def _is_valid(record: WandbTrialRecord) -> bool:
     try:
-        record.to_trial()
+        record.to_checked_trial()
     except EchelonError:
         return False
     return True
 
 
-def make_trial_environment(folder: Path, record: WandbTrialRecord) -> dict[str, str]:
+def prepare_trial_environment(folder: Path, record: WandbTrialRecord) -> dict[str, str]:
     """Write the file of parameters, and return the variables that name it and the trial.
 
     They are those that wandb's own agent gives to a trial: wandb.init() reads them, and so does
@@ -95,10 +95,10 @@ def make_trial_environment(folder: Path, record: WandbTrialRecord) -> dict[str, 
     return {name: value for name, value in variables.items() if value}
 
 
-def log_file(folder: Path, trial_id: str) -> Path:
+def get_trial_log_file(folder: Path, trial_id: str) -> Path:
     """The output of a trial's command."""
     return folder / f"trial-{trial_id}.log"
 
 
-def _record_file(folder: Path, trial_id: str) -> Path:
+def _get_record_file(folder: Path, trial_id: str) -> Path:
     return folder / f"trial-{trial_id}.json"

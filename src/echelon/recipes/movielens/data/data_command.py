@@ -15,27 +15,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.recipes.movielens.data.download import (
     RETRY_WAITS_S,
     PartialDownload,
     ProgressDisplay,
     download,
     fetch_text,
-    manual_download_hint,
+    suggest_manual_download,
 )
-from echelon.recipes.movielens.data.formats import detect_format, find_ratings
+from echelon.recipes.movielens.data.formats import find_ratings_folder, require_ratings_folder
 from echelon.recipes.movielens.data.prepared_cache import load_ratings
 from echelon.recipes.movielens.data.ratings import Ratings
 from echelon.recipes.movielens.data.releases import (
     CITATION,
     RELEASES,
     Release,
-    folder_name,
-    zip_url,
+    get_folder_name,
+    get_zip_url,
 )
 from echelon.recipes.movielens.data.unpack import copy_folder, read_folder_name, unpack_zip
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 DEFAULT_SIZE = "latest-small"
 _LINE_INTERVAL_S = 2.0
@@ -59,7 +59,7 @@ def get_data(
     )
     ratings = load_ratings(folder)
     print(json.dumps(_to_dict(folder, ratings)) if as_json else _render_summary(folder, ratings))
-    return Exit.OK
+    return ExitCode.OK
 
 
 def _import_local(local: Path, size: str | None, target: Path) -> Path:
@@ -67,11 +67,11 @@ def _import_local(local: Path, size: str | None, target: Path) -> Path:
     if not local.exists():
         raise EchelonError(
             Fault(f"there is no {local}", "give a zip of MovieLens, or its folder"),
-            exit=Exit.NOT_FOUND,
+            exit=ExitCode.NOT_FOUND,
         )
-    source = find_ratings(local) if local.is_dir() else None
+    source = require_ratings_folder(local) if local.is_dir() else None
     name = source.folder.resolve().name if source else read_folder_name(local)
-    folder = target / (folder_name(size) if size else name)
+    folder = target / (get_folder_name(size) if size else name)
     if not _is_present(folder):
         copy_folder(source, folder) if source else unpack_zip(local, folder)
         _require_loadable(folder, source.folder if source else local)
@@ -86,7 +86,7 @@ def _require_loadable(folder: Path, source: Path) -> None:
     try:
         load_ratings(folder)
     except EchelonError as error:
-        if error.exit == Exit.FAILED:  # a full disk, which is not the data set's fault
+        if error.exit == ExitCode.FAILED:  # a full disk, which is not the data set's fault
             raise
         shutil.rmtree(folder, ignore_errors=True)
         faults = [Fault(f.what.replace(str(folder), str(source)), f.do) for f in error.faults]
@@ -95,18 +95,18 @@ def _require_loadable(folder: Path, source: Path) -> None:
 
 def _fetch_release(size: str, target: Path, waits_s: Sequence[float]) -> Path:
     """Download, verify and unpack a release; return its folder."""
-    folder = target / folder_name(size)
+    folder = target / get_folder_name(size)
     if _is_present(folder):
         return folder
-    url = zip_url(size)
-    part = PartialDownload.in_folder(target, f"{folder.name}.zip")
+    url = get_zip_url(size)
+    part = PartialDownload.locate_in_folder(target, f"{folder.name}.zip")
     _make_folder(target)
     print(f"downloading {url} (about {RELEASES[size].megabytes} MB)", file=sys.stderr)
     try:
         with _open_progress() as progress:
             download(url, part, progress, waits_s)
     except KeyboardInterrupt:
-        print(f"stopped; {part.size():,} bytes are kept in {part.data}", file=sys.stderr)
+        print(f"stopped; {part.get_size_bytes():,} bytes are kept in {part.data}", file=sys.stderr)
         raise
     except EchelonError:
         with contextlib.suppress(OSError):
@@ -123,13 +123,13 @@ def _make_folder(target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"{target} cannot be created: {describe_os_error(error)}"
+        what = f"{target} cannot be created: {format_os_error_reason(error)}"
         raise EchelonError(Fault(what, "choose a writable folder: --to DIR")) from error
 
 
 def _is_present(folder: Path) -> bool:
     """Whether the data set is there and can be read; it is then left alone."""
-    if not folder.is_dir() or detect_format(folder) is None:
+    if not folder.is_dir() or find_ratings_folder(folder) is None:
         return False
     try:
         load_ratings(folder)
@@ -165,9 +165,9 @@ def _verify_checksum(part: PartialDownload, url: str, known: Release) -> None:
     raise EchelonError(
         Fault(
             f"{url}: wrong checksum: known {known.digest}, {details}; the file was removed",
-            f"type the same command again; if that does not help, {manual_download_hint(url)}",
+            f"type the same command again; if that does not help, {suggest_manual_download(url)}",
         ),
-        exit=Exit.FAILED,
+        exit=ExitCode.FAILED,
     )
 
 
@@ -198,7 +198,7 @@ def _render_summary(folder: Path, ratings: Ratings) -> str:
     """Return the size, licence and citation of the data set, and the next command."""
     readme = next(iter(sorted(folder.glob("README*"))), None)
     where = f"in {readme}" if readme else "at https://grouplens.org/datasets/movielens"
-    default = folder == Path("data") / folder_name(DEFAULT_SIZE)
+    default = folder == Path("data") / get_folder_name(DEFAULT_SIZE)
     setting = "" if default else f" data={shlex.quote(str(folder))}"
     return (
         f"{folder}: {len(ratings.users):,} ratings of {ratings.num_users:,} users for "

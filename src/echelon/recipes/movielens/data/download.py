@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from echelon.errors import EchelonError, Exit, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.utils.files import read_json_object
 from echelon.utils.locks import FileLock, LocksUnsupportedError
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 RETRY_WAITS_S = (1.0, 2.0, 4.0)
 """Waits before the next attempt if one received nothing. After an attempt that received something
@@ -54,7 +54,7 @@ class PartialDownload:
     metadata: Path
 
     @staticmethod
-    def in_folder(folder: Path, name: str) -> PartialDownload:
+    def locate_in_folder(folder: Path, name: str) -> PartialDownload:
         """Return the paths of a partial download in a folder."""
         return PartialDownload(folder / f"{name}.part", folder / f"{name}.part.json")
 
@@ -63,7 +63,7 @@ class PartialDownload:
         about = read_json_object(self.metadata) or {}
         return about.get("version") if about.get("url") == url else None
 
-    def size(self) -> int:
+    def get_size_bytes(self) -> int:
         """Return the bytes received so far."""
         return self.data.stat().st_size if self.data.exists() else 0
 
@@ -86,12 +86,12 @@ def download(
     call before that costs one request.
     """
     try:
-        with _locked(part), part.data.open("ab") as data:
+        with _lock_download(part), part.data.open("ab") as data:
             _download_with_retries(url, part, data, progress, waits_s)
     except OSError as error:
         raise _write_failed_error(part, error) from error
     finally:
-        if not part.size():
+        if not part.get_size_bytes():
             part.remove()
 
 
@@ -105,7 +105,7 @@ def fetch_text(url: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(part: PartialDownload) -> Iterator[None]:
+def _lock_download(part: PartialDownload) -> Iterator[None]:
     """Refuse a second download of the same file, where the file system has locks."""
     lock = FileLock(part.data)
     try:
@@ -140,7 +140,7 @@ def _download_with_retries(
                 waits = iter(waits_s)
             wait_s = next(waits, None)
             if wait_s is None:
-                raise _unreachable_error(url, data.tell(), part, str(error)) from error
+                raise _make_unreachable_error(url, data.tell(), part, str(error)) from error
             progress.print_line(f"{error}; trying again in {wait_s:g} s")
             time.sleep(wait_s)
 
@@ -172,7 +172,7 @@ def _read_chunk(answer: http.client.HTTPResponse) -> bytes:
     try:
         return answer.read(_CHUNK_BYTES)
     except (http.client.HTTPException, OSError) as error:
-        raise _RetryableError(f"the connection broke ({_error_text(error)})") from error
+        raise _RetryableError(f"the connection broke ({_format_error_text(error)})") from error
 
 
 @contextlib.contextmanager
@@ -196,12 +196,12 @@ def _open_response(
             raise _RetryableError(
                 "the local part does not belong to the file on the server"
             ) from error
-        raise _http_status_error(url, error) from error
+        raise _make_http_status_error(url, error) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
-            raise _certificate_error(url, reason) from error
-        raise _RetryableError(_error_text(reason)) from error
+            raise _make_certificate_error(url, reason) from error
+        raise _RetryableError(_format_error_text(reason)) from error
     with answer:
         yield answer
 
@@ -222,13 +222,13 @@ def _begin_writing(
         raise _RetryableError("the server sent another part than was requested")
     _restart(part, data)
     part.metadata.write_text(
-        json.dumps({"url": url, "version": _response_version(answer)}), encoding="utf-8"
+        json.dumps({"url": url, "version": _get_response_version(answer)}), encoding="utf-8"
     )
     length = answer.headers.get("Content-Length", "")
     return 0, int(length) if length.isdecimal() else None
 
 
-def _response_version(answer: http.client.HTTPResponse) -> str | None:
+def _get_response_version(answer: http.client.HTTPResponse) -> str | None:
     """Return the ETag, or else the date. A weak ETag is ignored: it does not promise the same
     bytes."""
     tag = answer.headers.get("ETag")
@@ -251,7 +251,7 @@ def _require_space(part: PartialDownload, have: int, total: int | None) -> None:
 # --- errors -------------------------------------------------------------------------------------
 
 
-def manual_download_hint(url: str) -> str:
+def suggest_manual_download(url: str) -> str:
     """Return how to bring the file here from another machine."""
     name = url.rpartition("/")[2]
     return (
@@ -260,45 +260,50 @@ def manual_download_hint(url: str) -> str:
     )
 
 
-def _error_text(error: object) -> str:
+def _format_error_text(error: object) -> str:
     """`error` may be what urllib gives as a reason: an exception, or only its text."""
-    return describe_os_error(error) if isinstance(error, BaseException) else str(error)
+    return format_os_error_reason(error) if isinstance(error, BaseException) else str(error)
 
 
-def _unreachable_error(url: str, have: int, part: PartialDownload, reason: str) -> EchelonError:
+def _make_unreachable_error(
+    url: str, have: int, part: PartialDownload, reason: str
+) -> EchelonError:
     """Return the error after the last attempt."""
     if have:
         kept = f"{have:,} bytes are kept in {part.data}"
-        again = f"type the same command again to continue; or {manual_download_hint(url)}"
-        return EchelonError(Fault(f"{url}: {reason}; {kept}", again), exit=Exit.FAILED)
+        again = f"type the same command again to continue; or {suggest_manual_download(url)}"
+        return EchelonError(Fault(f"{url}: {reason}; {kept}", again), exit=ExitCode.FAILED)
     what = f"{url} cannot be reached: {reason}"
-    return EchelonError(Fault(what, manual_download_hint(url)), exit=Exit.NOT_FOUND)
+    return EchelonError(Fault(what, suggest_manual_download(url)), exit=ExitCode.NOT_FOUND)
 
 
-def _http_status_error(url: str, error: urllib.error.HTTPError) -> Exception:
+def _make_http_status_error(url: str, error: urllib.error.HTTPError) -> Exception:
     """Return the error for an HTTP status; a retryable one for those that may pass."""
     answer = f"the server answered {error.code} {error.reason}"
     if error.code >= 500 or error.code == http.client.TOO_MANY_REQUESTS:
         return _RetryableError(answer)
-    return EchelonError(Fault(f"{url}: {answer}", manual_download_hint(url)), exit=Exit.NOT_FOUND)
+    return EchelonError(
+        Fault(f"{url}: {answer}", suggest_manual_download(url)), exit=ExitCode.NOT_FOUND
+    )
 
 
-def _certificate_error(url: str, error: ssl.SSLCertVerificationError) -> EchelonError:
+def _make_certificate_error(url: str, error: ssl.SSLCertVerificationError) -> EchelonError:
     """Return the error for a server whose certificate is not trusted."""
     what = f"{url}: its certificate is not trusted: {error.verify_message}"
-    return EchelonError(Fault(what, manual_download_hint(url)), exit=Exit.NOT_FOUND)
+    return EchelonError(Fault(what, suggest_manual_download(url)), exit=ExitCode.NOT_FOUND)
 
 
 def _write_failed_error(part: PartialDownload, error: OSError) -> EchelonError:
     """Return the error for a file that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"no space left for {part.data}; the {part.size():,} bytes that came are kept there"
+        kept = f"the {part.get_size_bytes():,} bytes that came are kept there"
+        what = f"no space left for {part.data}; {kept}"
         do = "free some space and type the same command again: it continues from there"
-        if not part.size():
+        if not part.get_size_bytes():
             what, do = (
                 f"no space left in {part.data.parent}",
                 "free some space, or choose another folder: --to DIR",
             )
-        return EchelonError(Fault(what, do), exit=Exit.FAILED)
-    what = f"{part.data} cannot be written: {describe_os_error(error)}"
+        return EchelonError(Fault(what, do), exit=ExitCode.FAILED)
+    what = f"{part.data} cannot be written: {format_os_error_reason(error)}"
     return EchelonError(Fault(what, "choose a writable folder: --to DIR"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.errors import EchelonError, Exit, Fault
-from echelon.utils.os_errors import describe_os_error
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.utils.os_errors import format_os_error_reason
 
 RATING_COLUMNS = ("userId", "movieId", "rating", "timestamp")
 """Columns of ratings.csv; the other formats have the same, without a header."""
@@ -56,7 +56,7 @@ class RatingsFolder:
         return [self.ratings, *(p for p in map(self.folder.joinpath, names) if p.is_file())]
 
 
-def detect_format(folder: Path) -> RatingsFolder | None:
+def find_ratings_folder(folder: Path) -> RatingsFolder | None:
     """Return the folder with its format, or None if it has no ratings."""
     for format in FORMATS:
         if (folder / format.ratings).is_file():
@@ -64,14 +64,14 @@ def detect_format(folder: Path) -> RatingsFolder | None:
     return None
 
 
-def find_ratings(folder: Path) -> RatingsFolder:
+def require_ratings_folder(folder: Path) -> RatingsFolder:
     """Return the folder with its format, or raise with a suggestion."""
     try:
-        source = detect_format(folder)
+        source = find_ratings_folder(folder)
         inside = sorted(folder.iterdir()) if source is None and folder.is_dir() else []
-        nearby = [path for path in inside if path.is_dir() and detect_format(path)]
+        nearby = [path for path in inside if path.is_dir() and find_ratings_folder(path)]
     except PermissionError as error:
-        raise unreadable_error(error) from error
+        raise make_unreadable_error(error) from error
     if source:
         return source
     names = ", ".join(format.ratings for format in FORMATS)
@@ -83,12 +83,12 @@ def find_ratings(folder: Path) -> RatingsFolder:
     do = "get the data set: echelon data movielens (--from FILE without internet access)"
     if nearby:
         do = f"did you mean {' or '.join(map(str, nearby))}?"
-    raise EchelonError(Fault(what, do), exit=Exit.NOT_FOUND)
+    raise EchelonError(Fault(what, do), exit=ExitCode.NOT_FOUND)
 
 
-def unreadable_error(error: OSError) -> EchelonError:
+def make_unreadable_error(error: OSError) -> EchelonError:
     """Return the error for a file without read permission."""
-    what = f"{error.filename} cannot be read: {describe_os_error(error)}"
+    what = f"{error.filename} cannot be read: {format_os_error_reason(error)}"
     return EchelonError(
         Fault(what, "make it readable for this user, or copy the data set to another folder")
     )

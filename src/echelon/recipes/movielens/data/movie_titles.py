@@ -23,9 +23,9 @@ def read_movies(source: RatingsFolder) -> Iterator[MovieRow]:
         return
     line = 0
     try:
-        with source.movies.open(encoding=_file_encoding(source), newline="") as file:
+        with source.movies.open(encoding=_get_file_encoding(source), newline="") as file:
             genres = _read_genre_names(source)
-            for line, fields in _iter_rows(source, file):  # noqa: B007 – used in messages below
+            for line, fields in _iter_numbered_rows(source, file):  # noqa: B007 – used in messages below
                 if fields:
                     yield _parse_movie(source, fields, genres)
     except UnicodeDecodeError as error:
@@ -36,12 +36,14 @@ def read_movies(source: RatingsFolder) -> Iterator[MovieRow]:
         raise EchelonError(Fault(what, FIX_FILE_HINT)) from error
 
 
-def _file_encoding(source: RatingsFolder) -> str:
+def _get_file_encoding(source: RatingsFolder) -> str:
     """Return the encoding; UTF-8 files may have a byte-order mark."""
     return "utf-8-sig" if source.format.encoding == "utf-8" else source.format.encoding
 
 
-def _iter_rows(source: RatingsFolder, file: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+def _iter_numbered_rows(
+    source: RatingsFolder, file: Iterator[str]
+) -> Iterator[tuple[int, list[str]]]:
     """Yield line number and fields of each row."""
     if source.format.has_header:
         reader = csv.reader(file)

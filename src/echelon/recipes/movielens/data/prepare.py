@@ -72,7 +72,7 @@ def prepare_ratings(source: RatingsFolder, folder: Path) -> int:
         ids = np.flatnonzero(present)
         np.save(folder / f"{column[:-1]}_ids.npy", ids)
         _renumber(folder / f"{column}.npy", ids)
-    dropped = 0 if scan.is_ascending else _drop_repeated(folder)
+    dropped = 0 if scan.is_ascending else _drop_repeated_ratings(folder)
     titles = {number: (title, genres) for number, title, genres in read_movies(source)}
     (folder / MOVIES_FILE).write_text(json.dumps(titles, ensure_ascii=False), encoding="utf-8")
     return dropped
@@ -83,25 +83,25 @@ def _write_columns(source: RatingsFolder, folder: Path) -> IdScan:
     scan = IdScan()
     with ExitStack() as stack:
         files = [
-            stack.enter_context(_column_path(folder, name).open("wb")) for name in COLUMN_TYPES
+            stack.enter_context(_make_column_path(folder, name).open("wb")) for name in COLUMN_TYPES
         ]
         for file, kind in zip(files, COLUMN_TYPES.values(), strict=True):
-            file.write(_npy_header(kind, 0))
+            file.write(_make_npy_header(kind, 0))
         for block in read_blocks(source):
             scan.add(block)
             for file, column in zip(files, block, strict=True):
                 file.write(column.data)
         for file, kind in zip(files, COLUMN_TYPES.values(), strict=True):
             file.seek(0)
-            file.write(_npy_header(kind, scan.rows))
+            file.write(_make_npy_header(kind, scan.rows))
     return scan
 
 
-def _column_path(folder: Path, name: str) -> Path:
+def _make_column_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.npy"
 
 
-def _npy_header(kind: type, rows: int) -> bytes:
+def _make_npy_header(kind: type, rows: int) -> bytes:
     """Return the header of a .npy file. numpy pads it for any number of rows, so it can be
     overwritten at the end."""
     header = io.BytesIO()
@@ -115,12 +115,12 @@ def _renumber(path: Path, ids: Array) -> None:
     dense = np.zeros(int(ids[-1]) + 1, np.int32)
     dense[ids] = np.arange(len(ids), dtype=np.int32)
     with path.open("r+b") as file:
-        for start, block in _iter_int32_blocks(file):
+        for start, block in _iter_npy_blocks(file):
             file.seek(start)
             file.write(dense[block].data)
 
 
-def _iter_int32_blocks(file: BinaryIO) -> Iterator[tuple[int, Array]]:
+def _iter_npy_blocks(file: BinaryIO) -> Iterator[tuple[int, Array]]:
     """Yield offset and content of each block of a .npy file of int32."""
     np.lib.format.read_magic(file)
     np.lib.format.read_array_header_1_0(file)
@@ -131,27 +131,29 @@ def _iter_int32_blocks(file: BinaryIO) -> Iterator[tuple[int, Array]]:
         file.seek(start)
 
 
-def _drop_repeated(folder: Path) -> int:
+def _drop_repeated_ratings(folder: Path) -> int:
     """Keep the newest rating of every pair of user and movie, or the later line of two equally new;
     return how many were dropped."""
     users, items = (
-        np.load(_column_path(folder, name), mmap_mode="r") for name in ("users", "items")
+        np.load(_make_column_path(folder, name), mmap_mode="r") for name in ("users", "items")
     )
     pairs = users * np.int64(items.max() + 1) + items
     ordered = np.sort(pairs)
     if (ordered[1:] != ordered[:-1]).all():
         return 0
-    order = np.lexsort((np.load(_column_path(folder, "times"), mmap_mode="r"), pairs))  # stable
+    order = np.lexsort(
+        (np.load(_make_column_path(folder, "times"), mmap_mode="r"), pairs)
+    )  # stable
     newest = np.append(pairs[order[1:]] != pairs[order[:-1]], True)
     kept_rows = np.sort(order[newest])
     for name in COLUMN_TYPES:
-        column = np.load(_column_path(folder, name), mmap_mode="r")[kept_rows]
-        _column_path(folder, name).unlink()  # not overwritten: it may still be mapped above
-        np.save(_column_path(folder, name), column)
+        column = np.load(_make_column_path(folder, name), mmap_mode="r")[kept_rows]
+        _make_column_path(folder, name).unlink()  # not overwritten: it may still be mapped above
+        np.save(_make_column_path(folder, name), column)
     return len(pairs) - len(kept_rows)
 
 
-def sync_folder(folder: Path) -> None:
+def flush_files_to_disk(folder: Path) -> None:
     """Flush all files of a folder to disk: after a power cut, no valid cache may contain zeros."""
     for path in [*folder.iterdir(), folder]:
         flush_to_disk(path)

@@ -25,18 +25,22 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from echelon.errors import EchelonError, Exit, Fault
-from echelon.recipes.movielens.data.formats import RatingsFolder, find_ratings, unreadable_error
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.recipes.movielens.data.formats import (
+    RatingsFolder,
+    make_unreadable_error,
+    require_ratings_folder,
+)
 from echelon.recipes.movielens.data.prepare import (
     COLUMN_TYPES,
     ID_FILES,
+    flush_files_to_disk,
     prepare_ratings,
-    sync_folder,
 )
 from echelon.recipes.movielens.data.ratings import Ratings
 from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.utils.locks import FileLock, LocksUnsupportedError
-from echelon.utils.os_errors import describe_os_error
+from echelon.utils.os_errors import format_os_error_reason
 
 _FORMAT_VERSION = 1
 """Version of the prepared form; part of the fingerprint."""
@@ -46,20 +50,20 @@ _WRITE_REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 def load_ratings(folder: str | Path) -> Ratings:
     """Return the ratings in a folder made by `echelon data movielens`, or in any of GroupLens'
     formats."""
-    source = find_ratings(Path(folder))
-    cache_folders = _candidate_folders(source.folder)
+    source = require_ratings_folder(Path(folder))
+    cache_folders = _list_candidate_folders(source.folder)
     try:
         stats = _stat_files(source)
         for home in cache_folders:
-            fingerprint = _find_fingerprint(home, stats)
+            fingerprint = _read_recorded_fingerprint(home, stats)
             if fingerprint and (ratings := _open_prepared(home, fingerprint)):
                 return ratings
         return _find_or_prepare(source, cache_folders)
     except PermissionError as error:
-        raise unreadable_error(error) from error
+        raise make_unreadable_error(error) from error
 
 
-def _candidate_folders(folder: Path) -> list[Path]:
+def _list_candidate_folders(folder: Path) -> list[Path]:
     """Return where the cache may be, the preferred folder first."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
@@ -78,7 +82,7 @@ def _stat_files(source: RatingsFolder) -> dict[str, list[int]]:
     return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
 
 
-def _find_fingerprint(cache_folder: Path, stats: dict[str, list[int]]) -> str | None:
+def _read_recorded_fingerprint(cache_folder: Path, stats: dict[str, list[int]]) -> str | None:
     """Return the fingerprint recorded for files with these sizes and times, or None."""
     known = read_json_object(cache_folder / "sources.json") or {}
     return known.get("fingerprint") if known.get("looks") == stats else None
@@ -88,7 +92,7 @@ def _open_prepared(cache_folder: Path, fingerprint: str) -> Ratings | None:
     """Return the memory-mapped ratings, or None if they are absent or incomplete."""
     folder = cache_folder / fingerprint
     sizes = (read_json_object(folder / "prepared.json") or {}).get("sizes")
-    if not sizes or any(_file_size(folder / name) != size for name, size in sizes.items()):
+    if not sizes or any(_get_file_size(folder / name) != size for name, size in sizes.items()):
         return None
     arrays = {
         name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*COLUMN_TYPES, *ID_FILES)
@@ -96,7 +100,7 @@ def _open_prepared(cache_folder: Path, fingerprint: str) -> Ratings | None:
     return Ratings(**arrays, fingerprint=fingerprint, prepared=folder)
 
 
-def _file_size(path: Path) -> int:
+def _get_file_size(path: Path) -> int:
     """Return the size of a file, or -1 if it is not there."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
@@ -113,7 +117,7 @@ def _find_or_prepare(source: RatingsFolder, cache_folders: list[Path]) -> Rating
         try:
             with _lock_folder(home):
                 return _find_or_prepare_in(source, home)
-        except _FolderNotWritable as error:
+        except _FolderNotWritableError as error:
             # What somebody else prepared there will do, such as in the image of a container.
             if ratings := _open_prepared(home, _compute_fingerprint(source)):
                 return ratings
@@ -126,7 +130,7 @@ def _find_or_prepare(source: RatingsFolder, cache_folders: list[Path]) -> Rating
     )
 
 
-class _FolderNotWritable(Exception):
+class _FolderNotWritableError(Exception):
     """This folder cannot be written; another one may be."""
 
 
@@ -146,15 +150,17 @@ def _lock_folder(cache_folder: Path) -> Iterator[None]:
                 held.enter_context(lock)
         except OSError as error:
             if error.errno in _WRITE_REFUSED_ERRNOS:
-                raise _FolderNotWritable(f"{cache_folder}: {describe_os_error(error)}") from error
-            raise _write_failed_error(cache_folder, error) from error
+                raise _FolderNotWritableError(
+                    f"{cache_folder}: {format_os_error_reason(error)}"
+                ) from error
+            raise _make_cache_write_error(cache_folder, error) from error
         yield
 
 
 def _find_or_prepare_in(source: RatingsFolder, cache_folder: Path) -> Ratings:
     """Return the ratings from this cache folder, prepared if necessary, under its lock."""
     stats = _stat_files(source)
-    fingerprint = _find_fingerprint(cache_folder, stats) or _compute_fingerprint(source)
+    fingerprint = _read_recorded_fingerprint(cache_folder, stats) or _compute_fingerprint(source)
     ratings = _open_prepared(cache_folder, fingerprint)
     if ratings is None:
         ratings = _prepare_in(source, cache_folder, fingerprint)
@@ -187,13 +193,13 @@ def _prepare_in(source: RatingsFolder, cache_folder: Path, fingerprint: str) -> 
         (temporary / "prepared.json").write_text(
             json.dumps({"dropped": dropped, "sizes": sizes}), encoding="utf-8"
         )
-        sync_folder(temporary)
+        flush_files_to_disk(temporary)
         temporary.chmod(0o755)  # mkdtemp's own is for this user alone; the data may be shared
         _publish(temporary, cache_folder / fingerprint)
     except OSError as error:
         if isinstance(error, PermissionError):
             raise
-        raise _write_failed_error(cache_folder, error) from error
+        raise _make_cache_write_error(cache_folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     ratings = _open_prepared(cache_folder, fingerprint)
@@ -227,7 +233,7 @@ def _print_summary(source: RatingsFolder, ratings: Ratings, dropped: int, taken_
         )
 
 
-def _write_failed_error(cache_folder: Path, error: OSError) -> EchelonError:
+def _make_cache_write_error(cache_folder: Path, error: OSError) -> EchelonError:
     """Return the error for a cache that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EchelonError(
@@ -236,8 +242,8 @@ def _write_failed_error(cache_folder: Path, error: OSError) -> EchelonError:
                 "nothing was kept",
                 "free some space: it takes 20 bytes per rating",
             ),
-            exit=Exit.FAILED,
+            exit=ExitCode.FAILED,
         )
     return EchelonError(
-        Fault(f"{error.filename or cache_folder}: {describe_os_error(error)}", "try again")
+        Fault(f"{error.filename or cache_folder}: {format_os_error_reason(error)}", "try again")
     )

@@ -51,18 +51,18 @@ class Ratings:
         """The number of movies with ratings."""
         return len(self.item_ids)
 
-    def titles(self) -> list[str]:
+    def get_titles(self) -> list[str]:
         """Return the title of each dense item; `movie 123` if the data set does not name it."""
-        names = self._movies
+        names = self._titles_and_genres
         return [names[i][0] if i in names else f"movie {i}" for i in self.item_ids.tolist()]
 
-    def genres(self) -> list[list[str]]:
+    def get_genres(self) -> list[list[str]]:
         """Return the genres of each dense item; empty if the data set lists none."""
-        names = self._movies
+        names = self._titles_and_genres
         return [names[i][1] if i in names else [] for i in self.item_ids.tolist()]
 
     @cached_property
-    def _movies(self) -> dict[int, tuple[str, list[str]]]:
+    def _titles_and_genres(self) -> dict[int, tuple[str, list[str]]]:
         if self.prepared is None:
             return {}
         content: dict[str, Any] = json.loads(

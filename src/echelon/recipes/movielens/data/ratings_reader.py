@@ -38,23 +38,25 @@ def read_blocks(source: RatingsFolder) -> Iterator[RatingBlock]:
     """Yield all rows in order, checked; if one is wrong, a second, slow pass finds it."""
     arrow = _import_pyarrow()
     good = 0
-    if _contains_x(source) and (faults := find_bad_rows(source, 0, _column_names(source))):
+    if _can_contain_hex(source) and (
+        faults := find_bad_rows(source, 0, _list_column_names(source))
+    ):
         raise EchelonError(*faults)
     try:
         for batch in _open_reader(source):
             block = RatingBlock(*(batch.column(name).to_numpy() for name in RATING_COLUMNS))
             if not _is_in_range(block):
-                raise _bad_rows_error(source, good, "an id or a rating is out of range")
+                raise _make_bad_rows_error(source, good, "an id or a rating is out of range")
             yield block
             good += len(block.users)
     except arrow.ArrowInvalid as error:
-        raise _bad_rows_error(source, good, str(error)) from error
+        raise _make_bad_rows_error(source, good, str(error)) from error
     if not good:
         what = f"{source.ratings} has no ratings: it ends after its header"
         raise EchelonError(Fault(what, FIX_FILE_HINT))
 
 
-def _contains_x(source: RatingsFolder) -> bool:
+def _can_contain_hex(source: RatingsFolder) -> bool:
     """Whether there is an x in the file: pyarrow takes 0x1 for a number.
 
     This takes a fiftieth of the time of reading, and finds one only if something is wrong or a
@@ -89,7 +91,7 @@ def _open_reader(source: RatingsFolder) -> pyarrow.csv.CSVStreamingReader:
         source.ratings,
         read_options=csv.ReadOptions(
             block_size=_BLOCK_BYTES,
-            column_names=_column_names(source),
+            column_names=_list_column_names(source),
             skip_rows=int(source.format.has_header),
         ),
         parse_options=csv.ParseOptions(
@@ -103,7 +105,7 @@ def _open_reader(source: RatingsFolder) -> pyarrow.csv.CSVStreamingReader:
     )
 
 
-def _column_names(source: RatingsFolder) -> list[str]:
+def _list_column_names(source: RatingsFolder) -> list[str]:
     """Return the name of every column. `::` is read as `:` with an empty column in between."""
     with source.ratings.open("rb") as file:
         first = file.readline(1 << 16)  # bounded: the file may be one endless line
@@ -140,9 +142,9 @@ def _parse_header(source: RatingsFolder, line: bytes) -> list[str]:
     return names
 
 
-def _bad_rows_error(source: RatingsFolder, good: int, otherwise: str) -> EchelonError:
+def _make_bad_rows_error(source: RatingsFolder, good: int, otherwise: str) -> EchelonError:
     """Return the error with the lines that are wrong, or with pyarrow's own reason."""
-    faults = find_bad_rows(source, good, _column_names(source))
+    faults = find_bad_rows(source, good, _list_column_names(source))
     unnamed = Fault(f"{source.ratings} cannot be read: {otherwise}", FIX_FILE_HINT)
     return EchelonError(*(faults or [unnamed]))
 

@@ -35,15 +35,15 @@ RELEASES = {
 }
 
 
-def folder_name(size: str) -> str:
+def get_folder_name(size: str) -> str:
     """Return the name of the folder inside the zip file."""
     return f"ml-{size}"
 
 
-def zip_url(size: str) -> str:
+def get_zip_url(size: str) -> str:
     """Return the address of the zip file, at GroupLens or at a mirror."""
     base = os.environ.get(BASE_URL_VARIABLE) or BASE_URL
     if not base.startswith(("http://", "https://")):
         what = f"{BASE_URL_VARIABLE} is {base!r}"
         raise EchelonError(Fault(what, f"give an http or https address, such as {BASE_URL}"))
-    return f"{base.rstrip('/')}/{folder_name(size)}.zip"
+    return f"{base.rstrip('/')}/{get_folder_name(size)}.zip"

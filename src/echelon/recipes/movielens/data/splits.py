@@ -21,7 +21,7 @@ def split_randomly(n: int, held_out: float, seed: int) -> tuple[Array, Array]:
     count = round(n * held_out)
     is_held_out = np.zeros(n, bool)
     if count:
-        is_held_out[np.argpartition(_random_bits(n, seed), count)[:count]] = True
+        is_held_out[np.argpartition(_draw_random_bits(n, seed), count)[:count]] = True
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
@@ -34,8 +34,10 @@ def split_newest(ratings: Ratings, seed: int, last: int = 1) -> tuple[Array, Arr
     if last < 1:
         raise EchelonError(Fault(f"the last {last} ratings are to be held out", "give at least 1"))
     users = np.asarray(ratings.users)
-    rows = np.flatnonzero(_newest_candidates(users, np.asarray(ratings.times), last))
-    newest_first = np.lexsort((_random_bits(len(rows), seed), -ratings.times[rows], users[rows]))
+    rows = np.flatnonzero(_find_newest_candidates(users, np.asarray(ratings.times), last))
+    newest_first = np.lexsort(
+        (_draw_random_bits(len(rows), seed), -ratings.times[rows], users[rows])
+    )
     rows = rows[newest_first]
     owner = users[rows]
     begins = np.searchsorted(owner, owner)
@@ -44,7 +46,7 @@ def split_newest(ratings: Ratings, seed: int, last: int = 1) -> tuple[Array, Arr
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
-def _newest_candidates(users: Array, times: Array, last: int) -> Array:
+def _find_newest_candidates(users: Array, times: Array, last: int) -> Array:
     """Return which ratings are as late as their user's `last`-newest.
 
     A sort of plain values finds these and leaves few rows for the sort by several keys, which takes
@@ -65,6 +67,6 @@ def _newest_candidates(users: Array, times: Array, last: int) -> Array:
     return late
 
 
-def _random_bits(n: int, seed: int) -> Array:
+def _draw_random_bits(n: int, seed: int) -> Array:
     """Return n random integers for this seed."""
     return np.asarray(np.random.PCG64(seed).random_raw(n))

@@ -92,7 +92,7 @@ def write_csv(ratings: Ratings, folder: Path) -> Path:
     options = csv.WriteOptions(quoting_style="none")
     with csv.CSVWriter(folder / "ratings.csv", schema, write_options=options) as file:
         for start in range(0, len(ratings.users), _BLOCK_ROWS):
-            file.write_table(_make_table(ratings, slice(start, start + _BLOCK_ROWS), schema))
+            file.write_table(_to_arrow_table(ratings, slice(start, start + _BLOCK_ROWS), schema))
     with (folder / "movies.csv").open("w", encoding="utf-8") as movies:
         movies.write("movieId,title,genres\n")
         for number in ratings.item_ids:
@@ -100,7 +100,7 @@ def write_csv(ratings: Ratings, folder: Path) -> Path:
     return folder
 
 
-def _make_table(ratings: Ratings, rows: slice, schema: pyarrow.Schema) -> pyarrow.Table:
+def _to_arrow_table(ratings: Ratings, rows: slice, schema: pyarrow.Schema) -> pyarrow.Table:
     """Return some rows as a pyarrow table."""
     import pyarrow as pa
 

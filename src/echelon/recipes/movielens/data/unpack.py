@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from echelon.errors import EchelonError, Exit, Fault
-from echelon.recipes.movielens.data.formats import FORMATS, RatingsFolder, detect_format
-from echelon.utils.os_errors import describe_os_error
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.recipes.movielens.data.formats import FORMATS, RatingsFolder, find_ratings_folder
+from echelon.utils.os_errors import format_os_error_reason
 
 MAX_BYTES = 8 << 30
 MAX_FILES = 1000
@@ -38,7 +38,7 @@ def unpack_zip(archive: Path, folder: Path) -> None:
     with _open_zip(archive) as zip_file:
         members = _list_members(archive, zip_file.infolist())[1]
         size = sum(info.file_size for info, _ in members)
-        with staging_folder(folder, size) as temporary:
+        with open_staging_folder(folder, size) as temporary:
             for info, inside in members:
                 target = temporary / inside
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,13 +49,13 @@ def unpack_zip(archive: Path, folder: Path) -> None:
 def copy_folder(source: RatingsFolder, folder: Path) -> None:
     """Copy the files of another folder's data set to this one."""
     files = [*source.list_files(), *source.folder.glob("README*")]
-    with staging_folder(folder, sum(path.stat().st_size for path in files)) as temporary:
+    with open_staging_folder(folder, sum(path.stat().st_size for path in files)) as temporary:
         for path in files:
             shutil.copyfile(path, temporary / path.name)
 
 
 @contextlib.contextmanager
-def staging_folder(folder: Path, size: int) -> Iterator[Path]:
+def open_staging_folder(folder: Path, size: int) -> Iterator[Path]:
     """Yield a temporary folder to fill; it is renamed to `folder` if the block succeeds."""
     temporary: Path | None = None
     try:
@@ -67,7 +67,7 @@ def staging_folder(folder: Path, size: int) -> Iterator[Path]:
         yield temporary
         _publish(temporary, folder)
     except OSError as error:
-        raise _write_failed_error(folder, size, error) from error
+        raise _make_unpack_write_error(folder, size, error) from error
     finally:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -78,7 +78,7 @@ def _publish(temporary: Path, folder: Path) -> None:
     try:
         temporary.rename(folder)
     except OSError:
-        if detect_format(folder) is None:  # else another process was quicker
+        if find_ratings_folder(folder) is None:  # else another process was quicker
             raise
 
 
@@ -93,7 +93,7 @@ def _open_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
         what = f"{archive} is not a complete zip file: {error or 'it ends too early'}"
         raise EchelonError(Fault(what, do)) from error
     except OSError as error:
-        what = f"{archive} cannot be read: {describe_os_error(error)}"
+        what = f"{archive} cannot be read: {format_os_error_reason(error)}"
         raise EchelonError(Fault(what, do)) from error
 
 
@@ -151,15 +151,15 @@ def _list_members(archive: Path, infos: list[zipfile.ZipInfo]) -> tuple[str, lis
     return root.name, [(info, str(path)) for info, path in plain]
 
 
-def _write_failed_error(folder: Path, size: int, error: OSError) -> EchelonError:
+def _make_unpack_write_error(folder: Path, size: int, error: OSError) -> EchelonError:
     """Return the error for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"no space left for {folder}, which takes {size:,} bytes; nothing of it was kept"
         return EchelonError(
-            Fault(what, "free some space, or choose another folder: --to DIR"), exit=Exit.FAILED
+            Fault(what, "free some space, or choose another folder: --to DIR"), exit=ExitCode.FAILED
         )
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
         what = f"{folder} exists already and is not a MovieLens data set"
         return EchelonError(Fault(what, "move it away, or choose another folder: --to DIR"))
-    what = f"{error.filename or folder} cannot be written: {describe_os_error(error)}"
+    what = f"{error.filename or folder} cannot be written: {format_os_error_reason(error)}"
     return EchelonError(Fault(what, "choose a writable folder: --to DIR"))

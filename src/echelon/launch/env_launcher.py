@@ -17,13 +17,13 @@ from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import Launcher, LaunchServices
 from echelon.launch.node.service import make_network_variables, make_thread_variables, run_node
 from echelon.launch.plan import (
-    LaunchMachine,
     LaunchPlan,
+    LocalMachine,
     NodeSpec,
-    count_processes,
+    count_local_processes,
     describe_failure_policy,
     describe_idle_devices,
-    describe_workload,
+    describe_program_or_experiment,
     place_ranks,
 )
 from echelon.runs.create import adopt_run, create_run
@@ -45,9 +45,9 @@ class EnvLauncher(Launcher):
 
     name = "env"
 
-    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
-        rank, count, host, port = _read_cluster_variables(machine.env)
-        procs = count_processes(config, machine.visible_devices)
+    def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
+        rank, count, host, port = _read_node_variables(machine.env)
+        procs = count_local_processes(config, machine.visible_devices)
         hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
         return LaunchPlan(
             self.name,
@@ -58,7 +58,7 @@ class EnvLauncher(Launcher):
                 f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
                 + (", which this node hosts" if rank == 0 else ""),
                 f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
-                + describe_workload(config),
+                + describe_program_or_experiment(config),
                 *describe_idle_devices(config, procs, machine.visible_devices),
                 describe_failure_policy(config),
             ),
@@ -69,7 +69,7 @@ class EnvLauncher(Launcher):
         moment ago."""
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
-        rank, count, host, port = _read_cluster_variables(os.environ)
+        rank, count, host, port = _read_node_variables(os.environ)
         procs = len(plan.places) // count
         os.environ |= dict(plan.variables)
         node = NodeSpec(rank, count, procs, host, port)
@@ -87,7 +87,7 @@ def _agree_on_run(
     return adopt_run(Path(wait_for_key("run")), config)
 
 
-def _read_cluster_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:
+def _read_node_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:
     faults = [
         Fault(f"launch=env, but {name} is not set", f"set it to {what}: {name}=…")
         for name, what in _REQUIRED_VARIABLES.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from echelon.config.schema import Config
-from echelon.config.validate import check_cpu_support, check_fsdp_world_size
+from echelon.config.validate import check_cpu_support, check_fsdp_min_world_size
 from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import (
     Launcher,
@@ -18,8 +18,8 @@ from echelon.launch.launcher import (
     warn_of_other_users,
 )
 from echelon.launch.plan import (
-    LaunchMachine,
     LaunchPlan,
+    LocalMachine,
     ProbePlan,
     RankPlacement,
     plan_local_probe,
@@ -33,7 +33,7 @@ class InlineLauncher(Launcher):
     name = "inline"
     applies_trial = False
 
-    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
+    def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         """The plan of this rank alone; the others have their own."""
         world = detect(
             machine.env,
@@ -44,7 +44,7 @@ class InlineLauncher(Launcher):
             devices_per_replica=config.replica.devices,
             share_devices=config.launch.share_devices,
         ).world
-        fault = check_fsdp_world_size(config, world.size)
+        fault = check_fsdp_min_world_size(config, world.size)
         faults = [
             *([fault] if fault else []),
             *([] if machine.visible_devices else check_cpu_support(config)),
@@ -60,7 +60,9 @@ class InlineLauncher(Launcher):
         )
         return LaunchPlan(self.name, (place,), steps=steps)
 
-    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+    def find_config_faults(
+        self, config: Config, plan: LaunchPlan, machine: LocalMachine
+    ) -> list[Fault]:
         """Only the batch: what depends on the size of the world was found by `plan`, which knows
         it. The plan itself has one place."""
         return find_batch_faults(config, plan)

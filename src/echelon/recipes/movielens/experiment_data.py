@@ -54,7 +54,7 @@ def load_split(cfg: SplitSettings) -> SplitRatings:
     return SplitRatings(ratings, *rows)
 
 
-def select_rows(values: Array, rows: Array) -> Tensor:
+def convert_rows_to_tensor(values: Array, rows: Array) -> Tensor:
     """Return some rows of a column as a tensor."""
     return torch.from_numpy(values[rows])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from echelon.errors import Exit
+from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine
 
 _AXES = ("step", "epoch", "samples")
@@ -17,7 +17,7 @@ class Tracker(Protocol):
 
     def log(self, line: MetricsLine) -> None: ...
 
-    def close(self, outcome: Exit) -> dict[str, str]:
+    def close(self, outcome: ExitCode) -> dict[str, str]:
         """What the last words of the run say of it, by their titles."""
         ...
 
@@ -27,7 +27,7 @@ def select_axes(line: MetricsLine) -> MetricsLine:
     return {key: line[key] for key in _AXES if key in line}
 
 
-def name_curves(line: MetricsLine) -> dict[str, float]:
+def prefix_metric_names(line: MetricsLine) -> dict[str, float]:
     """Return the numbers by their names on trackers: `loss` is `train/loss`, `eval_loss` is
     `eval/loss`."""
     return {

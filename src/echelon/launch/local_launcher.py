@@ -17,14 +17,14 @@ from echelon.launch.launcher import (
 )
 from echelon.launch.node.service import make_thread_variables, run_node
 from echelon.launch.plan import (
-    LaunchMachine,
     LaunchPlan,
+    LocalMachine,
     NodeSpec,
     ProbePlan,
-    count_processes,
+    count_local_processes,
     describe_failure_policy,
     describe_idle_devices,
-    describe_workload,
+    describe_program_or_experiment,
     place_ranks,
     plan_local_probe,
 )
@@ -36,8 +36,8 @@ class LocalLauncher(Launcher):
 
     name = "local"
 
-    def plan(self, config: Config, machine: LaunchMachine) -> LaunchPlan:
-        procs = count_processes(config, machine.visible_devices)
+    def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
+        procs = count_local_processes(config, machine.visible_devices)
         return LaunchPlan(
             self.name,
             place_ranks([machine.host], [procs], machine.visible_devices, config.replica.devices),
@@ -45,16 +45,18 @@ class LocalLauncher(Launcher):
             (
                 "import torch once",
                 f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
-                f"on a loopback port: {describe_workload(config)}",
+                f"on a loopback port: {describe_program_or_experiment(config)}",
                 *describe_idle_devices(config, procs, machine.visible_devices),
                 describe_failure_policy(config),
             ),
         )
 
-    def find_faults(self, config: Config, plan: LaunchPlan, machine: LaunchMachine) -> list[Fault]:
+    def find_config_faults(
+        self, config: Config, plan: LaunchPlan, machine: LocalMachine
+    ) -> list[Fault]:
         """Also what a CPU cannot do: the machine that trains is this one."""
         on_cpu = not config.program and not machine.visible_devices
-        faults = super().find_faults(config, plan, machine)
+        faults = super().find_config_faults(config, plan, machine)
         return [*faults, *(check_cpu_support(config) if on_cpu else [])]
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
