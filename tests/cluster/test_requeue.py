@@ -27,7 +27,7 @@ NUMBERS = (
 SLURM = ("launch=slurm", "launch.nodes=2", "launch.procs=1")
 CONTAINER = "launch.setup=['srun() { command srun --export=ALL,PATH=/nowhere \"$@\"; }']"
 """What the agents see has no Slurm in it, and nothing else."""
-QUEUES_S = 180.0
+QUEUES_S = 300.0
 """Slurm starts a requeued job after ten seconds or more, on our cluster."""
 
 

@@ -32,7 +32,7 @@ parameters:
       evaluate: {parameters: {steps: {value: 20}}}
 """
 END_S = 300.0
-ACCOUNT = {"WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"}
+ACCOUNT = {"WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "300", "WANDB_FINISH_TIMEOUT": "300"}
 OPTIONS = ("--parallel", "2", "--lease", "8", "--wait", "--json")
 
 

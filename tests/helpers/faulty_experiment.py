@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "loop": _loop,
     "kill agent": _kill_keeper(_agent),
     "kill fork server": _kill_keeper(os.getppid),
-    "slow": lambda: time.sleep(0.3),
+    "slow": lambda: time.sleep(0.6),
     "wait": lambda: None,  # for `after`, and no more
     "": lambda: None,
 }

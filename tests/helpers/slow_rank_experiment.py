@@ -27,9 +27,9 @@ class Settings:
     at: int = 9
     """In this forward pass; 0: in the first evaluation."""
     slow: int = -1
-    """The rank that takes 30 ms more."""
+    """The rank that takes 100 ms more: longer than a busy machine holds up the others."""
     late: int = -1
-    """The rank whose every sample takes 10 ms."""
+    """The rank whose every sample takes 30 ms."""
 
 
 class Model(nn.Linear):
@@ -40,7 +40,7 @@ class Model(nn.Linear):
         if self.training:
             Model.passes += 1
             if int(os.environ["ECHELON_TEST_RANK"]) == self.cfg.slow:
-                time.sleep(0.03)
+                time.sleep(0.1)
         if self.cfg.full and self.cfg.at == (Model.passes if self.training else 0):
             _fill(self.cfg.full)
         return super().forward(x)
@@ -56,7 +56,7 @@ def _fill(how: str) -> None:
 
 class Late:
     def __init__(self, rank: int) -> None:
-        self.pause_s = 0.01 if int(os.environ["ECHELON_TEST_RANK"]) == rank else 0.0
+        self.pause_s = 0.03 if int(os.environ["ECHELON_TEST_RANK"]) == rank else 0.0
 
     def __len__(self) -> int:
         return 64

@@ -43,7 +43,7 @@ SIZE = ("samples=16", "eval_samples=4", "trainer.batch_size=8", "trainer.epochs=
 def at_home(tmp_path: Path, server: Server) -> dict[str, Any]:
     """Nobody's settings but these."""
     python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    limits = {"WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"}
+    limits = {"WANDB_INIT_TIMEOUT": "300", "WANDB_FINISH_TIMEOUT": "300"}
     known = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
     return known | limits | {"PATH": python}
 

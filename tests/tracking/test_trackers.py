@@ -60,7 +60,8 @@ def of_events(folder: Path) -> dict[tuple[int, str], float]:
 def at_home(tmp_path: Path, server: Server | None = None) -> dict[str, Any]:
     """Nobody's settings but these."""
     url = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY} if server else {}
-    return {"HOME": str(tmp_path), "WANDB_INIT_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT": "60"} | url
+    limits = {"WANDB_INIT_TIMEOUT": "300", "WANDB_FINISH_TIMEOUT": "300"}
+    return {"HOME": str(tmp_path)} | limits | url
 
 
 # --- offline ------------------------------------------------------------------------------------
