@@ -194,12 +194,13 @@ def test_a_sweep_of_somebody_else_s_can_be_looked_at() -> None:
         Path(where).chmod(0o755)
         sweep = made(Path(where), RANDOM + "  x: {min: 0.0, max: 1.0}\n")
         run_of(TrialStore(sweep, "mine"), "finished")
+        # Once before, too: what is imported on first use may lie where nobody can read it.
+        seen = TrialStore(sweep).summarize_trials()
         pid = os.fork()
         if pid == 0:
             os.setuid(65534)
-            os._exit(
-                0 if [r.state for r in TrialStore(sweep).summarize_trials()] == ["finished"] else 1
-            )
+            os._exit(0 if TrialStore(sweep).summarize_trials() == seen else 1)
+        assert [trial.state for trial in seen] == ["finished"]
         assert os.waitpid(pid, 0)[1] == 0
 
 

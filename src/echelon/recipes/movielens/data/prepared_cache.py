@@ -85,7 +85,7 @@ def _stat_files(source: RatingsFolder) -> dict[str, list[int]]:
 def _read_recorded_fingerprint(cache_folder: Path, stats: dict[str, list[int]]) -> str | None:
     """Return the fingerprint recorded for files with these sizes and times, or None."""
     known = read_json_object(cache_folder / "sources.json") or {}
-    return known.get("fingerprint") if known.get("looks") == stats else None
+    return known.get("fingerprint") if known.get("file_stats") == stats else None
 
 
 def _open_prepared(cache_folder: Path, fingerprint: str) -> Ratings | None:
@@ -166,7 +166,7 @@ def _find_or_prepare_in(source: RatingsFolder, cache_folder: Path) -> Ratings:
         ratings = _prepare_in(source, cache_folder, fingerprint)
     if _stat_files(source) == stats:  # else a file changed meanwhile: hash it again next time
         with contextlib.suppress(OSError):
-            content = {"looks": stats, "fingerprint": fingerprint}
+            content = {"file_stats": stats, "fingerprint": fingerprint}
             write_json_atomically(cache_folder / "sources.json", content)
     return ratings
 
