@@ -340,7 +340,7 @@ _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"
 _STYLE_SEQUENCE = re.compile(r"\x1b\[[\d;]*m")
 
 
-class FullScreenTerminal:
+class ScreenRenderer:
     """A terminal that is redrawn in place.
 
     Only changed lines are sent, so nothing flickers and a slow connection keeps up.
@@ -390,9 +390,9 @@ def fit_to_height(lines: Sequence[str], height: int) -> list[str]:
 
 
 @contextmanager
-def open_full_screen() -> Iterator[FullScreenTerminal]:
+def open_full_screen() -> Iterator[ScreenRenderer]:
     """Yield a screen to draw on. However it ends or is stopped, the terminal is restored."""
-    terminal = FullScreenTerminal()
+    terminal = ScreenRenderer()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

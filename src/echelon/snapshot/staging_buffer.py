@@ -95,18 +95,19 @@ class StagingBuffer:
         for gpu in gpus:
             torch.cuda.current_stream(gpu).synchronize()
 
-        def staged(plan: _StoragePlan) -> Callable[[torch.Tensor], torch.Tensor]:
-            def of(tensor: torch.Tensor) -> torch.Tensor:
+        def make_copy_lookup(plan: _StoragePlan) -> Callable[[torch.Tensor], torch.Tensor]:
+            def get_copy(tensor: torch.Tensor) -> torch.Tensor:
                 slot = plan.slots[_make_storage_key(tensor)]
                 flat = copies[id(slot)]
                 if slot.is_partial:
                     return flat.view(tensor.shape)
                 return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-            return of
+            return get_copy
 
         return {
-            name: _to_plain_tree(tree, staged(plans[name]), (name,)) for name, tree in trees.items()
+            name: _to_plain_tree(tree, make_copy_lookup(plans[name]), (name,))
+            for name, tree in trees.items()
         }
 
     def free_memory(self) -> None:

@@ -103,9 +103,9 @@ def show_sweep(name: str, root: str, as_json: bool, show_all: bool, plot_file: s
     """Print a sweep, and plot it into a file if one is given; return the exit code."""
     sweep = find_sweep(name, root)
     if sweep.server_file.exists():
-        from echelon.sweep.wandb.report import build_server_report
+        from echelon.sweep.wandb.local_report import build_report_from_records
 
-        report = build_server_report(sweep)
+        report = build_report_from_records(sweep)
     else:
         report = build_report(TrialStore(sweep))
     return print_report(report, as_json, show_all, Path(plot_file) if plot_file else None)

@@ -178,7 +178,7 @@ def _set_cluster_layout(draft: WorldDraft) -> None:
     _set_one_process_per_node(draft, "one process per node")
 
 
-def _read_step_tasks(draft: WorldDraft) -> None:
+def _set_local_size_from_step(draft: WorldDraft) -> None:
     """The step's task counts, one per node, become this node's local size."""
     variable = SLURM_STEP.find_variable(draft.env, "tasks_per_node")
     if not variable:
@@ -200,7 +200,7 @@ def _read_step_tasks(draft: WorldDraft) -> None:
 EXTRA_READERS: dict[str, Callable[[WorldDraft], None]] = {
     TORCHRUN.name: _set_layout_without_torchrun,
     CLUSTER.name: _set_cluster_layout,
-    SLURM_STEP.name: _read_step_tasks,
+    SLURM_STEP.name: _set_local_size_from_step,
 }
 
 

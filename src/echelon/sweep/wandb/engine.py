@@ -33,7 +33,7 @@ from echelon.sweep.sweep_folder import SweepLock, SweepSettings, make_unwritable
 from echelon.sweep.trial_command import expand_macros, format_override_value
 from echelon.sweep.wandb import server_sweep, trial_records
 from echelon.sweep.wandb.agent import AgentPool, AgentSlot, print_to_stderr
-from echelon.sweep.wandb.report import build_server_report
+from echelon.sweep.wandb.local_report import build_report_from_records
 from echelon.sweep.wandb.trial_records import DONE_STATES, WandbTrialRecord
 from echelon.tracking import wandb_run
 from echelon.utils.processes import die_with_parent
@@ -69,7 +69,7 @@ def run_agents(file: SweepFile, plan: SweepPlan, parallel: int, as_json: bool = 
             return _report_sweep_outcome(pool, backend)
         finally:
             if as_json:
-                print_report(build_server_report(plan.sweep), as_json)
+                print_report(build_report_from_records(plan.sweep), as_json)
 
 
 def _report_sweep_outcome(pool: AgentPool, backend: RunBackend) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import optuna
 
 
-def build_server_report(sweep: SweepFolder) -> SweepReport:
+def build_report_from_records(sweep: SweepFolder) -> SweepReport:
     """Return the report without asking the server, so without trials of other agents."""
     known = server_sweep.read_server_file(sweep.folder)
     metric = SweepMetric(**known["metric"])
