@@ -122,9 +122,10 @@ def test_a_spare_job_gives_way(cluster: TestCluster, tmp_path: Path) -> None:
     low = ["-p", "spare", *everything, "srun sleep 1000"]
     spare = cluster.slurm("sbatch", *low, cwd=tmp_path).strip()
     cluster.wait_for_job(spare, "RUNNING")
+    # Both want every node for themselves: that this one ends is the proof. The other ends by
+    # SIGTERM, or is queued again and may be running by now.
     high = ["--wait", "-p", "high", *everything, "true"]
     cluster.slurm("sbatch", *high, cwd=tmp_path, limit_s=EMPTY_S)
-    assert cluster.job_state(spare) != "RUNNING"
     cluster.slurm("scancel", spare)
 
 
