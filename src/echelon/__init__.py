@@ -19,13 +19,17 @@ A file with an experiment and one call is all that is needed:
 
 It runs as `python file.py lr=0.1`, and on four processes with `launch=local launch.procs=4`.
 
-    echelon.main          makes a file runnable from the command line
+    echelon.main          makes a file runnable from the command line; it never returns
     echelon.Experiment    the parts to train, which an experiment function returns
-    echelon.load_weights  the weights of a snapshot, for inference or another program
+    echelon.load_weights  returns the weights of a snapshot, for inference or another program
     echelon.optim         RowAdam and RowSGD, for models with large embedding tables
+    echelon.__version__   the version of this package, as a string
 
-Each of these has a help page of its own, such as `help(echelon.Experiment)`. Nothing is imported
-before it is used, so that the command line starts quickly.
+Each of these has its own help page, such as `help(echelon.Experiment)`. A name is imported when it
+is first used, so `import echelon` is fast and does not import torch.
+
+Everything else in the package is internal and may change. Programs that need the results of a run
+read them with `echelon runs --json` and `echelon show --json`.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ class RowMerger:
 
 
 class RowAdam(Optimizer):
-    """AdamW for dense gradients; for sparse gradients, every row of a table has an Adam of its own.
+    """AdamW for dense gradients; for sparse gradients, Adam with a separate state for each row.
+
+        embedding = torch.nn.Embedding(1_000_000, 64, sparse=True)
+        optimizer = echelon.optim.RowAdam(embedding.parameters(), lr=1e-3)
 
     A row that no sample looked up is not touched: its averages do not decay, it does not move on
     old momentum, and it gets no weight decay. Steps are counted per row, so the bias correction of
@@ -92,13 +95,15 @@ class RowAdam(Optimizer):
 
     The state of a table is allocated once, at its first gradient: two averages of the table's size,
     and a count per row. The averages are stored with their bias correction, which saves two passes
-    per step.
+    per step. So the state of a table cannot be exchanged with AdamW or SparseAdam.
 
-        params        parameters, or groups of them, as for any optimizer of torch
-        lr            the learning rate
-        betas         decay of the averages of gradients and of their squares
-        eps           added to the denominator
-        weight_decay  decoupled weight decay, as in AdamW
+    Parameters:
+
+    params        The parameters, or groups of them, as for any optimizer of torch.
+    lr            The learning rate.
+    betas         The decay of the averages of gradients and of their squares.
+    eps           A small number that is added to the denominator.
+    weight_decay  The decoupled weight decay, as in AdamW.
     """
 
     def __init__(
@@ -240,11 +245,15 @@ class RowAdam(Optimizer):
 class RowSGD(Optimizer):
     """Plain SGD: torch.optim.SGD without momentum, up to rounding, in 0.7 to 0.9 of its time.
 
+        optimizer = echelon.optim.RowSGD(model.parameters(), lr=0.1)
+
     torch adds a sparse gradient row by row, also where a row is a single number such as a bias.
     Here these are added as one column, and dense gradients all at once.
 
-        params  parameters, or groups of them, as for any optimizer of torch
-        lr      the learning rate
+    Parameters:
+
+    params  The parameters, or groups of them, as for any optimizer of torch.
+    lr      The learning rate.
     """
 
     def __init__(self, params: Iterable[Any], lr: float) -> None:

@@ -1,5 +1,7 @@
-"""`echelon train`, `echelon resume` and `echelon run`: what starts a run, and `echelon.main`, by
-which a user's own file is `echelon train` for its experiment."""
+"""The commands that start a run: `echelon train`, `echelon resume` and `echelon run`.
+
+`echelon.main` is here too. With it, a user's own file is `echelon train` for its experiment.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,50 @@ if TYPE_CHECKING:
 
 
 def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None) -> NoReturn:
-    """Make a file runnable: `python my_experiment.py lr=0.1 launch=local launch.procs=4`.
+    """Train an experiment with the settings of the command line, and exit with its exit code.
 
-    Call it under `if __name__ == "__main__":` at the end of the file. It reads the command line,
-    trains, and ends the process with the exit code of the training; `--help` lists every setting.
+    Call it at the end of the file that defines the experiment:
+
+        if __name__ == "__main__":
+            echelon.main(experiment)
+
+    The file then takes the arguments of `echelon train`:
+
+        python my_experiment.py lr=0.1 launch=local launch.procs=4
+        python my_experiment.py --help
+
+    The condition on `__name__` is required. Workers import the file to find the function, and a
+    call during that import would start another training; it is reported as an error instead.
 
     Parameters:
-        experiment: A function at the top level of the file, from its settings to an
-            :class:`echelon.Experiment`. Its settings are overridden by their bare names, `lr=0.1`.
-        overrides: The words to use instead of the command line's, for example `["lr=0.1"]`.
 
-    A folder `conf` beside the file, with a config.yaml in it, is composed the Hydra way.
+    experiment  A function at the top level of the file that takes its settings and returns an
+                echelon.Experiment. A setting is overridden by its name alone, such as lr=0.1.
+    overrides   The words to use instead of those of the command line, such as ["lr=0.1"].
+
+    main never returns. It raises SystemExit with 0 after a training that ended well, and otherwise
+    with one of the codes in echelon.errors.ExitCode. A folder `conf` beside the file that contains
+    a config.yaml is composed as Hydra composes it.
     """
     from echelon.cli import run_and_report_faults
     from echelon.entrypoint import make_user_experiment
     from echelon.experiment.loading import is_loading
 
     if is_loading():
-        make_user_experiment(experiment)  # raises, and who is importing the file reports it
+        make_user_experiment(experiment)  # raises; the code that imports the file reports it
     words = list(sys.argv[1:] if overrides is None else overrides)
     sys.exit(run_and_report_faults(lambda: train(words, make_user_experiment(experiment))))
 
 
 def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int:
-    """`echelon train`, and the command line of a user's file, whose experiment is given."""
+    """Run `echelon train`, and return its exit code.
+
+    A user's own file calls this too, through `echelon.main`, and passes its experiment.
+    """
     from echelon.config.untrusted import drop_trial_arguments, read_wandb_trial
 
+    # `wandb agent` appends the parameters of its trial to the command line as text. They are
+    # dropped here and applied later from its parameter file, which has them with their types.
     trial = read_wandb_trial(os.environ)
 
     parser = make_parser(
@@ -94,7 +114,10 @@ def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> s
 
 
 def _describe_experiment_settings(words: Sequence[str], experiment: UserExperiment | None) -> str:
-    """The settings of the experiment, if help was asked for."""
+    """Return the help on the settings of the experiment that the command line chooses.
+
+    A file that is named with `experiment=FILE.py:FUNCTION` is imported for this.
+    """
     from echelon.config.settings_help import render_bundled_settings, render_user_settings
     from echelon.entrypoint import extract_user_experiment
 
@@ -106,7 +129,7 @@ def _describe_experiment_settings(words: Sequence[str], experiment: UserExperime
 
 
 def run(words: list[str]) -> int:
-    """`echelon run`: any program on the same machines."""
+    """Run `echelon run`, which starts any program where a training would run."""
     parser = make_parser(
         "run",
         "Run any program on one process, many, or many machines: echelon run launch=slurm "
@@ -132,7 +155,7 @@ def run(words: list[str]) -> int:
 
 
 def resume(words: list[str]) -> int:
-    """`echelon resume`: continue an old run."""
+    """Run `echelon resume`, which continues an old run in its own folder."""
     parser = make_parser("resume", "Go on with a run where its newest valid snapshot is.")
     parser.add_argument("run", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
@@ -151,5 +174,7 @@ def resume(words: list[str]) -> int:
         )
     config = run.read_config()
     if config.trainer.resume == "never" or run.has_snapshots():
-        given.overrides.insert(0, "trainer.resume=auto")  # from its own, however it began
+        # The run may have begun from a snapshot of another run, or with resume=never. Now it has
+        # to continue from its own snapshots. First in the list, so that the user can override it.
+        given.overrides.insert(0, "trainer.resume=auto")
     return start_run(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))

@@ -1,4 +1,4 @@
-"""What a user gives to be trained: `Experiment`, the public class of this package."""
+"""`Experiment`, the public class that a user's experiment function returns."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 @dataclass
 class Experiment:
-    """The parts to train: the same on every rank, and at any scale.
+    """The parts to train. They are the same on every rank and at any scale.
 
-    An experiment function returns one of these. It takes its settings as one object; with a
-    parameter `devices` as well, it is given the devices of its process to place layers on.
+    An experiment function returns an Experiment. Its first parameter is the settings object. With a
+    second parameter named `devices`, it also receives the devices of its process, to place layers
+    on them. The function is called once in every process, so it must build the same parts on each
+    rank: random numbers are seeded alike everywhere before the call.
 
         def experiment(cfg):
             model = Net(cfg.width)
@@ -34,21 +36,26 @@ class Experiment:
                 train_data=(images, labels),
             )
 
+    Echelon wraps the model for several processes, splits the data between them, saves snapshots and
+    resumes. So an experiment contains no code for ranks, devices or checkpoints.
+
     Parameters:
 
     model       The nn.Module to train. It is moved to its device for you and put in training mode,
                 except for frozen parts that are in eval mode.
     optimizer   A torch.optim.Optimizer of the model's parameters. Models with sparse embeddings use
                 echelon.optim.RowAdam or RowSGD.
-    loss        loss(output, target) returns one number: the mean over the samples of the batch.
-                Every loss of torch.nn.functional does that by default.
+    loss        A function: loss(output, target) returns a tensor with one number, the mean over the
+                samples of the batch. Every loss of torch.nn.functional does that by default. With a
+                sum instead of a mean, the result would depend on the number of ranks.
     train_data  A tuple of tensors or numpy arrays, (*inputs, target), with one row per sample; or
                 a Dataset with a length. Batches of trainer.batch_size are made of it, shuffled anew
                 in every epoch, and fetched ahead by trainer.loader_workers processes.
-    eval_data   The same, for evaluation. Without it nothing is evaluated.
+    eval_data   The data for evaluation, of the same kinds. Without it nothing is evaluated.
     metrics     A torchmetrics.Metric, or several as {name: Metric}. They are updated with
-                (output, target) of every batch of eval_data. Or a function that returns them: it is
-                called at the first evaluation, so that a start does not wait for the import.
+                (output, target) of every batch of eval_data. A function that returns them is also
+                accepted. It is called at the first evaluation, so that the first step does not wait
+                for the import of torchmetrics.
     schedule    A learning-rate schedule of your own (torch.optim.lr_scheduler). It is stepped once
                 per optimizer step. Without it, trainer.schedule and trainer.warmup_steps decide.
     scaler      A torch.amp.GradScaler for half precision. It scales the loss, and skips a step

@@ -98,12 +98,21 @@ def find_newest(root: Path) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
 
 
 def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a model by name, on the CPU, however many ranks wrote them.
+    """Return the weights of a trained model by parameter name, on the CPU.
 
-    ``folder`` is the folder of a snapshot, ``runs/NAME/snapshots/best``, or a run: its folder, its
-    name in ``./runs``, or ``latest``; of a run the newest valid snapshot is taken. Raises
-    EchelonError if there is none. Example:
-    ``model.load_state_dict(echelon.load_weights("latest"))``.
+        model.load_state_dict(echelon.load_weights("latest"))
+        model.load_state_dict(echelon.load_weights("runs/NAME/snapshots/best"))
+
+    The weights are whole, whatever number of ranks wrote them. The files are mapped into memory, so
+    values are read from the disk only when they are used.
+
+    Parameters:
+
+    folder  The folder of a snapshot, or a run: its folder, its name in ./runs, or "latest". Of a
+            run the newest valid snapshot is used; damaged ones are skipped with a warning.
+
+    Raises echelon.errors.EchelonError if there is no valid snapshot. Files are verified by their
+    checksums and loaded with weights_only=True, so a snapshot cannot run code.
     """
     path = resolve_best(Path(folder))
     if not path.exists() and path.parent.name == "snapshots":
