@@ -27,7 +27,7 @@ class Subcommand(NamedTuple):
 
 
 def main() -> None:
-    """The console script `echelon`: run what was typed and exit with its code."""
+    """Run the command that was typed, and exit with its code. This is the script `echelon`."""
     sys.exit(run_and_report_faults(lambda: run_command(sys.argv[1:])))
 
 
@@ -54,6 +54,7 @@ def run_and_report_faults(command: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:  # `echelon … | head`
+        # Python flushes stdout once more at exit, and would print another error there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     except SystemExit as exit_request:

@@ -73,7 +73,7 @@ def launch_program(
     as_json: bool = False,
     wait: bool = False,
 ) -> int:
-    """`echelon run`: somebody else's program where an experiment would be."""
+    """`echelon run`: start any program in place of an experiment; returns the exit code."""
     from echelon.config.compose import compose
 
     if not program:
@@ -125,7 +125,11 @@ def start_run(
 
 
 def _make_launch_services() -> LaunchServices:
-    """What a launcher may call of the packages above it, each imported when it is called."""
+    """Return the functions of higher packages that a launcher may call.
+
+    Each imports its package when it is called: `launch` must not depend on them, and a dry run must
+    not pay for the import of torch.
+    """
     from echelon.launch.launcher import LaunchServices
 
     def train_in_process(config: Config) -> int:
@@ -160,7 +164,11 @@ def compose_config(
     program: Sequence[str] = (),
     trial: WandbTrial | None = None,
 ) -> Config:
-    """The configuration of one run, of whatever experiment or program."""
+    """Return the configuration of one run of an experiment or a program.
+
+    `experiment=FILE.py:FUNCTION` among the overrides takes precedence over `experiment`. The
+    parameters of a `trial` are applied last, unless the launcher leaves that to rank 0.
+    """
     from echelon.config.compose import compose
     from echelon.config.untrusted import apply_trial
     from echelon.launch.registry import make_launcher
@@ -175,9 +183,10 @@ def compose_config(
 
 
 def load_project_defaults(*folders: Path) -> FileDefaults:
-    """The defaults in the echelon.yaml of the user and of the project here, or in these folders.
+    """Return the defaults in the echelon.yaml files of the user, the current folder and `folders`.
 
-    The variables that such a file sets are set in this process, unless they are set already.
+    The variables that such a file sets are also set in this process, unless they are set already:
+    what a person types in front of a command takes precedence over a file.
     """
     from echelon.config.defaults_files import load_defaults
 
@@ -191,7 +200,7 @@ def load_project_defaults(*folders: Path) -> FileDefaults:
 
 
 def make_user_experiment(function: Callable[..., Any]) -> UserExperiment:
-    """The name, file and declared settings of a function that is an experiment.
+    """Return the name, file and declared settings of a function that is an experiment.
 
     Raises an EchelonError if a worker could not import it, or if its file is being imported by one.
     """
@@ -217,8 +226,11 @@ def make_user_experiment(function: Callable[..., Any]) -> UserExperiment:
 
 
 def extract_user_experiment(overrides: Sequence[str]) -> tuple[list[str], UserExperiment | None]:
-    """The overrides without `experiment=FILE.py:FUNCTION`, and that experiment; a plain name is
-    left to Hydra."""
+    """Return the overrides without `experiment=FILE.py:FUNCTION`, and that experiment.
+
+    The file is imported, so its top level runs here. A plain name such as `experiment=toy` stays in
+    the overrides, for Hydra.
+    """
     rest, experiment = [], None
     for word in overrides:
         key, _, value = word.partition("=")
@@ -232,6 +244,6 @@ def extract_user_experiment(overrides: Sequence[str]) -> tuple[list[str], UserEx
 
 
 def _find_conf_folder(experiment: UserExperiment) -> Path | None:
-    """The folder `conf` beside the file of an experiment, if it has a config.yaml."""
+    """Return the folder `conf` beside the file of an experiment, if it has a config.yaml."""
     folder = Path(experiment.entry.rpartition(":")[0]).parent / "conf"
     return folder if (folder / "config.yaml").exists() else None

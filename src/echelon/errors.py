@@ -61,7 +61,7 @@ class EchelonError(Exception):
 
 
 def suggest_other_folder(error: OSError, setting: str) -> str:
-    """The remedy for a folder that cannot be written; only a full disk needs space."""
+    """Return the remedy for a folder that cannot be written; only a full disk needs space."""
     place = f"give another place with {setting}"
     return f"free some space, or {place}" if error.errno in _DISK_FULL_ERRNOS else place
 
@@ -71,8 +71,8 @@ _MAX_LISTED_NAMES = 12
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that lists the known names, the nearest first. Of many names, only near ones are
-    listed if there are any."""
+    """Return a hint that lists the known names, the nearest first. Of many names, only near ones
+    are listed if there are any."""
     import difflib  # every command comes by here, and few guess
 
     names = sorted(known)

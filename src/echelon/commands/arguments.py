@@ -12,7 +12,11 @@ RUN_HELP = "a name, a folder, a job's number, or `latest`"
 def make_parser(
     command: str, description: str, epilog: str | Callable[[], str] | None = None
 ) -> argparse.ArgumentParser:
-    """The argument parser of `echelon COMMAND`."""
+    """Return the argument parser of `echelon COMMAND`.
+
+    `epilog` is the text below the options. A function is called only if the help is printed; use
+    one where the text needs slow imports or a user's file.
+    """
     parser = LazyEpilogParser(
         prog=f"echelon {command}",
         description=description,
@@ -24,7 +28,7 @@ def make_parser(
 
 
 class LazyEpilogParser(argparse.ArgumentParser):
-    """A parser whose text below the options can be made when it is printed."""
+    """A parser that can make the text below its options when the help is printed."""
 
     make_epilog: Callable[[], str] | None = None
 
@@ -36,7 +40,7 @@ class LazyEpilogParser(argparse.ArgumentParser):
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of commands that start a run."""
+    """Add the arguments of all commands that start a run."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -44,25 +48,32 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dir_argument(parser: argparse.ArgumentParser) -> None:
-    """The argument --dir: the folder of all runs."""
+    """Add the argument --dir, the folder of all runs."""
     parser.add_argument("--dir", default="runs", help="the folder of all runs (default: runs)")
 
 
 def split_at_double_dash(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before `--`, and those after it."""
+    """Return the words before the first `--`, and those after it.
+
+    argparse cannot split them: with two lists of words, it would give all words to the first.
+    """
     separator = words.index("--") if "--" in words else len(words)
     return words[:separator], words[separator + 1 :]
 
 
 def parse_gpu_count(text: str) -> int:
-    """A number of GPUs, from 1 on."""
+    """Return a number of GPUs, at least 1.
+
+    Like every `parse_` function here it is a `type=` of argparse, which reports the
+    ArgumentTypeError that it raises as a usage error.
+    """
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs")
     return int(text)
 
 
 def parse_interval_s(text: str) -> float:
-    """A time between two refreshes, in seconds."""
+    """Return the time between two refreshes in seconds, from a tenth of a second to a day."""
     with contextlib.suppress(ValueError):
         if 0.1 <= float(text) <= 86400:
             return float(text)
@@ -70,7 +81,7 @@ def parse_interval_s(text: str) -> float:
 
 
 def parse_fraction(text: str) -> float:
-    """A number from 0 to below 1."""
+    """Return a number of at least 0 and below 1."""
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < 1:
             return float(text)
@@ -78,21 +89,21 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_positive_int(text: str) -> int:
-    """A whole number from 1 on."""
+    """Return a whole number of at least 1."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 
 def parse_line_count(text: str) -> int:
-    """A number of lines, from 0 on."""
+    """Return a number of lines, at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
     return int(text)
 
 
 def parse_days(text: str) -> float:
-    """A number of days, from 0 on."""
+    """Return a number of days, at least 0 and finite."""
     try:
         days = float(text)
     except ValueError:
@@ -103,7 +114,7 @@ def parse_days(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """A number of seconds above 0."""
+    """Return a number of seconds, above 0 and finite."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
@@ -111,7 +122,11 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_lease_s(text: str) -> float:
-    """A lease in seconds that is longer than the interval in which workers renew it."""
+    """Return the length of a lease in seconds.
+
+    It must be three times as long as the interval in which workers renew it: with less, a worker
+    that is merely slow would lose its trial.
+    """
     with contextlib.suppress(ValueError):
         if float(text) >= 6:
             return float(text)

@@ -84,14 +84,17 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
 
 
 def _compose_train_config(overrides: Sequence[str]) -> Config:
-    """The configuration of what would be typed after `echelon train`."""
+    """Return the configuration that `echelon train` would compose of the same words."""
     from echelon.entrypoint import compose_config
 
     return compose_config(overrides)
 
 
 def _recompose_run_config(name: str, root: str) -> Config:
-    """The configuration of an old run, as it would start again in its folder."""
+    """Return the configuration of an old run.
+
+    Name and folder are replaced by where the run is now: the folder may have been moved.
+    """
     from echelon.runs.find import find_run
 
     run = find_run(name, root)

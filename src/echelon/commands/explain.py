@@ -49,7 +49,10 @@ def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """The few keys that matter here, read without Hydra, whose import takes too long."""
+    """Return the values of the few keys that matter here.
+
+    They are parsed without Hydra, because its import would take most of the time of the command.
+    """
     given = dict(word.partition("=")[::2] for word in overrides)
     unknown = [k for k in given if k not in _KNOWN_KEYS]
     if unknown:
@@ -66,7 +69,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _parse_int(given: Mapping[str, str], key: str) -> int | None:
-    """The whole number of a key; None if it was not given."""
+    """Return the whole number of a key; None if it was not given."""
     text = given.get(key)
     if text is None:
         return None
