@@ -65,12 +65,13 @@ class EnvLauncher(Launcher):
         )
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
-        """Nothing. A run that is active already is not refused: another node may have made it so a
-        moment ago."""
+        """Check nothing. A run that is already active is not refused, because another node of the
+        same start may have set its status a moment ago."""
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
         rank, count, host, port = _read_node_variables(os.environ)
         procs = len(plan.places) // count
+        # Before `run_node`: the fork server copies this environment when it starts.
         os.environ |= dict(plan.variables)
         node = NodeSpec(rank, count, procs, host, port)
         return run_node(self, config, node, partial(_agree_on_run, config, node))

@@ -34,7 +34,7 @@ class InlineLauncher(Launcher):
     applies_trial = False
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
-        """The plan of this rank alone; the others have their own."""
+        """Return the plan of this rank alone; every other rank makes its own."""
         world = detect(
             machine.env,
             rank=config.rank,
@@ -63,13 +63,13 @@ class InlineLauncher(Launcher):
     def find_config_faults(
         self, config: Config, plan: LaunchPlan, machine: LocalMachine
     ) -> list[Fault]:
-        """Only the batch: what depends on the size of the world was found by `plan`, which knows
-        it. The plan itself has one place."""
+        """Check the batch only. The plan has one place, so the size of the world cannot be read
+        from it; `plan` has already checked what depends on that size."""
         return find_batch_faults(config, plan)
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
-        """Warn of others on the devices. A run that is active already is not refused here, because
-        its other ranks have made it so."""
+        """Warn of other users of the devices. A run that is already active is not refused here,
+        because its other ranks may have set its status."""
         warn_of_other_users(config, plan)
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:

@@ -67,13 +67,15 @@ class Launcher(ABC):
     has_compared_devices: ClassVar[bool] = False
     """Whether `start` has compared the devices of the nodes, so that the agents need not."""
     leaves_exit_code: ClassVar[bool] = False
-    """Whether node 0 leaves its exit code in the run folder, for what is told another code."""
+    """Whether node 0 writes its exit code into the run folder. The batch script needs it: srun
+    returns the code of the worst node, perhaps of a lost one."""
     queue: ClassVar[str] = ""
     """Where a job waits for its nodes, in words; empty if the nodes are there from the start."""
     needs_shared_folder: ClassVar[bool] = False
     """Whether all nodes must see the folder of the run."""
     finds_node_0_by_name: ClassVar[bool] = False
-    """Whether ranks are told the name of node 0, which then has to resolve, and not its address."""
+    """Whether ranks receive the host name of node 0 instead of its address. The name then has to
+    resolve on every node."""
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Complete the configuration before it is planned: names and secrets.
@@ -91,10 +93,8 @@ class Launcher(ABC):
     def find_config_faults(
         self, config: Config, plan: LaunchPlan, machine: LocalMachine
     ) -> list[Fault]:
-        """The settings that contradict the plan, such as a batch smaller than the world.
-
-        They are looked for before a dry run as well.
-        """
+        """Return the faults of settings that contradict the plan, such as a batch smaller than the
+        world. A dry run reports them too."""
         return [*find_batch_faults(config, plan), *find_fsdp_faults(config, plan)]
 
     def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
@@ -128,7 +128,7 @@ class Launcher(ABC):
     # --- on a node: asked by `launch/node/` in the processes that carry out the plan ---
 
     def read_node_rank(self, env: Mapping[str, str]) -> int:
-        """The number of this node, where `echelon node` was not given it."""
+        """Return the number of this node, where `echelon node` was not given it."""
         return 0
 
     def get_planned_procs(self, config: Config) -> int | None:
@@ -140,7 +140,7 @@ class Launcher(ABC):
         run.update_status(**make_starting_status(self.name, node_count, world_size))
 
     def count_restarts_left(self, run: Run, config: Config) -> int:
-        """How often the workers may be restarted. Called once, on node 0."""
+        """Return how often the workers may be restarted. It is called once, on node 0."""
         return config.launch.max_restarts
 
     def record_failure(self, run: Run, config: Config, failure: Failure) -> None:
@@ -168,33 +168,35 @@ class Launcher(ABC):
     def explain_failed_probe(
         self, config: Config, node_name: str, probe_exit: ProbeExit
     ) -> Fault | None:
-        """The fault of a node on which no probe could be started.
+        """Return the fault of a node on which no probe could be started.
 
-        None means that the last words of its command and `suggest_after_failed_probe` say it.
+        With None, the report shows the last output of the command and `suggest_after_failed_probe`.
         """
         return None
 
     def suggest_after_failed_probe(self) -> str:
-        """What to do about a node on which no probe could be started."""
+        """Return what to do about a node on which no probe could be started."""
         return "echelon doctor"
 
     def suggest_after_probe_timeout(self, config: Config) -> str:
-        """What to do about a node whose probe did not start in time."""
+        """Return what to do about a node whose probe did not start in time."""
         return "echelon doctor"
 
     def find_own_address(self, node_count: int, env: Mapping[str, str]) -> str:
-        """The address at which the other nodes reach this one. Called on the node."""
+        """Return the address at which the other nodes reach this one. It is called on the node."""
         return "127.0.0.1"
 
     def choose_master_port(self, env: Mapping[str, str]) -> int:
-        """The port that node 0 will listen on; 0 means any that is free. Called on node 0."""
+        """Return the port that node 0 will listen on; 0 means any free port. It is called on node
+        0."""
         return 0
 
 
 def collect_exit_codes(codes: Iterable[int]) -> list[int]:
-    """The exit codes of runs that are started one by one as this is iterated.
+    """Return the exit codes of runs; each run is started when its code is taken from `codes`.
 
-    It ends after a run that was stopped on request: whoever stops one run means those after it too.
+    No further run is started after one that was stopped on request: a user who stops one run means
+    the rest too.
     """
     collected: list[int] = []
     for code in codes:
@@ -208,7 +210,8 @@ def collect_exit_codes(codes: Iterable[int]) -> list[int]:
 
 
 def read_launch_secrets(config: Config, dry_run: bool) -> dict[str, str]:
-    """The variables of `launch.secrets`; empty if there is no such file, and in a dry run."""
+    """Return the variables of `launch.secrets`; empty if there is no such file, and in a dry
+    run."""
     if not config.launch.secrets or dry_run:
         return {}
     from echelon.config.defaults_files import read_secrets
@@ -217,7 +220,7 @@ def read_launch_secrets(config: Config, dry_run: bool) -> dict[str, str]:
 
 
 def find_batch_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
-    """The fault of a global batch with fewer samples than there are processes."""
+    """Return the fault of a global batch with fewer samples than there are processes."""
     if config.program:
         return []
     fault = check_min_batch_size(config.trainer.batch_size, len(plan.places))
@@ -225,7 +228,7 @@ def find_batch_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
 
 
 def find_fsdp_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
-    """The fault of replica.kind=fsdp with a single process."""
+    """Return the fault of replica.kind=fsdp with a single process."""
     fault = check_fsdp_min_world_size(config, len(plan.places))
     return [fault] if fault else []
 

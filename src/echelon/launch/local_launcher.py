@@ -60,6 +60,7 @@ class LocalLauncher(Launcher):
         return [*faults, *(check_cpu_support(config) if on_cpu else [])]
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
+        # The cheap check first: preflight may take a minute.
         require_not_running(config)
         require_preflight(config, services)
         warn_of_other_users(config, plan)

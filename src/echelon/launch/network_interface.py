@@ -16,7 +16,7 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def find_interface_to(host: str) -> str | None:
-    """The interface that has this machine's address on the route to a host.
+    """Return the interface that has this machine's address on the route to a host.
 
     On that host itself it is the interface with the address that the others know. None if there is
     no route.
@@ -33,7 +33,7 @@ def find_interface_to(host: str) -> str | None:
 
 
 def plan_interface_variables(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables as a plan can show them before any node was asked."""
+    """Return the variables as a plan can show them before any node was asked."""
     text = chosen or "(that of each node's route to the first)"
     return {name: chosen or env.get(name, text) for name in INTERFACE_VARIABLES}
 
@@ -55,5 +55,5 @@ def find_local_address(host: str) -> str | None:
 
 
 def _is_loopback_host(host: str) -> bool:
-    """Whether a host name means the machine one is on."""
+    """Return whether a host name means the machine one is on."""
     return host in ("localhost", "127.0.0.1")

@@ -69,7 +69,7 @@ class LaunchPlan:
     """The batch script."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values for JSON."""
+        """Return the plan as plain values for JSON."""
         return asdict(self) | {"places": [place._asdict() for place in self.places]}
 
     def print_plan(self, as_json: bool) -> None:
@@ -88,7 +88,7 @@ class LaunchPlan:
             yield from ("", "script:", *(f"  {line}" for line in self.script.splitlines()))
 
     def _render_shape(self) -> str:
-        """How many processes on how many devices each, where that is more than one."""
+        """Return how many processes on how many devices each, where that is more than one."""
         each, count = len(self.places[0].devices), len(self.places)
         kind = "stages" if self.places[0].devices[0].startswith("cpu") else "devices"
         return f": {count} process{'es' * (count > 1)} × {each} {kind}" if each > 1 else ""
@@ -131,7 +131,7 @@ def render_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 def place_ranks(
     hosts: Sequence[str], procs: Sequence[int], gpus: int, devices_per_replica: int = 1
 ) -> tuple[RankPlacement, ...]:
-    """Where each rank will be: ranks fill node by node; without GPUs they are on CPUs."""
+    """Return where each rank will be: ranks fill node by node; without GPUs they are on CPUs."""
     placements: list[RankPlacement] = []
     rule = DeviceRule(gpus, devices_per_replica)
     for host, count in zip(hosts, procs, strict=True):
@@ -143,8 +143,8 @@ def place_ranks(
 
 
 def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> tuple[str, ...]:
-    """The step of a plan that leaves devices idle. With one device per replica the table shows
-    enough."""
+    """Return the step of a plan that leaves devices idle. With one device per replica the table
+    shows enough."""
     devices_per_replica = config.replica.devices
     idle_devices = visible_devices - procs * devices_per_replica
     settings = f"launch.procs={procs} × replica.devices={devices_per_replica}"
@@ -156,7 +156,7 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
 
 
 def describe_failure_policy(config: Config) -> str:
-    """The step of a plan that says what happens after a failure."""
+    """Return the step of a plan that says what happens after a failure."""
     if not config.launch.max_restarts:
         return "on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts
@@ -165,7 +165,7 @@ def describe_failure_policy(config: Config) -> str:
 
 
 def describe_program_or_experiment(config: Config) -> str:
-    """What the processes run: a program or an experiment."""
+    """Return what the processes run: a program or an experiment."""
     if config.program:
         return shlex.join(config.program)
     shared = ", one model shared out between all ranks (fsdp)"
@@ -174,7 +174,7 @@ def describe_program_or_experiment(config: Config) -> str:
 
 
 def count_local_processes(config: Config, visible_devices: int) -> int:
-    """How many processes this machine gets: as set, else one for every replica's devices.
+    """Return how many processes this machine gets: as set, else one for every replica's devices.
 
     Raises an :class:`EchelonError` where they do not fit onto the visible devices.
     """
@@ -187,7 +187,7 @@ def count_local_processes(config: Config, visible_devices: int) -> int:
 
 
 def make_program_words(config: Config, nodes: int, gpus: int) -> list[str]:
-    """The words of the program, with the flags appended by which it learns the world."""
+    """Return the words of the program, with the flags appended by which it learns the world."""
     launch = config.launch
     words = list(config.program)
     if launch.nodes_flag:
@@ -230,5 +230,5 @@ class ProbePlan(NamedTuple):
 
 
 def plan_local_probe(probe: Sequence[str], procs: int | None) -> ProbePlan:
-    """The plan of a launcher whose only node is this machine."""
+    """Return the plan of a launcher whose only node is this machine."""
     return ProbePlan(["this machine"], [procs], [ProbeCommand([*probe, "0"], [0])])

@@ -18,7 +18,7 @@ LAUNCHER_CLASSES = {
 
 
 def make_launcher(config: Config) -> Launcher:
-    """The launcher of this configuration.
+    """Return the launcher of this configuration.
 
     A program takes the place of the process that runs it, so with launch=inline it is given one of
     its own, as with launch=local.

@@ -116,7 +116,8 @@ class NodeAgent(SimpleElasticAgent):
         """The first failure of the newest attempt."""
 
     def is_rank_killed(self, local_rank: int) -> bool:
-        """Whether this local rank ended by a signal, without a chance to print its last lines."""
+        """Return whether this local rank ended by a signal, without a chance to print its last
+        lines."""
         return self._exit_codes.get(local_rank, -signal.SIGKILL) < 0
 
     # --- called by torch's agent ---
@@ -183,8 +184,8 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _are_all_nodes_done(self) -> bool:
-        """Whether the ranks of every node have ended. Until then a rank of another node may still
-        fail, and then all start again."""
+        """Return whether the ranks of every node have ended. Until then a rank of another node may
+        still fail, and then all start again."""
         attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
         done = attempt.add("nodes done", 0 if self._has_reported_done else 1)
         self._has_reported_done = True
@@ -204,7 +205,7 @@ class NodeAgent(SimpleElasticAgent):
         return self._run.get_heartbeat_file(self._job.node.rank)
 
     def _get_worker_store_port(self) -> int:
-        """The port of the store that the workers are given.
+        """Return the port of the store that the workers are given.
 
         Experiments use the agents' own store, under keys of their attempt. A program that is
         started again would find the keys of its previous attempt there, so each restart gets a
@@ -219,8 +220,8 @@ class NodeAgent(SimpleElasticAgent):
         return int(self._tcp_store.get(key))
 
     def _make_spawn_request(self, worker: Any, group: WorkerGroup) -> WorkerSpawnRequest:
-        """What the fork server is told to start: torchrun's variables, the function to call, the
-        log file."""
+        """Return what the fork server is told to start: torchrun's variables, the function to call,
+        the log file."""
         rank = worker.global_rank
         variables = {
             "RANK": rank,
@@ -276,8 +277,8 @@ class NodeAgent(SimpleElasticAgent):
                 raise ForkServerGone
 
     def _map_stop_to_preempted(self, code: int) -> int:
-        """The exit code of a worker, with a program that was ended by the stop signal we forwarded
-        counted as preempted: it did what it was asked to."""
+        """Return the exit code of a worker, with a program that was ended by the stop signal we
+        forwarded counted as preempted: it did what it was asked to."""
         was_requested = (
             self._job.program
             and self._stop_signal
@@ -300,8 +301,8 @@ class NodeAgent(SimpleElasticAgent):
     # --- what went wrong ---
 
     def _find_first_failure(self, failed: dict[int, int]) -> Failure | None:
-        """The first failure of this attempt: here, on another node, or of a rank for which all
-        others wait."""
+        """Return the first failure of this attempt: here, on another node, or of a rank for which
+        all others wait."""
         if failed:
             return self._find_cause(failed)
         if verdict := self._lifeline.find_failure(self._attempt):
@@ -316,7 +317,7 @@ class NodeAgent(SimpleElasticAgent):
         )
 
     def _find_cause(self, failed: dict[int, int]) -> Failure:
-        """The failure that a rank reported through the store; else that of a rank that died
+        """Return the failure that a rank reported through the store; else that of a rank that died
         silently.
 
         A rank that was killed by a signal is blamed before one with an exit code: the others often
@@ -342,7 +343,7 @@ class NodeAgent(SimpleElasticAgent):
         return cause
 
     def _collect_heartbeats(self) -> RankHeartbeats:
-        """The heartbeats of the living ranks of this node, as lifelines send them."""
+        """Return the heartbeats of the living ranks of this node, as lifelines send them."""
         now, signs = time.monotonic(), self._heartbeat_watch.read_all()
         return [
             {
@@ -360,7 +361,8 @@ class NodeAgent(SimpleElasticAgent):
     def _make_hang_failure(
         self, local_rank: int, hung_rank: HungRank, heartbeat: HeartbeatRecord
     ) -> Failure:
-        """The failure of a rank for which all others wait, with its Python stack if possible."""
+        """Return the failure of a rank for which all others wait, with its Python stack if
+        possible."""
         pid = self._pids[local_rank]
         if _is_stopped(pid):
             detail = (
@@ -459,6 +461,6 @@ def _send_signal_to_group(pid: int, number: signal.Signals) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is halted, by SIGSTOP or a debugger."""
+    """Return whether a process is halted, by SIGSTOP or a debugger."""
     fields = read_stat_fields(pid)
     return fields is not None and fields[0] in "Tt"

@@ -101,7 +101,7 @@ class ForkServer:
         select.select([self._socket], [], [], timeout_s)
 
     def start_replacement(self) -> ForkServer:
-        """A new fork server, after this one was killed."""
+        """Return a new fork server, after this one was killed."""
         self.close()
         return ForkServer(self._preload)
 
@@ -115,7 +115,7 @@ class ForkServer:
 
 
 def _can_fork_safely() -> bool:
-    """Whether workers may be forked from this process.
+    """Return whether workers may be forked from this process.
 
     A fork copies the memory of all threads, but only the one that forks goes on. In the child,
     locks of the others stay locked, an OpenMP region waits for its pool for ever, and autograd
@@ -133,7 +133,8 @@ def _can_fork_safely() -> bool:
 
 
 def _count_openblas_threads() -> int:
-    """How many threads OpenBLAS started when it was loaded, by its own rules. 0: it is not loaded.
+    """Return how many threads OpenBLAS started when it was loaded, by its own rules. 0: it is not
+    loaded.
 
     Counting too few costs a second's import in a process that could have been forked; counting too
     many would hide a thread that must not be lost.

@@ -90,7 +90,7 @@ def _run_and_record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
 def _count_processes(
     launcher: Launcher, config: Config, rank: int, procs: int | None, env: Mapping[str, str]
 ) -> int:
-    """How many processes this node gets: as given, as planned, or by its devices.
+    """Return how many processes this node gets: as given, as planned, or by its devices.
 
     Raises an :class:`EchelonError` where they do not fit onto the devices that are visible here:
     a node may have fewer than the one on which the plan was made.

@@ -65,16 +65,18 @@ class Lifeline:
         self._heartbeats = heartbeats
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
-        """The first failure of the whole world in this attempt, now that this one happened here."""
+        """Return the first failure of the whole world in this attempt, now that this one happened
+        here."""
         return self._failures.setdefault(attempt, failure)
 
     def find_failure(self, attempt: int) -> Failure | None:
-        """The failure that is known of this attempt, if there is one. A lost node ends every
+        """Return the failure that is known of this attempt, if there is one. A lost node ends every
         attempt."""
         return self._failures.get(_EVERY_ATTEMPT) or self._failures.get(attempt)
 
     def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
-        """The rank for which all others wait, if no rank has moved for so long; else None."""
+        """Return the rank for which all others wait, if no rank has moved for so long; else
+        None."""
         return _find_hung_rank(self._heartbeats, hang_s)
 
     def leave(self) -> None:
@@ -117,17 +119,31 @@ class LifelineServer(Lifeline):
         threading.Thread(target=self._serve, daemon=True, name="lifeline").start()
 
     def begin_attempt(self, attempt: int) -> None:
+        """Forget the heartbeats of all nodes.
+
+        The number is set first, because the reading thread drops heartbeats of any other attempt:
+        old ones that arrive late are not stored again.
+        """
         self._attempt = attempt
         for peer in list(self._peers.values()):
             peer.heartbeats = None
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
+        """Record this failure if it is the first of the attempt, send it to all nodes, and return
+        the first one."""
+        # The agent and the reading thread both call this. Under the lock, exactly one failure is
+        # the first, and exactly one is sent.
         with self._lock:
             if self._failures.setdefault(attempt, failure) is failure:
                 self._send_to_all({"failure": asdict(failure), "attempt": attempt})
         return self.find_failure(attempt) or failure
 
     def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
+        """Return the hung rank of the whole world, and announce it to all nodes once.
+
+        It returns None until every node has reported in this attempt: a rank of a silent node may
+        be the one that the others wait for, and another would be blamed.
+        """
         reports = [self._heartbeats, *(p.heartbeats for p in list(self._peers.values()))]
         if len(reports) < self._nodes or None in reports:
             return None
@@ -137,13 +153,17 @@ class LifelineServer(Lifeline):
         return self._hung_ranks.get(attempt)
 
     def leave(self) -> None:
+        """Wait until the other nodes have left, but not for ever.
+
+        `_is_over` is set first, so that a connection that closes from now on is not a lost node.
+        """
         self._is_over = True
         deadline = time.monotonic() + _LEAVE_TIMEOUT_S
         while self._peers and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _serve(self) -> None:
-        """Accept nodes and read from them; runs in a thread of its own."""
+        """Accept nodes and read from them. It runs in its own thread."""
         while True:
             for key, _ in self._selector.select(timeout=_BEAT_INTERVAL_S / 2):
                 if key.data is None:
@@ -250,6 +270,10 @@ class LifelineClient(Lifeline):
             self._send({"signs": heartbeats, "attempt": self._attempt})
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
+        """Report a failure to node 0, and return the one that node 0 has decided was the first.
+
+        If node 0 does not answer in time, this node's own failure is returned.
+        """
         self._send({"failure": asdict(failure), "attempt": attempt})
         deadline = time.monotonic() + _AGREE_TIMEOUT_S
         while self.find_failure(attempt) is None and time.monotonic() < deadline:
@@ -257,9 +281,11 @@ class LifelineClient(Lifeline):
         return self.find_failure(attempt) or failure
 
     def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
+        """Return the rank that node 0 has announced; only node 0 sees the heartbeats of all."""
         return self._hung_ranks.get(attempt)
 
     def leave(self) -> None:
+        """Say goodbye to node 0, which would otherwise report this node as lost."""
         self._is_over = True
         self._send({"bye": True})
 
@@ -318,7 +344,7 @@ def make_node_lost_failure(
     heartbeats: RankHeartbeats,
     rank: int | None = None,
 ) -> Failure:
-    """The failure of a world that lost a node."""
+    """Return the failure of a world that lost a node."""
     step = max((s["step"] for s in heartbeats if s["begun"]), default=None)
     summary = (
         f"node {node} ({host}, rank {ranks}) {reason}: it is down, cut off, or its agent was killed"
@@ -330,7 +356,7 @@ def make_node_lost_failure(
 
 
 def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | None:
-    """The rank for which all others wait, if no rank has moved for `hang_s` seconds.
+    """Return the rank for which all others wait, if no rank has moved for `hang_s` seconds.
 
     It is the one with the fewest heartbeats, or one that is halted. While a rank is starting, the
     limit is longer; while any rank moves, the world is only slow.

@@ -52,11 +52,11 @@ class NodeLogs:
             self._print_rank_0()
 
     def read_last_lines(self, rank: int) -> str:
-        """The last lines that a rank wrote in this attempt."""
+        """Return the last lines that a rank wrote in this attempt."""
         return "\n".join(self.read_attempt_log(rank).splitlines()[-_LAST_LINE_COUNT:])
 
     def read_attempt_log(self, rank: int) -> str:
-        """What a rank wrote in this attempt, or the end of it where it is long."""
+        """Return what a rank wrote in this attempt, or the end of it where it is long."""
         size = _get_file_size_bytes(self._run.get_rank_log_file(rank))
         return self._read_log_range(rank, max(self._start_sizes[rank], size - _MAX_READ_BYTES))
 

@@ -87,9 +87,9 @@ class FixedRendezvous(RendezvousHandler):
             time.sleep(_POLL_INTERVAL_S)
 
     def wait_for_key(self, key: str) -> str:
-        """The value that node 0 puts under a key of the store.
+        """Wait for the value that node 0 puts under a key of the store, and return it.
 
-        It is waited for, but `raise_if_failed` ends the wait when node 0 has failed meanwhile.
+        `raise_if_failed` ends the wait if node 0 has failed meanwhile.
         """
         deadline = time.monotonic() + _OPERATION_TIMEOUT_S
         while not self._store.check([key]) and time.monotonic() < deadline:
@@ -102,6 +102,7 @@ class FixedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """Always True: workers connect to the store that the agent of node 0 hosts."""
         return True
 
     def num_nodes_waiting(self) -> int:
@@ -112,6 +113,8 @@ class FixedRendezvous(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
+        """Always False: the lifeline ends a world, not the rendezvous. So `set_closed` and
+        `shutdown`, which torch's agent calls, have nothing to do."""
         return False
 
     def set_closed(self) -> None:
@@ -125,12 +128,12 @@ class FixedRendezvous(RendezvousHandler):
 
 
 def host_or_join_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
-    """The store of the agents: node 0 hosts it, the others connect to it."""
+    """Return the store of the agents: node 0 hosts it, the others connect to it."""
     return host_store(node) if node.rank == 0 else _connect_to_store(node, timeout_s)
 
 
 def host_store(node: NodeSpec) -> dist.TCPStore:
-    """A store on node 0's own address, reachable through that interface alone."""
+    """Return a store on node 0's own address, reachable through that interface alone."""
     listener = _bind_listener(node)
     return dist.TCPStore(
         node.master_host,
@@ -143,7 +146,7 @@ def host_store(node: NodeSpec) -> dist.TCPStore:
 
 
 def find_listening_address(node: NodeSpec) -> str:
-    """The address on which node 0 listens.
+    """Return the address on which node 0 listens.
 
     It is that of its name. It is every address where that name leads back to this machine alone
     (Debian gives a machine's own name 127.0.1.1), or belongs to a service or a router that forwards
@@ -169,7 +172,7 @@ def find_listening_address(node: NodeSpec) -> str:
 
 
 def _bind_listener(node: NodeSpec) -> socket.socket:
-    """A socket that listens on node 0's address and port."""
+    """Return a socket that listens on node 0's address and port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             find_listening_address(node), node.master_port, type=socket.SOCK_STREAM
@@ -192,7 +195,7 @@ def _bind_listener(node: NodeSpec) -> socket.socket:
 
 
 def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
-    """A client of node 0's store, once node 0 listens."""
+    """Return a client of node 0's store, once node 0 listens."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

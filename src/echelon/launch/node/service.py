@@ -124,7 +124,7 @@ class _NodeService:
         return code
 
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
-        """The agent, once this node has compared itself with node 0."""
+        """Return the agent, once this node has compared itself with node 0."""
         from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
         from echelon.launch.node.rendezvous import compare_with_node_0
 
@@ -186,8 +186,8 @@ class _NodeService:
 
 
 def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are set for every worker before torch is imported, whose thread pools read
-    them.
+    """Return the variables that are set for every worker before torch is imported, whose thread
+    pools read them.
 
     With several processes on a node each gets one thread, unless the user has set another number.
     """
@@ -196,7 +196,7 @@ def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) ->
 
 
 def make_network_variables(config: Config, host: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which NCCL and gloo find their network interface.
+    """Return the variables by which NCCL and gloo find their network interface.
 
     What a person has set stays. Else it is the interface of the route to node 0. torch is told not
     to warn of host names that cannot be looked up.
@@ -211,7 +211,7 @@ def make_network_variables(config: Config, host: str, env: Mapping[str, str]) ->
 
 
 def _collect_facts_to_compare(launcher: Launcher, config: Config) -> dict[str, object]:
-    """What all nodes must have in common, beside torch's version."""
+    """Return what all nodes must have in common, beside torch's version."""
     known = config.launch.procs or launcher.has_compared_devices
     devices = None if known else count_visible_gpus(os.environ)
     return {"devices": devices, "settings": config.select_numerics_settings()}
@@ -248,7 +248,8 @@ class _WorldFailed(Exception):
 def _open_lifeline(
     store: dist.TCPStore, node: NodeSpec, on_lost: Callable[[Failure], None]
 ) -> Lifeline:
-    """The connection by which the nodes learn of each other's failures; see `lifeline.py`."""
+    """Return the connection by which the nodes learn of each other's failures; see
+    `lifeline.py`."""
     if node.node_count == 1:
         return Lifeline()
     from echelon.launch.node.rendezvous import find_listening_address

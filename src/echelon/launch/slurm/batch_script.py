@@ -34,7 +34,7 @@ class ScriptEnvironment:
 
 
 def render_script(config: Config, run: Run, environment: ScriptEnvironment | None = None) -> str:
-    """The script of one run."""
+    """Return the script of one run."""
     _require_plain_path(run.folder)
     first_options = [f"--job-name={run.name}", f'--output="{run.job_log_file}"']
     words = shlex.join(make_program_words(config, *_get_world_shape(config)))
@@ -46,8 +46,8 @@ def render_script(config: Config, run: Run, environment: ScriptEnvironment | Non
 def render_array_script(
     config: Config, listing: Path, count: int, environment: ScriptEnvironment | None = None
 ) -> str:
-    """The script of an array of equal runs. Each task finds its folder in the listing, and there
-    the words of its program."""
+    """Return the script of an array of equal runs. Each task finds its folder in the listing, and
+    there the words of its program."""
     _require_plain_path(listing.parent)
     at_once = f"%{config.launch.max_parallel}" if config.launch.max_parallel else ""
     first_options = [
@@ -84,7 +84,7 @@ def _require_plain_path(folder: Path) -> None:
 
 
 def count_processes_per_node(config: Config) -> int:
-    """How many processes run on each node."""
+    """Return how many processes run on each node."""
     launch = config.launch
     return launch.procs or get_default_process_count(
         launch.gpus_per_node or 0, config.replica.devices
@@ -104,7 +104,7 @@ def _render_script(
     words: str,
     environment: ScriptEnvironment | None,
 ) -> str:
-    """The script, from its first lines and its step."""
+    """Return the script, from its first lines and its step."""
     procs = count_processes_per_node(config)
     return "\n".join(
         [
@@ -143,8 +143,8 @@ def _render_script(
 
 
 def may_requeue(config: Config) -> bool:
-    """Whether the job may be queued again. A program that does not ask for it would be killed by
-    the signal that announces the end of its time."""
+    """Return whether the job may be queued again. A program that does not ask for it would be
+    killed by the signal that announces the end of its time."""
     return not config.program or (config.launch.max_requeues > 0 and config.mode != "wandb")
 
 
@@ -178,7 +178,7 @@ def _render_step_after_preflight(config: Config, lines: list[str]) -> Iterator[s
 
 
 def _render_requeue_condition(config: Config) -> str:
-    """The shell condition under which the run continues in another job.
+    """Return the shell condition under which the run continues in another job.
 
     Agents count how often. Of a program's tasks the script knows only how they ended: with our exit
     code, or by the signal that announced the end.
@@ -192,12 +192,13 @@ def _render_requeue_condition(config: Config) -> str:
 
 
 def is_started_by_srun(config: Config) -> bool:
-    """Whether Slurm itself starts the processes of a program, instead of an agent per node."""
+    """Return whether Slurm itself starts the processes of a program, instead of an agent per
+    node."""
     return bool(config.program) and config.mode not in ("torchrun", "wandb")
 
 
 def count_tasks_per_node(config: Config, procs: int) -> int:
-    """How many tasks `srun` starts on each node: an agent, or every process of a program."""
+    """Return how many tasks `srun` starts on each node: an agent, or every process of a program."""
     return procs if is_started_by_srun(config) and config.mode != "plain" else 1
 
 
@@ -224,7 +225,7 @@ def _make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
 
 
 def make_srun_allocation_options(config: Config) -> list[str]:
-    """The options by which `srun` asks for the same nodes as the batch job would."""
+    """Return the options by which `srun` asks for the same nodes as the batch job would."""
     of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
     options = [
@@ -241,7 +242,8 @@ def _count_cpus_per_node(launch: LaunchConfig, procs: int) -> int:
 
 
 def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
-    """The option that asks for GPUs in the way this cluster wants it (`launch.gpu_request`)."""
+    """Return the option that asks for GPUs in the way this cluster wants it
+    (`launch.gpu_request`)."""
     count = launch.gpus_per_node or 0
     if launch.gpu_request == "gres":
         return f"--gres=gpu:{count}"
@@ -249,7 +251,7 @@ def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
 
 
 def _render_setup(launch: LaunchConfig) -> list[str]:
-    """The lines of `launch.setup` and `launch.secrets`."""
+    """Return the lines of `launch.setup` and `launch.secrets`."""
     lines = ["", "# launch.setup", _SETUP_ERROR_TRAP, *launch.setup, "trap - ERR"]
     secrets = _render_secrets(launch.secrets) if launch.secrets else ()
     return [*(lines if launch.setup else ()), *secrets]
@@ -300,8 +302,8 @@ def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
 
 
 def make_python_command(config: Config) -> str:
-    """The interpreter of Echelon. With -P it does not import modules from the program's folder,
-    where files may be named like ours."""
+    """Return the interpreter of Echelon. With -P it does not import modules from the program's
+    folder, where files may be named like ours."""
     safe = " -P" if config.program and sys.version_info >= (3, 11) else ""
     return f"{shlex.quote(sys.executable)}{safe}"
 
@@ -323,7 +325,7 @@ def _render_wandb_agent_step(config: Config, words: str) -> Iterator[str]:
 
 
 def make_trial_step_command(config: Config, run: Run, master: str) -> list[str]:
-    """The step that runs one trial in a job that runs one trial of a sweep after another."""
+    """Return the step that runs one trial in a job that runs one trial of a sweep after another."""
     launch = config.launch
     cpus = _count_cpus_per_node(launch, count_processes_per_node(config))
     return [
@@ -340,7 +342,7 @@ def make_trial_step_command(config: Config, run: Run, master: str) -> list[str]:
 def render_sweep_script(
     config: Config, logs: Path, command: Sequence[str], preflight_command: Sequence[str], count: int
 ) -> str:
-    """The script of an array whose tasks each run one trial of a sweep after another.
+    """Return the script of an array whose tasks each run one trial of a sweep after another.
 
     `command` is the worker, and `preflight_command` checks the nodes of such a job.
     """

@@ -48,7 +48,7 @@ def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
 def plan_arrays(
     configs: Sequence[Config], environment: batch_script.ScriptEnvironment | None = None
 ) -> list[JobArray]:
-    """The arrays of runs that differ in nothing that Slurm has to know."""
+    """Return the arrays of runs that differ in nothing that Slurm has to know."""
     arrays = []
     for part in _split_into_chunks(configs, read_max_array_size(os.environ) - 1):
         listing = _get_listing_path(part)
@@ -79,7 +79,7 @@ def queue_array(array: JobArray) -> tuple[str, list[Run]]:
 
 
 def _get_listing_path(configs: Sequence[Config]) -> Path:
-    """The file that lists the folders of an array's runs, in the folder of the first."""
+    """Return the file that lists the folders of an array's runs, in the folder of the first."""
     return Run.from_config(configs[0]).array_file
 
 

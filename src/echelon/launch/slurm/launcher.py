@@ -44,7 +44,8 @@ _PROBE_JOB_NAME = "echelon-preflight"
 
 
 class SlurmLauncher(Launcher):
-    """A batch job. The command ends as soon as the job is queued, unless it is to wait."""
+    """Runs a training as a batch job. The command ends when the job is queued, unless `--wait` is
+    given."""
 
     name = "slurm"
     leaves_exit_code = True
@@ -53,8 +54,10 @@ class SlurmLauncher(Launcher):
     finds_node_0_by_name = True
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
-        """Name the run, and see that the secrets can be read. The job reads them itself, so that
-        nothing of them is in a script, a log or the queue."""
+        """Name the run, and check that the secrets can be read.
+
+        The job reads them itself, so that they are in no script, no log and not in the queue.
+        """
         read_launch_secrets(config, dry_run)
         return assign_name(config)
 
@@ -107,12 +110,12 @@ class SlurmLauncher(Launcher):
     def start_multirun(
         self, configs: Sequence[Config], dry_run: bool, start_run: Callable[[Config, bool], int]
     ) -> int:
-        """All runs as one job array, or as few as the cluster takes."""
+        """Submit all runs as one job array, or as few arrays as the limits of the cluster allow."""
         read_launch_secrets(configs[0], dry_run)
         return submit_arrays(configs, dry_run)
 
     def read_node_rank(self, env: Mapping[str, str]) -> int:
-        """The number of the node in the step that srun made of this process."""
+        """Return the number of the node in the step that srun made of this process."""
         return int(env.get("SLURM_NODEID", "0"))
 
     def get_planned_procs(self, config: Config) -> int | None:
@@ -125,11 +128,12 @@ class SlurmLauncher(Launcher):
         run.update_status(launcher=self.name, job=job, world=world_size)
 
     def count_restarts_left(self, run: Run, config: Config) -> int:
-        """Over all jobs of the run."""
+        """Return the restarts that are left over all jobs of the run, requeued ones included."""
         return requeue.record_start(run, config.launch)
 
     def record_failure(self, run: Run, config: Config, failure: Failure) -> None:
-        """Also whether the batch script shall queue the run again."""
+        """Write the failure into the status, and decide whether the batch script requeues the
+        run."""
         super().record_failure(run, config, failure)
         requeue.request_requeue_if_node_lost(run, config.launch, failure)
 
@@ -176,7 +180,7 @@ class SlurmLauncher(Launcher):
         return "see `squeue` and `sinfo`, or wait longer with --wait SECONDS"
 
     def find_own_address(self, node_count: int, env: Mapping[str, str]) -> str:
-        """The address on the route to the host of srun, which all nodes reach."""
+        """Return the address on the route to the host of srun, which all nodes reach."""
         if node_count == 1:
             return "127.0.0.1"
         if towards := env.get("SLURM_SRUN_COMM_HOST"):
@@ -184,14 +188,14 @@ class SlurmLauncher(Launcher):
         return network_interface.find_default_route_address() or "127.0.0.1"
 
     def choose_master_port(self, env: Mapping[str, str]) -> int:
-        """The port of the job's own, as the batch script computes it."""
+        """Return the port of the job's own, as the batch script computes it."""
         job = env.get("SLURM_JOB_ID", "")
         return batch_script.FIRST_PORT + int(job) % batch_script.PORTS if job.isdecimal() else 0
 
 
 def _plan_variables(config: Config, procs: int, machine: LocalMachine) -> dict[str, str]:
-    """The variables that a plan shows. Agents choose the interface; tasks of srun get only one that
-    was set."""
+    """Return the variables that a plan shows. Agents choose the interface; tasks of srun get only
+    one that was set."""
     chosen = config.launch.interface
     if batch_script.is_started_by_srun(config):
         return dict.fromkeys(network_interface.INTERFACE_VARIABLES, chosen) if chosen else {}

@@ -56,7 +56,8 @@ def record_start(run: Run, launch: LaunchConfig) -> int:
 
 
 def _classify_ending(status: dict[str, Any]) -> str:
-    """How the last job of this run ended: preempted, lost, failed, or "" when all is well."""
+    """Return how the last job of this run ended: preempted, lost, failed, or "" when all is
+    well."""
     state = status.get("state")
     if state == "running":
         return "lost"  # killed with its node, before it could record an end
@@ -67,12 +68,12 @@ def _classify_ending(status: dict[str, Any]) -> str:
 
 
 def _count_endings(starts: list[dict[str, Any]], *endings: str) -> int:
-    """How many starts followed one of these endings."""
+    """Return how many starts followed one of these endings."""
     return sum(start["after"] in endings for start in starts)
 
 
 def _make_limit_error(run: Run, how: str, key: str, limit: int) -> EchelonError:
-    """The error for a run that has reached a limit."""
+    """Return the error for a run that has reached a limit."""
     return EchelonError(
         Fault(
             f"run {run.name} {how}, and {key}={limit}",

@@ -57,7 +57,7 @@ def require_slurm_accepts(text: str) -> None:
 
 
 def _make_refusal(words: str) -> EchelonError:
-    """The error for a job that Slurm does not take, with its own reasons."""
+    """Return the error for a job that Slurm does not take, with its own reasons."""
     lines = [line.removeprefix("sbatch: ") for line in words.splitlines() if line.strip()]
     reasons = [line for line in lines if "error" in line or "failure" in line] or lines
     return EchelonError(
@@ -103,8 +103,8 @@ def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run])
 
 
 def _find_in_queue(name: str, since: float) -> str | None:
-    """The id of a job that the controller took before its answer was lost; a controller that went
-    away is waited for."""
+    """Return the id of a job that the controller took before its answer was lost; a controller that
+    went away is waited for."""
     deadline = time.monotonic() + _LOST_ANSWER_TIMEOUT_S
     done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
     while done.returncode and time.monotonic() < deadline:

@@ -48,14 +48,15 @@ class RemoteRunFolder(NamedTuple):
     """What a command there reads before anything else: its variables."""
 
     def make_script_argv(self, script: str, word: str) -> list[str]:
-        """The ssh command that runs a shell script with the folder as $0 and a word as $1."""
+        """Return the ssh command that runs a shell script with the folder as $0 and a word as
+        $1."""
         words = ["sh", "-c", script, str(self.run.folder), word]
         return remote_command.make_argv(self.launch, self.host, ("/", "/"), words)
 
 
 def find_code_folder(config: Config) -> Path | None:
-    """The folder that a host needs beside Echelon: that of the experiment's file, else the working
-    directory; None for a bundled experiment."""
+    """Return the folder that a host needs beside Echelon: that of the experiment's file, else the
+    working directory; None for a bundled experiment."""
     if file := find_experiment_file(config):
         return Path(file).parent
     ours = str(config.experiment.get("entry", "")).startswith("echelon.")

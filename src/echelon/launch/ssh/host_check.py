@@ -46,7 +46,7 @@ class HostReport:
 def check_hosts(
     config: Config, hosts: list[SshHost], run: Run, variables: Mapping[str, str]
 ) -> list[HostReport]:
-    """The reports of all hosts. Raises an EchelonError with every fault of every host."""
+    """Return the reports of all hosts. Raises an EchelonError with every fault of every host."""
     with create_shared_folder_token(run.folder.parent) as token:
         words = [
             sys.executable,
@@ -85,7 +85,7 @@ def check_hosts(
 
 
 def find_experiment_file(config: Config) -> str:
-    """The file of the user's experiment; "" if it is a bundled one."""
+    """Return the file of the user's experiment; "" if it is a bundled one."""
     file = str(config.experiment.get("entry", "")).rpartition(":")[0]
     return file if file.endswith(".py") else ""
 
@@ -126,6 +126,10 @@ def _read_report(
 def explain_ssh_failure(
     launch: LaunchConfig, host: SshHost, python: str, code: int, error_output: str
 ) -> Fault:
+    """Return the fault of a command that failed on a host, by its exit code and its stderr.
+
+    ssh's own failures have the code 255; a shell that does not find Python has 127 or 126.
+    """
     words = join_last_lines(error_output)
     if code == SSH_FAILED and "host key" in error_output.lower():
         return Fault(

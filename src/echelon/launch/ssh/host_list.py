@@ -24,7 +24,7 @@ class SshHost(NamedTuple):
 
 
 def list_hosts(launch: LaunchConfig) -> list[SshHost]:
-    """The hosts of `launch.hosts`, then those of `launch.hostfile`; node 0 is the first."""
+    """Return the hosts of `launch.hosts`, then those of `launch.hostfile`; node 0 is the first."""
     hosts = [SshHost(name, launch.procs) for name in launch.hosts]
     if launch.hostfile:
         hosts += _read_hostfile(Path(launch.hostfile), launch.procs)
@@ -40,7 +40,7 @@ def list_hosts(launch: LaunchConfig) -> list[SshHost]:
 
 
 def _read_hostfile(path: Path, procs: int | None) -> list[SshHost]:
-    """The hosts of a file. Raises an EchelonError with the faults of all lines."""
+    """Return the hosts of a file. Raises an EchelonError with the faults of all lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

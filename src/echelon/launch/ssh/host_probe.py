@@ -32,7 +32,7 @@ def describe_host(
 
 
 def _read_installed_version(package: str) -> str | None:
-    """The version that the installer recorded: importing torch would take seconds."""
+    """Return the version that the installer recorded: importing torch would take seconds."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -50,7 +50,7 @@ def _probe_echelon() -> dict[str, object]:
 
 
 def _find_nearest_folder(path: str) -> str:
-    """The nearest folder above a path that exists."""
+    """Return the nearest folder above a path that exists."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path

@@ -46,13 +46,13 @@ from echelon.world.device_fit import get_default_process_count
 
 
 class SshLauncher(Launcher):
-    """An agent on each host, at the end of an ssh that lives as long as this process."""
+    """Runs an agent on each host, through an ssh session that lasts as long as this process."""
 
     name = "ssh"
     has_compared_devices = True
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
-        """Name the run, and let the secrets go to the hosts with the other variables."""
+        """Name the run, and add the secrets to the variables that are sent to the hosts."""
         config = assign_name(config)
         secrets = read_launch_secrets(config, dry_run)
         os.environ.update(secrets)
@@ -115,6 +115,7 @@ class SshLauncher(Launcher):
         ]
         code = file_transfer.list_code_files(config, run) if separate_hosts else {}
         new = config.trainer.resume == "never" or not run.config_file.exists()
+        # Only now, after all hosts have answered: a host that is down must not leave a run behind.
         create_run(config, is_snapshot_here=False)
         names = [host.name for host in hosts]
         devices_per_replica = config.replica.devices
@@ -131,13 +132,14 @@ class SshLauncher(Launcher):
         return _report_outcome(run, outcome, missing)
 
     def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
-        """Nothing: the launching command has written it."""
+        """Write nothing: the command that launched the run has written its start."""
 
     def plan_probes(
         self, config: Config, env: Mapping[str, str], probe: Sequence[str]
     ) -> ProbePlan:
         launch = config.launch
         require_ssh(launch.ssh, "launch.ssh")
+        # Nothing was sent to the hosts yet, so the current folder may not exist there: then "/".
         hosts, folders = list_hosts(launch), (os.getcwd(), "/")
         variables = remote_command.encode_variables(
             remote_command.select_variables(env, launch.carry)
@@ -167,7 +169,7 @@ class SshLauncher(Launcher):
 
 
 def _describe_process_count(hosts: list[SshHost], devices_per_replica: int) -> str:
-    """How many processes a host gets, in words."""
+    """Return how many processes a host gets, in words."""
     if all(host.procs for host in hosts):
         return "as many processes as planned"
     if devices_per_replica == 1:
@@ -176,14 +178,14 @@ def _describe_process_count(hosts: list[SshHost], devices_per_replica: int) -> s
 
 
 def _resolve_run(config: Config) -> Run:
-    """The folder of the run, which has a name by now."""
+    """Return the folder of the run, which has a name by now."""
     assert config.run.name is not None
     return Run(Path(config.run.dir).absolute() / config.run.name)
 
 
 def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, ...]:
-    """Where each rank will be. Where the number of devices decides, nobody was asked yet, so a host
-    is one line."""
+    """Return where each rank will be. Where the number of devices decides, nobody was asked yet, so
+    a host is one line."""
     if config.program and config.mode == "plain":
         hosts = [host._replace(procs=1) for host in hosts]
     names = [host.name for host in hosts]
@@ -206,7 +208,7 @@ def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
 def _make_node_command(
     config: Config, hosts: list[SshHost], node: int, run: Run
 ) -> tuple[str, ...]:
-    """The ssh command that runs the agent of one node."""
+    """Return the ssh command that runs the agent of one node."""
     procs = hosts[node].procs
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
     words += ["--node-rank", str(node), *(["--procs", str(procs)] if procs else [])]

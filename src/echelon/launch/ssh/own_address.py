@@ -9,7 +9,7 @@ from echelon.launch import network_interface
 
 
 def find_reached_address(nodes: int, env: Mapping[str, str]) -> str:
-    """The address at which ssh reached this machine.
+    """Return the address at which ssh reached this machine.
 
     If the launcher is on this very machine, it is the address by which others reach it.
     """

@@ -31,7 +31,8 @@ _MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 def make_argv(
     launch: LaunchConfig, host: str, folders: tuple[str, str], words: Sequence[str]
 ) -> list[str]:
-    """The ssh command that runs words on a host, in the first of two folders that exists there."""
+    """Return the ssh command that runs words on a host, in the first of two folders that exists
+    there."""
     remote_command = shlex.join(["exec", "sh", "-c", _REMOTE_START, "sh", *folders, *words])
     ssh_command = split_ssh_command(launch.ssh, "launch.ssh")
     return [*build_ssh_prefix(ssh_command, host), remote_command]
@@ -41,7 +42,7 @@ def make_argv(
 
 
 def select_variables(env: Mapping[str, str], extra_names: Sequence[str]) -> dict[str, str]:
-    """The variables that go along to the hosts, and those of `extra_names` that are set.
+    """Return the variables that go along to the hosts, and those of `extra_names` that are set.
 
     Raises an EchelonError for names and values that cannot be sent.
     """
@@ -70,6 +71,6 @@ def select_variables(env: Mapping[str, str], extra_names: Sequence[str]) -> dict
 
 
 def encode_variables(variables: Mapping[str, str]) -> bytes:
-    """The line that the remote shell reads before anything else; it sets the variables."""
+    """Return the line that the remote shell reads before anything else; it sets the variables."""
     words = (f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     return os.fsencode(" ".join(["export", *words]) + "\n")

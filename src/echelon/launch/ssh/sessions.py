@@ -206,7 +206,7 @@ class SshSessions:
             session.send({"kill": True}) if self._kill_rounds == 1 else session.process.kill()
 
     def _make_launch_outcome(self) -> SshLaunchOutcome:
-        """The outcome, from what failed first."""
+        """Return the outcome, from what failed first."""
         if self._interrupts >= 2:
             words = "stopped at once; the last snapshot is intact"
             failure = Failure(0, self._sessions[0].host, None, words, "", int(ExitCode.INTERRUPTED))
@@ -248,7 +248,7 @@ class SshSessions:
 
 
 def _make_silent_end_failure(session: SshSession) -> Failure:
-    """The failure of a node whose agent did not live to report one."""
+    """Return the failure of a node whose agent did not live to report one."""
     who = f"node {session.node} ({session.host})"
     error_lines = [line for line in session.last_stderr_lines if line.startswith("error: ")]
     if session.code == SSH_FAILED:

@@ -87,8 +87,8 @@ class _NodeWatchdog:
         return code
 
     def _reap_agent(self) -> int | None:
-        """The agent's exit code once it has one. Orphans are children of this process too, and are
-        reaped."""
+        """Return the agent's exit code once it has one. Orphans are children of this process too,
+        and are reaped."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._agent:
