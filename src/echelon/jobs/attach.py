@@ -1,5 +1,5 @@
-"""`echelon attach` and `--wait`: a run on other machines or in the background, as if started
-here."""
+"""`echelon attach` and `--wait`: show a run on other machines or in the background as if it had
+been started here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from echelon.tracking.progress import ProgressBar
 from echelon.tracking.summary import format_run_argument
 
 _STEP_LINE = re.compile(rb"step \d+/\d+  epoch ")
-"""What a bar shows better."""
+"""A line of progress in a log. It is left out where a progress bar shows the same."""
 
 
 def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
     """Show the output of rank 0 until the run is over, and return the exit code of the training.
-    Ctrl-C detaches; the run goes on."""
+
+    Ctrl-C detaches and returns 0; the run continues.
+    """
     has_bar = sys.stderr.isatty() and run.read_config().track.progress in ("auto", "bar")
     printer = ProgressBarPrinter(run) if has_bar else StatusPrinter(run)
     try:
@@ -71,6 +73,7 @@ class StatusPrinter(PlainPrinter):
         self._last_message = ""
 
     def print_status(self, status: RunStatus) -> None:
+        """Print the status if its text differs from the last one; it is called with every poll."""
         who = f"job {status.job}" if status.job else f"run {status.run}"
         message = f"{who}: {status.state}" + f" ({status.note})" * bool(status.note)
         if message != self._last_message:
@@ -78,6 +81,7 @@ class StatusPrinter(PlainPrinter):
             self.print_message(message)
 
     def print_message(self, text: str) -> None:
+        """Print a line on stderr, after what was written to stdout, so that both stay in order."""
         self.flush()
         print(text, file=sys.stderr, flush=True)
 
@@ -95,6 +99,10 @@ class ProgressBarPrinter(StatusPrinter):
         self._bar: ProgressBar | None = None
 
     def print_status(self, status: RunStatus) -> None:
+        """Print a changed status, and advance the bar to the newest line of metrics.jsonl.
+
+        The bar is created late: the number of steps is not known before the workers have started.
+        """
         super().print_status(status)
         metrics = read_recent_metrics(self.run.metrics_file)
         total = self.run.read_status_file().get("total_steps")
@@ -104,6 +112,7 @@ class ProgressBarPrinter(StatusPrinter):
             self._bar.update_progress(metrics[-1])
 
     def print_log_line(self, line: LogLine) -> None:
+        """Print a line of the log above the bar, except lines of progress, which the bar shows."""
         if not self._bar or not self._bar.show:
             super().print_log_line(line)
         elif not _STEP_LINE.match(line.text):
@@ -116,6 +125,7 @@ class ProgressBarPrinter(StatusPrinter):
             self._bar.show(text)
 
     def close(self) -> None:
+        """Draw the bar a last time, and leave the terminal to others."""
         if self._bar is not None:
             self._bar.close()
         super().close()

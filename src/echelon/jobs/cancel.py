@@ -39,7 +39,8 @@ def cancel_runs(runs: Sequence[Run], now: bool) -> int:
 
 
 def _is_trial(run: Run) -> bool:
-    """Whether the run is a trial of a sweep's worker, whose job other trials need as well."""
+    """Return whether the run is a trial of a sweep's worker, whose job other trials need as
+    well."""
     return bool(run.read_status_file().get("in_sweep"))
 
 

@@ -1,4 +1,4 @@
-"""The output of a run from now on, over all its restarts and requeues, until it is over."""
+"""Follow the output of a run over all its restarts and requeues, until the run is over."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ _POLL_S = 0.2
 _STATUS_POLL_S = 0.5
 """Between two readings of the run's status."""
 _SLURM_POLL_S = 3.0
-"""The same where Slurm is asked, whose controller has others to answer."""
+"""Between two readings where each one asks Slurm, whose controller serves the whole cluster."""
 _LOST_CONFIRMATIONS = 3
-"""So many readings in a row of a run that seems to be gone: files of other machines come late."""
+"""A run counts as lost after so many readings in a row: on a network file system the files of other
+machines become visible late."""
 _FINAL_OUTPUT_S = 1.0
-"""A run says some more after it has noted how it ended."""
+"""How long to read on after the end: a run writes its last lines after its final status."""
 _CLOSE_TIMEOUT_S = 30.0
-"""So long its process is waited for then: trackers take their time to close."""
+"""How long to wait then for its process to exit: closing trackers takes a while."""
 
 
 class LogPrinter(Protocol):
     """Shows lines of logs."""
 
     whole_lines: bool
+    """Whether it takes only whole lines. Otherwise it is given whatever was written so far, such as
+    the carriage returns of a progress bar."""
 
-    def print_log_line(self, line: LogLine) -> None: ...
+    def print_log_line(self, line: LogLine) -> None:
+        """Show a line, perhaps only when `flush` is called."""
 
     def flush(self) -> None:
-        """Called when nothing more is there for now."""
+        """Write what is buffered. It is called when there is no more output for now."""
 
 
 class PlainPrinter:
@@ -96,6 +100,8 @@ def _poll_status(run: Run) -> Iterator[RunStatus]:
         while is_waiting:
             yield status
             time.sleep(_POLL_S)
+            # A status is read rarely, but the exit code file ends the wait at once: its existence
+            # costs one `stat`, not a request to Slurm.
             is_waiting = time.monotonic() < until and (is_over or not run.exit_code_file.exists())
             is_waiting = is_waiting or (is_over and _is_process_closing(run))
         if is_over:
@@ -103,7 +109,7 @@ def _poll_status(run: Run) -> Iterator[RunStatus]:
 
 
 def _is_process_closing(run: Run) -> bool:
-    """Whether the run has ended and its process on this machine is still closing, e.g. a
+    """Return whether the run has ended and its process on this machine is still closing, e.g. a
     tracker."""
     status = run.read_status_file()
     ended = status.get("updated")

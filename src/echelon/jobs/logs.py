@@ -123,8 +123,11 @@ _MIN_REPEATED_LINES = 4
 
 
 class PrefixedPrinter:
-    """Prints each line after the rank that wrote it. Ranks often write the same at once, above
-    all when one of them fails: lines that were shown a moment ago are counted instead."""
+    """Prints each line with the rank that wrote it in front.
+
+    Ranks often write the same text at once, above all when one of them fails. Lines that were shown
+    a moment ago are counted instead of repeated.
+    """
 
     whole_lines = True
 
@@ -136,6 +139,10 @@ class PrefixedPrinter:
         self._repeated: list[LogLine] = []
 
     def print_log_line(self, line: LogLine) -> None:
+        """Print the line, or keep it back if the same text was shown less than 5 s ago.
+
+        Lines that are kept back are printed or counted when another rank writes, or at `flush`.
+        """
         if self._repeated and self._repeated[-1].log != line.log:
             self.flush()
         if line.time - self._shown.get(line.text, -math.inf) < _REPEAT_WITHIN_S:
