@@ -306,7 +306,7 @@ def _build_parameter(
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether it is an int or a float, and neither a bool, nor nan, nor infinite."""
+    """Return whether it is an int or a float, and neither a bool, nor nan, nor infinite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -35,12 +35,15 @@ def supervise_workers(
         ended_before = -1
         while pool.has_workers():
             on_update(store)
+            # Counted before dead workers are replaced: a result that a worker recorded just before
+            # it failed is progress, and starts the count of failures again.
             ended = sum(result.state in ENDED_STATES for result in store.summarize_trials())
             pool.replace_dead_workers(has_progressed=ended != ended_before)
             ended_before = ended
             time.sleep(_POLL_S)
         on_update(store)
     finally:
+        # The handlers are restored last: Ctrl-C while workers are being killed must not leave some.
         pool.kill_workers()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -74,6 +77,7 @@ class _WorkerPool:
             )
 
     def has_workers(self) -> bool:
+        """Return whether any slot has a worker; one that is done is not replaced."""
         return bool(self._workers)
 
     def replace_dead_workers(self, has_progressed: bool) -> None:

@@ -1,7 +1,7 @@
 """The folder of a sweep: its paths, its settings and its lock.
 
-It lies beside the folders of its trials, which are runs named SWEEP-NUMBER. Workers on many hosts
-share it, and nothing else.
+It is beside the folders of its trials, which are runs named SWEEP-NUMBER. Workers on many hosts
+share this folder and nothing else, so it must be on a file system whose locks work between hosts.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ class SweepFolder:
 
     @property
     def settings_file(self) -> Path:
+        """The settings of a sweep that is searched here: `SweepSettings` as JSON."""
         return self.folder / "sweep.json"
 
     @property
     def server_file(self) -> Path:
+        """The id of a sweep on wandb's server. A sweep has this file or `settings_file`."""
         return self.folder / "server.json"
 
     @property
@@ -70,14 +72,17 @@ class SweepFolder:
 
     @property
     def journal_file(self) -> Path:
+        """Optuna's journal of all trials. It is written only under the lock."""
         return self.folder / "journal.log"
 
     @property
     def lock_file(self) -> Path:
+        """The lock that every change of trials and leases is made under. It is never deleted: a
+        worker that waits for it would then hold the lock of a file that has gone."""
         return self.folder / ".lock"
 
     def get_lease_file(self, number: int) -> Path:
-        """The worker that has a trial: see trial_lease.py."""
+        """Return the file that says which worker has a trial: see trial_lease.py."""
         return self.folder / "leases" / f"{number}.json"
 
     @property
@@ -89,6 +94,7 @@ class SweepFolder:
 
     @property
     def script_file(self) -> Path:
+        """The batch script that runs the workers as a Slurm job array."""
         return self.folder / "workers.sh"
 
     @property
@@ -103,7 +109,7 @@ class SweepFolder:
         return [Run(path.parent) for path in paths if pattern.fullmatch(path.parent.name)]
 
     def get_trial_run(self, number: int) -> Run:
-        """The run of a trial: beside the sweep's folder, where all commands find it."""
+        """Return the run of a trial: beside the sweep's folder, where all commands find it."""
         return Run(self.folder.with_name(f"{self.name}-{number}"))
 
     def read_file(self) -> SweepFile:

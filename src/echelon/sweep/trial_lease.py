@@ -27,12 +27,13 @@ class TrialLease:
     """The lease of one trial. Serialised by these names; changed only under the sweep's lock."""
 
     worker: str
-    """The same after a requeue, so that a worker takes its own trial again at once."""
+    """The name of the worker. It is the same after a requeue, so that a worker takes its own trial
+    again at once."""
     token: str
-    """Of this one lease; who finds another one has lost the trial."""
+    """A random id of this lease. A worker that finds another one in the file has lost the trial."""
     process: dict[str, Any]
     pid_namespace: int
-    """Process ids of another container mean nothing here."""
+    """The PID namespace of the process: its id means nothing in another container."""
     takes: int = 1
     """How often the trial was taken without reaching another snapshot."""
     step: int = 0
@@ -68,7 +69,10 @@ def _read_pid_namespace() -> int:
 
 
 def read_lease(path: Path) -> TrialLease | None:
-    """Read a lease, under the lock. One that cannot be read was never whole: None, as without."""
+    """Read a lease. The caller holds the lock of the sweep, or only displays the result.
+
+    Returns None if there is no lease, or if it cannot be read: it was then never written whole.
+    """
     try:
         return TrialLease(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -76,12 +80,13 @@ def read_lease(path: Path) -> TrialLease | None:
 
 
 def write_lease(path: Path, lease: TrialLease) -> None:
-    """Write a lease, under the lock."""
+    """Write a lease. The caller holds the lock of the sweep."""
     write_json_atomically(path, asdict(lease))
 
 
 def is_released_or_dead(lease: TrialLease | None) -> bool:
-    """Whether nobody has the trial, as far as this host knows without waiting for heartbeats."""
+    """Return whether nobody has the trial, as far as this host knows without waiting for
+    heartbeats."""
     if lease is None or lease.is_released:
         return True
     return lease.pid_namespace == _read_pid_namespace() and is_alive(lease.process) is False
@@ -96,7 +101,7 @@ class LeaseWatch:
     """By token: the last count, and when it was first seen."""
 
     def is_free_to_take(self, lease: TrialLease | None, worker: str) -> bool:
-        """Whether `worker` may take the trial of this lease.
+        """Return whether `worker` may take the trial of this lease.
 
         To be asked again and again: the silence of a worker is measured from the first call.
         """

@@ -59,6 +59,11 @@ class ForkedTrialStarter:
         self._fork_server = ForkServer(_PRELOADED_MODULES)
 
     def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess:
+        """Fork a process for the trial. A fork server that was killed is replaced first.
+
+        The log is opened by the new process, so its folder is made here; the rest of the run folder
+        is made by the launch, which knows whether the run is new.
+        """
         run.logs_folder.mkdir(parents=True, exist_ok=True)
         log = str(run.logs_folder / "trial.log")
         request = WorkerSpawnRequest(
@@ -113,6 +118,7 @@ class SlurmStepStarter:
     def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> TrialProcess:
         """Create the run folder, and start the step."""
         created = create_run(config)
+        # Of the trial's last start. It would be read as the result of this one if srun failed.
         created.agent_exit_file.unlink(missing_ok=True)
         world_size = config.launch.nodes * count_processes_per_node(config)
         status = make_starting_status("slurm", config.launch.nodes, world_size)

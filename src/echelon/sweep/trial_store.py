@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_INITIAL_FAILURES = 3
 """A sweep whose first trials all fail ends after so many."""
 _MAX_TAKES = 10
-"""A trial that is killed so often without saving in between is given up."""
+"""A trial that is killed so often without saving in between counts as failed."""
 _FATAL_ATTRIBUTE = "fatal"
 """Set on a trial whose failure ends the whole sweep."""
 _CAUSE_ATTRIBUTE = "cause"
@@ -36,12 +36,12 @@ ENDED_STATES = ("finished", "pruned", "failed")
 
 
 class LeaseLostError(Exception):
-    """Another worker has the trial now."""
+    """Another worker holds the lease of the trial now. The loser must not write any result."""
 
 
 @dataclass(frozen=True)
 class LeasedTrial:
-    """A trial and the lease by which a worker has it."""
+    """A trial and the lease with which a worker holds it."""
 
     number: int
     parameters: dict[str, Any]
@@ -154,6 +154,8 @@ class TrialStore:
         """
         with self._transaction():
             trials = self._load_trials()
+            # 1. Abandoned trials first: they may hold the only place that is left under run_cap,
+            #    and their snapshots are lost work if nobody continues them.
             open_trials = [trial for trial in trials if trial.state not in self._states]
             for trial in open_trials:
                 lease = leases.read_lease(self.sweep.get_lease_file(trial.number))
@@ -163,8 +165,10 @@ class TrialStore:
                         return leased
                     often = f"{_MAX_TAKES} times in a row, from step {leased.lease.step}"
                     self._record_end(trial.number, "failed", f"its process was killed {often}")
+            # 2. Enough trials, but some are open: their workers may still die, so wait for them.
             if len(trials) >= self._settings.run_cap or self._determine_stop_reason(trials):
                 return bool(open_trials)
+            # 3. A new trial. Its number is the count under the lock, so two workers never draw it.
             return self._lease_trial(self._create_trial(len(trials)), None)
 
     def _create_trial(self, number: int) -> optuna.Trial:
@@ -194,13 +198,18 @@ class TrialStore:
             parameters = {p.name: suggest_value(trial, p, is_grid) for p in searched}
         if _PARAMETERS_ATTRIBUTE not in trial.user_attrs:
             trial.set_user_attr(_PARAMETERS_ATTRIBUTE, parameters)
+        # The lease last: a worker that dies before this leaves an open trial without a lease, which
+        # the next worker takes. Parameters that were drawn until then are kept by Optuna.
         step = self.sweep.get_trial_run(trial.number).find_newest_step()
         lease = leases.build_lease(self.worker, previous_lease, step)
         leases.write_lease(self.sweep.get_lease_file(trial.number), lease)
         return LeasedTrial(trial.number, parameters, lease)
 
     def renew_lease(self, leased: LeasedTrial) -> LeasedTrial:
-        """Send a heartbeat, and return the trial with the renewed lease."""
+        """Send a heartbeat, and return the trial with the renewed lease.
+
+        Raises LeaseLostError if another worker has taken the trial, as after a long pause.
+        """
         with self._lock:
             self._require_lease(leased)
             lease = leased.lease.with_next_heartbeat()
@@ -210,7 +219,8 @@ class TrialStore:
     def report_history(self, leased: LeasedTrial, history: Sequence[float]) -> bool:
         """Record the metric of a trial so far, and return whether hyperband stops it.
 
-        Not written through to the disk: after a crash of the machine the run's own file has it.
+        It is not flushed to the disk, which would cost more than the rest: after a crash of the
+        machine the history is read again from the run's own file.
         """
         with self._lock:
             self._require_lease(leased)
@@ -248,13 +258,16 @@ class TrialStore:
             storage.set_trial_user_attr(trial_id, _FATAL_ATTRIBUTE, cause)
         [final_state] = [known for known, name in self._states.items() if name == state]
         values = None if state == "failed" or value is None else [value]
+        # Attributes before the state, because Optuna refuses changes of a trial that has ended; the
+        # lease last, because without it an open trial would be free to take.
         storage.set_trial_state_values(trial_id, final_state, values)
         self.sweep.get_lease_file(number).unlink(missing_ok=True)
 
     def release_trial(self, leased: LeasedTrial, is_voluntary: bool) -> None:
         """Leave a trial to another worker, or to the same command run again.
 
-        `is_voluntary`: it was not killed, so this does not count among its takes.
+        `is_voluntary` means that the trial was not killed, so its count of takes starts again. A
+        lease that another worker holds by now is not touched.
         """
         with self._lock:
             path = self.sweep.get_lease_file(leased.number)

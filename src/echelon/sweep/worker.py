@@ -167,7 +167,7 @@ class SweepWorker:
         print_to_stderr(f"trial {leased.number} ended with {code}{reason}")
 
     def _ran_to_completion(self, code: int) -> bool:
-        """Whether it was at its last step when it was asked to end.
+        """Return whether it was at its last step when it was asked to end.
 
         A program may exit with 0 when it is interrupted, so its 0 does not show that.
         """
@@ -195,7 +195,8 @@ def compose_trial_config(
 
 
 def _was_interrupted(run: Run, code: int, stop_reason: str) -> bool:
-    """Whether it was killed, preempted or lost its node, and nobody wanted this trial to end."""
+    """Return whether it was killed, preempted or lost its node, and nobody wanted this trial to
+    end."""
     if code in (ExitCode.NODE_LOST, -signal.SIGKILL):
         return True
     return code == ExitCode.PREEMPTED and not stop_reason and not run.cancel_file.exists()

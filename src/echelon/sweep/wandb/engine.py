@@ -111,11 +111,11 @@ class RunBackend:
     """The sweep's own folder, beside those of its trials."""
 
     def get_trial_run(self, record: WandbTrialRecord) -> Run:
-        """The run of a trial."""
+        """Return the run of a trial."""
         return Run(self.folder.with_name(record.to_checked_trial().run_name))
 
     def has_result(self, trial_id: str) -> bool:
-        """Whether a record says so."""
+        """Return whether a record of the trial contains a result."""
         states = {
             record.id: record.state for record in trial_records.read_trial_records(self.folder)
         }
@@ -128,7 +128,7 @@ class RunBackend:
         return record
 
     def can_resume_trial(self, record: WandbTrialRecord) -> bool:
-        """Whether the process that ran it before has saved and ended."""
+        """Return whether the process that ran it before has saved and ended."""
         return not is_alive(self.get_trial_run(record).read_status_file().get("process"))
 
     def start_trial(self, record: WandbTrialRecord) -> RunTrial:

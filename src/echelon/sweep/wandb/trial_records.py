@@ -96,7 +96,7 @@ def prepare_trial_environment(folder: Path, record: WandbTrialRecord) -> dict[st
 
 
 def get_trial_log_file(folder: Path, trial_id: str) -> Path:
-    """The output of a trial's command."""
+    """Return the log file of a trial's command."""
     return folder / f"trial-{trial_id}.log"
 
 
