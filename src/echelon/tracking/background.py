@@ -1,4 +1,4 @@
-"""A tracker in a thread of its own: whatever it waits for, the training does not."""
+"""A tracker that runs in its own thread, so that the training never waits for it."""
 
 from __future__ import annotations
 
@@ -19,32 +19,37 @@ from echelon.runs.metrics_file import MetricsLine
 from echelon.utils.text import truncate_text
 
 _ABANDON_TIMEOUT_S = 5.0
-"""For a thread to end once what it waited for was taken from it."""
+"""How long the thread may take to end after `abandon` has removed what it waited for."""
 
 
 class MetricsSink(Protocol):
     """Where a tracker puts lines; any method may take long, or fail."""
 
     settles_s: float
-    """So long after it was put in, a line may still be lost when the process is killed."""
+    """For so long after `put`, a line may still be lost when the process is killed."""
 
-    def put(self, line: MetricsLine, row: int) -> None: ...
+    def put(self, line: MetricsLine, row: int) -> None:
+        """Add a line. `row` grows over all starts of the run, even where the step goes back."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Pass on what was put; it is called after each batch of lines."""
 
-    def close(self, outcome: ExitCode) -> None: ...
+    def close(self, outcome: ExitCode) -> None:
+        """Finish with the outcome of the run. Nothing is put afterwards."""
 
 
 PrintMessage = Callable[[str], None]
 
 
 class TrackerProgress(NamedTuple):
-    """How much of metrics.jsonl a tracker has, in a file that survives a kill."""
+    """How much of metrics.jsonl a tracker has received. It is kept in a file that survives a
+    kill."""
 
     lines: int = 0
-    """Of metrics.jsonl, those that are safe with it."""
+    """The number of lines of metrics.jsonl that a kill can no longer take from the sink."""
     rows: int = 0
-    """Ever put in. Lines that come again after a resume are counted again, so it only grows."""
+    """The number of rows ever put. Lines that are repeated after a resume count again, so it only
+    grows."""
     first_line: int = 0
     """Where the last start of the run began."""
     first_row: int = 0
@@ -61,7 +66,7 @@ class BackgroundTracker:
     """Hands lines over to a sink in a thread, and warns once if that fails.
 
     A sink that missed lines, because it was killed, out of reach or chosen late, is brought up to
-    date from metrics.jsonl when the run goes on, and by `echelon resume` when it is finished.
+    date from metrics.jsonl when the run is resumed; `echelon resume` does so for a finished run.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class BackgroundTracker:
     # --- in the thread of the training ---
 
     def log(self, line: MetricsLine) -> None:
-        """Queue a line. Returns at once."""
+        """Queue a line, and print what the thread has to say. It returns at once."""
         if not self._has_failed:
             self._queue.put(line)
         self._print_messages()
@@ -102,6 +107,8 @@ class BackgroundTracker:
         self._queue.put(outcome)
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
+            # The failure first: `abandon` makes the thread fail too, with a less useful reason, and
+            # only the first reason is printed.
             self._record_failure(f"it did not end within {self._close_timeout_s:g} s")
             self._abandon()
             self._thread.join(_ABANDON_TIMEOUT_S)
@@ -142,13 +149,16 @@ class BackgroundTracker:
         not_yet_durable: deque[tuple[float, int]] = deque([(0.0, lines)])
         batch, outcome = list(missing_lines), None
         while True:
-            # Ahead of the rows: after a kill none of their numbers is given again.
+            # 1. The progress, before the rows are put: after a kill in between, row numbers are
+            #    skipped. The other way round one would be given twice, and wandb would drop it.
             durable_lines = _count_durable_lines(not_yet_durable, sink.settles_s)
             _write_progress(file, progress._replace(lines=durable_lines, rows=rows + len(batch)))
             for line in batch:
                 sink.put(line, rows)
                 rows += 1
+            # 2. Flush once per batch, not per line: for TensorBoard it is a write to the disk.
             sink.flush()
+            # 3. Only from now on does the time count after which these lines are durable.
             lines += len(batch)
             not_yet_durable.append((time.monotonic(), lines))
             if outcome is not None:

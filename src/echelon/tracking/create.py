@@ -21,12 +21,15 @@ from echelon.tracking.tracker import Tracker
 
 _TENSORBOARD_CLOSE_S = 20.0
 _WANDB_MARGIN_S = 10.0
-"""Beyond what wandb itself is told to wait."""
+"""How much longer than wandb's own timeouts to wait for it at the end."""
 
 
 def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
-    """Return the trackers of rank 0 for a run that goes on after ``step``; the writer of
-    metrics.jsonl is always the first."""
+    """Return the trackers of rank 0 for a run that continues after ``step``.
+
+    The writer of metrics.jsonl is always the first: the others are brought up to date from its
+    lines, so they must be truncated to ``step`` before a tracker starts.
+    """
     metrics_file = MetricsFile(run.metrics_file, step)
     trackers: list[Tracker] = [metrics_file]
     if _uses_wandb(config, os.environ):
@@ -41,7 +44,7 @@ def _create_wandb_tracker(config: Config, run: Run, metrics_file: MetricsFile) -
     from echelon.tracking.background import BackgroundTracker
 
     _import_early("wandb")
-    with contextlib.suppress(OSError):  # a full disk; wandb then makes an id of its own
+    with contextlib.suppress(OSError):  # a full disk; wandb then generates an id
         wandb_run.ensure_run_id(config, run, os.environ)
     return BackgroundTracker(
         "wandb",
@@ -75,7 +78,7 @@ def _create_tensorboard_tracker(
 def _import_early(module: str) -> None:
     """Import a module before there is a thread that needs it: a data loader's process that is
     forked in the middle of another thread's import would wait for that import for ever."""
-    with contextlib.suppress(Exception):  # the thread meets it too, and says so
+    with contextlib.suppress(Exception):  # the thread fails in the same way, and warns
         importlib.import_module(module)
 
 

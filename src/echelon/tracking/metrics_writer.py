@@ -14,16 +14,18 @@ from echelon.utils.files import write_text_atomically
 
 
 class MetricsFile:
-    """Appends lines. A run that goes on from a step forgets the lines after it: they come again."""
+    """Appends lines to metrics.jsonl. A run that resumes from a step removes the lines after that
+    step first, because the training will write them again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.past_lines = _truncate_after(path, resumed_step)
         self._file: IO[str] = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, line: MetricsLine) -> None:
+        """Append a line, which readers see at once. A line that cannot be written is dropped."""
         try:
             self._file.write(json.dumps(line) + "\n")
-        except OSError:  # a full disk must not end a training; the snapshot's error says it
+        except OSError:  # a full disk must not end a training; saving a snapshot reports it
             return
 
     def close(self, outcome: ExitCode) -> dict[str, str]:

@@ -42,16 +42,21 @@ class TrainingDisplay:
         self.latest: dict[str, Any] = {}
 
     def update_progress(self, line: dict[str, Any]) -> None:
-        """A line of training metrics, drawn at most so often, with the last of what it has not."""
+        """Take a line of training metrics, and draw if the last drawing is long enough ago.
+
+        Values that this line lacks are drawn as an earlier line had them.
+        """
         self.latest.update(line)
         now = time.monotonic()
         if now >= self.next_draw:
             self.next_draw = now + self.draw_every_s
             self.draw(self.latest)
 
-    def draw(self, line: dict[str, Any]) -> None: ...
+    def draw(self, line: dict[str, Any]) -> None:
+        """Show these values now."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Show the last values, and leave the terminal to others."""
 
 
 def join_texts_that_fit(texts: list[str], room: int) -> str:

@@ -84,7 +84,7 @@ def render_sparkline(values: list[float], width: int = 32) -> str:
 
 
 def needs_log_scale(low: float, high: float) -> bool:
-    """Whether only a logarithmic scale shows the lower part of such a range."""
+    """Return whether only a logarithmic scale shows the lower part of such a range."""
     return low > 0 and high / low > 20
 
 

@@ -15,10 +15,11 @@ _TIME = "time"
 class Tracker(Protocol):
     """Takes the lines of a run. It may fail to keep them, and must never end a training."""
 
-    def log(self, line: MetricsLine) -> None: ...
+    def log(self, line: MetricsLine) -> None:
+        """Take a line. It is called by the training loop, so it must return at once."""
 
     def close(self, outcome: ExitCode) -> dict[str, str]:
-        """What the last words of the run say of it, by their titles."""
+        """Finish, and return rows for the summary that the run prints at its end, by title."""
         ...
 
 
@@ -57,10 +58,10 @@ def format_three_digits(value: float) -> str:
 
 
 def is_better(value: float, best: float | None, best_is: str) -> bool:
-    """Whether a value is better than the best so far. A value that is not finite never is: no
-    later value would be better than a NaN."""
+    """Return whether a value is better than the best so far. A value that is not finite never is:
+    no later value would be better than a NaN."""
     if not math.isfinite(value):
         return False
-    if best is None or not math.isfinite(best):  # as a snapshot may say that is there already
+    if best is None or not math.isfinite(best):  # an existing snapshot may have recorded a NaN
         return True
     return value < best if best_is == "min" else value > best

@@ -82,7 +82,7 @@ def get_url_and_sync_rows(run: Run) -> dict[str, str]:
 
 
 def _has_unsent_rows(folder: Path) -> bool:
-    """Whether a folder has rows that were not sent. `wandb sync` marks what it has sent, and
+    """Return whether a folder has rows that were not sent. `wandb sync` marks what it has sent, and
     stops at a file that a kill left empty."""
     files = list(folder.glob("*.wandb"))
     return any(f.stat().st_size > wandb_file.HEADER_BYTES for f in files) and not any(
@@ -133,9 +133,11 @@ class WandbRun:
             print_message(f"wandb: {self._wandb.url}")
 
     def count_received_lines(self, progress: TrackerProgress) -> int:
-        """Return how many lines it has. A server knows up to which row it received the last
-        start, so what a kill kept from it needs no `wandb sync`; without a server, the file of
-        that start tells."""
+        """Return how many lines of metrics.jsonl wandb has received.
+
+        A server knows up to which row it received the last start, so no `wandb sync` is needed
+        after a kill. Without a server, the rows in the file of that start are counted.
+        """
         last = self._last_folder
         if self._online and not last.startswith("offline"):
             received_rows = int(self._wandb.step) - progress.first_row
@@ -147,15 +149,19 @@ class WandbRun:
         return progress.first_line + wandb_file.count_rows(files[0]) if files else progress.lines
 
     def put(self, line: MetricsLine, row: int) -> None:
-        """Log a line. A row has wandb's own number, which must grow; curves are drawn over our
-        `step`, which goes back when a run goes on from a snapshot."""
+        """Log a line.
+
+        wandb numbers its rows, and drops a row whose number does not grow. Curves are drawn over
+        our `step`, which goes back when a run resumes from a snapshot.
+        """
         self._wandb.log(
             select_axes(line) | prefix_metric_names(line), step=max(row, self._wandb.step)
         )
         if self._best.update(line):
             self._wandb.summary.update(self._best.to_summary())
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Do nothing: wandb-core writes and sends by itself."""
 
     def close(self, outcome: ExitCode) -> None:
         """Finish the wandb run with the outcome of ours."""
@@ -200,17 +206,18 @@ def _init_run_with_fallback(
     """Return wandb's run object: online if its server answers, offline with a warning otherwise."""
     import wandb
 
-    os.environ["WANDB_SILENT"] = "true"  # what it says from the very first is ours to say
+    os.environ["WANDB_SILENT"] = "true"  # also before init; we print what matters ourselves
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     for of_an_agent in ("WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"):
-        os.environ.pop(of_an_agent, None)  # perhaps elsewhere; what it gave is in `config`
+        # The agent may run on another host. What it gave is in `config` already.
+        os.environ.pop(of_an_agent, None)
     reason = wandb_key.find_key_problem(os.environ) if online else None
     if online and reason is None:
         try:
             return _init_run(config, run, "online")
         except Exception as error:
             reason = _describe_refusal(error)
-            wandb.teardown()  # it would not take the same id again
+            wandb.teardown()  # otherwise it refuses to start the same id again
     if reason is not None:
         print_message(
             f"warning: wandb: {reason}; going on offline, the last words of the run say how to "
@@ -266,8 +273,8 @@ def _init_run(config: Config, run: Run, mode: str) -> Any:
 
 
 def _build_config(config: Config) -> dict[str, Any]:
-    """Return the configuration for wandb; what a sweep has set also by the names its server
-    looks for."""
+    """Return the configuration for wandb. Settings that a sweep has chosen are repeated under the
+    names by which the sweep's server reads them."""
     tree = config.to_dict()
     flat = flatten(tree)
     names = config.track.wandb.swept
@@ -276,6 +283,7 @@ def _build_config(config: Config) -> dict[str, Any]:
 
 def _handle_stop_button(run: Run) -> None:
     """Handle the stop button of wandb's page: save, stop, and do not queue the run again."""
+    # The file first: whoever handles the signal reads it to tell a cancellation from a preemption.
     run.cancel_file.touch()
     os.kill(os.getpid(), signal.SIGTERM)
 
