@@ -1,4 +1,4 @@
-"""A submission as it happens: copy of the source, environment, jobs; and waiting for them."""
+"""Carry out a submission: copy the source, build the environment, queue the jobs, wait for them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class QueuedJob(NamedTuple):
 def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterator[Submission]:
     """Do everything but queue the jobs, and yield the submission with its final environment.
 
-    The name is held until the context ends, by when the jobs are to be queued.
+    A lock on the name is held until the context ends. Queue the jobs inside it: only queued jobs
+    keep another submission from taking the name and replacing the source.
     """
     # 1. Checks that write nothing. The job itself reads the secrets: that it can is found out now.
     if secrets := submission.configs[0].launch.secrets:
@@ -65,6 +66,7 @@ def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterat
         # 3. The source, before the environment, which is that of the copy.
         copy_source(submission.source, submission.folder)
         submission = submission.with_environment_of_copy(env)
+        # 4. The record, before the build of the environment, which may take long and may fail.
         write_json_atomically(submission.folder / SUBMISSION_FILE, submission.to_dict())
         if environment := submission.environment:
             for line in list_warnings(environment):
@@ -105,7 +107,7 @@ def _require_no_active_runs(submission: Submission) -> None:
     if len(submission.commands) > 1 and single.config_file.exists():
         what = f"{submission.name} is one run, and cannot be the name of several too"
         raise EchelonError(Fault(what, "choose another --name"))
-    # A run of such a name may have been submitted by itself, with code of its own.
+    # A run named NAME-NUMBER may have been submitted alone, with its own copy of the source.
     own_folders = {submission.folder, *(run.folder for run in submission.runs)}
     named = [single, *find_numbered_runs(submission.name, submission.folder.parent)]
     known = [

@@ -135,7 +135,7 @@ def _get_word_texts(words: Sequence[ShellWord]) -> list[str]:
 
 
 def _uses_lightning(words: Sequence[ShellWord], source: Path) -> bool:
-    """Whether the script imports Lightning and reads the flag for the number of nodes.
+    """Return whether the script imports Lightning and reads the flag for the number of nodes.
 
     Without the flag it is launched by torchrun's variables, which Lightning understands too.
     """

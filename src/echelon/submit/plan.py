@@ -75,7 +75,7 @@ class SbatchJob:
 
 @dataclass(frozen=True)
 class Submission:
-    """All that is decided before anything happens."""
+    """Everything that is decided before anything is written or queued."""
 
     name: str
     folder: Path
@@ -95,6 +95,7 @@ class Submission:
 
     @property
     def source_copy(self) -> Path:
+        """The copy of the source that all jobs of the submission run from."""
         return self.folder / "source"
 
     @property

@@ -56,7 +56,7 @@ def _find_program_faults(
 
 
 def _is_found(program: str, entry: PlannedCommand, s: Submission, env: Mapping[str, str]) -> bool:
-    """Whether the job will find a program, as far as can be known.
+    """Return whether the job will find a program, as far as can be known.
 
     An environment that is not built yet, or lines of launch.setup, may bring any.
     """
@@ -90,7 +90,7 @@ def _find_uncopied_environment_faults(s: Submission) -> Iterator[Fault]:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is such a file; a word may be too long to be one."""
+    """Return whether there is such a file; a word may be too long to be one."""
     with contextlib.suppress(OSError, ValueError):
         return path.exists()
     return False

@@ -47,7 +47,7 @@ class SourceTree:
     """Files that must not be in the diff, even if git tracks them."""
 
     def contains(self, path: str) -> bool:
-        """Whether the copy will have something there."""
+        """Return whether the copy will have something there."""
         parents = {path, *map(str, PurePath(path).parents)}  # one may be a link to a folder
         names = (*self.files, *self.links)
         return any(name in parents or name.startswith(f"{path}/") for name in names)
@@ -112,6 +112,8 @@ def copy_source(source: SourceTree, into: Path) -> Path:
 
     It appears under its name when it is complete, or not at all.
     """
+    # Jobs run from `source`, so it is made by one rename at the end. `.source` may be left over
+    # from a submission that was killed.
     copy, partial = into / "source", into / ".source"
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -195,13 +197,13 @@ def _require_small(folder: Path, files: Sequence[str], size_bytes: int) -> None:
 
 
 def _drop_nested_links(links: Sequence[str]) -> tuple[str, ...]:
-    """Return each link once, and none that lies within another."""
+    """Return each link once, without those that are inside another."""
     names = list(dict.fromkeys(os.path.normpath(link) for link in links))
     return tuple(n for n in names if not any(n.startswith(f"{other}/") for other in names))
 
 
 def _is_copyable(path: Path) -> bool:
-    """Whether it is a file or a link; reading a pipe would wait for its writer."""
+    """Return whether it is a file or a link; reading a pipe would wait for its writer."""
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode
         return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
@@ -209,7 +211,8 @@ def _is_copyable(path: Path) -> bool:
 
 
 def _is_source(folder: Path, name: str) -> bool:
-    """Whether neither a file of that relative name nor a folder above it is to be ignored."""
+    """Return whether neither a file of that relative name nor a folder above it is to be
+    ignored."""
     parts = PurePath(name).parts
     return not any(is_ignored(folder.joinpath(*parts[:n])) for n in range(1, len(parts) + 1))
 
