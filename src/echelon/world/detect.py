@@ -36,7 +36,7 @@ def detect(
     devices_per_replica: int = 1,
     share_devices: bool = False,
 ) -> Detection:
-    """The world of a process with these variables, with the reasons for every field.
+    """Return the world of a process with these variables, with the reasons for every field.
 
     `rank`, `world_size` and `master` are what was typed, and win over all variables. Everything
     that is wrong is raised at once, as one EchelonError.
@@ -117,7 +117,7 @@ def _read_variables(draft: WorldDraft) -> LauncherVariables | None:
 
 
 def _describe_evidence(draft: WorldDraft, source: LauncherVariables) -> str:
-    """The variables by which the launcher was recognised."""
+    """Return the variables by which the launcher was recognised."""
     names = [source.find_variable(draft.env, f) for f in ("agent", "step", "rank", "size")]
     found = [name for name in names if name]
     draft.variables_read.update(found)
@@ -232,7 +232,7 @@ def _fill_gaps(draft: WorldDraft, master: str | None) -> None:
 
 
 def _explain_single_machine(draft: WorldDraft, master: str | None) -> str | None:
-    """Why all ranks must be on this machine, or None where they need not be."""
+    """Return why all ranks must be on this machine, or None where they need not be."""
     if draft.values["size"] == 1:
         return "one process"
     if draft.source == "explicit":
@@ -266,7 +266,8 @@ def _check_ranges(draft: WorldDraft) -> None:
 
 
 def _decide_device_rule(draft: WorldDraft, rule: DeviceRule) -> DeviceRule:
-    """The device rule of this process, with its reason; a fault where devices are too few."""
+    """Return the device rule of this process, with its reason; a fault where devices are too
+    few."""
     if rule.per_replica < 1:
         draft.add_fault(f"{rule.per_replica} devices per replica is too few", "give 1 or more")
     if draft.faults:
@@ -285,7 +286,7 @@ def _decide_device_rule(draft: WorldDraft, rule: DeviceRule) -> DeviceRule:
 
 
 def _describe_device_reason(rule: DeviceRule, local_rank: int) -> str:
-    """Why this process gets these devices."""
+    """Return why this process gets these devices."""
     if not rule.visible:
         stages = f": {rule.per_replica} stages of one CPU" if rule.per_replica > 1 else ""
         return f"no CUDA device is visible{stages}"
@@ -333,7 +334,7 @@ def _explain_ignored_variable(
     names: tuple[str, ...],
     name: str,
 ) -> str | None:
-    """Why one variable was not read; None if that is not worth a line."""
+    """Return why one variable was not read; None if that is not worth a line."""
     if source is winner:
         # Two variables with the same value for one field are not worth a line.
         read = [
@@ -350,7 +351,7 @@ def _explain_ignored_variable(
 
 
 def _explain_ignored_master(draft: WorldDraft, world: World) -> str:
-    """Why MASTER_ADDR and MASTER_PORT were not read."""
+    """Return why MASTER_ADDR and MASTER_PORT were not read."""
     if world.master is None:
         return "one process meets nobody"
     return "master= decides" if draft.source != "explicit" else "rank= needs master=HOST:PORT"

@@ -59,7 +59,7 @@ def find_visible_fit_fault(
     share_devices: bool = False,
     location: str = "",
 ) -> Fault | None:
-    """The fault of a machine whose visible devices do not take these processes, or None.
+    """Return the fault of a machine whose visible devices do not take these processes, or None.
 
     `location` names the machine where it is not this one, with a space before it: ` on node1`.
     """

@@ -35,12 +35,12 @@ class WorldDraft:
         self.faults.append(Fault(what, do))
 
     def quote_variable(self, name: str) -> str:
-        """A variable as it is set, NAME=VALUE; it then counts as read."""
+        """Return a variable as it is set, NAME=VALUE; it then counts as read."""
         self.variables_read.add(name)
         return f"{name}={self.env[name]}"
 
     def read_integer(self, name: str) -> int | None:
-        """The whole number in a variable, or None and a fault."""
+        """Return the whole number in a variable, or None and a fault."""
         quoted, raw = self.quote_variable(name), self.env[name].strip()
         if not raw:
             self.add_fault(f"{name} is set, but empty", f"unset {name}, or give it its number")

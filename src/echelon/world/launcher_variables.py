@@ -20,20 +20,20 @@ class LauncherVariables:
     """Why these variables, though set, do not describe this process; None if they do."""
 
     def find_variable(self, env: Env, field: str) -> str | None:
-        """The variable that gives a field here; None if none is set."""
+        """Return the variable that gives a field here; None if none is set."""
         return next((name for name in self.variables.get(field, ()) if name in env), None)
 
     def list_missing_variables(self, env: Env) -> list[str]:
-        """The variables that are missing for a rank or a size."""
+        """Return the variables that are missing for a rank or a size."""
         return [self.variables[f][0] for f in ("rank", "size") if not self.find_variable(env, f)]
 
     def has_any_variable(self, env: Env) -> bool:
-        """Whether any of its main variables is set, complete or not."""
+        """Return whether any of its main variables is set, complete or not."""
         return any(self.find_variable(env, f) for f in ("rank", "size", "local_rank"))
 
 
 def _explain_unused_pmi(env: Env) -> str | None:
-    """Why PMI's variables are not used, where srun set them."""
+    """Return why PMI's variables are not used, where srun set them."""
     # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, and no local rank: the step has more. An
     # mpiexec inside a step (it starts its own daemons by srun) is recognised by its local rank.
     if slurm_variables.explain_not_a_step(env) or PMI.find_variable(env, "local_rank"):
@@ -42,13 +42,13 @@ def _explain_unused_pmi(env: Env) -> str | None:
 
 
 def _explain_unused_torchrun(env: Env) -> str | None:
-    """Why torchrun's variables are not used, where there is only WORLD_SIZE."""
+    """Return why torchrun's variables are not used, where there is only WORLD_SIZE."""
     # WORLD_SIZE alone is the general-purpose cluster's, or exported by a Slurm script.
     return None if "RANK" in env or "LOCAL_RANK" in env else "says nothing without RANK"
 
 
 def _explain_unused_cluster(env: Env) -> str | None:
-    """Why the cluster's variables are not used, where ranks are set."""
+    """Return why the cluster's variables are not used, where ranks are set."""
     ranks = [name for name in ("RANK", "LOCAL_RANK") if name in env]
     return f"{ranks[0]} is set: these are not one process per node" if ranks else None
 
@@ -115,7 +115,8 @@ NEVER_READ_VARIABLES = {
 
 
 def choose_launcher(env: Env) -> LauncherVariables | None:
-    """The first launcher that has its rank and size, else the first that has a part of them."""
+    """Return the first launcher that has its rank and size, else the first that has a part of
+    them."""
     usable_launchers = [source for source in KNOWN_LAUNCHERS if not source.explain_refusal(env)]
     complete_launchers = [
         source for source in usable_launchers if not source.list_missing_variables(env)
@@ -134,6 +135,6 @@ def choose_launcher(env: Env) -> LauncherVariables | None:
 
 
 def _names_same_rank(source: LauncherVariables, env: Env) -> bool:
-    """Whether a launcher gives the same rank and size as RANK and WORLD_SIZE."""
+    """Return whether a launcher gives the same rank and size as RANK and WORLD_SIZE."""
     names = source.find_variable(env, "rank"), source.find_variable(env, "size")
     return [env[name] for name in names if name] == [env["RANK"], env["WORLD_SIZE"]]

@@ -32,7 +32,7 @@ def find_master(
 
 
 def _parse_explicit_master(draft: WorldDraft, text: str) -> str:
-    """The address that was typed as master=HOST:PORT."""
+    """Return the address that was typed as master=HOST:PORT."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]]+)(?::([0-9]+))?", text)
     if not match:
         draft.add_fault(
@@ -46,7 +46,7 @@ def _parse_explicit_master(draft: WorldDraft, text: str) -> str:
 
 
 def _find_host(draft: WorldDraft, source: LauncherVariables) -> tuple[str, str]:
-    """The master's host and the reason; a fault where no variable gives it."""
+    """Return the master's host and the reason; a fault where no variable gives it."""
     if "MASTER_ADDR" in draft.env:
         host, quoted = draft.env["MASTER_ADDR"].strip(), draft.quote_variable("MASTER_ADDR")
         if not host:
@@ -72,7 +72,7 @@ def _find_host(draft: WorldDraft, source: LauncherVariables) -> tuple[str, str]:
 
 
 def _find_first_step_host(draft: WorldDraft) -> tuple[str, str]:
-    """The first host of the Slurm step."""
+    """Return the first host of the Slurm step."""
     listed = draft.env.get("SLURM_STEP_NODELIST", "")
     try:
         host = slurm_variables.expand_hostlist(listed)[0]
@@ -86,7 +86,7 @@ def _find_first_step_host(draft: WorldDraft) -> tuple[str, str]:
 
 
 def _find_port(draft: WorldDraft, source: LauncherVariables) -> tuple[int, str]:
-    """The master's port and the reason; a fault where no variable gives it."""
+    """Return the master's port and the reason; a fault where no variable gives it."""
     if "MASTER_PORT" in draft.env:
         port = draft.read_integer("MASTER_PORT")
         quoted = draft.quote_variable("MASTER_PORT")
@@ -112,10 +112,10 @@ def _check_port(draft: WorldDraft, port: int, quoted: str) -> None:
 
 
 def _is_mpi(source: LauncherVariables) -> bool:
-    """Whether the launcher is an MPI's."""
+    """Return whether the launcher is an MPI's."""
     return source in (OPEN_MPI, PMI)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this host, with or without a port, is the machine one is on."""
+    """Return whether this host, with or without a port, is the machine one is on."""
     return bool(re.match(r"(localhost|127\.[\d.]+|\[::1\])(:\d*)?$|::1$", host))

@@ -16,8 +16,8 @@ DITTO_MARK = '"'
 
 
 def detection_to_dict(detection: Detection) -> dict[str, Any]:
-    """The detection as plain dicts, lists, strings and numbers; a round trip through JSON changes
-    nothing."""
+    """Return the detection as plain dicts, lists, strings and numbers; a round trip through JSON
+    changes nothing."""
     world = asdict(detection.world)
     world["devices"] = list(detection.world.devices)
     return {
@@ -28,7 +28,7 @@ def detection_to_dict(detection: Detection) -> dict[str, Any]:
 
 
 def render_detection(detection: Detection) -> RenderableType:
-    """The decision in a line, the table of its reasons, and what was ignored."""
+    """Return the decision in a line, the table of its reasons, and what was ignored."""
     from rich.console import Group
     from rich.text import Text
 
@@ -47,7 +47,7 @@ def render_detection(detection: Detection) -> RenderableType:
 
 
 def _render_headline(detection: Detection) -> str:
-    """The decision in one line."""
+    """Return the decision in one line."""
     world = detection.world
     if world.size > 1:
         return _render_place(world)
@@ -67,7 +67,7 @@ def _render_place(world: World) -> str:
 
 
 def _make_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    """A table in which a repeated reason is a ditto mark."""
+    """Return a table in which a repeated reason is a ditto mark."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -18,7 +18,7 @@ TERMINAL_VARIABLES = ("SLURM_PTY_PORT", "SLURM_PTY_WIN_ROW")
 
 
 def explain_not_a_step(env: Mapping[str, str]) -> str | None:
-    """Why this process is not a task of a step, or None where it is one.
+    """Return why this process is not a task of a step, or None where it is one.
 
     The variables of the allocation (SLURM_NTASKS among them) are also set in a `salloc` shell and
     in the batch script itself, where exactly one process runs.
@@ -34,7 +34,7 @@ def explain_not_a_step(env: Mapping[str, str]) -> str | None:
 
 
 def _is_in_terminal(env: Mapping[str, str]) -> bool:
-    """Whether this process was typed into a shell that `srun --pty` opened.
+    """Return whether this process was typed into a shell that `srun --pty` opened.
 
     Slurm never removes its terminal variables, so an `srun` typed into such a shell (every
     `salloc` shell, where the site has interactive steps) hands them to real tasks. Shells put the
@@ -47,8 +47,8 @@ def _is_in_terminal(env: Mapping[str, str]) -> bool:
 
 
 def find_pty_task_fault(env: Mapping[str, str]) -> Fault | None:
-    """The fault of a task that has a terminal's variables and is not the first; None if all is
-    well.
+    """Return the fault of a task that has a terminal's variables and is not the first; None if all
+    is well.
 
     Only task 0 of a step has the terminal. Taking the others for single processes would start the
     same training several times.
@@ -66,7 +66,7 @@ def find_pty_task_fault(env: Mapping[str, str]) -> Fault | None:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The hosts of a Slurm host list: `n[1-3,7],gpu-[01-04]` → n1, n2, n3, n7, gpu-01 …
+    """Return the hosts of a Slurm host list: `n[1-3,7],gpu-[01-04]` → n1, n2, n3, n7, gpu-01 …
 
     Raises ValueError where the text is not a host list.
     """
@@ -112,7 +112,8 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def derive_step_port(env: Mapping[str, str]) -> int:
-    """A port that is the same on every task of a step, and another one for the next step or job.
+    """Return a port that is the same on every task of a step, and another one for the next step or
+    job.
 
     It is below 32768, where Linux begins to give ports to clients.
     """
@@ -121,7 +122,7 @@ def derive_step_port(env: Mapping[str, str]) -> int:
 
 
 def find_device_cut_variable(env: Mapping[str, str], needed_devices: int) -> str | None:
-    """The variable that shows that each task sees only its own devices, or None.
+    """Return the variable that shows that each task sees only its own devices, or None.
 
     `needed_devices` is what all tasks of this node hold together. Where the step holds that many
     here while a task sees only its share, the share was cut for it (--gpus-per-task, --gpu-bind).

@@ -21,7 +21,7 @@ class DeviceRule:
     """The scheduler shows each process its own devices only, so all count from 0."""
 
     def find_fault(self, local_rank: int) -> Fault | None:
-        """Why this local rank gets no devices of its own; None if it does."""
+        """Return why this local rank gets no devices of its own; None if it does."""
         procs = 1 if self.own else local_rank + 1  # the local ranks up to this one
         misfit = find_device_count_mismatch(self.visible, self.per_replica, procs, self.share)
         if misfit is None:
@@ -44,8 +44,8 @@ class DeviceRule:
         )
 
     def get_device_names(self, local_rank: int) -> tuple[str, ...]:
-        """The devices of a local rank. Past the last visible one they begin again, for ranks that
-        share."""
+        """Return the devices of a local rank. Past the last visible one they begin again, for ranks
+        that share."""
         if not self.visible:
             stages = range(self.per_replica)
             return tuple(f"cpu stage {i}" for i in stages) if len(stages) > 1 else ("cpu",)
