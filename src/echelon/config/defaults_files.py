@@ -174,7 +174,7 @@ def _parse_value(key: str, node: Any) -> Any:
 
 
 def is_likely_secret(text: str) -> bool:
-    """Whether a word of a command looks like a secret, by its form or by the name before it.
+    """Return whether a word of a command looks like a secret, by its form or by the name before it.
 
     A plain hash does not count: it may be the id of a commit.
     """

@@ -283,7 +283,7 @@ def describe_unsafe_value(value: Any) -> str:
 
 
 def _is_short_to_print(value: Any) -> bool:
-    """Whether the value may be written out: an integer of millions of digits may not."""
+    """Return whether the value may be written out: an integer of millions of digits may not."""
     return isinstance(value, (str, float)) or (isinstance(value, int) and abs(value) < 2**200)
 
 

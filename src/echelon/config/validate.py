@@ -347,8 +347,8 @@ def _check_hosts(launch: LaunchConfig) -> Iterator[Fault]:
 
 
 def is_safe_host(host: str) -> bool:
-    """Whether a host may be passed to ssh: one that starts with a dash would be an option, and
-    options can run commands."""
+    """Return whether a host may be passed to ssh: one that starts with a dash would be an option,
+    and options can run commands."""
     return bool(re.fullmatch(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9\[:][A-Za-z0-9._:\]-]*", host))
 
 

@@ -81,7 +81,7 @@ class StepCapture:
         return True
 
     def _try_capture(self, block_slice: BlockSlice, total: int) -> bool:
-        """Whether the step could be captured; otherwise it is reported once and never tried
+        """Returns whether the step could be captured; otherwise it is reported once and never tried
         again."""
         assert self._state_before is not None
         reason = (

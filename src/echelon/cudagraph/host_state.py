@@ -90,12 +90,12 @@ def _read_function(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_from_torch(function: types.FunctionType) -> bool:
-    """Whether a function is torch's own; these keep nothing that matters."""
+    """Returns whether a function is torch's own; these keep nothing that matters."""
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def _is_cell_assigned(cell: types.CellType) -> bool:
-    """Whether a closure's cell has been assigned."""
+    """Returns whether a closure's cell has been assigned."""
     try:
         return cell.cell_contents is not cell
     except ValueError:

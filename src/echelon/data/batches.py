@@ -168,7 +168,7 @@ def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
 
 
 def _is_indexable(data: Any) -> bool:
-    """Whether samples can be taken by index.
+    """Returns whether samples can be taken by index.
 
     torch's IterableDataset inherits a `__getitem__` that only raises, so it is excluded by its
     class.
@@ -191,7 +191,7 @@ class TensorSource:
         self._block_bytes = _BLOCK_BYTES if self.storage_device.type == "cpu" else _BLOCK_BYTES_CUDA
 
     def _fits_on_device(self, device: torch.device) -> bool:
-        """Whether the data takes less than a quarter of the GPU's free memory."""
+        """Returns whether the data takes less than a quarter of the GPU's free memory."""
         free, _ = torch.cuda.mem_get_info(device)
         return self.row_bytes * len(self) < free // 4
 

@@ -66,7 +66,7 @@ def build_environment(plan: EnvironmentPlan, print_line: PrintLine = _print_to_s
 
 
 def _is_intact(paths: EnvironmentPaths, key: str) -> bool:
-    """Whether the environment is complete and still works.
+    """Return whether the environment is complete and still works.
 
     Beyond `EnvironmentPaths.is_ready`, this starts the interpreter (its shared library may be gone)
     and looks for the METADATA file of every distribution: cleaners of scratch file systems delete

@@ -97,8 +97,8 @@ class EnvironmentPaths:
         return self.folder / "bin" / "python"
 
     def is_ready(self, key: str) -> bool:
-        """Whether the environment is complete, was built for this cache key, and still has its
-        interpreter."""
+        """Return whether the environment is complete, was built for this cache key, and still has
+        its interpreter."""
         return self.read_marker().get("key") == key and os.access(self.python_executable(), os.X_OK)
 
 

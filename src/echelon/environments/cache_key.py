@@ -147,7 +147,7 @@ def _iter_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_product(folder_name: str) -> bool:
-    """Whether a folder is left behind by building the project."""
+    """Return whether a folder is left behind by building the project."""
     return folder_name in _BUILD_FOLDERS or folder_name.endswith(".egg-info")
 
 

@@ -84,7 +84,7 @@ def _read_python_version_file(source: Path) -> list[PythonRequest]:
 
 
 def _matches(version: str, rule: str, requested: str) -> bool:
-    """Whether a version meets a request.
+    """Return whether a version meets a request.
 
     Requests for `3.11` accept any patch version, as no package depends on it. Only
     `python_full_version` of a Pipfile compares it.

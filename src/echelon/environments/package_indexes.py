@@ -206,8 +206,8 @@ def apply_options(indexes: PackageIndexes, options: Iterable[tuple[str, str]]) -
 
 
 def is_insecure(url: str, trusted_hosts: Iterable[str]) -> bool:
-    """Whether packages from this URL could be tampered with: plain http, not to this machine, and
-    not trusted."""
+    """Return whether packages from this URL could be tampered with: plain http, not to this
+    machine, and not trusted."""
     parts = urlsplit(url.partition("+")[2] if re.match(r"\w+\+", url) else url)
     if parts.scheme != "http":
         return False

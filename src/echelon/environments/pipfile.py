@@ -125,7 +125,7 @@ def _load_lock(lock: Path) -> dict[str, Any]:
 
 
 def _is_stale(pipfile: Mapping[str, Any], locked: Mapping[str, Any]) -> bool:
-    """Whether the Pipfile was edited after the lock file was made."""
+    """Return whether the Pipfile was edited after the lock file was made."""
     recorded_hash = toml_files.get_table_or_empty(
         toml_files.get_table_or_empty(locked.get("_meta")).get("hash")
     ).get("sha256")

@@ -28,7 +28,7 @@ from echelon.errors import EchelonError, Fault
 
 
 def is_project(file: Path) -> bool:
-    """Whether a pyproject.toml declares a project.
+    """Return whether a pyproject.toml declares a project.
 
     Many contain nothing but settings of linters. A file that cannot be parsed counts as a project,
     so that its fault is reported if it determines the environment.

@@ -66,7 +66,7 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
 
 
 def _has_attributes(part: Any, *names: str) -> bool:
-    """Whether `part` is an object, not a class, with all of these attributes."""
+    """Returns whether `part` is an object, not a class, with all of these attributes."""
     return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
 
@@ -175,13 +175,13 @@ def _find_column_faults(experiment: Experiment) -> Iterator[Fault]:
 
 
 def _has_custom_call(model: nn.Module) -> bool:
-    """Whether the model changes its own arguments, so that the signature of `forward` says
+    """Returns whether the model changes its own arguments, so that the signature of `forward` says
     nothing."""
     return bool(model._forward_pre_hooks) or type(model).__call__ is not nn.Module.__call__
 
 
 def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with `count` positional arguments.
+    """Returns whether a function can be called with `count` positional arguments.
 
     Also true where the signature is unknown, as it is for functions that are not written in Python.
     """
@@ -206,7 +206,8 @@ def _format_signature(function: Callable[..., Any]) -> str:
 
 
 def is_metrics_factory(metrics: Any) -> bool:
-    """Whether `metrics` is a function that creates the metrics later, at the first evaluation."""
+    """Returns whether `metrics` is a function that creates the metrics later, at the first
+    evaluation."""
     return callable(metrics) and not hasattr(metrics, "update")
 
 

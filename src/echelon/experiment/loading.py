@@ -81,12 +81,13 @@ def _import_file(path: Path, entry: str) -> types.ModuleType:
 
 
 def is_loading() -> bool:
-    """Whether a user's file is being imported right now; `echelon.main` in it then does nothing."""
+    """Returns whether a user's file is being imported right now; `echelon.main` in it then does
+    nothing."""
     return _is_loading
 
 
 def _is_from_file(module: types.ModuleType, path: Path) -> bool:
-    """Whether a module was loaded from this file."""
+    """Returns whether a module was loaded from this file."""
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path.resolve()
 
@@ -108,7 +109,7 @@ def find_settings_class(function: Callable[..., Any]) -> type | None:
 
 
 def accepts_devices(function: Callable[..., Any]) -> bool:
-    """Whether the experiment places its layers itself."""
+    """Returns whether the experiment places its layers itself."""
     return "devices" in inspect.signature(function).parameters
 
 

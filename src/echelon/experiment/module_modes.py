@@ -38,7 +38,7 @@ def enter_train_mode(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Whether a module has parameters and none of them is trained."""
+    """Returns whether a module has parameters and none of them is trained."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 

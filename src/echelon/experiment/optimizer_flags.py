@@ -56,7 +56,7 @@ def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
 
 
 def _can_fuse(group: dict[str, Any]) -> bool:
-    """Whether a parameter group leaves the choice open and has only plain floating-point
+    """Returns whether a parameter group leaves the choice open and has only plain floating-point
     parameters."""
     undecided = group.get("fused") is None and group.get("foreach") is None
     return (
@@ -155,7 +155,7 @@ class OptimizerFlags:
 
 
 def _differs(a: Any, b: Any) -> bool:
-    """Whether two settings differ; they may be tensors on different devices."""
+    """Returns whether two settings differ; they may be tensors on different devices."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return not torch.equal(a.cpu(), b.cpu())
     return bool(a != b)

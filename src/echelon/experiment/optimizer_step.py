@@ -71,7 +71,7 @@ class UnprofiledStep:
             self._unwrapped_step(self._optimizer)
 
     def _is_observed(self) -> bool:
-        """Whether hooks or a profiler need torch's own `step`."""
+        """Returns whether hooks or a profiler need torch's own `step`."""
         own = self._optimizer
         hooks = own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
         for_all = (

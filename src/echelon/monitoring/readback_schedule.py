@@ -28,7 +28,7 @@ class ReadbackSchedule:
         self._last = (0.0, 0)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether the results are read after this step; ``every`` applies to quick steps."""
+        """Return whether the results are read after this step; ``every`` applies to quick steps."""
         if self._first is None:
             self._first = step
         return self._reads_every_step or step % every == 0 or step < self._first + _FIRST_STEPS

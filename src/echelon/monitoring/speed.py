@@ -74,7 +74,7 @@ class StepTimestamps:
         engine.queue_callback(lambda: self.record("own"))
 
     def has_completed(self) -> bool:
-        """Whether all timestamps can be read without waiting."""
+        """Return whether all timestamps can be read without waiting."""
         last = self._times.get("stepped")
         return last is not None and (not self._on_gpu or bool(last.query()))
 

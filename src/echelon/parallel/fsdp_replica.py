@@ -208,7 +208,7 @@ class FSDPReplica:
 
 
 def _is_dtensor_error(error: Exception) -> bool:
-    """Whether an error was raised by torch's code for sharded tensors.
+    """Returns whether an error was raised by torch's code for sharded tensors.
 
     torch has no class for such errors, and not all of their messages name DTensor, so the files of
     the traceback decide.

@@ -51,7 +51,7 @@ def _find_by_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _is_eligible(module: nn.Module) -> bool:
-    """Whether a module can be a block: it has parameters and a `forward`."""
+    """Returns whether a module can be a block: it has parameters and a `forward`."""
     has_parameters = next(module.parameters(), None) is not None
     return has_parameters and not isinstance(module, _CONTAINERS_WITHOUT_FORWARD)
 

@@ -224,7 +224,7 @@ def _find_largest_chain(model: nn.Module) -> tuple[str, ...] | None:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether the children of a module run in order.
+    """Returns whether the children of a module run in order.
 
     A Sequential with a forward of its own may do anything, so it is not a chain.
     """

@@ -120,7 +120,7 @@ def _create_curve(name: str, record: RunRecord) -> Curve:
 
 
 def _is_training_line(line: MetricsLine) -> bool:
-    """Whether a line is one of training, with step, samples, speed and time."""
+    """Return whether a line is one of training, with step, samples, speed and time."""
     return all(is_number(line.get(key)) for key in ("step", "samples", "samples_per_s", "time"))
 
 

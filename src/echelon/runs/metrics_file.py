@@ -118,7 +118,7 @@ def _parse_line(text: str | bytes) -> MetricsLine | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a JSON value is a number that can be drawn.
+    """Return whether a JSON value is a number that can be drawn.
 
     Excludes true and false, integers beyond the range of a float, and the NaN and Infinity that
     Python's JSON reads and writes.

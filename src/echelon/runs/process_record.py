@@ -40,7 +40,8 @@ def identify_this_process() -> dict[str, Any]:
 
 
 def is_alive(process: object) -> bool | None:
-    """Whether a recorded process still runs; None if that cannot be known from this machine."""
+    """Return whether a recorded process still runs; None if that cannot be known from this
+    machine."""
     if not isinstance(process, Mapping) or process.get("host") != socket.gethostname():
         return None
     pid = process.get("pid")

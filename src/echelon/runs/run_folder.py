@@ -89,7 +89,7 @@ class Run:
         return self.logs_folder / f"rank-{rank}.log"
 
     def get_node_log_file(self, node: int) -> Path:
-        """The output of a node's agent."""
+        """Return the log file of a node's agent."""
         return self.logs_folder / f"node-{node}.log"
 
     @property
@@ -102,13 +102,13 @@ class Run:
         return self.logs_folder / f"node-{node}.stamps"
 
     def get_stack_file(self, rank: int) -> Path:
-        """Where a rank that hangs is asked to write its stack."""
+        """Return the file into which a rank that hangs is asked to write its stack."""
         return self.logs_folder / f"rank-{rank}.stack"
 
     # --- code that was sent ---
 
     def get_code_folder(self, node: int) -> Path:
-        """A copy of the experiment's folder, on a node that does not share the original."""
+        """Return a copy of the experiment's folder, on a node that does not share the original."""
         return self.folder / f"code-{node}"
 
     def get_entry_point(self, config: Config, node: int) -> str:
@@ -177,7 +177,7 @@ class Run:
         return str(wandb["id"]) if "id" in wandb else None
 
     def get_tracker_progress_file(self, tracker: str) -> Path:
-        """How many lines of metrics a tracker has received."""
+        """Return the file that says how many lines of metrics a tracker has received."""
         return self.folder / f".tracker-{tracker}"
 
     # --- content ---
@@ -187,7 +187,7 @@ class Run:
         return find_newest_step(self.snapshots_folder)
 
     def has_snapshots(self) -> bool:
-        """Whether there is a snapshot of the run, unverified."""
+        """Return whether there is a snapshot of the run, unverified."""
         return bool(list_snapshots(self.snapshots_folder, ignore_errors=True))
 
     def write_config(self, config: Config) -> None:

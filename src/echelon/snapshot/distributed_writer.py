@@ -45,7 +45,7 @@ _POLL_S = 0.02
 
 
 def is_folder_shared(folder: Path, group: RankGroup) -> bool:
-    """Whether every rank sees a file in this folder that rank 0 has just written there. A
+    """Return whether every rank sees a file in this folder that rank 0 has just written there. A
     collective."""
     rank = group.world.rank
     token_file = folder / f".writing-shared-{os.urandom(8).hex()}"

@@ -142,7 +142,7 @@ class StagingBuffer:
         return flat
 
     def _view_slot(self, slot: _StorageSlot, count: int) -> torch.Tensor:
-        """A storage of its own for each slot: torch.save writes storages whole."""
+        """Return a storage of its own for each slot: torch.save writes storages whole."""
         if count == 0:
             return torch.empty(0, dtype=slot.source.dtype)
         assert self._memory is not None

@@ -286,7 +286,7 @@ def _encode_info(info: Mapping[str, Any]) -> bytes:
 
 
 def _is_valid(folder: Path) -> bool:
-    """Whether the folder holds a snapshot that verifies."""
+    """Return whether the folder holds a snapshot that verifies."""
     if not os.path.lexists(folder):
         return False
     try:
@@ -500,12 +500,13 @@ def _recover_best(root: Path, resumed_step: int | None) -> None:
 
 
 def _is_up_to(step: int | None, folder: Path) -> bool:
-    """Whether the step of a folder is not after ``step``; every one is if ``step`` is None."""
+    """Return whether the step of a folder is not after ``step``; every one is if ``step`` is
+    None."""
     return step is None or (parse_step(folder.name) or 0) <= step
 
 
 def _is_best_in_manifest(folder: Path) -> bool:
-    """Whether the manifest says that the snapshot was the best when it was saved."""
+    """Return whether the manifest says that the snapshot was the best when it was saved."""
     try:
         return read_manifest(folder).is_best
     except InvalidSnapshotError:

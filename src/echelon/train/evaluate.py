@@ -138,8 +138,8 @@ class Evaluator:
 
 
 def can_merge_states(metric: Any) -> bool:
-    """Whether torchmetrics can merge a metric's states. If not, rank 0 replays all outputs in
-    order."""
+    """Returns whether torchmetrics can merge a metric's states. If not, rank 0 replays all outputs
+    in order."""
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 

@@ -216,7 +216,7 @@ class Training:
         )
 
     def _restart_timer_if_due(self, action: str, every: Interval) -> bool:
-        """Whether a timer has run out; it is then started again."""
+        """Returns whether a timer has run out; it is then started again."""
         if (
             every.minutes is None
             or time.monotonic() < self._timer_starts[action] + 60 * every.minutes
@@ -233,7 +233,7 @@ class Training:
         return -(-self.samples // self.dataset_size)
 
     def is_readback_due(self) -> bool:
-        """Whether results are read from the device after this step.
+        """Returns whether results are read from the device after this step.
 
         On a CPU that is every step. On a GPU with quick steps it is every few steps, and whenever
         an evaluation or a snapshot is due.
@@ -242,14 +242,14 @@ class Training:
         return every == 1 or self.readback.is_due(self.step, every) or self._is_any_action_due()
 
     def _is_any_action_due(self) -> bool:
-        """Whether something is due at this step, or a process that is alone was asked to
+        """Returns whether something is due at this step, or a process that is alone was asked to
         stop."""
         trainer = self.config.trainer
         is_stopped_alone = self.stop.is_requested and self.group.world.size == 1
         return is_stopped_alone or self.is_due(trainer.evaluate) or self.is_due(trainer.save)
 
     def is_due(self, every: Interval) -> bool:
-        """Whether something with this interval is due after this step.
+        """Returns whether something with this interval is due after this step.
 
         Everything is due after the last step, so that the last snapshot can be the best one.
         """
@@ -260,7 +260,7 @@ class Training:
         return every.epochs is not None and self.samples % (every.epochs * self.dataset_size) == 0
 
     def is_log_due(self) -> bool:
-        """Whether a line of metrics is due for this step."""
+        """Returns whether a line of metrics is due for this step."""
         return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps
 
     def read_results(self) -> StepRequests:

@@ -290,6 +290,6 @@ def _agree_on_run(config: Config, group: RankGroup) -> Run:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether a rank sees such an error when another one dies. It is never the cause."""
+    """Returns whether a rank sees such an error when another one dies. It is never the cause."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or "gloo" in text or "connection " in text

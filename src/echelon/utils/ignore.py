@@ -19,7 +19,8 @@ IGNORED_FOLDERS = CACHE_FOLDERS | OUTPUT_FOLDERS
 
 
 def is_ignored(path: Path) -> bool:
-    """Whether a folder (or a file, such as .DS_Store) inside a project is not part of its source.
+    """Return whether a folder (or a file, such as .DS_Store) inside a project is not part of its
+    source.
 
     A Python package is source, whatever its name: ``runs/__init__.py`` makes ``runs`` one.
     """

@@ -68,7 +68,7 @@ def format_timestamp(moment: float) -> str:
 
 
 def can_print_unicode(stream: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether more than ASCII may be written to a stream.
+    """Return whether more than ASCII may be written to a stream.
 
     Its encoding does not decide alone: Python writes UTF-8 even under LANG=C, by which a person
     says that the terminal cannot show it.

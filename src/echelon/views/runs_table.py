@@ -150,7 +150,8 @@ class FilterCondition:
     value: str
 
     def is_met(self, values: dict[str, Any]) -> bool:
-        """Whether a run with these values meets it. A run without the key meets only `!=`."""
+        """Return whether a run with these values meets it. A run without the key meets only
+        `!=`."""
         if self.key not in values:
             return self.relation == "!="
         mine = values[self.key]

@@ -94,7 +94,7 @@ def _format_x_axis(panel: TextPanel, columns: int) -> str:
 def _group_dots_by_cell(
     panel: TextPanel, columns: int, height: int, glyphs: Glyphs, is_log: bool
 ) -> dict[tuple[int, int], set[tuple[int, int]]]:
-    """The dots of the curve in each character cell."""
+    """Return the dots of the curve in each character cell."""
     found: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for x, y in _iterate_dots(panel, columns * glyphs.dots_wide, height * glyphs.dots_high, is_log):
         cell = found.setdefault((x // glyphs.dots_wide, y // glyphs.dots_high), set())

@@ -128,7 +128,7 @@ def _make_folder(target: Path) -> None:
 
 
 def _is_present(folder: Path) -> bool:
-    """Whether the data set is there and can be read; it is then left alone."""
+    """Return whether the data set is there and can be read; it is then left alone."""
     if not folder.is_dir() or find_ratings_folder(folder) is None:
         return False
     try:

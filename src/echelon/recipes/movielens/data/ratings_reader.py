@@ -57,7 +57,7 @@ def read_blocks(source: RatingsFolder) -> Iterator[RatingBlock]:
 
 
 def _can_contain_hex(source: RatingsFolder) -> bool:
-    """Whether there is an x in the file: pyarrow takes 0x1 for a number.
+    """Return whether there is an x in the file: pyarrow takes 0x1 for a number.
 
     This takes a fiftieth of the time of reading, and finds one only if something is wrong or a
     column contains words.
@@ -72,7 +72,7 @@ def _can_contain_hex(source: RatingsFolder) -> bool:
 
 
 def _is_in_range(block: RatingBlock) -> bool:
-    """Whether all ids and ratings of a block are valid."""
+    """Return whether all ids and ratings of a block are valid."""
     ids = (block.users, block.items)
     in_range = all(column.min() >= 0 and column.max() <= LARGEST_ID for column in ids)
     return in_range and bool(np.isfinite(block.ratings).all())
