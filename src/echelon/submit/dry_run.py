@@ -41,7 +41,7 @@ def _render_row(entry: PlannedCommand) -> tuple[str, ...]:
 
 
 def format_words(words: Sequence[str]) -> str:
-    """Write words on one line, so that every one can be told from the next."""
+    """Return words on one line, in which every word can be distinguished from the next."""
     joined = shlex.join(words)
     return joined if joined.isprintable() else json.dumps(list(words), ensure_ascii=False)
 

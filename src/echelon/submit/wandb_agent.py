@@ -244,7 +244,7 @@ class JobBackend:
     _ended_ids: set[str] = field(default_factory=set)
 
     def has_result(self, trial_id: str) -> bool:
-        """Return whether this agent ran it."""
+        """Return whether this agent has run the trial to its end."""
         return trial_id in self._ended_ids
 
     def create_trial_record(self, trial_id: str, parameters: Mapping[str, Any]) -> WandbTrialRecord:

@@ -23,7 +23,8 @@ from echelon.utils.os_errors import format_os_error_reason
 
 _FILE_SUFFIXES = (".html", ".png", ".svg")
 _MAX_LINES = 400
-"""Trials drawn through the axes of the parameters, the best ones: more cannot be told apart."""
+"""How many trials are drawn through the axes of the parameters. The best ones are chosen; more
+lines could not be distinguished."""
 _MAX_NAMED_VALUES = 5
 """Up to so many different values are all named on their axis."""
 _LOG_SCALE_RATIO = 50.0

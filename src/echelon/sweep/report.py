@@ -19,7 +19,7 @@ _MIN_TRIALS_FOR_IMPORTANCE = 8
 
 
 class SweepReport(NamedTuple):
-    """A sweep at one moment, whoever searches."""
+    """The state of a sweep at one moment, whether it is searched here or by wandb's server."""
 
     sweep: SweepFolder
     metric: SweepMetric

@@ -180,7 +180,7 @@ def expand_macros(
 
 
 def _build_list_macros(parameters: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the macros that stand for any number of words, as wandb defines them."""
+    """Return the macros that expand to any number of words, as wandb defines them."""
     texts = {key: _format_argument_value(value) for key, value in parameters.items()}
     flags = [
         f"--{key}" if parameters[key] is True else f"--{key}={text}"

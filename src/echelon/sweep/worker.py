@@ -102,6 +102,8 @@ class SweepWorker:
                 # Its worker was killed between the end of the run and the record of it.
                 self._record_result(leased, run, ExitCode.OK, "")
                 return
+            # Before the start: a cancellation of an earlier attempt must not end this one, and one
+            # that arrives after the start must not be removed.
             run.cancel_file.unlink(missing_ok=True)
             process = self._starter.start(config, run, self._build_trial_environment(run))
             try:
@@ -127,6 +129,8 @@ class SweepWorker:
         renewed_at, stop_requested_at = time.monotonic(), 0.0
         while (code := process.poll(_POLL_S)) is None:
             now = time.monotonic()
+            # The heartbeat first: the rest may take long on a slow file system, and a worker that
+            # has lost its lease must report nothing.
             if now - renewed_at > _HEARTBEAT_S:
                 leased, renewed_at = self._store.renew_lease(leased), now
             values = history.read_all_values()
@@ -146,7 +150,12 @@ class SweepWorker:
         return code, stop_reason
 
     def _record_result(self, leased: LeasedTrial, run: Run, code: int, stop_reason: str) -> None:
-        """Record how a trial ended, or release it if it has to continue elsewhere."""
+        """Record how a trial ended, or release it if another worker has to continue it.
+
+        Raises LeaseLostError if another worker has the trial by now.
+        """
+        # The whole history first: the last lines may have been written after the last poll, and
+        # the result of a trial is computed from its recorded history.
         history = MetricHistory(run.metrics_file, self._key)
         if history.read_all_values():
             self._store.report_history(leased, history.values)
