@@ -1,4 +1,4 @@
-"""Colours that most people with and without colour blindness can tell apart (Okabe and Ito's, less
+"""Colours that most people with and without colour blindness can distinguish (Okabe and Ito's, less
 their yellow and black, which vanish on white and on dark), then the same with other dashes."""
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def save_figure(sheet: Plot, path: Path) -> None:
     """Draw the plot into a .png or .svg file."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = _build_figure(sheet)
+        # Without a date, and with a fixed `svg.hashsalt`, the same curves give the same bytes.
         date = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(path, dpi=150, metadata=date)
 

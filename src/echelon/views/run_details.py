@@ -67,6 +67,10 @@ class RunDetails:
 
     @classmethod
     def read(cls, run: Run) -> RunDetails:
+        """Read the folder of a run and its whole metrics.jsonl, and ask Slurm if it runs there.
+
+        If Slurm does not answer, a warning is printed and the status is what the folder says.
+        """
         [record], silence = read_run_records([run])
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)

@@ -11,7 +11,8 @@ from echelon.config.schema import Config, flatten
 from echelon.runs.record import RunRecord
 
 _IRRELEVANT_PREFIXES = ("run.", "launch.", "track.", "rank", "world_size", "master", "program")
-"""Where a run is and who looks at it: two runs that differ in these alone are the same twice."""
+"""Settings of where a run is and how it is followed. Two runs that differ only in these are the
+same training."""
 _MAX_FULL_KEYS = 3
 _INTERVAL_KEYS = ("trainer.resume", "trainer.save.", "trainer.keep_last", "trainer.log_steps")
 

@@ -41,13 +41,15 @@ class TableColumn:
     styles: Sequence[str] = ()
     """Of the cells; empty if they have none."""
     min_width: int | None = None
-    """To which it shrinks where the table is too wide, its cells cut; None if it stays whole."""
+    """The width to which it may shrink in a table that is too wide; its cells are then cut. None
+    means that it never shrinks."""
     priority: int = 0
-    """Columns other than 0 go where the table is too wide: those that fit stay, the lowest number
-    first."""
+    """A column with 0 is always shown. The others are left out where the table is too wide: the
+    lower its number, the longer a column is kept."""
 
     @property
     def width(self) -> int:
+        """The width at which nothing is cut, in characters."""
         return max(map(len, [self.title, *self.cells]))
 
     def render_cell(self, row: int, width: int) -> Text:
