@@ -30,7 +30,7 @@ def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
     A run of that name that exists is continued, if it is of the same experiment and settings, or
     set aside with ``trainer.resume=never``. Everything that can be refused is refused before
     anything in the folder is replaced. ``is_snapshot_here=False`` means that a snapshot given by
-    its path is on another machine, where it is looked for later.
+    its path is on another machine, where it is checked later.
     """
     root = Path(config.run.dir).absolute()
     run = Run(root / (config.run.name or _generate_name(config)))

@@ -37,7 +37,7 @@ _HIGHER_IS_BETTER = re.compile(
 _WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
 """In a name such as `BinaryAccuracy`."""
 _MIN_PAUSE_S = 60.0
-"""What takes less is none."""
+"""A gap between two lines that is shorter than this is not a pause."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,9 @@ def _accumulate_trained_s(
     """Return the seconds of training up to each line of training, without pauses.
 
     A run that was stopped and resumed has pauses between its lines. The status knows when it was
-    last resumed, and every start of a batch job. For other starts the lines themselves tell: time
-    beyond their own speed is a pause if it is far longer than the usual, for example an evaluation.
+    last resumed, and every start of a batch job. Other starts are found from the lines themselves:
+    time beyond their own speed is a pause if it is far longer than the usual excess, such as that
+    of an evaluation.
     """
     taken_s, beyond_pace_s = [], []
     before: MetricsLine | None = None

@@ -27,7 +27,7 @@ class Failure:
     """The traceback, or what to do about it."""
     exit: int = int(ExitCode.FAILED)
     of_program: bool = False
-    """Of somebody else's program, whose steps are not ours to know."""
+    """Whether a program of `echelon run` failed; its steps are not known."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

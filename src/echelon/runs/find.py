@@ -89,7 +89,7 @@ def find_numbered_runs(name: str, root: Path) -> list[Run]:
 
 
 def _find_by_job(job: str, root: Path) -> Iterator[Run]:
-    """Yield the run of a job; the id of a job array stands for the runs of all its tasks."""
+    """Yield the run of a job; for the id of a job array, the runs of all its tasks."""
     if not _JOB_ID.fullmatch(job):
         return
     for file in sorted(root.glob("*/job")):

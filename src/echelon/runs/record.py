@@ -87,6 +87,7 @@ class RunRecord:
 
     @property
     def best_is(self) -> str:
+        """Whether the best value is the largest ("max") or the smallest ("min")."""
         return "max" if self.get_section("trainer").get("best_is") == "max" else "min"
 
     def get_section(self, name: str) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from echelon.snapshot.layout import find_newest_step, list_snapshots
 from echelon.utils.files import read_json_object, write_json_atomically
 
 RUN_FORMAT = 2
-"""The version of a run folder, in config.json. Raised when a run of before cannot go on as it is:
-2 came with new names of modules, which `experiment.entry` holds; folders without one are of 1."""
+"""The version of a run folder, in config.json. It is raised when older runs cannot be resumed as
+they are. Version 2 came with new module names, which `experiment.entry` contains; a folder without
+a version has version 1."""
 _FORMAT_KEY = "run_format"
 
 CONFIG_FILE, STATUS_FILE, METRICS_FILE = "config.json", "status.json", "metrics.jsonl"
@@ -98,7 +99,8 @@ class Run:
         return self.logs_folder / "job.log"
 
     def get_stamps_file(self, node: int) -> Path:
-        """When the logs of a node's ranks grew to which size, to merge them by time."""
+        """Return the file that says when each log of a node's ranks grew to which size. Logs are
+        merged by these times."""
         return self.logs_folder / f"node-{node}.stamps"
 
     def get_stack_file(self, rank: int) -> Path:
@@ -108,7 +110,8 @@ class Run:
     # --- code that was sent ---
 
     def get_code_folder(self, node: int) -> Path:
-        """Return a copy of the experiment's folder, on a node that does not share the original."""
+        """Return the folder with a copy of the experiment's code, on a node that does not share
+        the original."""
         return self.folder / f"code-{node}"
 
     def get_entry_point(self, config: Config, node: int) -> str:

@@ -25,7 +25,7 @@ _STATES_WITH_BEST = ("finished", "preempted")
 """States that are written together with the best value."""
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _MAX_TIME_S = 253370764800
-"""In seconds since 1970: what lies beyond is a time that no calendar has."""
+"""In seconds since 1970. A larger number in a file is damage: no calendar has such a time."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class RunStatus:
 
     @property
     def is_active(self) -> bool:
+        """Whether the run is queued or running, or will be again without anybody's action."""
         return self.state in ACTIVE_STATES
 
 
@@ -96,6 +97,8 @@ class FolderFacts:
 
     @classmethod
     def read(cls, run: Run) -> FolderFacts:
+        """Read the small files of a run, without asking Slurm or the kernel. It never raises: a
+        missing or damaged file leaves its fact empty."""
         code = None
         with contextlib.suppress(OSError, ValueError):
             code = int(run.exit_code_file.read_text(encoding="utf-8"))
@@ -126,8 +129,8 @@ class FolderFacts:
 
     @property
     def started(self) -> float:
-        """When the run was started, or when its configuration was written if the status does not
-        tell."""
+        """When the run was started; if the status does not have it, when its configuration was
+        written."""
         started = self.status.get("started")
         if isinstance(started, (int, float)) and abs(started) < _MAX_TIME_S:
             return float(started)
