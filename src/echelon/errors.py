@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130
-    """Stopped at once by a second Ctrl-C; the last snapshot stands."""
+    """Stopped at once by a second Ctrl-C; the last snapshot is kept."""
 
 
 class Fault(NamedTuple):

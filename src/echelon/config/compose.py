@@ -387,8 +387,8 @@ def _set_value(
 
 
 def _is_inside_mapping(base: DictConfig, key: str) -> bool:
-    """Return whether the key lies in a mapping that an experiment declares; such a mapping may have
-    any keys."""
+    """Return whether the key is inside a mapping that an experiment declares; such a mapping may
+    have any keys."""
     parent = key.rpartition(".")[0]
     if not parent.startswith("experiment."):
         return False

@@ -46,7 +46,7 @@ def _find_key(env: Mapping[str, str]) -> tuple[str, str | None, str]:
 
 
 def parse_server_host(server: str) -> str:
-    """Return the host of a server's address, without the password that may stand before it."""
+    """Return the host of a server's address, without a user name and password before it."""
     return urlsplit(server).netloc.rpartition("@")[2]
 
 

@@ -1,8 +1,8 @@
-"""Weights & Biases: one wandb run for one run of ours, however often it was started.
+"""Weights & Biases: one wandb run for each run of Echelon, over all its restarts.
 
-wandb talks to a process of its own, wandb-core, which ends by itself when ours is gone. It writes
-every row to a file before it sends it, so what a server did not take can be sent later. But it
-writes that file only every quarter of a minute, so what a kill took from it is given again.
+wandb starts a separate process, wandb-core, which ends by itself when ours has ended. It writes
+every row to a file before it sends it, so rows that the server did not accept can be sent later.
+But it writes that file only every quarter of a minute. Rows that a kill took are put again.
 """
 
 from __future__ import annotations

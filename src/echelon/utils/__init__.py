@@ -1,4 +1,4 @@
-"""Rules that several packages share and that must stand once: text, files, locks, processes.
+"""Rules that several packages share, each written once: text, files, locks, processes.
 
 Nothing here imports another package of Echelon or anything outside the standard library, so every
 package may use it and importing it is cheap.

@@ -1,4 +1,4 @@
-"""What the Linux kernel tells about processes and does for them."""
+"""What the Linux kernel knows of processes and does for them."""
 
 from __future__ import annotations
 

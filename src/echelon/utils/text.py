@@ -17,7 +17,7 @@ _ASCII_SUBSTITUTES = str.maketrans(
 
 
 def truncate_text(text: str, width: int) -> str:
-    """Return the text in at most ``width`` characters; an ellipsis stands for what was cut."""
+    """Return the text in at most ``width`` characters; an ellipsis replaces what was cut."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

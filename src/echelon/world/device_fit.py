@@ -43,7 +43,7 @@ def find_device_count_mismatch(
 
 
 def get_default_process_count(devices: int, devices_per_replica: int) -> int:
-    """One process for every `devices_per_replica` devices; one process where there is none."""
+    """Return one process for every `devices_per_replica` devices; one process without devices."""
     return max(1, devices // devices_per_replica)
 
 

@@ -1,4 +1,4 @@
-"""Where the processes of a world meet: MASTER_ADDR and MASTER_PORT, or what stands for them."""
+"""Where the processes of a world meet: MASTER_ADDR and MASTER_PORT, or what replaces them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_master(
         return None  # the missing variables are reported; a missing master is the same fault
     host, port = _find_host(draft, source), _find_port(draft, source)
     draft.reasons["master"] = ", ".join(because for _, because in (host, port) if because)
-    # The brackets keep an IPv6 address apart from its port.
+    # The brackets separate an IPv6 address from its port.
     shown = f"[{host[0]}]" if ":" in host[0] and not host[0].startswith("[") else host[0]
     return f"{shown}:{port[0]}"
 
