@@ -210,7 +210,7 @@ class GpuProbe:
                 info = self._static_info[index] = _read_static_info(library.open_device(index))
             return self._measure_gpu(index, info)
         except NvmlError as error:
-            self._static_info.pop(index, None)  # a GPU that comes back has another handle
+            self._static_info.pop(index, None)  # a GPU that reappears has another handle
             fault = GPU_FAULTS.get(error.code, str(error))
             if info is None:
                 return Gpu(index, fault=fault)

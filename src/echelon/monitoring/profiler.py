@@ -1,7 +1,7 @@
 """`trainer.profile=N`: what happens in N steps, as a trace of every rank and a table of rank 0.
 
 The steps before them let kernels be chosen and memory be allocated. When they are over the profile
-is written and training goes on.
+is written and training continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def create_profiler(
     steps: int | None, step: int, total_steps: int, folder: Path, rank: int, device: torch.device
 ) -> StepProfiler | None:
     """Return the profiler of a run that is at ``step``, or None if none is wanted. A resumed run
-    with too few steps left goes on without one, since that is not worth an error."""
+    with too few steps left continues without one, since that is not worth an error."""
     if steps is None:
         return None
     if step == 0 and (fault := find_profile_fault(steps, total_steps)):

@@ -104,7 +104,7 @@ class ProbeGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection in self._connections:  # all are told to end before one is waited for
+        for connection in self._connections:  # ask all to end before waiting for one
             connection.close_input()
         with contextlib.ExitStack() as stack:
             for connection in self._connections:

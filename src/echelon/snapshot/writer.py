@@ -98,7 +98,7 @@ class SnapshotWriter:
     Errors of the disk do not raise here. They are returned by :meth:`take_results` as sentences,
     and the snapshots that were there before stay valid.
 
-    ``resumed_step`` is the step from which the run goes on. Folders of later steps are from before
+    ``resumed_step`` is the step from which the run resumes. Folders of later steps are from before
     the return to that step. They stay until their step is saved again, and are replaced then.
     """
 

@@ -220,7 +220,7 @@ class NodeAgent(SimpleElasticAgent):
         return int(self._tcp_store.get(key))
 
     def _make_spawn_request(self, worker: Any, group: WorkerGroup) -> WorkerSpawnRequest:
-        """Return what the fork server is told to start: torchrun's variables, the function to call,
+        """Return what the fork server has to start: torchrun's variables, the function to call,
         the log file."""
         rank = worker.global_rank
         variables = {

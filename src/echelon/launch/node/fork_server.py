@@ -117,7 +117,7 @@ class ForkServer:
 def _can_fork_safely() -> bool:
     """Return whether workers may be forked from this process.
 
-    A fork copies the memory of all threads, but only the one that forks goes on. In the child,
+    A fork copies the memory of all threads, but only the one that forks continues. In the child,
     locks of the others stay locked, an OpenMP region waits for its pool for ever, and autograd
     refuses to run. Code of the user that ran before can have started any of them: autograd starts
     threads in the first backward pass on a machine with a GPU, and in deeply nested ones anywhere;

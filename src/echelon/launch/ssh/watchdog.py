@@ -37,7 +37,8 @@ _END_TIMEOUT_S = 5.0
 
 
 def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> int:
-    """Be a node until it ends, is told to end, or is cut off; returns its agent's exit code."""
+    """Run the agent of a node until it ends, a request to end arrives, or the connection is lost;
+    returns the agent's exit code."""
     # What outlives the agent becomes a child of this process, and is killed with it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     theirs, ours = os.pipe()
