@@ -136,6 +136,22 @@ def test_a_job_is_what_the_queue_then_accounting_then_its_folder_say(
     assert note in found.note
 
 
+@pytest.mark.parametrize("answer", ["7|FAILED|None", ""])
+def test_a_job_that_ends_while_slurm_is_asked_keeps_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """The folder was read before; the batch script writes the code while squeue runs."""
+    made = make_run(tmp_path, launcher="slurm", job="7", state="queued")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "squeue"
+    script.write_text(f"#!/bin/sh\necho 8 > '{made.exit_code_file}'\necho '{answer}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    found = read_run_status(made)
+    assert (found.state, found.exit) == ("failed", 8)
+
+
 def test_a_silent_controller_loses_no_run(tmp_path: Path) -> None:
     make_run(tmp_path, launcher="slurm", job="7", state="running")
     folder = tmp_path / "bin"

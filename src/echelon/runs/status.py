@@ -77,6 +77,10 @@ def derive_statuses(facts: Sequence[FolderFacts]) -> tuple[list[RunStatus], str]
     answer = query_queue(unfinished_jobs)
     gone = [] if answer.error else [job for job in unfinished_jobs if job not in answer.states]
     states = answer.states | query_accounting(gone)
+    active_jobs = {job for job, state in states.items() if state.is_active}
+    # A job that ended while Slurm was asked wrote its exit code after its folder was read.
+    ended_jobs = set() if answer.error else set(unfinished_jobs) - active_jobs
+    facts = [FolderFacts.read(f.run) if f.job in ended_jobs else f for f in facts]
     statuses = [_derive_status(f, SlurmQueueAnswer(states, answer.error)) for f in facts]
     return sorted(statuses, key=lambda s: s.started, reverse=True), answer.error
 
