@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -36,13 +35,10 @@ from echelon.utils.files import write_json_atomically
 from echelon.utils.locks import FileLock
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
+from echelon.utils.text import print_to_stderr
 
 
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def build_environment(plan: EnvironmentPlan, print_line: PrintLine = _print_to_stderr) -> Path:
+def build_environment(plan: EnvironmentPlan, print_line: PrintLine = print_to_stderr) -> Path:
     """Build the environment unless it exists and works, and return its folder.
 
     Concurrent calls, also on other hosts that share the cache, wait for each other. Output of pip,

@@ -22,7 +22,7 @@ from echelon.environments.cache import (
 )
 from echelon.environments.requirements import format_relative_path
 from echelon.errors import ExitCode
-from echelon.utils.text import format_bytes, format_time_ago
+from echelon.utils.text import format_bytes, format_time_ago, print_to_stderr
 
 
 def show_environment(source: Path, location: str, python: str, as_json: bool) -> int:
@@ -92,7 +92,7 @@ def _open_progress() -> Iterator[PrintLine]:
     """Yield the function that prints progress: one changing line on a terminal, every line
     elsewhere."""
     if not sys.stderr.isatty():
-        yield lambda line: print(line, file=sys.stderr, flush=True)
+        yield print_to_stderr
         return
     from rich.console import Console
     from rich.markup import escape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from echelon.submit.source_copy import copy_source
 from echelon.utils.files import write_json_atomically
 from echelon.utils.locks import describe_owner
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.text import print_to_stderr
 
 _POLL_S = 3.0
 _LOCAL_HINT = "add launch=local to run the commands on this machine, one after the other"
@@ -70,14 +70,10 @@ def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Iterat
         write_json_atomically(submission.folder / SUBMISSION_FILE, submission.to_dict())
         if environment := submission.environment:
             for line in list_warnings(environment):
-                _print_to_stderr(line)
+                print_to_stderr(line)
             if submission.build_place == "login":
-                environments.build_environment(environment, _print_to_stderr)
+                environments.build_environment(environment, print_to_stderr)
         yield submission
-
-
-def _print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -174,7 +170,7 @@ def wait_for_runs(runs: Sequence[Run]) -> int:
             if reported_states.get(s.folder) != s.state:
                 reported_states[s.folder] = s.state
                 note = f" ({s.note})" if s.note else ""
-                _print_to_stderr(f"{s.run}: {s.state}{note}")
+                print_to_stderr(f"{s.run}: {s.state}{note}")
         if not any(s.is_active for s in statuses):
             ended = sorted(statuses, key=lambda s: order[s.folder])
             return next((int(s.exit) for s in ended if s.exit), ExitCode.OK)

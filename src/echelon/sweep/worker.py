@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from echelon.sweep.trial_process import (
     TrialStarter,
 )
 from echelon.sweep.trial_store import LeasedTrial, LeaseLostError, TrialStore
+from echelon.utils.text import print_to_stderr
 
 _POLL_S = 0.1
 _HEARTBEAT_S = 2.0
@@ -231,8 +231,3 @@ def _read_tail(path: Path) -> str:
         return path.read_text(errors="replace", encoding="utf-8")[-8192:]
     except OSError:
         return ""
-
-
-def print_to_stderr(text: str) -> None:
-    """Print a line into the log of the worker, at once."""
-    print(text, file=sys.stderr, flush=True)

@@ -89,6 +89,11 @@ def convert_to_ascii(text: str) -> str:
     return text.translate(_ASCII_SUBSTITUTES)
 
 
+def print_to_stderr(line: str) -> None:
+    """Print a line for people on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def convert_for_terminal(text: str) -> str:
     """Return the text as standard output can show it: unchanged, or in ASCII; never longer."""
     return text if can_print_unicode(sys.stdout, os.environ) else convert_to_ascii(text)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep.wandb.client import ServerUnavailableError, WandbServer
 from echelon.sweep.wandb.trial_records import DONE_STATES, WandbTrialRecord
+from echelon.utils.text import print_to_stderr
 
 _POLL_S = 0.1
 _HEARTBEAT_S = 5.0
@@ -278,8 +278,3 @@ class AgentPool:
 
 def _format_parameters(record: WandbTrialRecord, separator: str) -> str:
     return separator.join(f"{name}={value}" for name, value in record.parameters.items())
-
-
-def print_to_stderr(text: str) -> None:
-    """Print a line for people on stderr, at once."""
-    print(text, file=sys.stderr, flush=True)

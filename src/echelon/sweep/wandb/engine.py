@@ -32,11 +32,12 @@ from echelon.sweep.sweep_file import SweepFile
 from echelon.sweep.sweep_folder import SweepLock, SweepSettings, make_unwritable_folder_error
 from echelon.sweep.trial_command import expand_macros, format_override_value
 from echelon.sweep.wandb import server_sweep, trial_records
-from echelon.sweep.wandb.agent import AgentPool, AgentSlot, print_to_stderr
+from echelon.sweep.wandb.agent import AgentPool, AgentSlot
 from echelon.sweep.wandb.local_report import build_report_from_records
 from echelon.sweep.wandb.trial_records import DONE_STATES, WandbTrialRecord
 from echelon.tracking import wandb_run
 from echelon.utils.processes import die_with_parent
+from echelon.utils.text import print_to_stderr
 
 _ECHELON_COMMAND = (sys.executable, "-m", "echelon")
 
