@@ -62,7 +62,7 @@ class RowMerger:
         return self._merge(grad._indices()[0], grad._values(), grad.shape[0])
 
     def _merge(self, index: Tensor, values: Tensor, size: int) -> RowGradient:
-        """Returns the rows that occur in `index`, each with the sum of its values."""
+        """Return the rows that occur in `index`, each with the sum of its values."""
         count = len(index)
         if len(self._row_slots) < size:
             self._row_slots = torch.empty(size, dtype=torch.int32)
@@ -233,7 +233,7 @@ class RowAdam(Optimizer):
     def _get_state(
         self, p: Tensor, first: str, second: str, steps: tuple[int, ...]
     ) -> dict[str, Tensor]:
-        """Returns a parameter's state; it is created at the first gradient."""
+        """Return a parameter's state; it is created at the first gradient."""
         state: dict[str, Tensor] = self.state[p]
         if not state:
             state["step"] = torch.zeros(steps, device=p.device)
@@ -278,7 +278,7 @@ class RowSGD(Optimizer):
 
 
 def _run_closure(closure: Callable[[], float] | None) -> float | None:
-    """Returns the loss of an optimizer's closure, if there is one."""
+    """Return the loss of an optimizer's closure, if there is one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -320,7 +320,7 @@ def _apply_adam(
 
 
 def _compute_average_weights(step: Tensor, betas: tuple[float, float], like: Tensor) -> Tensor:
-    """Returns the weight of a row's new gradient in its two averages.
+    """Return the weight of a row's new gradient in its two averages.
 
     It is Adam's `1 - beta`, divided by the bias correction `1 - beta**step`, computed with expm1 so
     that no digits are lost where the power is nearly 1.
@@ -332,7 +332,7 @@ def _compute_average_weights(step: Tensor, betas: tuple[float, float], like: Ten
 
 
 def _get_rate_tensor(rate: Any, device: torch.device) -> Tensor:
-    """Returns the learning rate as a tensor on the device."""
+    """Return the learning rate as a tensor on the device."""
     return rate if isinstance(rate, Tensor) else _create_rate_tensor(float(rate), device)
 
 
@@ -371,7 +371,7 @@ def _flatten_single_column(table: Tensor) -> Tensor:
 
 
 def _choose_row_view_dtype(table: Tensor) -> torch.dtype:
-    """Returns the widest dtype as which the table's rows can be copied."""
+    """Return the widest dtype as which the table's rows can be copied."""
     if table.dim() != 2 or not table.is_contiguous():
         return table.dtype
     start, row = (n * table.itemsize for n in (table.storage_offset(), table.shape[1]))

@@ -81,7 +81,7 @@ class StepCapture:
         return True
 
     def _try_capture(self, block_slice: BlockSlice, total: int) -> bool:
-        """Returns whether the step could be captured; otherwise it is reported once and never tried
+        """Return whether the step could be captured; otherwise it is reported once and never tried
         again."""
         assert self._state_before is not None
         reason = (
@@ -127,7 +127,7 @@ def _leave_capture_stream(stream: torch.cuda.Stream) -> None:
 
 
 def agree_on_obstacle(reason: str | None, world_size: int) -> str | None:
-    """Returns an obstacle on every rank if any rank has one: one may lack memory that the others
+    """Return an obstacle on every rank if any rank has one: one may lack memory that the others
     have."""
     if world_size == 1:
         return reason
@@ -137,7 +137,7 @@ def agree_on_obstacle(reason: str | None, world_size: int) -> str | None:
 
 
 def find_step_shortage(steps: int, is_required: bool) -> str | None:
-    """Returns the obstacle that too few steps are left for a capture to pay off."""
+    """Return the obstacle that too few steps are left for a capture to pay off."""
     return (
         f"only {steps} steps are left"
         if steps <= (_WARMUP_STEPS if is_required else _MIN_WORTHWHILE_STEPS - 1)
@@ -152,7 +152,7 @@ def find_obstacle(
     world_size: int,
     trainer: TrainerConfig,
 ) -> str | None:
-    """Returns why the steps of this run cannot be captured, as far as is known before the first
+    """Return why the steps of this run cannot be captured, as far as is known before the first
     step."""
     if not isinstance(source, TensorSource):
         return "the data is a Dataset; only tensors can be kept on the GPU"
@@ -183,7 +183,7 @@ _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _find_hook_owner(experiment: Experiment) -> str | None:
-    """Returns whose hooks would run once, at the capture, and never again."""
+    """Return whose hooks would run once, at the capture, and never again."""
     if any(getattr(experiment.optimizer, hooks, None) for hooks in _STEP_HOOKS):
         return "the optimizer"
     for name, module in experiment.model.named_modules():
@@ -209,13 +209,13 @@ def report_obstacle(reason: str, is_required: bool) -> None:
 
 
 def _summarize_error(error: Exception) -> str:
-    """Returns the type and the first line of an error."""
+    """Return the type and the first line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def _find_memory_obstacle() -> str | None:
-    """Returns the obstacle that a graph's memory does not fit.
+    """Return the obstacle that a graph's memory does not fit.
 
     A graph keeps the memory of its step for itself, beside what an evaluation or the smaller last
     batch needs.

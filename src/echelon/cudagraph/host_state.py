@@ -30,7 +30,7 @@ HostState = tuple[dict[str, Any], Any]
 
 
 def read_host_state(experiment: Experiment) -> HostState:
-    """Returns what can be compared of the host's state: values by name, and the states of the
+    """Return what can be compared of the host's state: values by name, and the states of the
     generators."""
     found: dict[str, Any] = {}
     for name, module in experiment.model.named_modules():
@@ -42,7 +42,7 @@ def read_host_state(experiment: Experiment) -> HostState:
 
 
 def find_host_change(before: HostState, after: HostState) -> str | None:
-    """Returns why a step with these states before and after it cannot be captured, or None."""
+    """Return why a step with these states before and after it cannot be captured, or None."""
     if before[1] != after[1]:
         return "the step draws random numbers on the host"
     for name, value in after[0].items():
@@ -90,12 +90,12 @@ def _read_function(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_from_torch(function: types.FunctionType) -> bool:
-    """Returns whether a function is torch's own; these keep nothing that matters."""
+    """Return whether a function is torch's own; these keep nothing that matters."""
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def _is_cell_assigned(cell: types.CellType) -> bool:
-    """Returns whether a closure's cell has been assigned."""
+    """Return whether a closure's cell has been assigned."""
     try:
         return cell.cell_contents is not cell
     except ValueError:
@@ -108,7 +108,7 @@ def _fingerprint_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _fingerprint_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Returns something to compare a value by: cheap, and never equal after a change that matters.
+    """Return something to compare a value by: cheap, and never equal after a change that matters.
 
     Tensors on the CPU are compared by torch's version counter, containers by their first items down
     to a small depth, other objects by their identity and attributes.
@@ -136,7 +136,7 @@ def _fingerprint_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _read_rng_states() -> Any:
-    """Returns the states of Python's, numpy's and torch's generators on the host."""
+    """Return the states of Python's, numpy's and torch's generators on the host."""
     _, keys, *rest = np.random.get_state(legacy=True)
     torch_ = torch.get_rng_state().numpy().tobytes()
     return random.getstate(), np.asarray(keys).tobytes(), rest, torch_

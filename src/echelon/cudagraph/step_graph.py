@@ -54,7 +54,7 @@ class BatchBlocks:
             stored.copy_(column[: count * self._batch_samples].reshape(stored.shape))
 
     def select_batch(self, batch_index: Tensor) -> tuple[Tensor, ...]:
-        """Returns the columns of one batch; its index is a tensor on the device, which the graph
+        """Return the columns of one batch; its index is a tensor on the device, which the graph
         counts up."""
         columns = self._view_columns(self._words.index_select(0, batch_index))
         return tuple(
@@ -63,7 +63,7 @@ class BatchBlocks:
         )
 
     def _view_columns(self, words: Tensor) -> list[Tensor]:
-        """Returns a view for each column, with one row per batch."""
+        """Return a view for each column, with one row per batch."""
         raw = words.view(torch.uint8)
         places = zip(self._column_bytes, self._dtypes, strict=True)
         return [raw[:, place].view(kind) for place, kind in places]
@@ -111,7 +111,7 @@ class StepGraph:
         self.pending_steps += 1
 
     def take_results(self) -> Tensor:
-        """Returns the results of the steps since the last call, still on the device, and empties
+        """Return the results of the steps since the last call, still on the device, and empty
         the ring."""
         rows = self._ring[: self.pending_steps].clone()
         self._counters[1].zero_()

@@ -104,7 +104,7 @@ class BatchSource(Protocol):
 
 
 def make_source(data: Any, name: str, workers: int, device: torch.device) -> BatchSource:
-    """Returns the source for the data of an experiment; `name` is the field that an error names."""
+    """Return the source for the data of an experiment; `name` is the field that an error names."""
     if (columns := get_columns(data)) is not None:
         if not all(t.ndim for t in columns):
             raise _make_data_error(
@@ -126,7 +126,7 @@ def make_source(data: Any, name: str, workers: int, device: torch.device) -> Bat
 
 
 def get_columns(data: Any) -> tuple[Any, ...] | None:
-    """Returns the tensors or arrays that the data consists of, or None where it is something
+    """Return the tensors or arrays that the data consists of, or None where it is something
     else."""
     if isinstance(data, _COLUMN_TYPES):
         return (data,)
@@ -137,7 +137,7 @@ def get_columns(data: Any) -> tuple[Any, ...] | None:
 
 
 def _as_tensor(column: Any, name: str) -> Tensor:
-    """Returns a column as a tensor; it shares memory with a numpy array where that is possible."""
+    """Return a column as a tensor; it shares memory with a numpy array where that is possible."""
     if isinstance(column, Tensor):
         return column
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def _as_tensor(column: Any, name: str) -> Tensor:
 
 
 def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
-    """Returns the error for data that has no length or no samples by index."""
+    """Return the error for data that has no length or no samples by index."""
     from torch.utils.data import DataLoader
 
     if isinstance(data, DataLoader):
@@ -168,7 +168,7 @@ def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
 
 
 def _is_indexable(data: Any) -> bool:
-    """Returns whether samples can be taken by index.
+    """Return whether samples can be taken by index.
 
     torch's IterableDataset inherits a `__getitem__` that only raises, so it is excluded by its
     class.
@@ -191,7 +191,7 @@ class TensorSource:
         self._block_bytes = _BLOCK_BYTES if self.storage_device.type == "cpu" else _BLOCK_BYTES_CUDA
 
     def _fits_on_device(self, device: torch.device) -> bool:
-        """Returns whether the data takes less than a quarter of the GPU's free memory."""
+        """Return whether the data takes less than a quarter of the GPU's free memory."""
         free, _ = torch.cuda.mem_get_info(device)
         return self.row_bytes * len(self) < free // 4
 
@@ -199,7 +199,7 @@ class TensorSource:
         return len(self.tensors[0])
 
     def compute_block_rows(self, batch_rows: int) -> int:
-        """Returns the rows of the largest block of complete batches of `batch_rows` rows."""
+        """Return the rows of the largest block of complete batches of `batch_rows` rows."""
         return max(
             batch_rows, self._block_bytes // max(1, self.row_bytes) // batch_rows * batch_rows
         )
@@ -226,7 +226,7 @@ class TensorSource:
 
 
 def _align_memory(piece: Tensor) -> Tensor:
-    """Returns the tensor at an aligned address, copied where necessary.
+    """Return the tensor at an aligned address, copied where necessary.
 
     Matrix products may round differently depending on the alignment of their rows, and a resumed
     run gathers other blocks: every batch is aligned as if it had been gathered alone.
@@ -336,5 +336,5 @@ def _move_to_device(data: Any, device: torch.device) -> Any:
 
 
 def _make_data_error(what: str, do: str) -> EchelonError:
-    """Returns an error with one fault about the data."""
+    """Return an error with one fault about the data."""
     return EchelonError(Fault(what, do))

@@ -46,7 +46,7 @@ _CHUNK_VALUES = 1 << 15
 
 
 def map_positions(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor:
-    """Returns the samples at these positions of the epoch: int64, of the same shape and device.
+    """Return the samples at these positions of the epoch: int64, of the same shape and device.
 
     Positions outside ``range(size)`` give indices that belong to other positions or are outside as
     well. They are not checked, as that would make a GPU wait. Without Triton a GPU waits once per
@@ -92,7 +92,7 @@ class _KeyedPermutation:
         self.fold_bits, self._fold_mask = fold_bits, (self.domain - 1) >> fold_bits
 
     def make_key_tensor(self) -> Tensor:
-        """Returns the factor and the term of every round, in turn."""
+        """Return the factor and the term of every round, in turn."""
         pairs = zip(self._factors, self._terms, strict=True)
         return torch.tensor([key for pair in pairs for key in pair], dtype=self.word)
 
@@ -117,7 +117,7 @@ class _KeyedPermutation:
 
 
 def _choose_rounds(bits: int) -> int:
-    """Returns the number of rounds for a domain of so many bits.
+    """Return the number of rounds for a domain of so many bits.
 
     Few bits mix little per round, and small data sets can afford more rounds. Measured over 100 000
     random keys: from 10 rounds on, all permutations of 4 and of 8 samples come equally often. From
@@ -128,7 +128,7 @@ def _choose_rounds(bits: int) -> int:
 
 
 def _derive_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Returns the keys of an epoch: a hash, so that seed 1 in epoch 0 does not resemble seed 0 in
+    """Return the keys of an epoch: a hash, so that seed 1 in epoch 0 does not resemble seed 0 in
     epoch 1."""
     digest = shake_128(f"{seed}/{epoch}".encode()).digest(16 * _MAX_ROUNDS)
     return struct.unpack(f"<{2 * _MAX_ROUNDS}Q", digest)
@@ -152,7 +152,7 @@ def _walk_into_range(values: Any, size: int, permutation: _KeyedPermutation) -> 
 
 
 def _find_true(mask: Any) -> Any:
-    """Returns the positions that are True; numpy takes a tenth of torch's time on a CPU."""
+    """Return the positions that are True; numpy takes a tenth of torch's time on a CPU."""
     return np.flatnonzero(mask) if isinstance(mask, np.ndarray) else mask.nonzero().squeeze(1)
 
 
@@ -170,7 +170,7 @@ class SampleRange:
 def compute_share(
     batch: int, batch_size: int, size: int, rank: int, world_size: int
 ) -> SampleRange:
-    """Returns a rank's share of a global batch.
+    """Return a rank's share of a global batch.
 
     Shares are contiguous, so that the ranks in turn give the global batch in order at any world
     size. They differ by at most one sample and can be empty, above all in the last batch: gradients
@@ -184,7 +184,7 @@ def compute_share(
 
 
 def count_batches(size: int, batch_size: int) -> int:
-    """Returns the batches of an epoch, with the last, partial one: no sample is dropped or
+    """Return the batches of an epoch, with the last, partial one: no sample is dropped or
     repeated."""
     return -(-size // batch_size)
 
@@ -231,7 +231,7 @@ class EpochOrder:
         return _BLOCK_SAMPLES if torch.device(self.device).type == "cpu" else _BLOCK_SAMPLES_CUDA
 
     def _find_run_end(self, first: int, samples: int) -> int:
-        """Returns the batch after the run that starts at `first`.
+        """Return the batch after the run that starts at `first`.
 
         The partial last batch is a run of its own, so that all batches of a run have the same size.
         """
@@ -242,7 +242,7 @@ class EpochOrder:
         return min(full, first + max(1, samples // largest_share))
 
     def _draw_indices(self, first: int, stop: int) -> tuple[Tensor, list[int]]:
-        """Returns this rank's indices of a run of batches, and the number of them in each batch."""
+        """Return this rank's indices of a run of batches, and the number of them in each batch."""
         share = compute_share(first, self.batch_size, self.size, self.rank, self.world_size)
         within = torch.arange(share.start, share.stop, device=self.device)
         offsets = torch.arange(stop - first, device=self.device) * self.batch_size

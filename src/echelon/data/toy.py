@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def make_linear_data(samples: int, features: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns inputs and targets; the same ones for the same seed."""
+    """Return inputs and targets; the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randn(features, 1, generator=generator)
     x = torch.randn(samples, features, generator=generator)

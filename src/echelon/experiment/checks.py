@@ -66,7 +66,7 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
 
 
 def _has_attributes(part: Any, *names: str) -> bool:
-    """Returns whether `part` is an object, not a class, with all of these attributes."""
+    """Return whether `part` is an object, not a class, with all of these attributes."""
     return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
 
@@ -175,13 +175,13 @@ def _find_column_faults(experiment: Experiment) -> Iterator[Fault]:
 
 
 def _has_custom_call(model: nn.Module) -> bool:
-    """Returns whether the model changes its own arguments, so that the signature of `forward` says
+    """Return whether the model changes its own arguments, so that the signature of `forward` says
     nothing."""
     return bool(model._forward_pre_hooks) or type(model).__call__ is not nn.Module.__call__
 
 
 def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with `count` positional arguments.
+    """Return whether a function can be called with `count` positional arguments.
 
     Also true where the signature is unknown, as it is for functions that are not written in Python.
     """
@@ -206,13 +206,13 @@ def _format_signature(function: Callable[..., Any]) -> str:
 
 
 def is_metrics_factory(metrics: Any) -> bool:
-    """Returns whether `metrics` is a function that creates the metrics later, at the first
+    """Return whether `metrics` is a function that creates the metrics later, at the first
     evaluation."""
     return callable(metrics) and not hasattr(metrics, "update")
 
 
 def get_named_metrics(metrics: Any) -> dict[str, Any]:
-    """Returns the metrics by name, and raises a fault for each one that an evaluation cannot use.
+    """Return the metrics by name, and raise a fault for each one that an evaluation cannot use.
 
     A single metric is named by its class in lower case.
     """
@@ -269,6 +269,6 @@ def require_best_metric(name: str, experiment: Experiment) -> None:
 
 
 def make_unknown_best_error(name: str, known: Iterable[str]) -> EchelonError:
-    """Returns the error for a `trainer.best` that is not among the evaluated numbers."""
+    """Return the error for a `trainer.best` that is not among the evaluated numbers."""
     what = f"trainer.best={name}, but no such number is evaluated"
     return EchelonError(Fault(what, suggest_nearest(name, known)))

@@ -80,7 +80,7 @@ class _HeartbeatSuspendingBackend:
 
 
 def _summarize_compile_error(error: Exception) -> str:
-    """Returns one line: torch names what failed in the first line of its message, and why in the
+    """Return one line: torch names what failed in the first line of its message, and why in the
     second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(_DEVELOPER_HINTS)]

@@ -23,7 +23,7 @@ _is_loading = False
 
 
 def load_function(entry: str) -> Callable[..., Any]:
-    """Returns the experiment function of `MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
+    """Return the experiment function of `MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
     where, _, name = entry.rpartition(":")
     if not where or not name:
         raise _make_usage_error(f"experiment={entry} names no function", "write FILE.py:FUNCTION")
@@ -81,19 +81,19 @@ def _import_file(path: Path, entry: str) -> types.ModuleType:
 
 
 def is_loading() -> bool:
-    """Returns whether a user's file is being imported right now; `echelon.main` in it then does
+    """Return whether a user's file is being imported right now; `echelon.main` in it then does
     nothing."""
     return _is_loading
 
 
 def _is_from_file(module: types.ModuleType, path: Path) -> bool:
-    """Returns whether a module was loaded from this file."""
+    """Return whether a module was loaded from this file."""
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path.resolve()
 
 
 def find_settings_class(function: Callable[..., Any]) -> type | None:
-    """Returns the dataclass that an experiment annotates its argument with, or None."""
+    """Return the dataclass that an experiment annotates its argument with, or None."""
     own = [name for name in inspect.signature(function).parameters if name != "devices"]
     if not own:
         return None
@@ -109,7 +109,7 @@ def find_settings_class(function: Callable[..., Any]) -> type | None:
 
 
 def accepts_devices(function: Callable[..., Any]) -> bool:
-    """Returns whether the experiment places its layers itself."""
+    """Return whether the experiment places its layers itself."""
     return "devices" in inspect.signature(function).parameters
 
 
@@ -137,7 +137,7 @@ def build_experiment(
 
 
 def _find_settings_parameters(function: Callable[..., Any], entry: str) -> list[str]:
-    """Returns the parameters besides `devices`: one for the settings, or none."""
+    """Return the parameters besides `devices`: one for the settings, or none."""
     parameters = inspect.signature(function).parameters.values()
     own = [p for p in parameters if p.name != "devices"]
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -196,5 +196,5 @@ def _require_valid(experiment: Any, entry: str) -> None:
 
 
 def _make_usage_error(what: str, do: str) -> EchelonError:
-    """Returns an error with one fault about how an experiment was named."""
+    """Return an error with one fault about how an experiment was named."""
     return EchelonError(Fault(what, do), exit=ExitCode.USAGE)

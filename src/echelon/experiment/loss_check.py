@@ -27,7 +27,7 @@ class LossInputError(Exception):
 
 
 def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Tensor:
-    """Returns the loss of a batch as one scalar tensor.
+    """Return the loss of a batch as one scalar tensor.
 
     Where the loss function fails on an output that is not a tensor, the error is replaced by a
     `LossInputError` that says what the output was. A tensor output takes the short way: this runs
@@ -45,7 +45,7 @@ def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> T
 
 
 def require_scalar(loss: Any) -> Tensor:
-    """Returns the loss without a shape and at least in float32, as it is weighted, scaled and
+    """Return the loss without a shape and at least in float32, as it is weighted, scaled and
     reported.
 
     Raises a fault where it is not one number, or where it has no gradient.
@@ -59,7 +59,7 @@ def require_scalar(loss: Any) -> Tensor:
 
 
 def _make_not_scalar_error(loss: Any) -> EchelonError:
-    """Returns the error for a loss that is not a tensor with one element."""
+    """Return the error for a loss that is not a tensor with one element."""
     what = (
         f"a tensor of shape {tuple(loss.shape)}"
         if isinstance(loss, Tensor)
@@ -75,7 +75,7 @@ def _make_not_scalar_error(loss: Any) -> EchelonError:
 
 
 def _make_no_gradient_error() -> EchelonError:
-    """Returns the error for a loss that was cut off from the parameters."""
+    """Return the error for a loss that was cut off from the parameters."""
     return EchelonError(
         Fault(
             "the experiment's loss has no gradient: it depends on no parameter that is trained",
@@ -87,7 +87,7 @@ def _make_no_gradient_error() -> EchelonError:
 
 
 def _make_loss_input_fault(loss: Callable[..., Any], output: Any, error: Exception) -> Fault:
-    """Returns a fault that says what the loss was given, and where to change it."""
+    """Return a fault that says what the loss was given, and where to change it."""
     name = getattr(loss, "__name__", type(loss).__name__)
     message = traceback.format_exception_only(error)[-1].strip()
     if output is None:

@@ -38,13 +38,13 @@ def enter_train_mode(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Returns whether a module has parameters and none of them is trained."""
+    """Return whether a module has parameters and none of them is trained."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def _read_modes(model: nn.Module) -> ModuleModes:
-    """Returns the mode of every module, from the outermost inwards."""
+    """Return the mode of every module, from the outermost inwards."""
     return [(module, module.training) for module in model.modules()]
 
 

@@ -56,7 +56,7 @@ def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
 
 
 def _can_fuse(group: dict[str, Any]) -> bool:
-    """Returns whether a parameter group leaves the choice open and has only plain floating-point
+    """Return whether a parameter group leaves the choice open and has only plain floating-point
     parameters."""
     undecided = group.get("fused") is None and group.get("foreach") is None
     return (
@@ -127,7 +127,7 @@ class OptimizerFlags:
     def merge_new_settings(
         self, state: dict[str, Any], saved_settings: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Returns a snapshot's optimizer state with the settings that the experiment has changed
+        """Return a snapshot's optimizer state with the settings that the experiment has changed
         since.
 
         `saved_settings` are those that the experiment gave when the snapshot was taken. A setting
@@ -145,7 +145,7 @@ class OptimizerFlags:
         return {**state, "param_groups": groups}
 
     def make_portable_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the optimizer's state dict with the experiment's own flags, valid on any
+        """Return the optimizer's state dict with the experiment's own flags, valid on any
         device."""
         groups = [
             {**group, **wanted, "lr": float(group["lr"])}
@@ -155,7 +155,7 @@ class OptimizerFlags:
 
 
 def _differs(a: Any, b: Any) -> bool:
-    """Returns whether two settings differ; they may be tensors on different devices."""
+    """Return whether two settings differ; they may be tensors on different devices."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return not torch.equal(a.cpu(), b.cpu())
     return bool(a != b)

@@ -40,7 +40,7 @@ def update_weights(
 
 
 def list_trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the parameters that the optimizer trains, which are the ones to clip.
+    """Return the parameters that the optimizer trains, which are the ones to clip.
 
     Gradients of other parameters are never used, and a scaler does not unscale them.
     """
@@ -71,7 +71,7 @@ class UnprofiledStep:
             self._unwrapped_step(self._optimizer)
 
     def _is_observed(self) -> bool:
-        """Returns whether hooks or a profiler need torch's own `step`."""
+        """Return whether hooks or a profiler need torch's own `step`."""
         own = self._optimizer
         hooks = own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
         for_all = (

@@ -31,7 +31,7 @@ class Precision:
             experiment.scaler = torch.amp.GradScaler(self.device.type)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the context for a forward pass and its loss.
+        """Return the context for a forward pass and its loss.
 
         Autocast's cache is off: a cached cast would be the one of the step at which a CUDA graph
         was captured, and every replay would use those old weights.

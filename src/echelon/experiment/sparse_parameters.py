@@ -6,7 +6,7 @@ from torch import nn
 
 
 def find_sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the trained parameters with sparse gradients, by every name that they have in the
+    """Return the trained parameters with sparse gradients, by every name that they have in the
     model."""
     sparse = [
         module.weight

@@ -19,5 +19,5 @@ def _has_triton() -> bool:
 
 
 def can_use_kernels(tensor: Tensor) -> bool:
-    """Returns whether the kernels work on this tensor: it is on a GPU, and Triton is installed."""
+    """Return whether the kernels work on this tensor: it is on a GPU, and Triton is installed."""
     return tensor.is_cuda and _has_triton()

@@ -31,5 +31,5 @@ def run_in_parallel_streams(tasks: Sequence[Callable[[], None]], device: torch.d
 
 @cache
 def _get_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Returns the stream of a branch; the same one for every capture."""
+    """Return the stream of a branch; the same one for every capture."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ class RowScratch:
         self.sums = torch.empty(0, dtype=torch.float64, device=table.device)
 
     def get_sums(self, values: Tensor) -> Tensor:
-        """Returns a buffer of zeros for sums. Whoever uses an element sets it back to zero."""
+        """Return a buffer of zeros for sums. Whoever uses an element sets it back to zero."""
         if self.sums.numel() < values.numel():
             self.sums = torch.zeros(values.numel(), dtype=torch.float64, device=values.device)
         return self.sums

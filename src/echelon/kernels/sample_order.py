@@ -21,7 +21,7 @@ _BLOCK = 1024
 def map_positions_on_gpu(
     positions: Tensor, keys: Tensor, size: int, domain: int, fold: int, max_walks: int
 ) -> Tensor:
-    """Returns the samples at these positions; `keys` are the factor and the term of every round.
+    """Return the samples at these positions; `keys` are the factor and the term of every round.
 
     A value that is not inside after `max_walks` walks stays outside.
     """

@@ -180,7 +180,7 @@ class DDPReplica:
             torch._foreach_mul_(device_grads, factor.to(device))
 
     def read_results(self) -> list[StepResult]:
-        """Returns the results of the steps since the last call. On a GPU this waits for the
+        """Return the results of the steps since the last call. On a GPU this waits for the
         device."""
         self._collect_graph_results()
         rows = read_tensors_to_host(self._unread_rows)
@@ -215,7 +215,7 @@ class DDPReplica:
             self._objective.write_requests(requests)
 
     def _run_forward_backward(self, data: Any, sample_count: int, total: int) -> Tensor:
-        """Returns the step's result: the loss, and with several ranks all requests."""
+        """Return the step's result: the loss, and with several ranks all requests."""
         if self.world_size == 1 and self.accumulate_steps == 1:
             loss = self._objective.compute_mean_loss(data)
             self._objective.apply_grad_scaler(loss).backward()  # type: ignore[no-untyped-call]
@@ -246,7 +246,7 @@ class DDPReplica:
             _require_all_reduced(module)
 
     def _clone_reduced_control(self) -> Tensor:
-        """Returns the requests and the loss of all ranks, which arrived with the gradients."""
+        """Return the requests and the loss of all ranks, which arrived with the gradients."""
         reduced = self._objective.control.grad
         assert reduced is not None
         return reduced[-1].clone() if self.world_size == 1 else reduced.clone()
@@ -288,7 +288,7 @@ class _WeightedLoss(nn.Module):
             self._sent_requests = requests
 
     def compute_mean_loss(self, data: Any) -> Tensor:
-        """Returns the mean loss over `data`. This is the function that `trainer.compile`
+        """Return the mean loss over `data`. This is the function that `trainer.compile`
         compiles."""
         if self._precision.half_dtype is None:  # even an empty context costs 1 % of a small step
             return compute_loss(self.loss, *self.predict(self.model, data))
@@ -296,7 +296,7 @@ class _WeightedLoss(nn.Module):
             return compute_loss(self.loss, *self.predict(self.model, data))
 
     def forward(self, data: Any, weight: float) -> Tensor:
-        """Returns the scaled loss plus a term whose gradient is the requests and the loss.
+        """Return the scaled loss plus a term whose gradient is the requests and the loss.
 
         The gradient of `control.dot(values)` with respect to `control` is `values`: so DDP's
         all-reduce of gradients also averages requests and loss.
@@ -308,12 +308,12 @@ class _WeightedLoss(nn.Module):
         return self.apply_grad_scaler(weighted) + self.control.dot(self._control_values)
 
     def apply_grad_scaler(self, loss: Tensor) -> Tensor:
-        """Returns the loss as the backward pass needs it: scaled where there is a gradient
+        """Return the loss as the backward pass needs it: scaled where there is a gradient
         scaler."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _make_zero_loss(self) -> Tensor:
-        """Returns a loss of zero that gives every dense parameter a gradient of zeros, from no
+        """Return a loss of zero that gives every dense parameter a gradient of zeros, from no
         sample.
 
         Tables get none: their gradient would be as large as the table.

@@ -139,7 +139,7 @@ class FSDPReplica:
             ) from error
 
     def read_results(self) -> list[StepResult]:
-        """Returns the results of the steps since the last call. On a GPU this waits for the
+        """Return the results of the steps since the last call. On a GPU this waits for the
         device."""
         results = [
             StepResult(StepRequests(*(number > 0 for number in sums)), loss)
@@ -174,7 +174,7 @@ class FSDPReplica:
         self._unread_rows.append(reduced)
 
     def _compute_loss(self, data: Any) -> Tensor:
-        """Returns the mean loss over `data`; weights used outside the model's call become a
+        """Return the mean loss over `data`; weights used outside the model's call become a
         fault."""
         with self._precision.autocast():
             try:
@@ -193,7 +193,7 @@ class FSDPReplica:
             return compute_loss(self.experiment.loss, output, target).float()
 
     def _copy_requests_to_device(self, requests: StepRequests) -> Tensor:
-        """Returns a copy of this rank's requests on the device, with room for the loss."""
+        """Return a copy of this rank's requests on the device, with room for the loss."""
         if requests != self._sent_requests:  # seldom, so the write to the device costs nothing
             self._request_buffer[:-1] = torch.tensor([float(w) for w in requests])
             self._sent_requests = requests
@@ -208,7 +208,7 @@ class FSDPReplica:
 
 
 def _is_dtensor_error(error: Exception) -> bool:
-    """Returns whether an error was raised by torch's code for sharded tensors.
+    """Return whether an error was raised by torch's code for sharded tensors.
 
     torch has no class for such errors, and not all of their messages name DTensor, so the files of
     the traceback decide.

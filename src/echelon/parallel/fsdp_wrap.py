@@ -59,7 +59,7 @@ def shard_model(
 
 
 def _find_float32_norms(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Returns the norms whose weights must stay float32 in half precision.
+    """Return the norms whose weights must stay float32 in half precision.
 
     torch accepts no half-precision weights beside running averages, which are float32, and on a CPU
     none beside float32 inputs.
@@ -72,7 +72,7 @@ def _find_float32_norms(model: nn.Module, device: torch.device) -> list[nn.Modul
 
 
 def _order_innermost_first(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Returns the blocks in the order in which they must be sharded, without those that share
+    """Return the blocks in the order in which they must be sharded, without those that share
     weights.
 
     The innermost come first, because an outer block takes all parameters that are left. A block
@@ -103,7 +103,7 @@ def _broadcast_weights(model: nn.Module) -> None:
 
 
 def _iter_sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Returns the modules that hold shards."""
+    """Return the modules that hold shards."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -153,7 +153,7 @@ class _OptimizerSharder:
         whole.data = whole.data.new_empty(0)
 
     def _shard_state(self, value: Any, p: nn.Parameter, on_device: bool) -> Any:
-        """Returns this rank's part of one entry of a parameter's state."""
+        """Return this rank's part of one entry of a parameter's state."""
         assert isinstance(p, DTensor)
         if not isinstance(value, Tensor):
             return value

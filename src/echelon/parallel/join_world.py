@@ -125,7 +125,7 @@ def _wait_for_host(world: World, host: str, port: int, timeout_s: float) -> None
 
 
 def _make_address_error(world: World, other: str, found: str) -> EchelonError:
-    """Returns the error for an address that rank 0 cannot listen on, or where something else
+    """Return the error for an address that rank 0 cannot listen on, or where something else
     answers."""
     is_port_taken = "address already in use" in found.lower()
     what = (

@@ -20,7 +20,7 @@ _CONTAINERS_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, names: list[str]) -> list[nn.Module]:
-    """Returns the modules of the named classes; without names, the layers of the longest list in
+    """Return the modules of the named classes; without names, the layers of the longest list in
     the model.
 
     The model itself is never a block, and neither is a module without parameters.
@@ -33,7 +33,7 @@ def find_blocks(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _find_by_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
-    """Returns the modules whose class has one of these names; raises for names that match
+    """Return the modules whose class has one of these names; raise for names that match
     nothing."""
     candidates = [m for m in model.modules() if m is not model and _is_eligible(m)]
     known = {type(m).__name__ for m in candidates}
@@ -51,7 +51,7 @@ def _find_by_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _is_eligible(module: nn.Module) -> bool:
-    """Returns whether a module can be a block: it has parameters and a `forward`."""
+    """Return whether a module can be a block: it has parameters and a `forward`."""
     has_parameters = next(module.parameters(), None) is not None
     return has_parameters and not isinstance(module, _CONTAINERS_WITHOUT_FORWARD)
 

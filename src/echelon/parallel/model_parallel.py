@@ -26,7 +26,7 @@ _PLACE_BY_HAND = "place the layers yourself: def experiment(cfg, devices): …"
 
 
 def get_process_devices(world: World) -> tuple[torch.device, ...]:
-    """Returns the devices of this process as torch knows them, in order.
+    """Return the devices of this process as torch knows them, in order.
 
     torch has one CPU only: "cpu:0" and "cpu:1" are both "cpu", or torch would copy tensors between
     them.
@@ -140,7 +140,7 @@ class LayerGroup(NamedTuple):
 def _plan_stages(
     experiment: Experiment, devices: Sequence[torch.device], sample: SampleBatch
 ) -> list[list[LayerGroup]]:
-    """Returns the layer groups of each stage; raises where the model cannot be split."""
+    """Return the layer groups of each stage; raise where the model cannot be split."""
     model, count = experiment.model, len(devices)
     layer_groups = list_layer_groups(model)
     kind = type(model).__name__
@@ -173,7 +173,7 @@ def _plan_stages(
 
 
 def list_layer_groups(model: nn.Module) -> list[LayerGroup]:
-    """Returns the layers in order, where the model shows in which order they run.
+    """Return the layers in order, where the model shows in which order they run.
 
     The order is that of a Sequential or ModuleList, the largest in the model. All that comes before
     it in the model is one group, and so is all that comes after: only the model's forward knows
@@ -210,7 +210,7 @@ def _make_layer_group(layers: dict[str, nn.Module], enclosing: list[nn.Module]) 
 
 
 def _find_largest_chain(model: nn.Module) -> tuple[str, ...] | None:
-    """Returns the path to the chain with the largest parameters; () for the model itself, None for
+    """Return the path to the chain with the largest parameters; () for the model itself, None for
     none."""
     if _is_chain(model):
         return ()
@@ -224,7 +224,7 @@ def _find_largest_chain(model: nn.Module) -> tuple[str, ...] | None:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Returns whether the children of a module run in order.
+    """Return whether the children of a module run in order.
 
     A Sequential with a forward of its own may do anything, so it is not a chain.
     """
@@ -258,7 +258,7 @@ def _merge_parameterless_layers(groups: list[LayerGroup]) -> list[LayerGroup]:
 
 
 def split_costs_evenly(costs: Sequence[int], parts: int) -> list[int]:
-    """Returns how many of the costs each part takes, in order.
+    """Return how many of the costs each part takes, in order.
 
     The largest part is as small as possible, and among such splits the parts are as even as
     possible. Dynamic programming over the end of each part.
@@ -348,18 +348,18 @@ def _iter_parameters_and_buffers(module: nn.Module) -> Iterator[tuple[str, Tenso
 
 
 def _list_group_tensors(group: LayerGroup) -> list[Tensor]:
-    """Returns all tensors of a layer group."""
+    """Return all tensors of a layer group."""
     own = [t for m in group.enclosing for t in (*m.parameters(False), *m.buffers(False))]
     return own + [t for layer in group.layers for _, t in _iter_parameters_and_buffers(layer)]
 
 
 def _sum_bytes(tensors: Any) -> int:
-    """Returns the size of these tensors in bytes; a tensor that occurs twice counts once."""
+    """Return the size of these tensors in bytes; a tensor that occurs twice counts once."""
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
 def _count_state_copies(optimizer: torch.optim.Optimizer) -> int:
-    """Returns how many times a parameter's memory training takes: itself, its gradient, the
+    """Return how many times a parameter's memory training takes: itself, its gradient, the
     optimizer's state."""
     state_count = (
         2 if "betas" in optimizer.defaults else int(bool(optimizer.defaults.get("momentum")))
@@ -368,7 +368,7 @@ def _count_state_copies(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _estimate_bytes(group: LayerGroup, copies: int) -> int:
-    """Returns the memory of a group's parameters, gradients and optimizer state."""
+    """Return the memory of a group's parameters, gradients and optimizer state."""
     tensors = _list_group_tensors(group)
     trained = [t for t in tensors if t.requires_grad]
     return _sum_bytes(tensors) + (copies - 1) * _sum_bytes(trained)
@@ -377,7 +377,7 @@ def _estimate_bytes(group: LayerGroup, copies: int) -> int:
 def _measure_output_bytes(
     experiment: Experiment, groups: Sequence[LayerGroup], sample: SampleBatch
 ) -> list[int]:
-    """Returns the sizes of the layers' outputs, which the backward pass will need, for each group.
+    """Return the sizes of the layers' outputs, which the backward pass will need, for each group.
 
     All zeros where the model cannot be run on fake tensors.
     """

@@ -53,7 +53,7 @@ class RankGroup:
         self.store.set(key, value)
 
     def get_value(self, key: str) -> str:
-        """Returns the value of a key of the store; the key must be there."""
+        """Return the value of a key of the store; the key must be there."""
         assert self.store is not None
         return str(self.store.get(key).decode())
 
@@ -67,7 +67,7 @@ class RankGroup:
             )
 
     def share_from_rank0(self, key: str, value: str) -> str:
-        """Returns rank 0's value on every rank. What other ranks pass is ignored."""
+        """Return rank 0's value on every rank. What other ranks pass is ignored."""
         if self.store is None:
             return value
         if self.world.rank == 0:
@@ -96,7 +96,7 @@ class RankGroup:
             )
 
     def _find_missing_ranks(self, key: str, timeout_s: float) -> list[int]:
-        """Returns the ranks that have not set the key in time."""
+        """Return the ranks that have not set the key in time."""
         assert self.store is not None
         return wait_for_keys(self.store, [f"{key}/{r}" for r in range(self.world.size)], timeout_s)
 
@@ -146,7 +146,7 @@ class RankGroup:
             return
 
     def wait_for_failure(self, timeout_s: float) -> Failure | None:
-        """Returns the first failure of the world, waiting for it at most `timeout_s` seconds."""
+        """Return the first failure of the world, waiting for it at most `timeout_s` seconds."""
         if self.store is None:
             return None
         deadline = time.monotonic() + timeout_s
@@ -184,7 +184,7 @@ class RankGroup:
             dist.barrier()
 
     def gather(self, row: Tensor) -> list[Tensor]:
-        """Returns the CPU tensors of all ranks, of any length, on rank 0; on other ranks an empty
+        """Return the CPU tensors of all ranks, of any length, on rank 0; on other ranks an empty
         list."""
         if self.store is None:
             return [row]
@@ -204,7 +204,7 @@ class RankGroup:
         return tensor
 
     def broadcast_json(self, data: Any) -> Any:
-        """Returns rank 0's data on every rank."""
+        """Return rank 0's data on every rank."""
         if self.store is None:
             return data
         text = json.dumps(data).encode() if self.world.rank == 0 else b""

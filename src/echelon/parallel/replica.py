@@ -54,7 +54,7 @@ def split_microbatches(data: Any, sample_count: int, count: int) -> list[tuple[A
 
 
 def _is_value_list(node: Any) -> bool:
-    """Returns whether a list holds one plain value per sample, such as texts, as torch's
+    """Return whether a list holds one plain value per sample, such as texts, as torch's
     default_collate makes."""
     return isinstance(node, list | tuple) and not any(
         isinstance(item, Tensor | list | tuple | dict) for item in node

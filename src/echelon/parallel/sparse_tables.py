@@ -49,7 +49,7 @@ def require_no_max_norm(model: nn.Module) -> None:
 
 
 def make_sparse_gradient(row_indices: Tensor, values: Tensor, table: Tensor) -> Tensor:
-    """Returns a sparse gradient for a table. It is not marked as coalesced, as its indices are not
+    """Return a sparse gradient for a table. It is not marked as coalesced, as its indices are not
     sorted."""
     return torch.sparse_coo_tensor(row_indices[None], values, table.shape, check_invariants=False)
 
@@ -93,7 +93,7 @@ class RowExchange:
             p.grad = make_sparse_gradient(numbers, values, p) if len(numbers) else None
 
     def _get_rows(self, table: nn.Parameter, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns the indices and values of this rank's gradient, or None where it has none."""
+        """Return the indices and values of this rank's gradient, or None where it has none."""
         grad = table.grad
         if grad is None:
             return None
@@ -134,7 +134,7 @@ class RowExchange:
         return [self._layout.view_counts(message).tolist() for message in self._split_messages()]
 
     def _split_messages(self) -> tuple[Tensor, ...]:
-        """Returns the message of every rank."""
+        """Return the message of every rank."""
         return torch.split(self._receive_buffer, self._layout.size_bytes)
 
 
@@ -158,11 +158,11 @@ class _MessageLayout:
         return self._starts[-1]
 
     def view_counts(self, message: Tensor) -> Tensor:
-        """Returns the part of a message that holds the row counts."""
+        """Return the part of a message that holds the row counts."""
         return message[: 8 * len(self._tables)].view(torch.int64)
 
     def view_rows(self, message: Tensor, number: int, count: int) -> tuple[Tensor, Tensor]:
-        """Returns indices and values of the first `count` rows of a table, as views of the
+        """Return indices and values of the first `count` rows of a table, as views of the
         message."""
         table = self._tables[number]
         first, second = self._starts[1 + 2 * number : 3 + 2 * number]

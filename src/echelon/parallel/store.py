@@ -34,7 +34,7 @@ def print_wait_message(text: str, timeout_s: float) -> bool:
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
-    """Returns the positions of keys that are not set when the time is up. A failure ends the
+    """Return the positions of keys that are not set when the time is up. A failure ends the
     wait."""
     started, has_reported = time.monotonic(), False
     patience = _make_backoff()
@@ -67,7 +67,7 @@ def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float) -> list[
 
 
 def _make_backoff() -> Callable[[], float]:
-    """Returns a function that gives the next pause: 1 ms at first, for worlds that start together,
+    """Return a function that gives the next pause: 1 ms at first, for worlds that start together,
     up to 50 ms, so that long waits cost little."""
     pause = 0.001
 
@@ -80,7 +80,7 @@ def _make_backoff() -> Callable[[], float]:
 
 
 def read_failure(store: dist.Store) -> Failure | None:
-    """Returns the failure that a rank published, or None."""
+    """Return the failure that a rank published, or None."""
     return Failure.from_json(store.get("failure")) if store.check(["failure"]) else None
 
 

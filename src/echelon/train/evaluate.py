@@ -53,7 +53,7 @@ class Evaluator:
         have one batch more."""
 
     def __call__(self) -> dict[str, float]:
-        """Returns the loss and the metrics by name, on every rank. All ranks take part."""
+        """Return the loss and the metrics by name, on every rank. All ranks take part."""
         # Running averages differ between ranks until the next step. A snapshot has rank 0's, and
         # the results are to be those of the model in the snapshot.
         broadcast_buffers(list(self.experiment.model.buffers()))
@@ -66,7 +66,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _evaluate_batches(self) -> BatchStatistics:
-        """Returns the statistics of this rank's batches."""
+        """Return the statistics of this rank's batches."""
         predict = self.experiment.predict or default_predict
         statistics: BatchStatistics = []
         for batch in self.source.iter_batches(self.order, 0, self.device):
@@ -138,13 +138,13 @@ class Evaluator:
 
 
 def can_merge_states(metric: Any) -> bool:
-    """Returns whether torchmetrics can merge a metric's states. If not, rank 0 replays all outputs
+    """Return whether torchmetrics can merge a metric's states. If not, rank 0 replays all outputs
     in order."""
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 
 def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
-    """Returns a metric's state after one batch; list states are joined, as torchmetrics does to
+    """Return a metric's state after one batch; list states are joined, as torchmetrics does to
     merge."""
     return {
         f"{name}/{key}": (torch.cat(value) if isinstance(value, list) else value).cpu().clone()
@@ -156,7 +156,7 @@ def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
 def _build_metric_state(
     name: str, metric: Any, batch_statistics: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Returns a metric's state from the statistics of a batch."""
+    """Return a metric's state from the statistics of a batch."""
     state: dict[str, Any] = {}
     for key, default in metric._defaults.items():
         value = batch_statistics.get(f"{name}/{key}")
@@ -168,7 +168,7 @@ def _build_metric_state(
 
 
 def _flatten_result(name: str, value: Any) -> dict[str, float]:
-    """Returns a metric's result as numbers by name; a metric may return a mapping or a tensor of
+    """Return a metric's result as numbers by name; a metric may return a mapping or a tensor of
     several."""
     if isinstance(value, Mapping):
         return {f"{name}_{k}": float(v) for k, v in value.items()}
@@ -198,7 +198,7 @@ def _pack_statistics(statistics: BatchStatistics) -> Tensor:
 
 
 def _unpack_statistics(row: Tensor) -> BatchStatistics:
-    """Returns the statistics that `_pack_statistics` packed."""
+    """Return the statistics that `_pack_statistics` packed."""
     raw = bytearray(row.numpy().tobytes())
     length = int.from_bytes(raw[:8], "little")
     at = 8 + length

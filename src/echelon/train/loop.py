@@ -151,7 +151,7 @@ class Training:
         self.total_steps = self.schedule.total_steps = self._count_total_steps()
 
     def _count_total_steps(self) -> int:
-        """Returns the steps made so far, perhaps with another batch size, plus those left in the
+        """Return the steps made so far, perhaps with another batch size, plus those left in the
         epochs."""
         trainer = self.config.trainer
         if trainer.steps is not None:
@@ -194,7 +194,7 @@ class Training:
             self.speed.exclude_time(self.profile.advance(self.step))
 
     def collect_requests(self) -> StepRequests:
-        """Returns what this rank asks for after the next step.
+        """Return what this rank asks for after the next step.
 
         A signal may reach any rank. Timers are rank 0's alone, because the clocks of ranks differ.
         """
@@ -216,7 +216,7 @@ class Training:
         )
 
     def _restart_timer_if_due(self, action: str, every: Interval) -> bool:
-        """Returns whether a timer has run out; it is then started again."""
+        """Return whether a timer has run out; it is then started again."""
         if (
             every.minutes is None
             or time.monotonic() < self._timer_starts[action] + 60 * every.minutes
@@ -233,7 +233,7 @@ class Training:
         return -(-self.samples // self.dataset_size)
 
     def is_readback_due(self) -> bool:
-        """Returns whether results are read from the device after this step.
+        """Return whether results are read from the device after this step.
 
         On a CPU that is every step. On a GPU with quick steps it is every few steps, and whenever
         an evaluation or a snapshot is due.
@@ -242,14 +242,14 @@ class Training:
         return every == 1 or self.readback.is_due(self.step, every) or self._is_any_action_due()
 
     def _is_any_action_due(self) -> bool:
-        """Returns whether something is due at this step, or a process that is alone was asked to
+        """Return whether something is due at this step, or a process that is alone was asked to
         stop."""
         trainer = self.config.trainer
         is_stopped_alone = self.stop.is_requested and self.group.world.size == 1
         return is_stopped_alone or self.is_due(trainer.evaluate) or self.is_due(trainer.save)
 
     def is_due(self, every: Interval) -> bool:
-        """Returns whether something with this interval is due after this step.
+        """Return whether something with this interval is due after this step.
 
         Everything is due after the last step, so that the last snapshot can be the best one.
         """
@@ -260,7 +260,7 @@ class Training:
         return every.epochs is not None and self.samples % (every.epochs * self.dataset_size) == 0
 
     def is_log_due(self) -> bool:
-        """Returns whether a line of metrics is due for this step."""
+        """Return whether a line of metrics is due for this step."""
         return self.step % self.config.trainer.log_steps == 0 or self.step == self.total_steps
 
     def read_results(self) -> StepRequests:
@@ -286,7 +286,7 @@ class Training:
         return requests
 
     def _make_loss_error(self, loss: float, step: int) -> Exception:
-        """Returns the error for a loss that is not finite. Rank 0 knows what was saved, so it
+        """Return the error for a loss that is not finite. Rank 0 knows what was saved, so it
         reports for all."""
         if self.group.world.rank != 0 and (
             failure := self.group.wait_for_failure(_FAILURE_TIMEOUT_S)
@@ -380,7 +380,7 @@ class Training:
         self.heartbeat.beat()
 
     def _build_snapshot_info(self) -> dict[str, Any]:
-        """Returns what a snapshot says about itself, besides the state of the parts."""
+        """Return what a snapshot says about itself, besides the state of the parts."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -428,7 +428,7 @@ _NO_REQUESTS = StepRequests()
 
 
 def _combine_requests_over_steps(results: list[StepResult]) -> StepRequests:
-    """Returns the requests of several steps as one: a request made in any of them counts."""
+    """Return the requests of several steps as one: a request made in any of them counts."""
     return StepRequests(
         *(any(column) for column in zip(*(result.requests for result in results), strict=True))
     )

@@ -44,7 +44,7 @@ class LRSchedule:
         return self.optimizer.param_groups
 
     def compute_factor(self, step: int) -> float:
-        """Returns the factor for the update from `step` to `step + 1`: warm-up first, then the
+        """Return the factor for the update from `step` to `step + 1`: warm-up first, then the
         schedule."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)

@@ -68,7 +68,7 @@ def prepare_training(
     heartbeat: Heartbeat,
     output: OutputTee,
 ) -> Training:
-    """Returns a training that is ready for its first step.
+    """Return a training that is ready for its first step.
 
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
@@ -214,7 +214,7 @@ def _require_no_complex_parameters(model: nn.Module) -> None:
 
 
 def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
-    """Returns the capture of the step as a CUDA graph, where it is wanted and possible."""
+    """Return the capture of the step as a CUDA graph, where it is wanted and possible."""
     trainer, size = t.config.trainer, t.group.world.size
     is_required, steps_left = trainer.capture == "always", t.total_steps - t.step
     if (
@@ -254,7 +254,7 @@ def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
 
 
 def _choose_backend(device: torch.device, share_devices: bool) -> str:
-    """Returns NCCL for tensors on GPUs and gloo for those on the CPU.
+    """Return NCCL for tensors on GPUs and gloo for those on the CPU.
 
     NCCL refuses two ranks on one GPU, so ranks that share devices use gloo for everything.
     """
@@ -270,7 +270,7 @@ def _make_evaluator(
     heartbeat: Heartbeat,
     precision: Precision,
 ) -> Evaluator | None:
-    """Returns the evaluator, or None where the experiment has no data to evaluate by."""
+    """Return the evaluator, or None where the experiment has no data to evaluate by."""
     if experiment.eval_data is None:
         return None
     first, last = devices[0], devices[-1]
@@ -307,7 +307,7 @@ def _restore_snapshot(training: Training) -> None:
 
 
 def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
-    """Returns the layers that are sharded or checkpointed one by one, and checkpoints them."""
+    """Return the layers that are sharded or checkpointed one by one, and checkpoint them."""
     choice = config.replica
     if choice.kind != "fsdp" and not choice.checkpoint:
         return []
@@ -374,7 +374,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
 
 
 def _format_opening_line(t: Training, stages: Sequence[StageDescription]) -> str:
-    """Returns what is about to run, in one line."""
+    """Return what is about to run, in one line."""
     size, kind = t.group.world.size, t.device.type
     where = f"{size} processes ({kind})" if size > 1 else f"one process ({t.device})"
     if stages:

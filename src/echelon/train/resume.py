@@ -15,7 +15,7 @@ from echelon.snapshot.reader import Snapshot, find_newest, verify_snapshot
 
 
 def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> Snapshot | None:
-    """Returns the snapshot to continue from, or None to start anew. Only rank 0 calls it.
+    """Return the snapshot to continue from, or None to start anew. Only rank 0 calls it.
 
     With `trainer.resume=auto` it is the newest intact snapshot of the run; damaged ones are
     reported and skipped. With a path it is the snapshot there, of any run.
@@ -37,7 +37,7 @@ def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> 
 
 
 def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], None]) -> Snapshot:
-    """Returns the snapshot at a path. Settings that differ from it are reported, as the user wants
+    """Return the snapshot at a path. Settings that differ from it are reported, as the user wants
     them."""
     try:
         snapshot = verify_snapshot(resolve_best(path))

@@ -46,7 +46,7 @@ def require_same_data(experiment: Experiment, group: RankGroup) -> None:
 
 
 def _summarize_data(data: Any) -> list[Any]:
-    """Returns the number of samples, and for tensors a hash of the first and the last row."""
+    """Return the number of samples, and for tensors a hash of the first and the last row."""
     if data is None:
         return [0, ""]
     tensors = get_columns(data)
@@ -61,7 +61,7 @@ def _summarize_data(data: Any) -> list[Any]:
 
 
 def _read_bytes(rows: Any) -> bytes:
-    """Returns the bytes of a tensor, also of a dtype that numpy does not know, or of an array."""
+    """Return the bytes of a tensor, also of a dtype that numpy does not know, or of an array."""
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     raw: bytes = rows.tobytes()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, str]) -> Config:
-    """Returns the configuration with the trial's parameters, the same on every rank.
+    """Return the configuration with the trial's parameters, the same on every rank.
 
     Outside of a sweep it is the given configuration.
     """
@@ -40,7 +40,7 @@ def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, s
 
 
 def _find_user_experiment(entry: str) -> UserExperiment | None:
-    """Returns the user's experiment with its settings class, where the experiment is a file of the
+    """Return the user's experiment with its settings class, where the experiment is a file of the
     user."""
     if not entry.rpartition(":")[0].endswith(".py"):
         return None

@@ -208,7 +208,7 @@ class RankWorker:
             print(line, file=sys.stderr, flush=True)
 
     def _find_cause(self, error: BaseException) -> Failure:
-        """Returns the first failure of the world, which need not be this rank's own.
+        """Return the first failure of the world, which need not be this rank's own.
 
         A broken connection is rarely the cause: the rank that failed first gets some seconds to say
         so. Running out of memory and a loss that got the wrong output are explained in sentences.
@@ -239,7 +239,7 @@ class RankWorker:
 
 
 def _detect_world(config: Config) -> World:
-    """Returns this process's place in the world, and sets torch's number of threads."""
+    """Return this process's place in the world, and set torch's number of threads."""
     world = detect(
         os.environ,
         rank=config.rank,
@@ -282,7 +282,7 @@ def _warn_about_cpu(config: Config, world: World) -> None:
 
 
 def _agree_on_run(config: Config, group: RankGroup) -> Run:
-    """Returns the run of this world. Rank 0 creates the folder; the others receive its path."""
+    """Return the run of this world. Rank 0 creates the folder; the others receive its path."""
     folder = ""
     if group.world.rank == 0:
         folder = str((find_restarted_run(config, os.environ) or create_run(config)).folder)
@@ -290,6 +290,6 @@ def _agree_on_run(config: Config, group: RankGroup) -> Run:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Returns whether a rank sees such an error when another one dies. It is never the cause."""
+    """Return whether a rank sees such an error when another one dies. It is never the cause."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or "gloo" in text or "connection " in text
