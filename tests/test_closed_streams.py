@@ -10,27 +10,16 @@ from pathlib import Path
 import command_runner
 import pytest
 from command_runner import ECHELON, TWO, CommandResult, only_run, status
+from linear_experiment import write_linear_experiment
 
 CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
 ALL = CLOSED[-1]
 
-FILE = """\
-import json, os, torch, echelon
-
-def experiment(cfg):
-    with open(f"streams-{os.environ.get('RANK', '0')}.json", "w") as file:
-        json.dump([os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)], file)
-    print("printed", flush=True)
-    model = torch.nn.Linear(2, 1)
-    return echelon.Experiment(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.nn.functional.mse_loss,
-        (torch.randn(64, 2), torch.randn(64, 1)),
-    )
-
-if __name__ == "__main__":
-    echelon.main(experiment)
+REPORT_STREAMS = """\
+import json, os
+with open(f"streams-{os.environ.get('RANK', '0')}.json", "w") as file:
+    json.dump([os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)], file)
+print("printed", flush=True)
 """
 CHILD = """\
 import subprocess, sys
@@ -75,7 +64,7 @@ def test_no_file_becomes_a_stream_and_children_have_all_three(tmp_path: Path) ->
 @pytest.mark.parametrize("closed", CLOSED)
 def test_a_training_ends_as_always(closed: str, tmp_path: Path) -> None:
     """Of a user's own file, whose imports came before us."""
-    (tmp_path / "own.py").write_text(FILE)
+    write_linear_experiment(tmp_path / "own.py", REPORT_STREAMS)
     ended = _run_with_closed(closed, tmp_path, sys.executable, "own.py", "trainer.epochs=1")
     assert ended.code == 0, ended.out + ended.err
     assert "Traceback" not in ended.out + ended.err
@@ -88,7 +77,7 @@ def test_a_training_ends_as_always(closed: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_on_two_processes_ends_as_always(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FILE)
+    write_linear_experiment(tmp_path / "own.py", REPORT_STREAMS)
     words = ("experiment=own.py:experiment", "trainer.epochs=1", *TWO)
     ended = _run_with_closed(ALL, tmp_path, *ECHELON, "train", *words)
     assert (ended.code, ended.left) == (0, [])

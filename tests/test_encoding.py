@@ -11,26 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from linear_experiment import write_linear_experiment
 
 import echelon
 
 SOURCES = Path(echelon.__file__).parent
 IN_ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
-FILE = """\
+PRINT_UNICODE = """\
 # Größe │ ━ ×
-import torch
-import echelon
-
-def experiment(cfg):
-    print("Größe │ ×")
-    model = torch.nn.Linear(2, 1)
-    return echelon.Experiment(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.nn.functional.mse_loss,
-        (torch.randn(64, 2), torch.randn(64, 1)),
-    )
+print("Größe │ ×")
 """
 
 
@@ -71,7 +61,7 @@ def _is_text(call: ast.Call) -> bool:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ascii")
-    (made / "own.py").write_text(FILE, encoding="utf-8")
+    write_linear_experiment(made / "own.py", PRINT_UNICODE)
     return made
 
 
