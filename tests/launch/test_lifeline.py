@@ -60,7 +60,7 @@ def test_the_first_failure_is_everybodys(address: str) -> None:
 def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
     with world() as (hub, spoke, _):
         spoke.report_heartbeats([sign(2, 5), sign(3, 5)])
-        until(lambda: hub._peers[1].heartbeats)
+        until(lambda: hub._peers[1].report.heartbeats)
         spoke._connection.close()
         told = until(lambda: hub.find_failure(0))
         assert told.exit == ExitCode.NODE_LOST
@@ -85,11 +85,29 @@ def test_the_rank_that_all_wait_for_is_found_on_another_node() -> None:
         assert until(lambda: spoke.find_hung_rank(0, 1.0)) == found
 
 
+def test_heartbeats_that_are_stored_while_an_attempt_begins_are_not_taken_for_its_own() -> None:
+    class ArrivingLate(dict[str, Any]):
+        """A message that is being stored when the attempt begins."""
+
+        def __getitem__(self, key: str) -> Any:
+            if key == "signs" and hub._attempt == 0:
+                hub.begin_attempt(1)
+            return super().__getitem__(key)
+
+    with world() as (hub, spoke, _):
+        hub.report_heartbeats([sign(0, 40)])
+        hub._handle_message(hub._peers[1], ArrivingLate(signs=[sign(1, 39)], attempt=0))
+        assert hub.find_hung_rank(1, 1.0) is None, "node 1 has not reported in this attempt"
+        spoke.begin_attempt(1)
+        spoke.report_heartbeats([sign(1, 39)])
+        assert until(lambda: hub.find_hung_rank(1, 1.0)).rank == 1
+
+
 def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:
     with world() as (hub, spoke, _):
         hub.report_heartbeats([sign(0, 40)])
         spoke.report_heartbeats([sign(1, 39, still=0.1)])
-        until(lambda: hub._peers[1].heartbeats)
+        until(lambda: hub._peers[1].report.heartbeats)
         assert hub.find_hung_rank(0, 1.0) is None
         refused: list[Failure] = []
         LifelineClient("127.0.0.1", f"{hub.key.split()[0]} guessed", 5, refused.append)

@@ -48,6 +48,18 @@ class HungRank(NamedTuple):
     limit_s: float
 
 
+class HeartbeatReport(NamedTuple):
+    """The heartbeats of one node together with the attempt that they belong to.
+
+    One value, because two threads exchange it: an attempt that begins between reading the number
+    and reading the heartbeats would give it those of the attempt before.
+    """
+
+    attempt: int
+    heartbeats: RankHeartbeats | None
+    """None: nothing is known of the ranks in this attempt."""
+
+
 class Lifeline:
     """The lifeline of a world of one node, which has nobody to inform; also the interface of the
     others."""
@@ -93,9 +105,14 @@ class LifelinePeer:
     host: str = "?"
     ranks: str = "?"
     last_heard: float = field(default_factory=time.monotonic)
-    heartbeats: RankHeartbeats | None = None
-    """None: nothing was received in this attempt."""
+    report: HeartbeatReport = field(default=HeartbeatReport(0, None))
+    """What it has sent last."""
     partial_line: bytes = b""
+
+    def get_heartbeats(self, attempt: int) -> RankHeartbeats | None:
+        """Return the heartbeats of its ranks in this attempt; None before it has reported any."""
+        report = self.report
+        return report.heartbeats if report.attempt == attempt else None
 
 
 class LifelineServer(Lifeline):
@@ -119,14 +136,8 @@ class LifelineServer(Lifeline):
         threading.Thread(target=self._serve, daemon=True, name="lifeline").start()
 
     def begin_attempt(self, attempt: int) -> None:
-        """Forget the heartbeats of all nodes.
-
-        The number is set first, because the reading thread drops heartbeats of any other attempt:
-        old ones that arrive late are not stored again.
-        """
+        """Take heartbeats of this attempt only, whenever those of others arrive."""
         self._attempt = attempt
-        for peer in list(self._peers.values()):
-            peer.heartbeats = None
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
         """Record this failure if it is the first of the attempt, send it to all nodes, and return
@@ -144,7 +155,8 @@ class LifelineServer(Lifeline):
         It returns None until every node has reported in this attempt: a rank of a silent node may
         be the one that the others wait for, and another would be blamed.
         """
-        reports = [self._heartbeats, *(p.heartbeats for p in list(self._peers.values()))]
+        peers = list(self._peers.values())
+        reports = [self._heartbeats, *(peer.get_heartbeats(attempt) for peer in peers)]
         if len(reports) < self._nodes or None in reports:
             return None
         stuck = _find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
@@ -203,8 +215,8 @@ class LifelineServer(Lifeline):
         if "key" in message:
             peer.node, peer.host = message["node"], message["host"]
             self._peers[peer.node] = peer
-        elif "signs" in message and message["attempt"] == self._attempt:
-            peer.heartbeats = message["signs"]
+        elif "signs" in message:
+            peer.report = HeartbeatReport(message["attempt"], message["signs"])
             peer.ranks = (
                 _format_rank_span([s["rank"] for s in message["signs"] or ()]) or peer.ranks
             )
@@ -223,7 +235,11 @@ class LifelineServer(Lifeline):
             self.agree_on_failure(
                 _EVERY_ATTEMPT,
                 make_node_lost_failure(
-                    peer.node, peer.host, peer.ranks, how, peer.heartbeats or []
+                    peer.node,
+                    peer.host,
+                    peer.ranks,
+                    how,
+                    peer.get_heartbeats(self._attempt) or [],
                 ),
             )
 
@@ -251,9 +267,7 @@ class LifelineClient(Lifeline):
         port = int(key.split()[0])
         self._connection = socket.create_connection((host, port), timeout=SILENCE_LIMIT_S)
         self._connection.settimeout(_BEAT_INTERVAL_S)
-        self._attempt = 0
-        self._reported_heartbeats: RankHeartbeats | None = None
-        """In this attempt."""
+        self._report = HeartbeatReport(0, None)
         self._is_over = False
         self._hung_ranks: dict[int, HungRank] = {}
         self._send({"key": key, "node": node, "host": socket.gethostname()})
@@ -262,12 +276,13 @@ class LifelineClient(Lifeline):
             threading.Thread(target=target, daemon=True, name="lifeline").start()
 
     def begin_attempt(self, attempt: int) -> None:
-        self._attempt, self._reported_heartbeats = attempt, None
+        self._report = HeartbeatReport(attempt, None)
 
     def report_heartbeats(self, heartbeats: RankHeartbeats) -> None:
-        first, self._reported_heartbeats = heartbeats and not self._reported_heartbeats, heartbeats
-        if first:  # from now on node 0 can name the ranks of this node
-            self._send({"signs": heartbeats, "attempt": self._attempt})
+        is_first = heartbeats and not self._report.heartbeats
+        self._report = HeartbeatReport(self._report.attempt, heartbeats)
+        if is_first:  # from now on node 0 can name the ranks of this node
+            self._send_report()
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
         """Report a failure to node 0, and return the one that node 0 has decided was the first.
@@ -292,10 +307,15 @@ class LifelineClient(Lifeline):
     def _send(self, message: dict[str, Any]) -> None:
         _send_line(self._connection, message)
 
+    def _send_report(self) -> None:
+        """Send what is known of the ranks of this node."""
+        report = self._report
+        self._send({"signs": report.heartbeats, "attempt": report.attempt})
+
     def _send_heartbeats(self) -> None:
         """Send the heartbeats every second, and notice when node 0 is silent."""
         while not self._is_over:
-            self._send({"signs": self._reported_heartbeats, "attempt": self._attempt})
+            self._send_report()
             if time.monotonic() - self._last_heard > SILENCE_LIMIT_S:
                 self._lose_node_0(f"has sent nothing for {SILENCE_LIMIT_S:g} s")
             time.sleep(_BEAT_INTERVAL_S)
@@ -331,7 +351,7 @@ class LifelineClient(Lifeline):
             self._is_over = True
             self._on_lost(
                 make_node_lost_failure(
-                    0, self._host, "0 …", how, self._reported_heartbeats or [], rank=0
+                    0, self._host, "0 …", how, self._report.heartbeats or [], rank=0
                 )
             )
 
