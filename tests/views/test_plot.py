@@ -7,8 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import pytest
 from run_folders import STARTED, lines, make_run
 from run_folders import echelon as verb
 
-import echelon.views
 from echelon.runs.curves import build_scale, load_metrics
 from echelon.runs.record import read_run_records
 from echelon.runs.run_folder import Run
@@ -273,14 +270,33 @@ def test_a_page_stays_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (tmp_path / "a.html").stat().st_size < 1_500_000
 
 
-def test_the_script_of_the_page_is_sound(tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("there is no node here to read it")
-    template = Path(echelon.views.__file__).with_name("page.html")
-    script = re.findall(r"<script>(.*?)</script>", template.read_text(), re.S)[0]
-    (tmp_path / "page.js").write_text(script)
-    subprocess.run([node, "--check", tmp_path / "page.js"], check=True, timeout=300)
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["other"], "other: loss, eval_loss, eval_acc over step"),
+        (["seed-1", "seed-9"], "seed-1, seed-9: loss, eval_loss, eval_acc over step"),
+        (["x" * 60], "1 run: loss, eval_loss, eval_acc over step"),
+    ],
+)
+def test_a_plot_has_a_title(several: Path, names: list[str], title: str) -> None:
+    make_run(several, "x" * 60, lines())
+    assert sheet_of(several, names).title == title
+    assert sheet_of(several, names, title="Mine").title == "Mine"
+
+
+def test_the_panels_of_an_image_share_their_x_range(several: Path) -> None:
+    """The first evaluation is at step 10, the first loss at step 1."""
+    pytest.importorskip("matplotlib")
+    from echelon.views.plot_image import build_figure
+
+    figure = build_figure(sheet_of(several, ["seed-1", "other"]))
+    ranges = [axes.get_xlim() for axes in figure.axes]
+    assert len(ranges) == 3
+    assert len(set(ranges)) == 1
+    low, high = ranges[0]
+    assert low < 1 < 40 < high
+    for axes in figure.axes:
+        assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 3
 
 
 @pytest.mark.usefixtures("several")

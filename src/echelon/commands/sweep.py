@@ -88,7 +88,7 @@ def sweep_show(words: list[str]) -> int:
     """`echelon sweep show NAME`: the results of a sweep."""
     parser = make_parser(
         "sweep show",
-        "Show a sweep: its best trials, what failed and, once 8 are finished, which parameters "
+        "Show a sweep: its best trials, what failed and, once 8 have a result, which parameters "
         "matter.",
         """\
 --json prints {version: 1, sweep, folder, metric, goal, run_cap, results, ending, best, importance:

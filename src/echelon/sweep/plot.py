@@ -6,8 +6,6 @@ library (page.html), or as an image by matplotlib (plot_image.py, imported only 
 
 from __future__ import annotations
 
-import html
-import json
 import math
 import os
 import secrets
@@ -16,17 +14,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.sweep.report import SweepReport
-from echelon.sweep.trial_command import describe_parameters, format_override_value
+from echelon.sweep.report import MIN_TRIALS_FOR_IMPORTANCE, SweepReport, has_result
+from echelon.sweep.trial_command import format_override_value, format_short_value
 from echelon.sweep.trial_store import TrialSummary
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.text import format_count
+from echelon.views.html_page import fill_page_template
+from echelon.views.palette import BLUE, GREEN, GREY, ORANGE, blend_by_goodness
 
 _FILE_SUFFIXES = (".html", ".png", ".svg")
 _MAX_LINES = 400
 """How many trials are drawn through the axes of the parameters. The best ones are chosen; more
 lines could not be distinguished."""
-_MAX_NAMED_VALUES = 5
-"""Up to so many different values are all named on their axis."""
+_MAX_NAMED_VALUES = 6
+"""Up to so many different values are all named on their axis, if they are round."""
 _LOG_SCALE_RATIO = 50.0
 """Values whose largest is more than so many times the smallest are drawn by their logarithm."""
 
@@ -62,60 +63,68 @@ def plot_sweep(report: SweepReport, output: Path) -> None:
 # --- what is shown ---
 
 
-class HistoryPoint(NamedTuple):
-    """A trial in the history. Serialised into the page by these names, as are the next three."""
+class PlottedTrial(NamedTuple):
+    """A trial in the picture. Serialised into the page by these names, as is ParameterAxis."""
 
     number: int
+    name: str
     value: float
     state: str
-    label: str
+    rank: int
+    """0 for the best trial."""
+    headline: str
+    """Which trial, and how it ended."""
+    notes: list[str]
+    """What its value means among the others."""
+    parameters: list[tuple[str, str]]
+    places: list[float | None]
+    """Its position on each axis, between 0 and 1; None if the trial has no such parameter."""
+    colour: str
 
 
 class ParameterAxis(NamedTuple):
     """One vertical axis of the parallel coordinates."""
 
     name: str
-    ticks: list[tuple[float, str]]
-    """Positions between 0 and 1, and their labels."""
-
-
-class ParallelCoordinatesLine(NamedTuple):
-    """A trial in the parallel coordinates."""
-
-    number: int
-    places: list[float | None]
-    """Its position on each axis, between 0 and 1; None if the trial has no such parameter."""
-    goodness: float
-    """1 for the best trial, 0 for the worst."""
-    label: str
+    low: float
+    high: float
+    is_log: bool
+    is_whole: bool
+    """Whether all values are whole numbers."""
+    named_values: list[tuple[float, str]]
+    """Positions between 0 and 1, and their labels; empty if the axis has round ticks instead."""
 
 
 class SweepPlotData(NamedTuple):
     """All that a picture of a sweep shows."""
 
     title: str
+    summary: str
     metric: str
+    better: str
+    """Which values are good, in words."""
     log: bool
     """Whether the metric has a logarithmic axis."""
-    points: list[HistoryPoint]
+    trials: list[PlottedTrial]
+    """The best first."""
     best: list[tuple[int, float]]
     """The trials that were the best so far when they ended, and their values."""
     axes: list[ParameterAxis]
-    lines: list[ParallelCoordinatesLine]
     importance: list[tuple[str, float]]
+    importance_note: str
+    """What the importance was computed from, or why there is none."""
+
+    @property
+    def lines(self) -> list[PlottedTrial]:
+        """The trials that are drawn through the axes of the parameters."""
+        return self.trials[:_MAX_LINES]
 
 
 def build_plot_data(report: SweepReport) -> SweepPlotData:
     """Compute what the picture of a sweep shows; EchelonError without any result."""
     metric = report.metric
-    trials = [
-        trial
-        for trial in report.trials
-        if trial.state in ("finished", "pruned")
-        and trial.metric_value is not None
-        and math.isfinite(trial.metric_value)
-    ]
-    if not trials:
+    ranked = [trial for trial in report.rank_trials() if has_result(trial)]
+    if not ranked:
         raise EchelonError(
             Fault(
                 f"the sweep {report.sweep.name} has no result to draw",
@@ -123,44 +132,85 @@ def build_plot_data(report: SweepReport) -> SweepPlotData:
             ),
             exit=ExitCode.NOT_FOUND,
         )
-    names = list(dict.fromkeys(name for trial in trials for name in trial.parameters))
-    rows = {t.number: {**t.parameters, metric.name: t.metric_value} for t in trials}
+    names = list(dict.fromkeys(name for t in report.trials for name in t.parameters))
+    rows = [{**trial.parameters, metric.name: trial.metric_value} for trial in ranked]
     scales = {
-        name: _AxisScale([row[name] for row in rows.values() if name in row])
+        name: _AxisScale([row[name] for row in rows if name in row])
         for name in [*names, metric.name]
+        if any(name in row for row in rows)
     }
-    ranked = [trial for trial in report.rank_trials() if trial.number in rows]
-    last = max(1, len(ranked) - 1)
-    lines = [
-        ParallelCoordinatesLine(
-            trial.number,
-            _locate_trial_on_axes(rows[trial.number], scales),
-            1 - rank / last,
-            _format_trial_label(trial, metric.name),
-        )
-        for rank, trial in enumerate(ranked[:_MAX_LINES])
-    ]
-    values = [trial.metric_value for trial in trials if trial.metric_value is not None]
+    values = [float(row[metric.name]) for row in rows]
     return SweepPlotData(
-        title=f"{report.sweep.name}: {report.ended_count} trials",
+        title=f"{report.sweep.name}: {format_count(report.ended_count, 'trial')}",
+        summary=_compose_summary(report, len(ranked)),
         metric=metric.name,
-        log=min(values) > 0 and max(values) > _LOG_SCALE_RATIO * min(values),
-        points=[
-            HistoryPoint(
-                t.number, t.metric_value or 0.0, t.state, _format_trial_label(t, metric.name)
-            )
-            for t in trials
+        better="higher is better" if metric.goal == "maximize" else "lower is better",
+        log=_needs_log_axis(values),
+        trials=[
+            _build_plotted_trial(trial, rank, len(ranked), scales, metric.name)
+            for rank, trial in enumerate(ranked)
         ],
-        best=_find_records(trials, metric.minimize_sign),
-        axes=[ParameterAxis(name, scale.build_ticks()) for name, scale in scales.items()],
-        lines=lines,
+        best=_find_records(sorted(ranked, key=lambda t: t.number), metric.minimize_sign),
+        axes=[scale.build_axis(name) for name, scale in scales.items()],
         importance=list(report.importance.items()),
+        importance_note=_describe_importance(report, ranked),
     )
 
 
-def _format_trial_label(trial: TrialSummary, metric: str) -> str:
-    value = f"{metric} {trial.metric_value:.5g}" if trial.metric_value is not None else ""
-    return f"trial {trial.name} {trial.state}, {value}: {describe_parameters(trial.parameters)}"
+def _needs_log_axis(values: Sequence[float]) -> bool:
+    return min(values) > 0 and max(values) > _LOG_SCALE_RATIO * min(values)
+
+
+def _compose_summary(report: SweepReport, drawn: int) -> str:
+    counts = report.count_states()
+    words = {"finished": "finished", "pruned": "stopped early", "failed": "failed"}
+    parts = [f"{counts[state]} {word}" for state, word in words.items() if counts.get(state)]
+    if missing := report.ended_count - counts.get("failed", 0) - drawn:
+        parts.append(f"{missing} without a finite value")
+    if best := report.best:
+        parts.append(f"best {report.metric.name} {best.metric_value:.5g} in trial {best.name}")
+    return ", ".join(parts)
+
+
+def _describe_importance(report: SweepReport, ranked: Sequence[TrialSummary]) -> str:
+    if not report.importance and len(ranked) < MIN_TRIALS_FOR_IMPORTANCE:
+        return f"can be told from {MIN_TRIALS_FOR_IMPORTANCE} results on"
+    if not report.importance:
+        return "cannot be computed from these results"
+    stopped = sum(trial.state == "pruned" for trial in ranked)
+    note = f"what distinguishes the best tenth of {format_count(len(ranked), 'trial')}"
+    return f"{note}, {stopped} of them stopped early" if stopped else note
+
+
+def _build_plotted_trial(
+    trial: TrialSummary,
+    rank: int,
+    count: int,
+    scales: Mapping[str, _AxisScale],
+    metric: str,
+) -> PlottedTrial:
+    assert trial.metric_value is not None
+    row = {**trial.parameters, metric: trial.metric_value}
+    ending, notes = "finished", [f"number {rank + 1} of {count}" if rank else f"best of {count}"]
+    if trial.state == "pruned":
+        ending = "stopped early"
+        made = f" after {format_count(len(trial.history), 'evaluation')}" if trial.history else ""
+        notes.append(f"stopped{made}, when others were better; this is its value until then")
+    return PlottedTrial(
+        number=trial.number,
+        name=trial.name,
+        value=trial.metric_value,
+        state=trial.state,
+        rank=rank,
+        headline=f"trial {trial.name} {ending}",
+        notes=notes,
+        parameters=[(name, format_short_value(value)) for name, value in trial.parameters.items()],
+        places=[
+            scale.find_position(row[name]) if name in row else None
+            for name, scale in scales.items()
+        ],
+        colour=blend_by_goodness(1 - rank / max(1, count - 1)) if rank else ORANGE,
+    )
 
 
 def _find_records(trials: Sequence[TrialSummary], sign: float) -> list[tuple[int, float]]:
@@ -175,72 +225,69 @@ def _find_records(trials: Sequence[TrialSummary], sign: float) -> list[tuple[int
     return records
 
 
-def _locate_trial_on_axes(
-    row: Mapping[str, Any], scales: Mapping[str, _AxisScale]
-) -> list[float | None]:
-    return [
-        scale.find_position(row[name]) if name in row else None for name, scale in scales.items()
-    ]
-
-
 class _AxisScale:
     """Positions of the values of one parameter: numbers by their size, others in a row."""
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._is_numeric = all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) for v in values
-        )
-        if not self._is_numeric:
+        self._names: list[str] = []
+        self._low, self._high, self._is_log = 0.0, 1.0, False
+        self._numbers = [v for v in values if _is_finite_number(v)]
+        if len(self._numbers) < len(values):
             self._names = sorted({format_override_value(value) for value in values})
             return
-        self._low, self._high = float(min(values)), float(max(values))
-        self._is_log = self._low > 0 and self._high > _LOG_SCALE_RATIO * self._low
-        self._distinct = sorted(set(values))
+        self._low, self._high = float(min(self._numbers)), float(max(self._numbers))
+        self._is_log = _needs_log_axis(self._numbers)
 
     def find_position(self, value: Any) -> float:
         """Return the position of a value between 0 and 1."""
-        if not self._is_numeric:
-            return self._names.index(format_override_value(value)) / max(1, len(self._names) - 1)
+        if self._names:
+            return self._locate_name(format_override_value(value))
         low, high = self._transform(self._low), self._transform(self._high)
         return (self._transform(float(value)) - low) / (high - low) if high > low else 0.5
 
-    def _transform(self, value: float) -> float:
-        return math.log(value) if self._is_log else value
+    def _locate_name(self, text: str) -> float:
+        last = len(self._names) - 1
+        return self._names.index(text) / last if last else 0.5
 
-    def build_ticks(self) -> list[tuple[float, str]]:
-        """Return positions and labels of an axis."""
-        if not self._is_numeric:
-            last = max(1, len(self._names) - 1)
-            return [(i / last, name[:24]) for i, name in enumerate(self._names)]
-        if len(self._distinct) <= _MAX_NAMED_VALUES:
-            return [(self.find_position(value), f"{value:.3g}") for value in self._distinct]
-        low, high = self._transform(self._low), self._transform(self._high)
-        positions = (0, 0.25, 0.5, 0.75, 1)
-        values = [low + (high - low) * position for position in positions]
-        return [
-            (position, f"{math.exp(value) if self._is_log else value:.3g}")
-            for position, value in zip(positions, values, strict=True)
-        ]
+    def _transform(self, value: float) -> float:
+        return math.log(value) if self._is_log else value / 2  # a range of 1e308 is finite then
+
+    def build_axis(self, name: str) -> ParameterAxis:
+        """Return the axis, with labels for its values if they are names, or few and round."""
+        is_whole = all(float(value).is_integer() for value in self._numbers)
+        labels = self._label_names() if self._names else self._label_numbers()
+        return ParameterAxis(name, self._low, self._high, self._is_log, is_whole, labels)
+
+    def _label_names(self) -> list[tuple[float, str]]:
+        return [(self._locate_name(text), text) for text in self._names]
+
+    def _label_numbers(self) -> list[tuple[float, str]]:
+        distinct = sorted(set(self._numbers))
+        texts = [f"{value:.{3 if len(distinct) > 1 else 6}g}" for value in distinct]
+        is_round = [float(text) for text in texts] == distinct
+        if len(distinct) > 1 and (len(distinct) > _MAX_NAMED_VALUES or not is_round):
+            return []
+        return [(self.find_position(v), text) for v, text in zip(distinct, texts, strict=True)]
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # --- how it is rendered ---
 
 
 def render_sweep_page(plot_data: SweepPlotData) -> str:
-    """Return the picture as an HTML page.
-
-    Names and values may come from anybody. They are data for the script, which writes them as
-    text, and `<` is escaped so that it cannot end the data early.
-    """
+    """Return the picture as an HTML page."""
     data = {
         **plot_data._asdict(),
-        "points": [point._asdict() for point in plot_data.points],
+        "trials": [trial._asdict() for trial in plot_data.trials],
         "axes": [axis._asdict() for axis in plot_data.axes],
-        "lines": [line._asdict() for line in plot_data.lines],
+        "most": _MAX_LINES,
+        "colours": {"finished": BLUE, "pruned": GREY, "best": ORANGE, "importance": GREEN},
+        "scale": [blend_by_goodness(step / 10) for step in range(11)],
     }
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return template.replace("%TITLE%", html.escape(plot_data.title)).replace("%DATA%", text)
+    return fill_page_template(Path(__file__).with_name("page.html"), plot_data.title, data)
 
 
 def _save_image(data: SweepPlotData, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from echelon.sweep.sweep_file import SweepMetric
@@ -14,7 +15,7 @@ from echelon.sweep.trial_store import ENDED_STATES, TrialStore, TrialSummary
 if TYPE_CHECKING:
     import optuna
 
-_MIN_TRIALS_FOR_IMPORTANCE = 8
+MIN_TRIALS_FOR_IMPORTANCE = 8
 """With fewer results the importance of parameters would be noise."""
 
 
@@ -35,6 +36,7 @@ class SweepReport(NamedTuple):
 
         def make_key(trial: TrialSummary) -> tuple[bool, float, int]:
             value = self.metric.minimize_sign * (trial.metric_value or 0.0)
+            value = math.inf if math.isnan(value) else value  # which no order has a place for
             return trial.state != "finished", value, trial.number
 
         known = [t for t in self.trials if t.metric_value is not None and t.state != "failed"]
@@ -95,15 +97,44 @@ def _to_finite_or_none(value: float | None) -> float | None:
 
 def build_report(store: TrialStore, with_importance: bool = True) -> SweepReport:
     """Return the report of a sweep that is searched here."""
-    sweep = store.sweep
+    sweep, trials = store.sweep, store.summarize_trials()
     return SweepReport(
         sweep,
         sweep.read_metric(),
         sweep.read_settings().run_cap,
-        store.summarize_trials(),
-        compute_importance(store.study) if with_importance else {},
+        trials,
+        compute_importance(_copy_results(store.study, trials)) if with_importance else {},
         store.find_stop_reason(),
     )
+
+
+def has_result(trial: TrialSummary) -> bool:
+    """Return whether the trial ended with a finite value, be it stopped early."""
+    value = trial.metric_value
+    return trial.state in ("finished", "pruned") and value is not None and math.isfinite(value)
+
+
+def _copy_results(study: optuna.Study, trials: Sequence[TrialSummary]) -> optuna.Study:
+    """Return a study in memory in which all results are final, those of pruned trials as well.
+
+    Optuna computes importance from final results only. But a trial is pruned because others were
+    better after as many evaluations, and most of them have improved since. So its value so far is
+    hardly ever among the best, and shows which parameters are bad.
+    """
+    import optuna
+
+    values = {trial.number: trial.metric_value for trial in trials if has_result(trial)}
+    copy = optuna.create_study(direction=study.direction)
+    copy.add_trials(
+        [
+            optuna.trial.create_trial(
+                params=trial.params, distributions=trial.distributions, value=values[trial.number]
+            )
+            for trial in study.get_trials(deepcopy=False)
+            if trial.number in values
+        ]
+    )
+    return copy
 
 
 def compute_importance(study: optuna.Study) -> dict[str, float]:
@@ -113,8 +144,7 @@ def compute_importance(study: optuna.Study) -> dict[str, float]:
     """
     import optuna
 
-    finished = study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])
-    if len(finished) < _MIN_TRIALS_FOR_IMPORTANCE:
+    if len(study.get_trials(deepcopy=False)) < MIN_TRIALS_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
         warnings.simplefilter("ignore")

@@ -11,6 +11,7 @@ from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.runs.curves import Curve, RunMetrics, build_scale, sort_metric_names
 from echelon.runs.record import RunRecord
 from echelon.tracking.summary import needs_log_scale, shorten_path
+from echelon.utils.text import format_count
 from echelon.views.run_settings import (
     find_setting_differences,
     format_settings,
@@ -18,6 +19,7 @@ from echelon.views.run_settings import (
 )
 from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, choose_smoothing_factor, smooth_values
 
+_MAX_TITLE_PART = 48
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
 
 
@@ -32,6 +34,7 @@ class PlotOptions:
     is_log: bool | None
     """None: where values fall far."""
     title: str
+    """Empty: what the plot shows, in a line."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ class Plot:
     legend: list[LegendEntry]
     panels: list[PlotPanel]
 
+    @property
+    def x_range(self) -> tuple[float, float]:
+        """The first and the last x of all lines. Panels share it, so they can be compared."""
+        lines = [line for panel in self.panels for line in panel.lines]
+        return min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines)
+
 
 def build_plot(
     records: Sequence[RunRecord], metrics: Sequence[RunMetrics], options: PlotOptions
@@ -112,9 +121,8 @@ def build_plot(
         xs = {run: [scales[run].convert(s) / size for s in c.steps] for run, c in found.items()}
         panels.append(_build_panel(name, found, xs, options))
     x = f"time at work ({unit})" if unit else options.x
-    return Plot(
-        options.title, x, _build_legend(records), [panel for panel in panels if panel.lines]
-    )
+    legend, drawn = _build_legend(records), [panel for panel in panels if panel.lines]
+    return Plot(options.title or _compose_title(legend, drawn, x), x, legend, drawn)
 
 
 def _build_panel(
@@ -184,6 +192,18 @@ def _select_metrics(metrics: Sequence[RunMetrics], wanted: Sequence[str], best: 
 def _choose_time_unit(longest_s: float) -> str:
     fitting_units = [unit for unit, size in _UNITS_S.items() if longest_s >= 2 * size]
     return fitting_units[-1] if fitting_units else "s"
+
+
+def _compose_title(legend: Sequence[LegendEntry], panels: Sequence[PlotPanel], x: str) -> str:
+    """Return a title such as `seed-1, seed-2: loss, eval_acc over step`. What would not fit into a
+    line is counted."""
+
+    def join(names: Sequence[str], word: str) -> str:
+        text = ", ".join(names)
+        return text if len(text) <= _MAX_TITLE_PART else format_count(len(names), word)
+
+    runs = join([run.name for run in legend], "run")
+    return f"{runs}: {join([panel.metric for panel in panels], 'metric')} over {x}"
 
 
 def _build_legend(records: Sequence[RunRecord]) -> list[LegendEntry]:

@@ -38,36 +38,32 @@ STYLE = {
 def save_figure(sheet: Plot, path: Path) -> None:
     """Draw the plot into a .png or .svg file."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = _build_figure(sheet)
+        figure = build_figure(sheet)
         # Without a date, and with a fixed `svg.hashsalt`, the same curves give the same bytes.
         date = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(path, dpi=150, metadata=date)
 
 
-def _build_figure(sheet: Plot) -> Figure:
+def build_figure(sheet: Plot) -> Figure:
+    """Return the plot as a figure of matplotlib, in the style that is set."""
     count = len(sheet.panels)
     columns_of_panels = count if count < 4 else 2 if count == 4 else 3
     rows_of_panels = -(-count // columns_of_panels)
     wide = {1: 7.2, 2: 10.4}.get(columns_of_panels, 13.5)
     columns = _count_legend_columns(sheet, wide)
     legend_high = 0.2 * -(-len(sheet.legend) // columns) + 0.15
-    high = (
-        rows_of_panels * (4.2 if columns_of_panels == 1 else 3.4)
-        + legend_high
-        + (0.35 if sheet.title else 0.0)
-    )
+    high = rows_of_panels * (4.2 if columns_of_panels == 1 else 3.4) + legend_high + 0.35
     air = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.09, wspace=0.03)
     figure = Figure(figsize=(wide, high), layout=air)
     FigureCanvasAgg(figure)
     for number, panel in enumerate(sheet.panels, 1):
         axes = figure.add_subplot(rows_of_panels, columns_of_panels, number)
         _draw_panel(axes, panel, sheet)
-    if sheet.title:
-        figure.suptitle(_escape_math(sheet.title), fontsize=12, fontweight="bold")
+    figure.suptitle(escape_math(sheet.title), fontsize=12, fontweight="bold", wrap=True)
     handles = [_make_legend_line(run) for run in range(len(sheet.legend))]
     figure.legend(
         handles,
-        [_escape_math(str(run)) for run in sheet.legend],
+        [escape_math(str(run)) for run in sheet.legend],
         loc="outside lower center",
         ncols=columns,
         frameon=False,
@@ -77,7 +73,7 @@ def _build_figure(sheet: Plot) -> Figure:
     return figure
 
 
-def _escape_math(name: str) -> str:
+def escape_math(name: str) -> str:
     """Return a name with its dollars escaped, so that two of them do not make a formula."""
     return name.replace("$", r"\$")
 
@@ -106,13 +102,15 @@ def _draw_panel(axes: Axes, panel: PlotPanel, sheet: Plot) -> None:
             low / 1.2 if panel.is_log else low - (panel.y_limit - low) / 20, panel.y_limit
         )
     if panel.is_log:
-        _label_log_axis(axes)
-    axes.set_title(_escape_math(panel.metric), fontsize=10.5, fontweight="bold")
+        label_log_axis(axes)
+    axes.set_title(escape_math(panel.metric), fontsize=10.5, fontweight="bold")
     axes.set_title(panel.notes, loc="right", fontsize=8, color="#6b7078")
     axes.set_xlabel(sheet.x, color="#50555c")
-    if max(x for line in panel.lines for x in line.xs) >= 10_000:
+    first, last = sheet.x_range
+    if last >= 10_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.margins(x=0.02)
+    air = 0.02 * (last - first) or 0.5  # around a single point
+    axes.set_xlim(first - air, last + air)
     if panel.metric.startswith("eval_"):
         _mark_best(axes, panel)
 
@@ -131,7 +129,8 @@ def _draw_line(axes: Axes, line: PlotLine, is_alone: bool) -> None:
     axes.plot(xs, smoothed, color=colour, dashes=dash, linewidth=1.7)
 
 
-def _label_log_axis(axes: Axes) -> None:
+def label_log_axis(axes: Axes) -> None:
+    """Give the y axis numbers where it has less than three decades."""
     low, high = axes.get_ylim()
     if high / low < 1e3:  # otherwise there may be one number on the axis, or none
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
-import json
 from pathlib import Path
 from typing import Any
 
-from echelon.views.palette import COLOURS, DASHES, ON_DARK
+from echelon.views.html_page import fill_page_template
+from echelon.views.palette import COLOURS, DASHES
 from echelon.views.plot_data import Plot, PlotLine, PlotPanel
 from echelon.views.smoothing import MIN_POINTS_TO_SMOOTH, select_point_indices
 
@@ -15,28 +14,24 @@ _MAX_POINTS = 60_000
 """Of all lines together; a page of about a megabyte at the most."""
 _MIN_LINE_POINTS = 300
 _MAX_LINE_POINTS = 4000
+_COUNTED_AXES = ("step", "samples")
+"""Whose ticks are whole numbers. There are half epochs."""
 
 
 def render_page(plot: Plot) -> str:
-    """Return the page. Names come from folders and settings and may hold anything: they are data
-    to the script, which writes them as text, and `<` is escaped so that it cannot end the data
-    early."""
-    data = json.dumps(_to_json_data(plot), separators=(",", ":"), allow_nan=False).replace(
-        "<", "\\u003c"
-    )
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    title = html.escape(plot.title or ", ".join(run.name for run in plot.legend[:3]))
-    return template.replace("%TITLE%", title).replace("%DATA%", data)
+    """Return the page of a plot."""
+    template = Path(__file__).with_name("page.html")
+    return fill_page_template(template, plot.title, _to_json_data(plot))
 
 
 def _to_json_data(plot: Plot) -> dict[str, Any]:
     lines = sum(len(panel.lines) for panel in plot.panels)
     limit = min(_MAX_LINE_POINTS, max(_MIN_LINE_POINTS, _MAX_POINTS // lines))
     return {
-        "title": plot.title,
         "x": plot.x,
+        "whole": plot.x in _COUNTED_AXES,
         "few": MIN_POINTS_TO_SMOOTH,
-        "colours": {"light": COLOURS, "dark": ON_DARK},
+        "colours": COLOURS,
         "dashes": DASHES,
         "runs": [{"name": run.name, "differs": run.settings} for run in plot.legend],
         "panels": [_encode_panel(panel, limit) for panel in plot.panels],

@@ -11,7 +11,7 @@ from echelon.runs.run_folder import Run
 from echelon.sweep.located_yaml import LocatedYaml
 from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key
 from echelon.sweep.optuna_study import require_optuna
-from echelon.sweep.report import SweepReport, compute_importance
+from echelon.sweep.report import SweepReport, compute_importance, has_result
 from echelon.sweep.sampling import encode_choice
 from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.sweep_file import SweepFile, SweepMetric, parse_sweep
@@ -58,19 +58,20 @@ def _has_optuna() -> bool:
 def _build_study(
     file: SweepFile, metric: SweepMetric, trials: Sequence[TrialSummary]
 ) -> optuna.Study:
-    """Return a study in memory with these trials, from which Optuna computes the importance."""
+    """Return a study in memory with the results of these trials, from which Optuna computes the
+    importance."""
     import optuna
 
     require_optuna()
     study = optuna.create_study(direction="maximize" if metric.goal == "maximize" else "minimize")
-    finished = [r for r in trials if r.state == "finished" and r.metric_value is not None]
+    ended = [trial for trial in trials if has_result(trial)]
     distributions = {
         p.name: distribution
         for p in file.searched_parameters
-        if all(p.name in r.parameters for r in finished)
-        and (distribution := _build_distribution(p, [r.parameters[p.name] for r in finished]))
+        if all(p.name in r.parameters for r in ended)
+        and (distribution := _build_distribution(p, [r.parameters[p.name] for r in ended]))
     }
-    for result in finished:
+    for result in ended:
         values = {name: encode_choice(result.parameters[name]) for name in distributions}
         study.add_trial(
             optuna.trial.create_trial(
