@@ -14,9 +14,8 @@ PYTEST  := $(PY) -m pytest --randomly-seed=$(SEED)
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
-demo: $(READY)  ## train a toy on two processes and look at it
-	@.venv/bin/echelon train launch=local launch.procs=2 hidden=64 samples=8192 trainer.epochs=6
-	@echo "  here      . .venv/bin/activate  puts echelon on the PATH"
+demo:           ## train a toy on two processes and look at it
+	@scripts/demo.sh
 
 test: $(READY)  ## everything that runs on a CPU
 	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) slow-here slow-cluster
@@ -59,7 +58,7 @@ cluster-down:   ## remove every trace of it
 clean:          ## remove the virtual environment and what tests and demos left
 	rm -rf .venv runs build .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt scripts/setup.sh
+$(READY): pyproject.toml constraints.txt scripts/setup.sh scripts/create_venv.sh
 	scripts/setup.sh dev
 	@touch $@
 
