@@ -4,7 +4,7 @@
 const fs = require("fs"), vm = require("vm");
 const [file, width, id, x, y] = process.argv.slice(2);
 const html = fs.readFileSync(file, "utf8");
-const known = {};
+const known = {}, listeners = {};
 
 class Element {
   constructor(tag) {
@@ -45,9 +45,10 @@ const document = {
 document.getElementById("data").text = html.match(/id="data">(.*?)<\/script>/s)[1];
 vm.runInNewContext(html.match(/<script>(.*?)<\/script>/s)[1], {
   document, console, devicePixelRatio: 1, innerWidth: +width, innerHeight: 900,
-  addEventListener() {}, matchMedia: () => ({ matches: false, addEventListener() {} }),
+  addEventListener: (name, listener) => listeners[name] = listener, matchMedia: () => ({ matches: false, addEventListener() {} }),
   getComputedStyle: () => ({ getPropertyValue: () => "#000" }), requestAnimationFrame: draw => draw(),
 });
 if (id) known[id].onpointermove({ offsetX: +x, offsetY: +y, clientX: +x, clientY: +y });
+listeners.resize(); // as when a scrollbar appears
 delete known.data;
 console.log(JSON.stringify(known));
