@@ -115,7 +115,7 @@ def test_at_a_terminal_it_asks_and_so_does_ssh(command_line: CommandLine, tmp_pa
     agreed = ("write it? [y/N] ", "y\n")
     code, said = conversation(words, agreed, ("(yes/no/[fingerprint])? ", "no\n"))
     assert code == ExitCode.NOT_READY, said
-    assert "ssh does not know the key of pod: Host key verification failed." in said
+    assert "error: ssh has never seen pod: its host key is in no known_hosts" in said
     assert not known.exists()
     before = (key.read_bytes(), config.read_bytes())  # type: ignore[assignment]
     assert b"Host pod\n" in before[1]  # type: ignore[operator]

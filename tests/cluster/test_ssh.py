@@ -133,7 +133,7 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: CommandLine, tmp_path: 
         _write(config, gpus / "scene", "\\n".join(map(fake_nvml.gpu, range(4))))
         _send(config, gpus / fake_nvml.NAME, fake_nvml.build_library())
         words = (*WORDS, *SHORT, f"launch.ssh='ssh -F {config}'")
-        there = f"launch.hosts=[{first},gone,liar,bare,apart]"
+        there = f"launch.hosts=[{first},gone,liar,new,bare,apart]"
         done = command_line.type(*words, there, PYTHONPATH=f"{torch}:{OURS}")
         unequal = command_line.type(
             *words, f"launch.hosts=[{first},apart]", LD_LIBRARY_PATH=str(gpus)
@@ -141,10 +141,10 @@ def test_all_faults_of_all_hosts_are_told_at_once(nasty: CommandLine, tmp_path: 
     assert f"the hosts differ in their visible devices: {first} 0, apart 4" in unequal.err
     assert done.code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(done.err), done.err
-    gone, liar, bare, apart = (x for x in done.err.splitlines() if x.startswith("error: "))
+    gone, liar, new, bare, apart = (x for x in done.err.splitlines() if x.startswith("error: "))
     assert gone.startswith("error: gone cannot be reached: ssh: connect to host")
-    assert liar.startswith("error: liar is not the machine that ssh knows by this name:")
-    assert "Host key verification failed." in liar
+    assert liar.startswith("error: liar shows another host key than the one that ssh has in")
+    assert new.startswith("error: ssh has never seen new: its host key is in no known_hosts")
     assert bare.startswith(f"error: {sys.executable} is not there on bare:")
     assert apart.startswith("error: torch is 9.9.9 on apart, but")
     assert list((command_line.folder / "runs").iterdir()) == [], "no run, and no token left"
@@ -301,7 +301,8 @@ def test_one_interrupt_saves_and_two_stop_at_once(command_line: CommandLine) -> 
 @contextmanager
 def extended(command_line: CommandLine, hidden: Path) -> Iterator[str]:
     """A configuration of ssh that knows `apart` and its `twin`, where `hidden` is another folder,
-    `bare`, which has no Python, `gone`, which is not there, and `liar` with another's key."""
+    `bare`, which has no Python, `gone`, which is not there, `liar` with another's key, and
+    `new`, which ssh has never seen."""
     host = command_line.cluster.nodes[-1]
     with (
         start_sshd(command_line.cluster, host, [2222, 2224], HIDE, hidden) as apart,
@@ -327,6 +328,9 @@ Host gone
 Host liar
   HostName {first}
   HostKeyAlias {host}
+Host new
+  HostName {first}
+  HostKeyAlias never-seen
 Host *
 """
         common = command_line.cluster.ssh_config.read_text()

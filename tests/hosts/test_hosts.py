@@ -10,7 +10,12 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.hosts.ask import HostAnswer, ask_host, ask_hosts, join_last_lines
 from echelon.hosts.message_protocol import MARK, send_message, split_message
-from echelon.hosts.ssh import build_ssh_prefix, require_ssh, split_ssh_command
+from echelon.hosts.ssh import (
+    build_ssh_prefix,
+    explain_host_key_failure,
+    require_ssh,
+    split_ssh_command,
+)
 from echelon.launch.ssh import host_probe
 
 
@@ -32,6 +37,31 @@ def test_what_is_not_a_command_is_a_fault(command: str, reason: str) -> None:
     assert caught.value.faults[0].what.startswith(f"launch.ssh={command!r} is not a command: ")
     with pytest.raises(EchelonError, match=r"^--ssh '' is not"):
         split_ssh_command("", "--ssh")
+
+
+CHANGED = """\
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+Host key for pod has changed and you have requested strict checking.
+Host key verification failed.
+"""
+
+
+def test_a_new_host_is_not_called_a_changed_one() -> None:
+    """By what OpenSSH prints; tests of the cluster ask the real one."""
+    strict = "No ED25519 host key is known for pod and you have requested strict checking.\n"
+    for text in ("Host key verification failed.\n", strict + "Host key verification failed.\n"):
+        new = explain_host_key_failure("ssh -F f", "pod", text, "do that")
+        assert new is not None
+        assert new.what.startswith("ssh has never seen pod: ")
+        assert new.do.startswith("log in once with `ssh -F f pod` ")
+        assert "or do that" in new.do
+    changed = explain_host_key_failure("ssh", "pod", CHANGED, "do that")
+    assert changed is not None
+    assert changed.what.startswith("pod shows another host key than the one that ssh has")
+    assert "ssh-keygen -R pod" in changed.do
+    assert explain_host_key_failure("ssh", "pod", "Permission denied (publickey).", "x") is None
 
 
 def test_an_answer_has_output_and_code() -> None:

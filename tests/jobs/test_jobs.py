@@ -114,6 +114,8 @@ def test_a_trial_is_cancelled_without_its_worker(
         ("", None, {"state": "preempted"}, {"exit": "75"}, "preempted", ""),
         ("", None, {"state": "preempted"}, {"exit": "75", "cancelled": ""}, "cancelled", ""),
         ("", None, {"state": "running"}, {"cancelled": ""}, "cancelled", ""),
+        ("7|RUNNING|None", None, {"state": "pruned"}, {"exit": "75"}, "pruned", ""),
+        ("", None, {"state": "pruned"}, {"exit": "75", "cancelled": ""}, "pruned", ""),
     ],
 )
 def test_a_job_is_what_the_queue_then_accounting_then_its_folder_say(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from echelon.config import schema
 from echelon.errors import ExitCode
-from echelon.launch.node.lifeline import LifelineClient, LifelineServer
+from echelon.launch.node.lifeline import HungRank, Lifeline, LifelineClient, LifelineServer
 from echelon.runs.failure import Failure
 
 LIMIT_S = 300.0
@@ -101,6 +103,20 @@ def test_heartbeats_that_are_stored_while_an_attempt_begins_are_not_taken_for_it
         spoke.begin_attempt(1)
         spoke.report_heartbeats([sign(1, 39)])
         assert until(lambda: hub.find_hung_rank(1, 1.0)).rank == 1
+
+
+def test_the_limit_is_the_one_that_the_help_says() -> None:
+    lone, pair = [sign(0, 40, still=9.0)], [sign(0, 6, still=9.0), sign(1, 6, still=9.0)]
+    first_steps = Lifeline()
+    first_steps.report_heartbeats(pair)
+    assert first_steps.find_hung_rank(0, 1.0) == HungRank(0, 8.0)
+    assert first_steps.find_hung_rank(0, 2.0) is None
+    assert "It is 8 times as long" in Path(schema.__file__).read_text(encoding="utf-8")
+    alone = Lifeline()
+    alone.report_heartbeats(lone)
+    assert alone.find_hung_rank(0, 9.0) == HungRank(0, 9.0)
+    alone.report_heartbeats(pair[:1])
+    assert alone.find_hung_rank(0, 1.0) is None, "a process that is alone may take any time"
 
 
 def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:

@@ -74,6 +74,7 @@ def test_runs_and_jobs_agree_on_a_run(
     written = [{"step": step, "time": float(step), "acc": 0.5} for step in (1, 2, 7)]
     make_run(tmp_path / "runs", "program", written, status={"step": 3, "total_steps": 9})
     make_run(tmp_path / "runs", "training", lines(20), status={"total_steps": True})
+    make_run(tmp_path / "runs", "pruned", status={"state": "pruned"})
     make_run(tmp_path / "runs", "failed", status={"state": "failed", "failure": {"rank": 1}})
     _, of_runs, _ = echelon(capsys, "runs", "--json")
     _, of_jobs, _ = echelon(capsys, "jobs", "--json")
@@ -86,5 +87,8 @@ def test_runs_and_jobs_agree_on_a_run(
     assert {row["run"]: (row["step"], row["total_steps"]) for row in rows[0]} == {
         "program": (7, 9),
         "training": (20, None),
+        "pruned": (None, None),
         "failed": (None, None),
     }
+    assert {row["run"]: row["state"] for row in rows[0]}["pruned"] == "pruned"
+    assert "pruned" in echelon(capsys, "show", "pruned")[1].splitlines()[0]

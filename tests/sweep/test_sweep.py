@@ -129,6 +129,44 @@ def test_a_search_without_end_is_refused(typed: Any) -> None:
     assert "would never end" in err
 
 
+def test_all_faults_of_a_file_come_in_one_round(typed: Any) -> None:
+    """Of its format, of its values, of the settings that they name, and of the command line."""
+    text = """\
+method: random
+metric: {name: eval/loss, gaol: minimize}
+parameters:
+  lr: {min: low, max: high, mini: 0}
+  hiden: {values: [1, 2]}
+  trainer.epochs: {values: [1, -1, -2]}
+  trainer.batch_size: {value: big}
+"""
+    code, _, err = typed(text, "run.name=x", "--name", "a b")
+    assert code == ExitCode.USAGE
+    assert is_a_sentence_and_a_hint(err)
+    for says in (
+        "s.yml:2: a metric has no 'gaol'",
+        "s.yml:4: lr has no 'mini'",
+        "s.yml:4: lr.min is 'low', not a number",
+        "s.yml:4: lr.max is 'high', not a number",
+        "run.name=x is the same for all trials",
+        "--name='a b' is not a valid name",
+        "method: random without run_cap would never end",
+        "s.yml:5: hiden=1: there is no such setting",
+        "s.yml:6: trainer.epochs=-1",
+        "s.yml:6: trainer.epochs=-2",
+        "s.yml:7: trainer.batch_size=big",
+    ):
+        assert err.count(says) == 1, (says, err)
+
+
+def test_a_fault_of_a_file_causes_no_other(typed: Any) -> None:
+    """A program that is not text is no reason to look for its parameters in an experiment."""
+    text = "method: grid\nprogram: 3\nrun_cap: many\nparameters: {x: {values: [1]}}\n"
+    code, _, err = typed(text)
+    assert code == ExitCode.USAGE
+    assert err.count("error: ") == 2, err
+
+
 def test_the_nearest_name_is_said(typed: Any) -> None:
     _, _, err = typed("method: grid\nparameters: {hiden: {values: [1]}}\n")
     assert "did you mean 'hidden'?" in err
@@ -251,13 +289,13 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     assert bad["evaluations"] < 8
     assert told["best"]["parameters"] == {"lr": 0.05}
     second = Run(tmp_path / "runs" / "my-search-1")
-    assert second.read_status_file()["state"] == "preempted"  # asked to save, not killed
+    assert second.read_status_file()["state"] == "pruned"
     assert second.find_newest_step() > 0
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert run_and_report_faults(lambda: run_command(["runs", "--json"])) == ExitCode.OK
-    names = [each["run"] for each in json.loads(capsys.readouterr().out)["runs"]]
-    assert sorted(names) == ["my-search-0", "my-search-1"]
+    runs = {each["run"]: each["state"] for each in json.loads(capsys.readouterr().out)["runs"]}
+    assert runs == {"my-search-0": "finished", "my-search-1": "pruned"}
 
     other = file(tmp_path, text.replace("0.05", "0.06"))
     assert run_and_report_faults(lambda: run_command(["sweep", other])) == ExitCode.USAGE

@@ -23,6 +23,7 @@ from echelon.cli import run_command
 from echelon.entrypoint import compose_config
 from echelon.errors import EchelonError, ExitCode
 from echelon.runs.run_folder import Run
+from echelon.runs.status import read_run_status
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.sweep_file import SweepFile, read_sweep_file
 from echelon.sweep.sweep_folder import SweepLock
@@ -394,6 +395,8 @@ def test_our_agents_tell_how_every_trial_ended(tmp_path: Path) -> None:
     assert served["trial0"].about["sweep"] == SWEEP
     assert [end["exitcode"] for end in served["trial1"].ends] == [0]
     assert not served["trial1"].preempting
+    stopped = Run(tmp_path / "runs" / f"{SWEEP}-trial1")
+    assert read_run_status(stopped).state == "pruned", "the server ended it, and nobody here"
     assert "trial2" not in served
     assert not (tmp_path / "runs" / f"{SWEEP}-trial2").exists()
     nowhere(KEY, tmp_path)

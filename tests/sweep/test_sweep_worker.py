@@ -81,6 +81,8 @@ def test_what_was_at_its_last_step_when_it_was_pruned_is_finished(
     ended, found = results(tmp_path, worlds)
     assert ended == ExitCode.OK
     assert [result.state for result in found] == ["finished", state]
+    second = SweepFolder(tmp_path / "s").get_trial_run(1).read_status_file()
+    assert second.get("state") == ("pruned" if state == "pruned" else None), "as its run wrote it"
 
 
 def test_a_trial_that_is_cancelled_is_over_and_the_next_one_comes(tmp_path: Path) -> None:

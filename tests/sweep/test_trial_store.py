@@ -16,6 +16,7 @@ import pytest
 
 from echelon.errors import EchelonError
 from echelon.sweep import trial_lease as leases
+from echelon.sweep.display import LineProgress
 from echelon.sweep.hyperband import Hyperband, find_band, should_stop
 from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key
 from echelon.sweep.optuna_journal import SweepJournal
@@ -299,6 +300,23 @@ def test_pruned_trials_do_not_win(tmp_path: Path) -> None:
     assert told.best is not None
     assert told.best.number == 1
     assert told.to_dict()["trials"][0]["state"] == "pruned"
+
+
+def test_a_continued_sweep_announces_only_what_is_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = TrialStore(made(tmp_path, RANDOM + "  x: {min: 0.0, max: 1.0}\n"), "a")
+    run_of(book, "finished", 0.5)
+    waiting = book.take_trial()
+    assert isinstance(waiting, LeasedTrial)
+    book.release_trial(waiting, is_voluntary=True)
+    progress = LineProgress(book.summarize_trials())
+    progress.update(book)
+    assert capsys.readouterr().err == ""
+    run_of(book, "finished", 0.25)
+    progress.update(book)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("trial 1 finished, ")
 
 
 def test_any_database(tmp_path: Path) -> None:

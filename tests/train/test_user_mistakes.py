@@ -291,7 +291,35 @@ NONSENSE = {
     "no optimizer": ("torch.optim.SGD(model.parameters(), lr=0.01)", "'sgd'", ("optimizer", "str")),
     "an optimizer's class": (
         *("torch.optim.SGD(model.parameters(), lr=0.01)", "torch.optim.SGD"),
-        ("optimizer is the class SGD, not an object", "Optimizer"),
+        ("optimizer is the class SGD, not an object", "optimizer=SGD(model.parameters(), …)"),
+    ),
+    "a model's class": (
+        *("model=model,", "model=torch.nn.Linear,"),
+        ("model is the class Linear, not an object", "model=Linear(…)"),
+    ),
+    "a loss's class": (
+        *("torch.nn.functional.mse_loss", "torch.nn.CrossEntropyLoss"),
+        ("loss is the class CrossEntropyLoss, not an object", "loss=CrossEntropyLoss()"),
+    ),
+    "a model for several GPUs": (
+        *("model=model,", "model=torch.nn.DataParallel(model),"),
+        ("it is wrapped in DataParallel", "return the plain model"),
+    ),
+    "a schedule of another optimizer": (
+        *(SHORT, f"{SHORT}, schedule=torch.optim.lr_scheduler.StepLR(Adam([x.clone()]), 1)"),
+        ("a StepLR, sets the learning rate of another optimizer (Adam)", "StepLR(optimizer, …)"),
+    ),
+    "batches that are dicts": (
+        *(SHORT, "train_data=[{'tokens': row, 'label': row[:1]} for row in x]"),
+        (
+            "a batch of the experiment's data is a dict with 'tokens', 'label'",
+            "(*inputs, target)",
+            "predict=lambda model, batch: (model(batch['tokens']), batch['label'])",
+        ),
+    ),
+    "batches without a target": (
+        *(SHORT, "train_data=Rows(x)"),
+        ("a batch of the experiment's data is one Tensor", "predict="),
     ),
     "no loss": ("torch.nn.functional.mse_loss", "None", ("loss", "(output, target)")),
     "a loss for every sample": (
@@ -407,6 +435,17 @@ CLASSES = """
 import numpy as np
 
 Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+Adam = torch.optim.Adam
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
 
 class Looked(torch.nn.Module):
     def __init__(self):
@@ -464,6 +503,131 @@ def test_what_the_users_loss_was_given(type_command: TypeCommand, tmp_path: Path
     [hint] = [line for line in text.splitlines() if line.startswith("  hint: ")]
     assert "a tuple of Tensor, tuple" in hint
     assert "predict=" in hint
+
+
+DATA_MISTAKES = {
+    # what the good file's data become, and its loss: what must be read
+    "float64": ("(x.double(), x[:, :1])", "mse_loss", ("float64 (8, 4)", ".float()")),
+    "a wrong width": ("(x[:, :3], x[:, :1])", "mse_loss", ("float32 (8, 3)", "first layer")),
+    "labels that are not whole": ("(x, x[:, 0])", "nll_loss", ("Long", ".long()")),
+    "a label too high": ("(x, x[:, 0].long() * 7)", "cross_entropy", ("Target 7", "an output")),
+    "samples of three": ("[(a, a, a[:1]) for a in x]", "mse_loss", ("forward() takes", "predict=")),
+}
+
+
+@pytest.mark.parametrize("what", DATA_MISTAKES)
+def test_data_that_the_model_cannot_take(
+    what: str, type_command: TypeCommand, tmp_path: Path
+) -> None:
+    """No line of the user's is in such a traceback, so a sentence is in its place."""
+    data, loss, parts = DATA_MISTAKES[what]
+    _write(tmp_path, GOOD.replace(SHORT, f"train_data={data}").replace("mse_loss", loss))
+    code, text = type_command("train", "experiment=own.py:experiment")
+    assert code == ExitCode.FAILED, text
+    assert is_a_sentence_and_a_hint(text), text
+    for part in parts:
+        assert part in text, text
+
+
+LOADED = """
+import os, signal, torch, echelon
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        FAULT
+        return torch.ones(4), torch.ones(1)
+
+def experiment(cfg):
+    model = torch.nn.Linear(4, 1)
+    return echelon.Experiment(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        train_data=Rows(),
+    )
+"""
+
+
+def test_an_exception_in_a_loader_process_is_shown_once(
+    type_command: TypeCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path, LOADED.replace("FAULT", "raise ValueError('a sample\\n' + 'is bad ' * 200)"))
+    words = ["experiment=own.py:experiment", "trainer.loader_workers=1", "run.name=a"]
+    code, text = type_command("train", *words)
+    assert code == ExitCode.FAILED
+    assert text.count("Traceback (most recent call last)") == 1, text
+    assert text.count('own.py", line 9, in __getitem__') == 1, text
+    assert "In DataLoader worker process 0:" in text
+    assert "src/echelon" not in text
+    assert "site-packages" not in text
+    assert run_and_report_faults(partial(run_command, ["jobs", "a"])) == 0
+    [note] = [line for line in capsys.readouterr().out.splitlines() if "ValueError" in line]
+    assert "rank 0: ValueError: a sample is bad is bad" in note
+    assert len(note) < 250
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_process_that_is_killed_is_explained(
+    workers: int, type_command: TypeCommand, tmp_path: Path
+) -> None:
+    _write(tmp_path, LOADED.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)"))
+    words = ["experiment=own.py:experiment", f"trainer.loader_workers={workers}"]
+    code, text = type_command("train", *words)
+    assert code == ExitCode.FAILED
+    assert is_a_sentence_and_a_hint(text), text
+    assert f"trainer.loader_workers={workers}) was killed by a signal (Killed)" in text
+    assert "dmesg | tail" in text
+
+
+GROUPS = {
+    # what stands before the model: what must be read
+    "a group": (
+        "init_process_group('gloo')",
+        ("opens a process group", "leave init_"),
+    ),
+    "a wrapper": (
+        "DDP(torch.nn.Linear(4, 1))",
+        ("there is no process group", "without DistributedDataParallel", "is_initialized()"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+def test_torch_distributed_in_an_experiment(
+    what: str, type_command: TypeCommand, tmp_path: Path
+) -> None:
+    typed, parts = GROUPS[what]
+    lines = "from torch.distributed import init_process_group\n"
+    lines += "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    _write(tmp_path, lines + GOOD.replace("    model =", f"    {typed}\n    model ="))
+    code, text = type_command("train", "experiment=own.py:experiment")
+    assert code == ExitCode.USAGE, text
+    assert is_a_sentence_and_a_hint(text), text
+    assert f"error: {tmp_path}/own.py:7 " in text
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["experiment", "loss"])
+def test_two_processes_with_a_group_of_their_own(where: str, tmp_path: Path) -> None:
+    """Before ours, which would then be the second, and after ours."""
+    opened = "import torch.distributed\n"
+    opened += "def open_group(*_):\n    torch.distributed.init_process_group('gloo')\n"
+    old, new = {
+        "experiment": ("    model =", "    open_group()\n    model ="),
+        "loss": ("torch.nn.functional.mse_loss", "open_group"),
+    }[where]
+    _write(tmp_path, opened + GOOD.replace(old, new))
+    words = ["experiment=own.py:experiment", "trainer.batch_size=4"]
+    done = command_runner.run([*ECHELON, "train", *TWO, *words], tmp_path)
+    text = _sentence(done, ExitCode.USAGE)
+    assert done.left == []
+    assert "init_process_group" in text
+    assert text.count("error: ") == 1
 
 
 def test_numpy_arrays_are_tensors(type_command: TypeCommand, tmp_path: Path) -> None:

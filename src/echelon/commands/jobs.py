@@ -17,6 +17,7 @@ def jobs(words: list[str]) -> int:
         "  starting, running      at work\n"
         "  finished               all steps were made\n"
         "  preempted, cancelled   stopped on request, saved; `echelon resume` continues\n"
+        "  pruned                 its sweep ended it early, as others were better\n"
         "  failed                 the line below says why\n"
         "  lost                   its process or job is gone and recorded no end\n\n"
         "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",

@@ -54,7 +54,10 @@ class LaunchConfig:
     join_timeout_s: float = 120.0
     """How long processes wait for each other at the rendezvous."""
     hang_s: float = 60.0
-    """A rank without progress for so long is reported and the run stopped; 0: never."""
+    """When no rank has made progress for so long, the run is stopped and the rank that the others
+    wait for is reported; 0: never. It is 8 times as long where one rank may take its time: in the
+    first steps, until the first batch of an evaluation, while a snapshot is saved, while torch
+    compiles. A process that is alone may take any time there."""
     preflight: bool = False
     """local, ssh, slurm: check the nodes first, as `echelon preflight` does, and train only if no
     check fails."""

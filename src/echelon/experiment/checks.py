@@ -33,6 +33,11 @@ _METRICS_REMEDY = (
 )
 _METRIC_ATTRIBUTES = ("to", "reset", "update", "compute", "full_state_update", "metric_state")
 """What an evaluation asks of a metric; torchmetrics itself is slow to import."""
+_PARALLEL_WRAPPERS = (
+    *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"),
+    "FSDPModule",  # what `fully_shard` makes of a model
+)
+"""Classes of torch, by name: importing FSDP takes a while, and few experiments need it."""
 
 
 def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
@@ -41,9 +46,18 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
     The caller has made sure that `model` is an `nn.Module` and `optimizer` a
     `torch.optim.Optimizer`; all other parts may be anything here.
     """
-    yield from _find_optimizer_faults(experiment.model, experiment.optimizer)
+    wrapper_fault = _find_wrapper_fault(experiment.model)
+    if wrapper_fault is not None:
+        yield wrapper_fault
+    else:  # a wrapper may replace the parameters, and the optimizer is not to blame for that
+        yield from _find_optimizer_faults(experiment.model, experiment.optimizer)
     yield from _find_column_faults(experiment)
-    if callable(experiment.loss) and not _accepts_arguments(experiment.loss, 2):
+    if isinstance(experiment.loss, type):
+        yield Fault(
+            f"the experiment's loss is {describe_wrong_type(experiment.loss)}",
+            f"make one: loss={experiment.loss.__name__}()",
+        )
+    elif callable(experiment.loss) and not _accepts_arguments(experiment.loss, 2):
         yield Fault(
             "the experiment's loss does not take two arguments: "
             f"{_format_signature(experiment.loss)}",
@@ -56,6 +70,8 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
             f"the experiment's schedule is {describe_wrong_type(schedule)}",
             "give one of torch.optim.lr_scheduler, or what has its step and state_dict",
         )
+    else:
+        yield from _find_schedule_faults(schedule, experiment.optimizer)
     if scaler is not None and not _has_attributes(
         scaler, "scale", "unscale_", "step", "update", *_STATE_METHODS
     ):
@@ -76,6 +92,38 @@ def describe_wrong_type(part: Any) -> str:
     if isinstance(part, type):
         return f"the class {part.__name__}, not an object of it"
     return f"of type {type(part).__name__}"
+
+
+def _find_wrapper_fault(model: nn.Module) -> Fault | None:
+    """Returns the fault of a model that is wrapped for several processes already, or has such a
+    part."""
+    for name, module in model.named_modules():
+        kinds = [k for k in type(module).__mro__ if k.__module__.startswith("torch.")]
+        wrapper = next((k.__name__ for k in kinds if k.__name__ in _PARALLEL_WRAPPERS), None)
+        if wrapper is not None:
+            which = f"its part {name!r}" if name else "it"
+            return Fault(
+                f"the experiment's model is made parallel twice: {which} is wrapped in {wrapper}, "
+                "and Echelon wraps the whole model itself",
+                "return the plain model, and call neither the wrapper nor init_process_group; "
+                "launch.procs says how many processes there are, replica.kind=fsdp shards the "
+                "model",
+            )
+    return None
+
+
+def _find_schedule_faults(schedule: Any, optimizer: Optimizer) -> Iterator[Fault]:
+    """Yields the fault of a schedule that sets the rates of another optimizer."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return  # refused as such
+    scheduled = getattr(schedule, "optimizer", optimizer)
+    if scheduled is not optimizer:
+        kind, own = type(schedule).__name__, type(optimizer).__name__
+        yield Fault(
+            f"the experiment's schedule, a {kind}, sets the learning rate of another optimizer "
+            f"({type(scheduled).__name__}) than the experiment's ({own}), which would keep its own",
+            f"make it of the optimizer that the experiment returns: {kind}(optimizer, …)",
+        )
 
 
 # --- parameters ---

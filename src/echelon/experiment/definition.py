@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from echelon.experiment.error_hints import make_batch_type_error
+
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
@@ -81,5 +83,7 @@ class Experiment:
 
 def default_predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Calls the model with all columns of the batch but the last, which is the target."""
+    if not isinstance(batch, (tuple, list)):  # a dict or a tensor can be unpacked too, to nonsense
+        raise make_batch_type_error(batch)
     *inputs, target = batch
     return model(*inputs), target

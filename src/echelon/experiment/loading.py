@@ -159,16 +159,17 @@ def _require_valid(experiment: Any, entry: str) -> None:
             "return echelon.Experiment(model=…, optimizer=…, loss=…, train_data=…)",
         )
     faults = []
-    expected = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
-    for part, kind in expected.items():
+    expected = {
+        "model": (nn.Module, "give a torch.nn.Module"),
+        "optimizer": (torch.optim.Optimizer, "give a torch.optim.Optimizer"),
+    }
+    for part, (kind, hint) in expected.items():
         value = getattr(experiment, part)
         if not isinstance(value, kind):
-            faults.append(
-                Fault(
-                    f"the experiment's {part} is {describe_wrong_type(value)}",
-                    f"give a {kind.__module__}.{kind.__qualname__}",
-                )
-            )
+            if isinstance(value, type) and issubclass(value, kind):
+                given = "…" if part == "model" else "model.parameters(), …"
+                hint = f"make one: {part}={value.__name__}({given})"
+            faults.append(Fault(f"the experiment's {part} is {describe_wrong_type(value)}", hint))
     if not faults:
         faults += find_part_faults(experiment)
     if isinstance(experiment.optimizer, torch.optim.LBFGS):

@@ -22,7 +22,7 @@ from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.gpus.probe import GpuNode, node_from_dict
 from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
 from echelon.hosts.message_protocol import split_message
-from echelon.hosts.ssh import build_ssh_prefix, split_ssh_command
+from echelon.hosts.ssh import build_ssh_prefix, explain_host_key_failure, split_ssh_command
 from echelon.utils.os_errors import format_os_error_reason
 
 _ANSWER_TIMEOUT_S = 30.0
@@ -174,7 +174,7 @@ def _read_answer(machine: RemoteMachine, answer: HostAnswer) -> GpuNode:
             return node
     if answer.exit_code is None:
         return GpuNode(machine.host, answer.failure)
-    return GpuNode(machine.host, _describe_failure(answer.exit_code, answer.stderr))
+    return GpuNode(machine.host, _describe_failure(machine.host, answer.exit_code, answer.stderr))
 
 
 def _parse_report_line(machine: RemoteMachine, line: str) -> GpuNode | None:
@@ -185,7 +185,9 @@ def _parse_report_line(machine: RemoteMachine, line: str) -> GpuNode | None:
     return None
 
 
-def _describe_failure(code: int, stderr: str) -> str:
+def _describe_failure(host: str, code: int, stderr: str) -> str:
+    if key_fault := explain_host_key_failure("ssh", host, stderr, ""):
+        return key_fault.what
     reason = join_last_lines(stderr, 1) or f"no message, exit code {code}"
     return f"cannot be reached: {reason}"
 
@@ -262,4 +264,5 @@ class NodeFeed:
                         self._fault = "no answer"
                         self._has_answered.set()
             stderr.seek(0)
-            return _describe_failure(process.returncode, stderr.read().decode(errors="replace"))
+            printed = stderr.read().decode(errors="replace")
+            return _describe_failure(self._machine.host, process.returncode, printed)

@@ -58,6 +58,39 @@ def require_ssh(command: str, setting: str) -> None:
         )
 
 
+def explain_host_key_failure(
+    ssh_command: str, host: str, stderr: str, other_way: str
+) -> Fault | None:
+    """Return the fault of a login that failed over the host's key, or None for another failure.
+
+    A host that was never seen and a host whose key has changed are different: the first is every
+    new machine, the second may be an attack. ssh prints a warning for a changed key only.
+    `other_way` is what a person may do instead of a first login by hand.
+    """
+    text = stderr.lower()
+    if "identification has changed" in text:
+        return Fault(
+            f"{host} shows another host key than the one that ssh has in known_hosts: it is "
+            "another machine, was installed anew, or somebody is in between",
+            "ask whoever runs it; if the new key is right, remove the old one with "
+            f"`ssh-keygen -R {host}` and log in once with `{ssh_command} {host}`. Echelon never "
+            "accepts a key by itself",
+        )
+    if "revoked" in text:
+        return Fault(
+            f"the host key of {host} is revoked in your ssh configuration",
+            "ask whoever runs it for its new key. Echelon never accepts a key by itself",
+        )
+    if "host key" not in text:
+        return None
+    return Fault(
+        f"ssh has never seen {host}: its host key is in no known_hosts, so ssh would ask whether "
+        "it is right",
+        f"log in once with `{ssh_command} {host}` and compare the fingerprint that it shows, or "
+        f"{other_way}. Echelon never accepts a key by itself",
+    )
+
+
 def _make_invalid_command_error(command: str, setting: str, reason: str) -> EchelonError:
     separator = " " if setting.startswith("-") else "="
     hint = (

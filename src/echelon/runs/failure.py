@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import signal
 import socket
 import sys
@@ -10,8 +12,13 @@ import sysconfig
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from echelon.errors import EchelonError, ExitCode
+from echelon.utils.text import truncate_text
+
+_MAX_SUMMARY_CHARACTERS = 200
+"""A longer text fills the screen of `echelon jobs`; the detail has all of it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class Failure:
     host: str
     step: int | None
     summary: str
-    """One line."""
+    """One line of at most 200 characters."""
     detail: str
     """The traceback, or what to do about it."""
     exit: int = int(ExitCode.FAILED)
@@ -50,14 +57,29 @@ def make_failure_from_exception(
 ) -> Failure:
     """Return the failure of an exception. A fault keeps its sentences; anything else keeps its
     traceback."""
+    host = socket.gethostname()
     if isinstance(error, EchelonError):
         detail = "\n".join(f"error: {fault}" for fault in error.faults)
-        return Failure(rank, socket.gethostname(), step, error.faults[0].what, detail, error.exit)
+        return Failure(rank, host, step, shorten_to_line(error.faults[0].what), detail, error.exit)
     if isinstance(error, KeyboardInterrupt):
-        return Failure(rank, socket.gethostname(), step, "interrupted", "", ExitCode.INTERRUPTED)
-    summary = traceback.format_exception_only(error)[-1].strip()
-    detail = format_user_traceback(error) + (f"  hint: {hint}\n" if hint else "")
-    return Failure(rank, socket.gethostname(), step, summary, detail)
+        return Failure(rank, host, step, "interrupted", "", ExitCode.INTERRUPTED)
+    original = _read_original_traceback(error)
+    summary = original.message if original else _format_message(error)
+    detail = original.detail if original else format_user_traceback(error)
+    detail += f"  hint: {hint}\n" if hint else ""
+    return Failure(rank, host, step, shorten_to_line(summary), detail)
+
+
+def shorten_to_line(text: str) -> str:
+    """Return a text of any length and any number of lines as one line of a summary."""
+    return truncate_text(" ".join(text.split()), _MAX_SUMMARY_CHARACTERS)
+
+
+def _format_message(error: BaseException) -> str:
+    """Return the type and the message of an exception, without the notes that were added to it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    return traceback.format_exception_only(error)[0]
 
 
 def format_user_traceback(error: BaseException) -> str:
@@ -79,10 +101,58 @@ def find_user_frame_indices(error: BaseException) -> list[int]:
     return [i for i, file in enumerate(files) if not file.startswith(_NON_USER_PREFIXES)]
 
 
+def find_last_user_line(error: BaseException) -> str | None:
+    """Return FILE:LINE of the user's line that is nearest to where an exception was raised."""
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+    ]
+    user_frames = find_user_frame_indices(error)
+    return lines[user_frames[-1]] if user_frames else None
+
+
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
 # An environment may see the packages of another: venv --system-site-packages, a .pth file.
 _INSTALLED += [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
 _NON_USER_PREFIXES = (str(Path(__file__).parents[1]), "<frozen ", *_INSTALLED)
+
+
+class OriginalTraceback(NamedTuple):
+    """What went wrong in a loader process or another thread, which torch raises here again."""
+
+    message: str
+    """The type and the message of the exception that was raised there."""
+    detail: str
+    """Where it was raised, and its traceback from the user's first frame on."""
+
+
+_RERAISED = re.compile(r"Caught \S+ (in [^\n]+)\.\nOriginal (Traceback \(.*)", re.DOTALL)
+"""How torch's `ExceptionWrapper` writes an exception that it has brought from somewhere else."""
+_TRACEBACK_HEADER = "Traceback (most recent call last):\n"
+
+
+def _read_original_traceback(error: BaseException) -> OriginalTraceback | None:
+    """Return the traceback that torch put into the message of an exception, or None.
+
+    The exception's own traceback shows how torch raised it again, which helps nobody.
+    """
+    found = _RERAISED.search(str(error))
+    if found is None:
+        return None
+    where, text = found[1], found[2].rstrip() + "\n"
+    before, *blocks = text.split(_TRACEBACK_HEADER)
+    frames = [re.split(r'^(?=  File ")', block, flags=re.MULTILINE) for block in blocks]
+    shown = before + "".join(_TRACEBACK_HEADER + "".join(_drop_torch_frames(f)) for f in frames)
+    last_lines = frames[-1][-1].splitlines() if frames else []
+    message = "\n".join(itertools.dropwhile(lambda line: line.startswith("  "), last_lines))
+    return OriginalTraceback(message, f"{where[0].upper()}{where[1:]}:\n{shown}")
+
+
+def _drop_torch_frames(frames: list[str]) -> list[str]:
+    """Return the frames of a printed traceback from the user's first one on, or all of them."""
+    files = [frame.split('"')[1] if frame.startswith('  File "') else "" for frame in frames]
+    is_users = [bool(file) and not file.startswith(_NON_USER_PREFIXES) for file in files]
+    return frames[is_users.index(True) :] if any(is_users) else frames
 
 
 def make_failure_from_exit_code(code: int, rank: int, step: int | None) -> Failure:

@@ -21,7 +21,7 @@ from echelon.runs.slurm_queue import (
 )
 
 ACTIVE_STATES = ("starting", "queued", "requeued", "running")
-_STATES_WITH_BEST = ("finished", "preempted")
+_STATES_WITH_BEST = ("finished", "preempted", "pruned")
 """States that are written together with the best value."""
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _MAX_TIME_S = 253370764800
@@ -270,6 +270,8 @@ def _derive_from_process(facts: FolderFacts) -> tuple[str, str]:
 def _derive_from_folder(facts: FolderFacts) -> tuple[str, str] | None:
     """Return how a run ended by its own files; None while it has not."""
     state, code = facts.recorded_state, facts.exit_code
+    if state == "pruned":  # written by the sweep's worker, after the run's own last word
+        return "pruned", ""
     if code == ExitCode.OK or (code is None and state == "finished"):
         return "finished", ""
     if code is None and state not in ("preempted", "failed", "not submitted"):
@@ -295,7 +297,7 @@ def _derive_exit_code(facts: FolderFacts, state: str) -> int:
     """Return the exit code of the training, which `attach` and `--wait` pass on."""
     if facts.exit_code is not None:
         return facts.exit_code
-    if state in ("finished", "preempted", "cancelled"):
+    if state in ("finished", "preempted", "pruned", "cancelled"):
         return ExitCode.OK if state == "finished" else ExitCode.PREEMPTED
     code = facts.failure.get("exit")
     return code if isinstance(code, int) and code else ExitCode.FAILED

@@ -21,7 +21,13 @@ from echelon.doctor.report import print_verdicts
 from echelon.doctor.verdict import FAIL, OK, WARN, Verdict, find_worst_state
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ask import ask_host, join_last_lines
-from echelon.hosts.ssh import SSH_FAILED, build_ssh_prefix, require_ssh, split_ssh_command
+from echelon.hosts.ssh import (
+    SSH_FAILED,
+    build_ssh_prefix,
+    explain_host_key_failure,
+    require_ssh,
+    split_ssh_command,
+)
 from echelon.launch.ssh import host_probe, remote_command
 from echelon.ssh_setup import ssh_config as entries
 from echelon.ssh_setup import ssh_key as keys
@@ -230,9 +236,11 @@ def _explain_login_failure(
 ) -> EchelonError:
     """Return the error for a login that ssh refused, by what ssh printed."""
     reason = join_last_lines(stderr, 1) or "ssh printed nothing"
-    if "host key" in stderr.lower():
-        hint = f"type `{launch.ssh} {entry.alias}` once, and compare the fingerprint it shows"
-        what = f"ssh does not know the key of {entry.alias}: {reason}"
+    key_fault = explain_host_key_failure(
+        launch.ssh, entry.alias, stderr, "type the same at a terminal, where ssh asks"
+    )
+    if key_fault is not None:
+        what, hint = key_fault
     elif "permission denied" in stderr.lower():
         hint = "put the public key into the provider's page, or type the same with --install"
         what = f"{entry.alias} does not accept the key yet: {reason}"

@@ -109,10 +109,13 @@ def _build_parameter_column(name: str, trials: Sequence[TrialSummary]) -> TableC
 
 
 class LineProgress:
-    """Progress without a terminal: a line whenever a trial starts or ends."""
+    """Progress without a terminal: a line whenever a trial starts or ends.
 
-    def __init__(self) -> None:
-        self._known_states: dict[int, str] = {}
+    Nothing is printed of `earlier_trials`, which another command ran, until they change.
+    """
+
+    def __init__(self, earlier_trials: Sequence[TrialSummary]) -> None:
+        self._known_states = {trial.number: trial.state for trial in earlier_trials}
 
     def __enter__(self) -> LineProgress:
         return self
@@ -167,6 +170,9 @@ class LiveProgress:
         self._live.update(Group(Text(format_headline(report)), table))
 
 
-def open_progress() -> LineProgress | LiveProgress:
-    """Return the progress that fits stderr, as a context manager."""
-    return LiveProgress() if sys.stderr.isatty() else LineProgress()
+def open_progress(earlier_trials: Sequence[TrialSummary]) -> LineProgress | LiveProgress:
+    """Return the progress that fits stderr, as a context manager.
+
+    `earlier_trials` are those that the sweep had before its workers were started.
+    """
+    return LiveProgress() if sys.stderr.isatty() else LineProgress(earlier_trials)

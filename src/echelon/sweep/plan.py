@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from echelon.config.schema import Config
 from echelon.config.validate import check_run_name
@@ -14,10 +14,13 @@ from echelon.errors import EchelonError, Fault
 from echelon.runs.run_folder import Run
 from echelon.sweep.sampling import count_combinations
 from echelon.sweep.search_space import SearchParameter
-from echelon.sweep.sweep_file import SweepFile, SweepMetric
+from echelon.sweep.sweep_file import METHODS, SweepFile, SweepMetric
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
 from echelon.sweep.trial_command import resolve_target
 from echelon.sweep.worker import Compose, compose_trial_config
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SWEEP_WIDE_SETTINGS = {"run.name": "--name", "run.dir": "--dir"}
 """Settings that all trials share, and the options of the sweep that set them."""
@@ -32,6 +35,26 @@ class SweepPlan(NamedTuple):
     """The configuration of a trial, with example values."""
 
 
+@dataclass
+class _FaultList:
+    """The faults that were found so far: one does not keep the next from being looked for."""
+
+    faults: list[Fault]
+
+    def collect(self, function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T | None:
+        """Call a function and return its result, or None after its faults were added."""
+        try:
+            return function(*args, **named)
+        except EchelonError as error:
+            self.faults += [fault for fault in error.faults if fault not in self.faults]
+            return None
+
+    def raise_any(self) -> None:
+        """Raise all faults at once, if there are any."""
+        if self.faults:
+            raise EchelonError(*self.faults)
+
+
 def plan_sweep(
     file: SweepFile,
     overrides: Sequence[str],
@@ -40,43 +63,77 @@ def plan_sweep(
     storage: str | None,
     lease_s: float,
     compose: Compose,
+    faults: Sequence[Fault] = (),
 ) -> SweepPlan:
     """Check a sweep and all its parameters, and return the plan. Nothing is written.
 
-    `root` is the folder of all runs; `compose` makes the configuration of a trial.
+    `root` is the folder of all runs; `compose` makes the configuration of a trial. `faults` were
+    found in the file before, so that it may be readable in parts only; they are raised together
+    with those that are found here.
     """
-    faults = [
-        Fault(f"{word} is the same for all trials", f"use {_SWEEP_WIDE_SETTINGS[key]} instead")
-        for word in overrides
-        if (key := word.partition("=")[0]) in _SWEEP_WIDE_SETTINGS
-    ]
-    faults += [
-        Fault(f"{word}, but the sweep's file has a parameter {key}", "leave one of them out")
-        for word in overrides
-        if (key := word.partition("=")[0].removeprefix("experiment.")) in file.parameters
-    ]
+    override_faults = _find_override_faults(file, overrides)
+    overrides = [word for word in overrides if word not in override_faults]
+    found = _FaultList([*faults, *override_faults.values()])
     chosen = _to_folder_name(file.name or file.path.stem) if name is None else name
     if fault := check_run_name(chosen):
-        faults.append(Fault(fault.what.replace("run.name", "--name"), fault.do))
-    if faults:
-        raise EchelonError(*faults)
+        found.faults.append(Fault(fault.what.replace("run.name", "--name"), fault.do))
+        chosen = "unnamed"  # the same fault would be found in every trial
     sweep = SweepFolder(root.absolute() / chosen)
-    target = resolve_target(file, overrides)
+    run_cap = found.collect(_count_trials, file) if _can_count_trials(file, bool(faults)) else None
+    is_target_readable = _is_readable(file, "program") and _is_readable(file, "command")
+    target = found.collect(resolve_target, file, overrides) if is_target_readable else None
+    if target is None:
+        found.raise_any()
+    assert target is not None
     settings = SweepSettings(
         target.overrides,
         target.program,
         metric={},
-        run_cap=_count_trials(file),
+        run_cap=run_cap or 0,
         storage=storage,
         lease_s=lease_s,
     )
     # The metric and the launcher are known only once a trial is composed.
-    first_config = _check_parameters_compose(settings, file, sweep.get_trial_run(0), compose)
-    metric = file.metric or _get_default_metric(file, first_config)
+    first_config = _compose_examples(settings, file, sweep.get_trial_run(0), compose, found)
+    metric = file.metric
+    if first_config is not None and metric is None and _is_readable(file, "metric"):
+        metric = found.collect(_get_default_metric, file, first_config)
+    found.raise_any()
+    assert first_config is not None
+    assert metric is not None
     launcher = first_config.launch.kind
     settings = replace(settings, metric=asdict(metric), launcher=launcher)
     _require_same_sweep(sweep, file, settings)
     return SweepPlan(sweep, settings, first_config)
+
+
+def _find_override_faults(file: SweepFile, overrides: Sequence[str]) -> dict[str, Fault]:
+    """Return words of the command line that a sweep has another place for, with their faults."""
+    faults = {}
+    for word in overrides:
+        key = word.partition("=")[0]
+        if key in _SWEEP_WIDE_SETTINGS:
+            hint = f"use {_SWEEP_WIDE_SETTINGS[key]} instead"
+            faults[word] = Fault(f"{word} is the same for all trials", hint)
+        elif (name := key.removeprefix("experiment.")) in file.parameters:
+            what = f"{word}, but the sweep's file has a parameter {name}"
+            faults[word] = Fault(what, "leave one of them out")
+    return faults
+
+
+def _is_readable(file: SweepFile, key: str) -> bool:
+    """Return whether a key of the file is either missing or without a fault."""
+    return file.data.get(key) is None or getattr(file, key) is not None
+
+
+def _can_count_trials(file: SweepFile, has_faults: bool) -> bool:
+    """Return whether the number of trials can be told of a file that may be readable in parts.
+
+    A grid with a faulty parameter has no size.
+    """
+    if file.method not in METHODS or not _is_readable(file, "run_cap"):
+        return False
+    return file.method != "grid" or not has_faults
 
 
 def _to_folder_name(name: str) -> str:
@@ -111,19 +168,21 @@ def _get_default_metric(file: SweepFile, config: Config) -> SweepMetric:
     return SweepMetric(f"eval/{config.trainer.best}", goal)
 
 
-def _check_parameters_compose(
-    settings: SweepSettings, file: SweepFile, run: Run, compose: Compose
-) -> Config:
+def _compose_examples(
+    settings: SweepSettings, file: SweepFile, run: Run, compose: Compose, found: _FaultList
+) -> Config | None:
     """Compose trials with example values of every parameter, so that none fails for them later.
 
-    Return the first configuration. A program's arguments cannot be checked: one is enough.
+    Return the first configuration, or None where it has faults. A program's arguments cannot be
+    checked: one is enough.
     """
     first = {p.name: next(_list_example_values(p)) for p in file.searched_parameters}
-    config = _compose_trial(settings, file, run, first, compose)
-    if not config.program:
+    config = found.collect(_compose_trial, settings, file, run, first, compose)
+    if not settings.program:
         for parameter in file.searched_parameters:
             for value in _list_example_values(parameter):
-                _compose_trial(settings, file, run, first | {parameter.name: value}, compose)
+                values = first | {parameter.name: value}
+                found.collect(_compose_trial, settings, file, run, values, compose)
     return config
 
 

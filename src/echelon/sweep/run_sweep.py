@@ -11,12 +11,13 @@ from typing import NamedTuple
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.sweep import slurm_workers
 from echelon.sweep.display import open_progress, print_report
+from echelon.sweep.located_yaml import load_yaml
 from echelon.sweep.optuna_study import require_optuna
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.report import build_report
 from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.supervisor import supervise_workers
-from echelon.sweep.sweep_file import SweepFile, read_sweep_file
+from echelon.sweep.sweep_file import SweepFile, inspect_sweep
 from echelon.sweep.sweep_folder import SweepFolder, find_sweep
 from echelon.sweep.trial_command import format_override_value
 from echelon.sweep.trial_store import TrialStore
@@ -52,11 +53,11 @@ def run_sweep(
 
     `compose` makes the configuration of a trial, `start` starts one run (for --dry-run).
     """
-    file = read_sweep_file(path)
+    file, faults = inspect_sweep(load_yaml(path))
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.engine == "wandb" and options.storage:
-        raise EchelonError(
+        faults.append(
             Fault(
                 "--storage is where Optuna keeps results, and with --engine wandb the server does",
                 "leave one of them out",
@@ -70,6 +71,7 @@ def run_sweep(
         options.storage,
         options.lease_s,
         compose,
+        faults,
     )
     is_on_slurm = plan.first_config.launch.kind == "slurm" and options.engine == "embedded"
     options = options._replace(parallel=min(options.parallel, plan.settings.run_cap))
@@ -113,7 +115,8 @@ def show_sweep(name: str, root: str, as_json: bool, show_all: bool, plot_file: s
 
 def _run_here(plan: SweepPlan, options: SweepOptions) -> int:
     """Run workers on this machine to the end of the sweep."""
-    with open_progress() as progress:
+    earlier_trials = TrialStore(plan.sweep).summarize_trials()
+    with open_progress(earlier_trials) as progress:
         code = supervise_workers(plan.sweep, options.parallel, progress.update)
     if code == ExitCode.OK:
         return _report_outcome(plan.sweep, options.as_json)
@@ -139,14 +142,15 @@ def _report_outcome(sweep: SweepFolder, as_json: bool) -> int:
 def _submit_workers(plan: SweepPlan, options: SweepOptions) -> int:
     """Submit an array of workers, and follow it if asked to."""
     sweep = plan.sweep
-    TrialStore(sweep)  # creates the study, so that no worker waits for another to do it
+    # This also creates the study, so that no worker waits for another to do it.
+    earlier_trials = TrialStore(sweep).summarize_trials()
     job = slurm_workers.submit_workers(plan, options.parallel)
     workers = format_count(options.parallel, "worker")
     print(f"job {job}: {workers} of sweep {sweep.name} in {sweep.folder}")
     if not options.wait:
         print(f"  look at it  echelon sweep show {sweep.name}")
         return ExitCode.OK
-    slurm_workers.follow_workers(sweep)
+    slurm_workers.follow_workers(sweep, earlier_trials)
     return _report_outcome(sweep, options.as_json)
 
 

@@ -169,11 +169,10 @@ def _parse_parameter(
             )
         )
     distribution = spec.get("distribution") or _infer_distribution(spec)
-    if distribution not in DISTRIBUTIONS:
+    if distribution in DISTRIBUTIONS:
+        faults.extend(_check_parameter(file, name, str(distribution), spec, keys))
+    else:
         faults.append(_make_distribution_fault(file, name, spec, keys))
-    if len(faults) > before:
-        return None
-    faults.extend(_check_parameter(file, name, str(distribution), spec, keys))
     if len(faults) > before:
         return None
     return _build_parameter(name, str(distribution), location, spec)
@@ -213,11 +212,12 @@ def _check_parameter(
 ) -> Iterator[Fault]:
     """Yield what is wrong with the keys and values that belong to a distribution."""
     wanted = DISTRIBUTIONS[distribution]
-    for key in sorted(spec.keys() - {"distribution", *wanted}):
+    for key in sorted((spec.keys() & _KNOWN_KEYS) - {"distribution", *wanted}):
         yield Fault(
             f"{file.locate(*keys, key)}: {name} is {distribution}, which has no {key!r}",
             f"it has {', '.join(wanted)}",
         )
+    has_only_numbers = True
     for key in wanted:
         if key not in spec and key not in _DEFAULTS:
             yield Fault(
@@ -228,10 +228,10 @@ def _check_parameter(
                 f"{file.locate(*keys, key)}: {name}.{key} is {_shorten(spec[key])}, not a number",
                 "write a finite number",
             )
-            return
+            has_only_numbers = False
     if "values" in wanted or "value" in wanted:
         yield from _check_values(file, name, spec, keys)
-    else:
+    elif has_only_numbers:
         yield from _check_numbers(file, name, distribution, spec, keys)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm.batch_script import render_sweep_script
@@ -15,7 +16,7 @@ from echelon.sweep.display import open_progress
 from echelon.sweep.plan import SweepPlan
 from echelon.sweep.sweep_folder import SweepFolder
 from echelon.sweep.trial_command import format_override_value
-from echelon.sweep.trial_store import TrialStore
+from echelon.sweep.trial_store import TrialStore, TrialSummary
 
 _UPDATE_S = 1.0
 _QUEUE_POLL_S = 5.0
@@ -97,10 +98,10 @@ def submit_workers(plan: SweepPlan, parallel: int) -> str:
     return job
 
 
-def follow_workers(sweep: SweepFolder) -> None:
-    """Show the progress until no worker waits or runs."""
+def follow_workers(sweep: SweepFolder, earlier_trials: Sequence[TrialSummary]) -> None:
+    """Show the progress beyond `earlier_trials` until no worker waits or runs."""
     store, polled_at, is_over = TrialStore(sweep), time.monotonic(), False
-    with open_progress() as progress:
+    with open_progress(earlier_trials) as progress:
         while not is_over:
             progress.update(store)
             time.sleep(_UPDATE_S)

@@ -90,6 +90,18 @@ def read_sweep_file(path: Path) -> SweepFile:
 
 def parse_sweep(file: LocatedYaml) -> SweepFile:
     """Check what was read, or raise one EchelonError with every fault and its line."""
+    sweep_file, faults = inspect_sweep(file)
+    if faults:
+        raise EchelonError(*faults)
+    return sweep_file
+
+
+def inspect_sweep(file: LocatedYaml) -> tuple[SweepFile, list[Fault]]:
+    """Return what can be read of a sweep, and every fault with its line.
+
+    With the readable part the caller can look for faults of other kinds, so that a person sees all
+    of them at once. What is faulty is None there, or missing among the parameters.
+    """
     data, faults = file.data, list[Fault]()
     if not isinstance(data, dict):
         what = f"{file.path} is empty" if data is None else f"{file.locate()}: a sweep is a mapping"
@@ -112,11 +124,9 @@ def parse_sweep(file: LocatedYaml) -> SweepFile:
         for key in ("program", "name", "description", "project", "entity")
     }
     cap, command = _parse_run_cap(file, data, faults), _parse_command(file, data, faults)
-    if faults:
-        raise EchelonError(*faults)
-    return SweepFile(
+    sweep_file = SweepFile(
         path=file.path,
-        method=data["method"],
+        method=str(data.get("method")),
         metric=metric,
         parameters=parameters,
         run_cap=cap,
@@ -126,6 +136,7 @@ def parse_sweep(file: LocatedYaml) -> SweepFile:
         notes=tuple(file.notes),
         **texts,
     )
+    return sweep_file, faults
 
 
 def _check_keys(file: LocatedYaml, data: Mapping[str, Any]) -> Iterator[Fault]:

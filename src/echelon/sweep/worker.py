@@ -165,6 +165,9 @@ class SweepWorker:
             self._is_stop_requested |= self._is_in_slurm_job
         elif stop_reason == PRUNED and not self._ran_to_completion(code):
             self._store.end_trial(leased, "pruned")
+            # After the result: a worker that has lost its lease must not touch the run. The run
+            # itself knows only that it was asked to save and end.
+            run.update_status(state="pruned")
         elif code != ExitCode.OK:
             self._store.end_trial(leased, "failed", _find_failure_cause(run, code))
         elif not history.values:

@@ -15,6 +15,7 @@ from echelon.data.batches import EvalOrder, TensorSource, make_source
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import require_best_metric
 from echelon.experiment.definition import Experiment
+from echelon.experiment.error_hints import require_no_process_group
 from echelon.experiment.loading import build_experiment
 from echelon.experiment.module_modes import enter_train_mode
 from echelon.experiment.optimizer_flags import (
@@ -87,6 +88,7 @@ def prepare_training(
     # 2. Check what can be checked without computing.
     require_best_metric(trainer.best, experiment)
     if world.size > 1:
+        require_no_process_group()
         _require_no_complex_parameters(experiment.model)
         require_no_max_norm(experiment.model)
 

@@ -23,7 +23,9 @@ from echelon.config.validate import (
     check_fsdp_min_world_size,
     check_min_batch_size,
 )
+from echelon.data.loader_errors import explain_dead_loader
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.experiment.error_hints import explain_batch_error, explain_process_group_error
 from echelon.experiment.loss_check import LossInputError
 from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
@@ -211,7 +213,8 @@ class RankWorker:
         """Return the first failure of the world, which need not be this rank's own.
 
         A broken connection is rarely the cause: the rank that failed first gets some seconds to say
-        so. Running out of memory and a loss that got the wrong output are explained in sentences.
+        so. Running out of memory, a loader process that died and a loss that got the wrong output
+        are explained in sentences.
         """
         from echelon.monitoring.out_of_memory import explain_out_of_memory, find_out_of_memory
 
@@ -220,6 +223,8 @@ class RankWorker:
         loss_fault: Fault | None = None
         if isinstance(error, LossInputError) and error.__cause__ is not None:
             loss_fault, error = error.fault, error.__cause__
+        if dead_loader := explain_dead_loader(error, self.config.trainer.loader_workers):
+            error, loss_fault = dead_loader, None
         if self.group is not None and _is_connection_error(error):
             peer_failure = self.group.wait_for_failure(_CAUSE_TIMEOUT_S)
             if peer_failure is not None:
@@ -229,6 +234,8 @@ class RankWorker:
                 full, self.config, self.group.world, self.run, self.training
             )
             loss_fault = None
+        elif loss_fault is None and (mistake := self._explain_mistake(error)):
+            error = mistake
         step = self.heartbeat.step if self.training is not None else None
         # A loss of the user's own keeps its traceback, with the remedy as a hint; the traceback of
         # a loss of torch would show the user nothing, so the fault replaces it.
@@ -236,6 +243,17 @@ class RankWorker:
             error = EchelonError(loss_fault)
         hint = loss_fault.do if loss_fault is not None else ""
         return failures.make_failure_from_exception(error, self.rank, step, hint)
+
+    def _explain_mistake(self, error: BaseException) -> EchelonError | None:
+        """Returns the error of a mistake in the experiment that torch reports in its own words."""
+        location = failures.find_last_user_line(error)
+        if location is not None:
+            fault = explain_process_group_error(error, location)
+            return EchelonError(fault) if fault else None
+        if self.training is None or isinstance(error, EchelonError):
+            return None
+        fault = explain_batch_error(error, self.training.experiment)
+        return EchelonError(fault, exit=ExitCode.FAILED) if fault else None
 
 
 def _detect_world(config: Config) -> World:

@@ -19,7 +19,8 @@ PIPED_WIDTH = 1000
 """Columns of what is not a terminal: a line is then for another program, and stays whole."""
 STATE_STYLES = {
     **{"running": "green", "starting": "green", "queued": "yellow", "requeued": "yellow"},
-    **{"finished": "blue", "preempted": "yellow", "cancelled": "magenta"},
+    **{"finished": "blue", "preempted": "yellow", "pruned": "cyan"},
+    **{"cancelled": "magenta"},
     **{"failed": "red", "lost": "red", "broken": "red"},
 }
 _GAP = 2

@@ -370,10 +370,12 @@ class NodeAgent(SimpleElasticAgent):
             )
         else:
             detail = self._dump_stack(hung_rank.rank, pid)
-        summary = (
-            f"no progress for {hung_rank.limit_s:g} s (launch.hang_s={self._job.hang_s:g}), "
-            "and every other rank waits for it"
-        )
+        limit = f"launch.hang_s={self._job.hang_s:g}"
+        if (times := hung_rank.limit_s / self._job.hang_s) > 1:
+            limit += f", {times:g} times as long in first steps, evaluations and saves"
+        summary = f"no progress for {hung_rank.limit_s:g} s ({limit})"
+        if len(self._ranks) * self._job.node.node_count > 1:
+            summary += ", and every other rank waits for it"
         return Failure(hung_rank.rank, socket.gethostname(), heartbeat.step, summary, detail)
 
     def _dump_stack(self, rank: int, pid: int) -> str:

@@ -38,7 +38,9 @@ beat), stopped."""
 _STARTING_BEATS = 6
 """A rank with no more heartbeats than this is still starting, and the others may wait for it."""
 _STARTING_PATIENCE = 8
-"""So many times longer, but less than their collectives wait (parallel/process_group.py)."""
+"""So many times longer, but less than their collectives wait (parallel/process_group.py). It is not
+shorter for a small `launch.hang_s`: nothing tells a first step that is slow (CUDA and its libraries
+load, loader processes start) from one that hangs."""
 
 
 class HungRank(NamedTuple):

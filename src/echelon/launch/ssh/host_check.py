@@ -15,7 +15,7 @@ from echelon import __version__
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
 from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
-from echelon.hosts.ssh import SSH_FAILED
+from echelon.hosts.ssh import SSH_FAILED, explain_host_key_failure
 from echelon.launch.ssh import host_probe, remote_command
 from echelon.launch.ssh.host_list import SshHost
 from echelon.runs.run_folder import Run
@@ -131,12 +131,11 @@ def explain_ssh_failure(
     ssh's own failures have the code 255; a shell that does not find Python has 127 or 126.
     """
     words = join_last_lines(error_output)
-    if code == SSH_FAILED and "host key" in error_output.lower():
-        return Fault(
-            f"{host.name} is not the machine that ssh knows by this name: {words}",
-            "find out why; if the new key is right, put it into your known_hosts. Echelon never "
-            "takes a key by itself",
-        )
+    key_fault = explain_host_key_failure(
+        launch.ssh, host.name, error_output, "set it up with `echelon setup ssh`"
+    )
+    if code == SSH_FAILED and key_fault is not None:
+        return key_fault
     if code == SSH_FAILED:
         return Fault(
             f"{host.name} cannot be reached: {words or 'ssh says nothing'}",

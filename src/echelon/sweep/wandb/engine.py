@@ -162,6 +162,9 @@ class RunBackend:
             exit_code=exit_code,
         )
         trial_records.write_record(self.folder, ended)
+        if state == "stopped" and is_cancelled and run.read_status_file():
+            # The server ended it; nobody here cancelled the run.
+            run.update_status(state="pruned")
         return ended
 
     def _read_metric_value(self, run: Run) -> float | None:
