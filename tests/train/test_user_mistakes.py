@@ -348,6 +348,10 @@ NONSENSE = {
         *("model=model,", "model=model, predict=lambda model, batch: (None, batch[1]),"),
         ("mse_loss was given no output", "NoneType", "returned None"),
     ),
+    "an output without its target": (
+        *("model=model,", "model=model, predict=lambda model, batch: model(batch[0]),"),
+        ("predict returned a tensor of shape (8, 1), not (output, target)", "(model(…), target)"),
+    ),
     "several losses": ("torch.nn.functional.mse_loss", "lambda *_: (1, 2)", ("tuple", "metrics")),
     "weights outside the model": (
         "model.parameters(), lr",
@@ -428,6 +432,10 @@ NONSENSE = {
     "no data": (SHORT, "train_data=None", ("train_data", "NoneType")),
     "empty": (SHORT, "train_data=(x[:0], x[:0])", ("train_data", "no samples")),
     "unequal": (SHORT, "train_data=(x, x[:3])", ("train_data", "[8, 3]")),
+    "named columns": (
+        *(SHORT, "train_data={'x': x, 'y': x[:, :1]}"),
+        ("train_data is a dict with 'x', 'y'", "(*inputs, target)"),
+    ),
     "a stream": (SHORT, "train_data=Stream()", ("train_data", "Stream", "__getitem__")),
     "a stream with a length": (SHORT, "train_data=Counted()", ("train_data", "Counted")),
 }
@@ -511,6 +519,18 @@ DATA_MISTAKES = {
     "a wrong width": ("(x[:, :3], x[:, :1])", "mse_loss", ("float32 (8, 3)", "first layer")),
     "labels that are not whole": ("(x, x[:, 0])", "nll_loss", ("Long", ".long()")),
     "a label too high": ("(x, x[:, 0].long() * 7)", "cross_entropy", ("Target 7", "an output")),
+    "samples of other shapes": (
+        *("[(a[: 1 + i % 2], a[:1]) for i, a in enumerate(x)]", "mse_loss"),
+        ("the samples of the experiment's data differ in shape", "padding"),
+    ),
+    "samples that are objects": (
+        *("[(a, object()) for a in x]", "mse_loss"),
+        ("cannot be put into a batch", "__getitem__"),
+    ),
+    "one sample for a batch norm": (
+        *("(x[:1], x[:1, :1])", "mse_loss"),
+        ("a batch norm needs two", "trainer.batch_size"),
+    ),
     "samples of three": ("[(a, a, a[:1]) for a in x]", "mse_loss", ("forward() takes", "predict=")),
 }
 
@@ -521,12 +541,93 @@ def test_data_that_the_model_cannot_take(
 ) -> None:
     """No line of the user's is in such a traceback, so a sentence is in its place."""
     data, loss, parts = DATA_MISTAKES[what]
-    _write(tmp_path, GOOD.replace(SHORT, f"train_data={data}").replace("mse_loss", loss))
+    text = GOOD.replace(SHORT, f"train_data={data}").replace("mse_loss", loss)
+    if "norm" in what:
+        norm = "torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))"
+        text = text.replace("torch.nn.Linear(4, 1)", norm)
+    _write(tmp_path, text)
     code, text = type_command("train", "experiment=own.py:experiment")
     assert code == ExitCode.FAILED, text
     assert is_a_sentence_and_a_hint(text), text
     for part in parts:
         assert part in text, text
+
+
+def test_samples_of_other_shapes_in_a_loader_process(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
+    data = "train_data=[(a[: 1 + i % 2], a[:1]) for i, a in enumerate(x)]"
+    _write(tmp_path, GOOD.replace(SHORT, data))
+    words = ["experiment=own.py:experiment", "trainer.loader_workers=1"]
+    code, text = type_command("train", *words)
+    assert code == ExitCode.FAILED
+    assert is_a_sentence_and_a_hint(text), text
+    assert "differ in shape: RuntimeError: stack expects each tensor to be equal size" in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "parts"),
+    [
+        ("Twice()", ("the loss was differentiated twice", "detach()")),
+        ("InPlace()", ("was changed in place", "set_detect_anomaly")),
+    ],
+)
+def test_a_backward_pass_that_cannot_be(
+    loss: str, parts: tuple[str, str], type_command: TypeCommand, tmp_path: Path
+) -> None:
+    """torch notices it in its own backward pass, far from the line that caused it."""
+    classes = """
+class Twice:
+    def __call__(self, output, target):
+        loss = (output - target).square().mean()
+        loss.backward()
+        return loss
+
+class InPlace:
+    def __call__(self, output, target):
+        grown = output.exp()
+        loss = grown.mean()
+        grown += 1
+        return loss
+"""
+    text = GOOD.replace("torch.nn.functional.mse_loss", loss)
+    _write(tmp_path, f"{classes}\n{text}")
+    code, text = type_command("train", "experiment=own.py:experiment")
+    assert code == ExitCode.FAILED, text
+    assert is_a_sentence_and_a_hint(text), text
+    for part in parts:
+        assert part in text, text
+
+
+def test_data_to_evaluate_that_the_model_cannot_take(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
+    _write(tmp_path, GOOD.replace(SHORT, f"{SHORT}, eval_data=(x[:, :2], x[:, :1])"))
+    code, text = type_command("train", "experiment=own.py:experiment")
+    assert code == ExitCode.FAILED
+    assert is_a_sentence_and_a_hint(text), text
+    assert "eval_data is float32 (8, 2), float32 (8, 1), the model's parameters float32" in text
+
+
+def test_a_metric_of_another_task(type_command: TypeCommand, tmp_path: Path) -> None:
+    metric = "metrics={'acc': torchmetrics.Accuracy(task='binary')}"
+    data = "train_data=(x, x[:, 0].long()), eval_data=(x, x[:, 0].long())"
+    text = GOOD.replace(SHORT, f"{data}, {metric}").replace("mse_loss", "cross_entropy")
+    _write(tmp_path, "import torchmetrics\n" + text.replace("Linear(4, 1)", "Linear(4, 3)"))
+    words = ["experiment=own.py:experiment", "trainer.epochs=1"]
+    code, text = type_command("train", *words)
+    assert code == ExitCode.FAILED
+    assert is_a_sentence_and_a_hint(text), text
+    assert "the metric 'acc', a BinaryAccuracy, cannot take the output float32 (8, 3) and" in text
+
+
+def test_a_device_that_is_not_there(type_command: TypeCommand, tmp_path: Path) -> None:
+    """Below the user's own line, which says where."""
+    _write(tmp_path, GOOD.replace("torch.nn.Linear(4, 1)", "torch.nn.Linear(4, 1).cuda()"))
+    code, text = type_command("train", "experiment=own.py:experiment")
+    assert code == ExitCode.FAILED
+    assert 'own.py", line 5' in text
+    assert "  hint: leave .cuda() and .to(device) out" in text
 
 
 LOADED = """

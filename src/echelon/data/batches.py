@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -155,6 +155,12 @@ def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
     """Return the error for data that has no length or no samples by index."""
     from torch.utils.data import DataLoader
 
+    if isinstance(data, Mapping):
+        return _make_data_error(
+            f"{name} is a {type(data).__name__} with {', '.join(map(repr, list(data)[:5]))}",
+            "give a tuple of its tensors, (*inputs, target), or a Dataset whose samples are dicts, "
+            "with predict",
+        )
     if isinstance(data, DataLoader):
         return _make_data_error(
             f"{name} is a DataLoader, but every process makes its own share of each batch here",
@@ -171,12 +177,15 @@ def _is_indexable(data: Any) -> bool:
     """Return whether samples can be taken by index.
 
     torch's IterableDataset inherits a `__getitem__` that only raises, so it is excluded by its
-    class.
+    class. A dict of columns has names where samples have numbers.
     """
     from torch.utils.data import IterableDataset
 
     streams = isinstance(data, IterableDataset)
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams
+    has_names = isinstance(data, Mapping) and 0 not in data
+    return (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams and not has_names
+    )
 
 
 class TensorSource:

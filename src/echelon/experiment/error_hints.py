@@ -7,7 +7,6 @@ what the experiment returned, often with no line of the user's in the traceback.
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +14,71 @@ import torch
 
 from echelon.data.batches import get_columns
 from echelon.errors import EchelonError, Fault
+from echelon.runs.failure import format_message
 
 if TYPE_CHECKING:
     from echelon.experiment.definition import Experiment
 
 _PREDICT_EXAMPLE = "echelon.Experiment(…, predict=lambda model, batch: (model({}), {}))"
 _WRONG_COUNT = re.compile(r"forward\(\) (takes|missing)")
-_WRONG_DTYPE = re.compile(
-    r"same dtype|expected scalar type|expected .*dtype|Found dtype|not implemented for '(Long|Int)'"
-    r"|to have one of the following scalar types"
+_UNFIT_DATA = (
+    (
+        re.compile(
+            r"same dtype|expected scalar type|expected .*dtype|Found dtype|"
+            r"not implemented for '(Long|Int)'|to have one of the following scalar types"
+        ),
+        "convert the data: inputs with .float(), class numbers with .long()",
+    ),
+    (
+        re.compile(
+            r"shapes cannot be multiplied|size mismatch|must match the size|channels, but got|"
+            r"same number of dimensions|batch_size .*to match|input\.size"
+        ),
+        "give the data the shape that the first layer and the loss take",
+    ),
+    (
+        re.compile(r"Target -?\d+ is out of bounds|index out of range in self"),
+        "let the model have an output, or the table a row, for every number",
+    ),
 )
-_WRONG_SHAPE = re.compile(
-    r"shapes cannot be multiplied|size mismatch|must match the size|channels, but got|"
-    r"same number of dimensions|batch_size .*to match|input\.size"
+"""Messages of torch about data that the model or the loss cannot take, and what to do."""
+_KNOWN_CAUSES = (
+    (
+        re.compile(
+            r"stack expects each tensor to be equal size|"
+            r"each element in list of batch should be of equal"
+        ),
+        "the samples of the experiment's data differ in shape",
+        "give every sample the same shape, for example by padding in the Dataset's __getitem__",
+    ),
+    (
+        re.compile(r"default_collate: batch must contain"),
+        "the samples of the experiment's data cannot be put into a batch",
+        "return tensors, arrays or numbers from the Dataset's __getitem__, of an image for example "
+        "torchvision.transforms.functional.to_tensor(image)",
+    ),
+    (
+        re.compile(r"Expected more than 1 value per channel when training"),
+        "a process has one sample of a batch, and a batch norm needs two",
+        "choose a trainer.batch_size whose last batch of an epoch leaves two samples or more for "
+        "every process, or another norm, such as torch.nn.GroupNorm",
+    ),
+    (
+        re.compile(r"backward through the graph a second time"),
+        "the loss was differentiated twice",
+        "call no backward() in loss and predict, and detach() what is kept from an earlier step, "
+        "such as a hidden state",
+    ),
+    (
+        re.compile(r"has been modified by an inplace operation"),
+        "a tensor that the backward pass needs was changed in place",
+        "write x = x + y instead of x += y, and leave inplace=True out; "
+        "torch.autograd.set_detect_anomaly(True) shows the line",
+    ),
 )
-_OUT_OF_RANGE = re.compile(r"Target -?\d+ is out of bounds|index out of range in self")
+"""Messages of torch, what they mean in an experiment, and what to do."""
+_NO_CUDA = re.compile(r"Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are")
+_TWO_DEVICES = "Expected all tensors to be on the same device"
 _TWO_GROUPS = re.compile(
     r"initialize the default process group twice|Error initializing torch\.distributed"
 )
@@ -55,9 +104,12 @@ def make_batch_type_error(batch: Any) -> EchelonError:
     )
 
 
-def explain_batch_error(error: BaseException, experiment: Experiment) -> Fault | None:
+def explain_batch_error(
+    error: BaseException, experiment: Experiment, data_name: str
+) -> Fault | None:
     """Returns the fault of data that the model or the loss cannot take, or None for another error.
 
+    `data_name` is the part of the experiment that the batch is from, `train_data` or `eval_data`.
     The caller has made sure that no line of the user's is in the traceback: there it would say
     more.
     """
@@ -68,25 +120,34 @@ def explain_batch_error(error: BaseException, experiment: Experiment) -> Fault |
             "a batch is (*inputs, target), so every value of a sample but the last is an input; "
             f"otherwise say how it is used: {_PREDICT_EXAMPLE.format('…', 'target')}",
         )
-    for pattern, hint in (
-        (_WRONG_DTYPE, "convert the data: inputs with .float(), class numbers with .long()"),
-        (_WRONG_SHAPE, "give the data the shape that the first layer and the loss take"),
-        (_OUT_OF_RANGE, "let the model have an output, or the table a row, for every number"),
-    ):
+    for pattern, what, hint in _KNOWN_CAUSES:
         if pattern.search(message):
-            data = _describe_data(experiment)
+            return Fault(f"{what}: {message}", hint)
+    for pattern, hint in _UNFIT_DATA:
+        if pattern.search(message):
+            data = _describe_data(experiment, data_name)
             return Fault(f"the model or the loss cannot take a batch: {message}{data}", hint)
     return None
 
 
-def _describe_data(experiment: Experiment) -> str:
+def suggest_remedy(error: BaseException) -> str:
+    """Returns a hint to print below the user's own traceback, or an empty string."""
+    message = _format_message(error)
+    if _NO_CUDA.search(message):
+        return "leave .cuda() and .to(device) out: Echelon moves the model and every batch"
+    if _TWO_DEVICES in message:
+        return "make tensors where the inputs are: torch.zeros(…, device=x.device)"
+    return ""
+
+
+def _describe_data(experiment: Experiment, name: str) -> str:
     """Describes the columns of the data and the model's parameters, where they are known."""
-    columns = get_columns(experiment.train_data)
+    columns = get_columns(getattr(experiment, name))
     if columns is None:
         return ""
     described = [f"{_name_dtype(column)} {tuple(column.shape)}" for column in columns]
-    dtypes = {_name_dtype(p) for p in experiment.model.parameters()}
-    return f"; train_data is {', '.join(described)}, the model's parameters {', '.join(dtypes)}"
+    dtypes = sorted({_name_dtype(p) for p in experiment.model.parameters()})
+    return f"; {name} is {', '.join(described)}, the model's parameters {', '.join(dtypes)}"
 
 
 def _name_dtype(column: Any) -> str:
@@ -130,4 +191,4 @@ def require_no_process_group() -> None:
 
 def _format_message(error: BaseException) -> str:
     """Returns the type and the message of an exception in one line."""
-    return " ".join(traceback.format_exception_only(error)[0].split())
+    return " ".join(format_message(error).split()).removesuffix(".")

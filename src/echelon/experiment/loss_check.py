@@ -1,7 +1,7 @@
 """Computes the loss of a batch and checks that it is one number with a gradient.
 
-A loss that cannot work with the model's output is explained in words of the experiment, as the
-user's mistake is usually in what `predict` or `forward` returns, not in the loss.
+A loss or a metric that cannot work with the model's output is explained in words of the experiment,
+as the user's mistake is usually in what `predict` or `forward` returns, not in the loss.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from echelon.errors import EchelonError, ExitCode, Fault
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class LossInputError(Exception):
-    """The loss failed on an output that is not a tensor; `__cause__` is the loss's own error."""
+class PartInputError(Exception):
+    """The loss or a metric failed on what it was given; `__cause__` is its own error."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, exit: ExitCode = ExitCode.USAGE) -> None:
         super().__init__(fault.what)
         self.fault = fault
+        self.exit = exit
 
 
 def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Tensor:
     """Return the loss of a batch as one scalar tensor.
 
     Where the loss function fails on an output that is not a tensor, the error is replaced by a
-    `LossInputError` that says what the output was. A tensor output takes the short way: this runs
+    `PartInputError` that says what the output was. A tensor output takes the short way: this runs
     in every step.
     """
     # torch cannot compile a call inside a try block that breaks the graph. A compiled function that
@@ -40,8 +41,43 @@ def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> T
     try:
         value = loss(output, target)
     except Exception as error:
-        raise LossInputError(_make_loss_input_fault(loss, output, error)) from error
+        raise PartInputError(_make_loss_input_fault(loss, output, error)) from error
     return require_scalar(value)
+
+
+def split_prediction(prediction: Any) -> tuple[Any, Any]:
+    """Returns what `predict` returned as output and target, or raises where it is not a pair."""
+    if isinstance(prediction, (tuple, list)) and len(prediction) == 2:
+        output, target = prediction
+        return output, target
+    found = (
+        f"a tensor of shape {tuple(prediction.shape)}"
+        if isinstance(prediction, Tensor)
+        else (_describe_model_output(prediction))
+    )
+    raise EchelonError(
+        Fault(
+            f"the experiment's predict returned {found}, not (output, target)",
+            "let it return both: predict=lambda model, batch: (model(…), target)",
+        )
+    )
+
+
+def update_metric(name: str, metric: Any, output: Any, target: Any) -> None:
+    """Updates a metric with a batch; what it cannot take becomes a `PartInputError`."""
+    try:
+        metric.update(output, target)
+    except Exception as error:
+        message = traceback.format_exception_only(error)[0].strip()
+        given = f"output {_describe_value(output)} and target {_describe_value(target)}"
+        raise PartInputError(
+            Fault(
+                f"the metric {name!r}, a {type(metric).__name__}, cannot take the {given}: "
+                f"{message}",
+                "give one for this task, or prepare output and target with a wrapper of its update",
+            ),
+            exit=ExitCode.FAILED,
+        ) from error
 
 
 def require_scalar(loss: Any) -> Tensor:
@@ -107,6 +143,13 @@ def _describe_model_output(output: Any) -> str:
     if isinstance(output, dict):
         return f"a {type(output).__name__} with {', '.join(map(repr, list(output)[:5]))}"
     return f"something of type {type(output).__name__}"
+
+
+def _describe_value(value: Any) -> str:
+    """Describes an output or a target, such as "float32 (32, 3)"."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return _describe_model_output(value)
 
 
 def _describe_type(loss: Any) -> str:

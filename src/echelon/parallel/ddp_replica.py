@@ -22,7 +22,7 @@ from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, BlockSlice
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, Predict, default_predict
-from echelon.experiment.loss_check import compute_loss
+from echelon.experiment.loss_check import compute_loss, split_prediction
 from echelon.experiment.optimizer_step import (
     UnprofiledStep,
     list_trained_parameters,
@@ -291,9 +291,9 @@ class _WeightedLoss(nn.Module):
         """Return the mean loss over `data`. This is the function that `trainer.compile`
         compiles."""
         if self._precision.half_dtype is None:  # even an empty context costs 1 % of a small step
-            return compute_loss(self.loss, *self.predict(self.model, data))
+            return compute_loss(self.loss, *split_prediction(self.predict(self.model, data)))
         with self._precision.autocast():
-            return compute_loss(self.loss, *self.predict(self.model, data))
+            return compute_loss(self.loss, *split_prediction(self.predict(self.model, data)))
 
     def forward(self, data: Any, weight: float) -> Tensor:
         """Return the scaled loss plus a term whose gradient is the requests and the loss.

@@ -25,7 +25,7 @@ from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, BatchSource, BlockSlice
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, default_predict
-from echelon.experiment.loss_check import compute_loss
+from echelon.experiment.loss_check import compute_loss, split_prediction
 from echelon.experiment.optimizer_step import list_trained_parameters, update_weights
 from echelon.experiment.precision import Precision
 from echelon.parallel.process_group import broadcast_buffers
@@ -178,7 +178,7 @@ class FSDPReplica:
         fault."""
         with self._precision.autocast():
             try:
-                output, target = self._predict(self.experiment.model, data)
+                output, target = split_prediction(self._predict(self.experiment.model, data))
             except RuntimeError as error:
                 if not _is_dtensor_error(error):
                     raise

@@ -64,10 +64,9 @@ def make_failure_from_exception(
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, host, step, "interrupted", "", ExitCode.INTERRUPTED)
     original = _read_original_traceback(error)
-    summary = original.message if original else _format_message(error)
     detail = original.detail if original else format_user_traceback(error)
     detail += f"  hint: {hint}\n" if hint else ""
-    return Failure(rank, host, step, shorten_to_line(summary), detail)
+    return Failure(rank, host, step, shorten_to_line(format_message(error)), detail)
 
 
 def shorten_to_line(text: str) -> str:
@@ -75,8 +74,13 @@ def shorten_to_line(text: str) -> str:
     return truncate_text(" ".join(text.split()), _MAX_SUMMARY_CHARACTERS)
 
 
-def _format_message(error: BaseException) -> str:
-    """Return the type and the message of an exception, without the notes that were added to it."""
+def format_message(error: BaseException) -> str:
+    """Return the type and the message of an exception, without the notes that were added to it.
+
+    Of an exception that torch has brought from a loader process, they are those of the original.
+    """
+    if original := _read_original_traceback(error):
+        return original.message
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
     return traceback.format_exception_only(error)[0]
@@ -99,6 +103,12 @@ def find_user_frame_indices(error: BaseException) -> list[int]:
     """Return the indices of the frames of a traceback that are in the user's files."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [i for i, file in enumerate(files) if not file.startswith(_NON_USER_PREFIXES)]
+
+
+def is_from_user_code(error: BaseException) -> bool:
+    """Return whether a line of the user's is in the traceback, here or in a loader process."""
+    original = _read_original_traceback(error)
+    return original.is_from_user_code if original else bool(find_user_frame_indices(error))
 
 
 def find_last_user_line(error: BaseException) -> str | None:
@@ -124,6 +134,8 @@ class OriginalTraceback(NamedTuple):
     """The type and the message of the exception that was raised there."""
     detail: str
     """Where it was raised, and its traceback from the user's first frame on."""
+    is_from_user_code: bool
+    """Whether a line of the user's is in it."""
 
 
 _RERAISED = re.compile(r"Caught \S+ (in [^\n]+)\.\nOriginal (Traceback \(.*)", re.DOTALL)
@@ -142,17 +154,23 @@ def _read_original_traceback(error: BaseException) -> OriginalTraceback | None:
     where, text = found[1], found[2].rstrip() + "\n"
     before, *blocks = text.split(_TRACEBACK_HEADER)
     frames = [re.split(r'^(?=  File ")', block, flags=re.MULTILINE) for block in blocks]
-    shown = before + "".join(_TRACEBACK_HEADER + "".join(_drop_torch_frames(f)) for f in frames)
+    starts = [_find_first_user_frame(block) for block in frames]
+    shown = before + "".join(
+        _TRACEBACK_HEADER + "".join(block[start or 0 :])
+        for block, start in zip(frames, starts, strict=True)
+    )
     last_lines = frames[-1][-1].splitlines() if frames else []
     message = "\n".join(itertools.dropwhile(lambda line: line.startswith("  "), last_lines))
-    return OriginalTraceback(message, f"{where[0].upper()}{where[1:]}:\n{shown}")
+    detail = f"{where[0].upper()}{where[1:]}:\n{shown}"
+    return OriginalTraceback(message, detail, any(start is not None for start in starts))
 
 
-def _drop_torch_frames(frames: list[str]) -> list[str]:
-    """Return the frames of a printed traceback from the user's first one on, or all of them."""
-    files = [frame.split('"')[1] if frame.startswith('  File "') else "" for frame in frames]
-    is_users = [bool(file) and not file.startswith(_NON_USER_PREFIXES) for file in files]
-    return frames[is_users.index(True) :] if any(is_users) else frames
+def _find_first_user_frame(frames: list[str]) -> int | None:
+    """Return the index of the user's first frame in a printed traceback, or None."""
+    for index, frame in enumerate(frames):
+        if frame.startswith('  File "') and not frame.split('"')[1].startswith(_NON_USER_PREFIXES):
+            return index
+    return None
 
 
 def make_failure_from_exit_code(code: int, rank: int, step: int | None) -> Failure:

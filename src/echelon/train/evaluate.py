@@ -16,6 +16,7 @@ from torch import Tensor
 from echelon.data.batches import BatchSource, EvalOrder
 from echelon.experiment.checks import get_named_metrics, is_metrics_factory
 from echelon.experiment.definition import Experiment, default_predict
+from echelon.experiment.loss_check import update_metric
 from echelon.experiment.module_modes import use_eval_mode
 from echelon.experiment.precision import Precision
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
@@ -80,7 +81,7 @@ class Evaluator:
             for name, metric in self.metrics.items():
                 if can_merge_states(metric):
                     metric.reset()
-                    metric.update(output, target)
+                    update_metric(name, metric, output, target)
                     batch_statistics |= _read_metric_state(name, metric)
                 else:
                     batch_statistics |= {"output": output.cpu(), "target": target.cpu()}
@@ -121,7 +122,9 @@ class Evaluator:
             else:
                 for found in in_order:
                     where = self.output_device
-                    metric.update(found["output"].to(where), found["target"].to(where))
+                    update_metric(
+                        name, metric, found["output"].to(where), found["target"].to(where)
+                    )
             results |= _flatten_result(name, metric.compute())
         return results
 

@@ -25,8 +25,12 @@ from echelon.config.validate import (
 )
 from echelon.data.loader_errors import explain_dead_loader
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.experiment.error_hints import explain_batch_error, explain_process_group_error
-from echelon.experiment.loss_check import LossInputError
+from echelon.experiment.error_hints import (
+    explain_batch_error,
+    explain_process_group_error,
+    suggest_remedy,
+)
+from echelon.experiment.loss_check import PartInputError
 from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.process_group import RankGroup
@@ -220,11 +224,11 @@ class RankWorker:
 
         if isinstance(error, PeerFailedError):
             return error.failure
-        loss_fault: Fault | None = None
-        if isinstance(error, LossInputError) and error.__cause__ is not None:
-            loss_fault, error = error.fault, error.__cause__
+        part_error = error if isinstance(error, PartInputError) else None
+        if part_error is not None and part_error.__cause__ is not None:
+            error = part_error.__cause__
         if dead_loader := explain_dead_loader(error, self.config.trainer.loader_workers):
-            error, loss_fault = dead_loader, None
+            error, part_error = dead_loader, None
         if self.group is not None and _is_connection_error(error):
             peer_failure = self.group.wait_for_failure(_CAUSE_TIMEOUT_S)
             if peer_failure is not None:
@@ -233,26 +237,28 @@ class RankWorker:
             error = explain_out_of_memory(
                 full, self.config, self.group.world, self.run, self.training
             )
-            loss_fault = None
-        elif loss_fault is None and (mistake := self._explain_mistake(error)):
+            part_error = None
+        elif part_error is None and (mistake := self._explain_mistake(error)):
             error = mistake
         step = self.heartbeat.step if self.training is not None else None
         # A loss of the user's own keeps its traceback, with the remedy as a hint; the traceback of
         # a loss of torch would show the user nothing, so the fault replaces it.
-        if loss_fault is not None and not failures.find_user_frame_indices(error):
-            error = EchelonError(loss_fault)
-        hint = loss_fault.do if loss_fault is not None else ""
+        if part_error is not None and not failures.find_user_frame_indices(error):
+            error = EchelonError(part_error.fault, exit=part_error.exit)
+        hint = part_error.fault.do if part_error is not None else suggest_remedy(error)
         return failures.make_failure_from_exception(error, self.rank, step, hint)
 
     def _explain_mistake(self, error: BaseException) -> EchelonError | None:
         """Returns the error of a mistake in the experiment that torch reports in its own words."""
         location = failures.find_last_user_line(error)
-        if location is not None:
-            fault = explain_process_group_error(error, location)
-            return EchelonError(fault) if fault else None
+        if location and (fault := explain_process_group_error(error, location)):
+            return EchelonError(fault)
         if self.training is None or isinstance(error, EchelonError):
             return None
-        fault = explain_batch_error(error, self.training.experiment)
+        if failures.is_from_user_code(error):
+            return None
+        data_name = "eval_data" if self.training.is_evaluating else "train_data"
+        fault = explain_batch_error(error, self.training.experiment, data_name)
         return EchelonError(fault, exit=ExitCode.FAILED) if fault else None
 
 
