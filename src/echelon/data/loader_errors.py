@@ -26,7 +26,7 @@ _SIGNAL_HINTS = {
 
 
 def explain_dead_loader(error: BaseException, workers: int) -> EchelonError | None:
-    """Returns the error for a loader process that died, or None where `error` is another one.
+    """Return the error for a loader process that died, or None where `error` is another one.
 
     `workers` is the number of loader processes of this rank.
     """

@@ -95,7 +95,7 @@ def describe_wrong_type(part: Any) -> str:
 
 
 def _find_wrapper_fault(model: nn.Module) -> Fault | None:
-    """Returns the fault of a model that is wrapped for several processes already, or has such a
+    """Return the fault of a model that is wrapped for several processes already, or has such a
     part."""
     for name, module in model.named_modules():
         kinds = [k for k in type(module).__mro__ if k.__module__.startswith("torch.")]

@@ -86,7 +86,7 @@ _NO_GROUP = "Default process group has not been initialized"
 
 
 def make_batch_type_error(batch: Any) -> EchelonError:
-    """Returns the error for a batch that is not `(*inputs, target)` where there is no `predict`."""
+    """Return the error for a batch that is not `(*inputs, target)` where there is no `predict`."""
     if isinstance(batch, Mapping):
         names = [repr(name) for name in batch]
         what = f"a {type(batch).__name__} with {', '.join(names[:5])}"
@@ -107,7 +107,7 @@ def make_batch_type_error(batch: Any) -> EchelonError:
 def explain_batch_error(
     error: BaseException, experiment: Experiment, data_name: str
 ) -> Fault | None:
-    """Returns the fault of data that the model or the loss cannot take, or None for another error.
+    """Return the fault of data that the model or the loss cannot take, or None for another error.
 
     `data_name` is the part of the experiment that the batch is from, `train_data` or `eval_data`.
     The caller has made sure that no line of the user's is in the traceback: there it would say
@@ -131,7 +131,7 @@ def explain_batch_error(
 
 
 def suggest_remedy(error: BaseException) -> str:
-    """Returns a hint to print below the user's own traceback, or an empty string."""
+    """Return a hint to print below the user's own traceback, or an empty string."""
     message = _format_message(error)
     if _NO_CUDA.search(message):
         return "leave .cuda() and .to(device) out: Echelon moves the model and every batch"
@@ -141,7 +141,7 @@ def suggest_remedy(error: BaseException) -> str:
 
 
 def _describe_data(experiment: Experiment, name: str) -> str:
-    """Describes the columns of the data and the model's parameters, where they are known."""
+    """Describe the columns of the data and the model's parameters, where they are known."""
     columns = get_columns(getattr(experiment, name))
     if columns is None:
         return ""
@@ -151,12 +151,12 @@ def _describe_data(experiment: Experiment, name: str) -> str:
 
 
 def _name_dtype(column: Any) -> str:
-    """Returns the name of a type of numbers, such as `float32`."""
+    """Return the name of a type of numbers, such as `float32`."""
     return str(column.dtype).removeprefix("torch.")
 
 
 def explain_process_group_error(error: BaseException, location: str) -> Fault | None:
-    """Returns the fault of an experiment that opens or uses a process group by itself, or None.
+    """Return the fault of an experiment that opens or uses a process group by itself, or None.
 
     `location` is the line of the user's that did so, as FILE:LINE.
     """
@@ -178,7 +178,7 @@ def explain_process_group_error(error: BaseException, location: str) -> Fault | 
 
 
 def require_no_process_group() -> None:
-    """Raises where the experiment has opened a process group of its own."""
+    """Raise where the experiment has opened a process group of its own."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise EchelonError(
             Fault(
@@ -190,5 +190,5 @@ def require_no_process_group() -> None:
 
 
 def _format_message(error: BaseException) -> str:
-    """Returns the type and the message of an exception in one line."""
+    """Return the type and the message of an exception in one line."""
     return " ".join(format_message(error).split()).removesuffix(".")

@@ -46,7 +46,7 @@ def compute_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> T
 
 
 def split_prediction(prediction: Any) -> tuple[Any, Any]:
-    """Returns what `predict` returned as output and target, or raises where it is not a pair."""
+    """Return what `predict` returned as output and target, or raises where it is not a pair."""
     if isinstance(prediction, (tuple, list)) and len(prediction) == 2:
         output, target = prediction
         return output, target

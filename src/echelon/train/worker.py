@@ -249,7 +249,7 @@ class RankWorker:
         return failures.make_failure_from_exception(error, self.rank, step, hint)
 
     def _explain_mistake(self, error: BaseException) -> EchelonError | None:
-        """Returns the error of a mistake in the experiment that torch reports in its own words."""
+        """Return the error of a mistake in the experiment that torch reports in its own words."""
         location = failures.find_last_user_line(error)
         if location and (fault := explain_process_group_error(error, location)):
             return EchelonError(fault)
