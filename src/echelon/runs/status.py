@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import ExitCode
+from echelon.runs.failure import shorten_to_line
 from echelon.runs.metrics_file import is_number
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
@@ -288,7 +289,7 @@ def _derive_from_folder(facts: FolderFacts) -> tuple[str, str] | None:
 def _describe_failure(facts: FolderFacts) -> str:
     """Return one line on why a run failed: its first failure, or where to look."""
     if failure := facts.failure:
-        return f"rank {failure.get('rank')}: {' '.join(str(failure.get('summary', '')).split())}"
+        return f"rank {failure.get('rank')}: {shorten_to_line(str(failure.get('summary', '')))}"
     code = "" if facts.exit_code is None else f"exit code {facts.exit_code}; "
     return f"{code}see `echelon logs {facts.run.name}`"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode
+from echelon.runs.failure import shorten_to_line
 from echelon.runs.run_folder import Run
 from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key, to_tracker_name
 from echelon.sweep.sweep_file import SweepFile
@@ -220,12 +221,12 @@ def _find_failure_cause(run: Run, code: int) -> str:
         return "cancelled"
     failure = run.read_status_file().get("failure")
     if code != ExitCode.OK and isinstance(failure, dict) and failure.get("summary"):
-        return " ".join(str(failure["summary"]).split())
+        return shorten_to_line(str(failure["summary"]))
     for log in (run.logs_folder / "trial.log", run.job_log_file):
         lines = [line.strip() for line in _read_tail(log).splitlines() if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if errors or lines:
-            return (errors or lines)[-1]
+            return shorten_to_line((errors or lines)[-1])
     return f"exit code {code}"
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from echelon.config.untrusted import WandbTrial
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.cancel import cancel_runs
+from echelon.runs.failure import shorten_to_line
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.runs.status import read_run_status
@@ -191,11 +192,11 @@ def _find_failure_cause(run: Run, log: Path) -> str:
     the last line of it."""
     failure = run.read_status_file().get("failure")
     if isinstance(failure, dict) and failure.get("summary"):
-        return str(failure["summary"])
+        return shorten_to_line(str(failure["summary"]))
     lines = log.read_text(errors="replace", encoding="utf-8").split("\n") if log.exists() else []
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     printed = [line.strip() for line in lines if line.strip()]
-    return (errors[:1] or printed[-1:] or ["it printed nothing"])[0]
+    return shorten_to_line((errors[:1] or printed[-1:] or ["it printed nothing"])[0])
 
 
 def _build_trial_command(settings: SweepSettings, trial: WandbTrial, run_dir: Path) -> list[str]:
