@@ -100,3 +100,16 @@ def test_a_trial_that_was_cut_off_is_given_back_and_the_job_goes_on_in_another(
     ended, found = results(tmp_path, Worlds((1.0, KILLED, False)), in_job=True)
     assert ended == ExitCode.PREEMPTED
     assert [result.state for result in found] == ["waiting"]
+
+
+def test_the_cause_of_a_failed_trial_is_one_short_line(tmp_path: Path) -> None:
+    class FailingWorlds(Worlds):
+        def start(self, config: Config, run: Run, variables: Mapping[str, str]) -> World:
+            world = super().start(config, run, variables)
+            (run.logs_folder / "trial.log").write_text("error: it broke" + " and broke" * 100)
+            return world
+
+    _, found = results(tmp_path, FailingWorlds((1.0, 1, False), (1.0, 1, False)))
+    assert [result.state for result in found] == ["failed", "failed"]
+    assert found[0].cause.startswith("it broke and broke")
+    assert len(found[0].cause) == 200
