@@ -204,8 +204,8 @@ def make_user_experiment(function: Callable[..., Any]) -> UserExperiment:
 
     Raises an EchelonError if a worker could not import it, or if its file is being imported by one.
     """
-    from echelon.config.compose import UserExperiment
-    from echelon.experiment.loading import find_settings_class, is_loading
+    from echelon.experiment.loading import is_loading
+    from echelon.experiment.settings_declaration import describe_experiment
 
     name, file = function.__qualname__, Path(inspect.getfile(function)).resolve()
     if is_loading():
@@ -222,7 +222,7 @@ def make_user_experiment(function: Callable[..., Any]) -> UserExperiment:
                 "define it at the top level of its file",
             )
         )
-    return UserExperiment(f"{file}:{name}", find_settings_class(function))
+    return describe_experiment(f"{file}:{name}", function)
 
 
 def extract_user_experiment(overrides: Sequence[str]) -> tuple[list[str], UserExperiment | None]:

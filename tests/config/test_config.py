@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from echelon.config.compose import BUNDLED_CONF_DIR, UserExperiment, compose, recompose
+from echelon.config.compose import UserExperiment, compose, recompose
+from echelon.config.hydra_files import BUNDLED_CONF_DIR
 from echelon.config.schema import Config, build_config, find_differences
 from echelon.errors import EchelonError
 from echelon.runs.create import create_run
@@ -128,7 +129,7 @@ def test_a_plus_does_not_add_undeclared_settings() -> None:
     }
 
 
-def test_an_unannotated_experiment_takes_any_setting() -> None:
+def test_settings_of_an_experiment_whose_source_is_not_known() -> None:
     config = compose(["lr=0.3", "anything=text", "deep.er=2", "listed=[1,a]"], FREE)
     assert config.experiment_settings == {
         "lr": 0.3,
@@ -138,6 +139,93 @@ def test_an_unannotated_experiment_takes_any_setting() -> None:
     }
     found = list_faults(["trainer.batchsize=3", "free=1"], FREE)
     assert list(found) == ["trainer.batchsize=3: there is no such setting"]
+
+
+def test_without_a_class_a_setting_is_what_the_code_reads(tmp_path: Path) -> None:
+    reads = UserExperiment("/tmp/mine.py:experiment", None, frozenset({"lr", "deep"}))
+    config = compose(["lr=fast", "deep.er=2", "+extra=1"], reads)
+    assert config.experiment_settings == {"lr": "fast", "deep": {"er": 2}, "extra": 1}
+    assert list_faults(["lrr=0.1"], reads) == {
+        "lrr=0.1: there is no such setting": "did you mean 'lr'? +lrr=0.1 passes it to the "
+        "experiment all the same"
+    }
+    conf = _write_conf(
+        tmp_path, {"config.yaml": "defaults: [echelon, _self_]\nexperiment: {depth: 3}\n"}
+    )
+    assert compose(["depth=4"], reads, conf).experiment_settings == {"depth": 4}
+
+
+@dataclass
+class Optimizer:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+@dataclass
+class NestedSettings:
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    layers: list[Optimizer] = field(default_factory=list)
+    reduction: Literal["mean", "sum"] = "mean"
+    folder: Path | None = None
+
+
+NESTED = UserExperiment("/tmp/mine.py:experiment", NestedSettings)
+
+
+def test_nested_settings_are_checked_at_any_depth(tmp_path: Path) -> None:
+    words = ["optimizer.lr=1", "optimizer.betas=[1,2]", "layers=[{lr: 2}]", "folder=a/b"]
+    config = compose(words, NESTED)
+    assert config.experiment_settings == {
+        "optimizer": {"lr": 1.0, "betas": [1.0, 2.0]},
+        "layers": [{"lr": 2.0, "betas": [0.9, 0.99]}],
+        "reduction": "mean",
+        "folder": "a/b",
+    }
+    assert recompose(config, ["optimizer.lr=3"], "b", tmp_path, NESTED).experiment_settings[
+        "optimizer"
+    ] == {"lr": 3.0, "betas": [1.0, 2.0]}
+    found = list_faults(
+        ["optimizer.lrr=1", "layers=[{lrr: 2}]", "reduction=men", "optimizer=fast", "lr.a=1"],
+        NESTED,
+    )
+    assert list(found) == [
+        "lr.a=1: there is no such setting",
+        "optimizer=fast: a group of settings, not one value",
+        "layers=[{'lrr': 2}]: layers[0].lrr: there is no such setting",
+        "reduction=men: not one of mean, sum",
+    ]
+    assert "conf/optimizer/fast.yaml" in found["optimizer=fast: a group of settings, not one value"]
+    [hint] = list_faults(["optimizer.lrr=1"], NESTED).values()
+    assert hint == "did you mean 'optimizer.lr'? also like it: optimizer.betas"
+
+
+def test_settings_without_a_default_are_asked_for_together() -> None:
+    settings = make_dataclass("Needy", [("width", int), ("depth", int)])
+    found = list_faults(["width=x", "lrr=1"], UserExperiment("/tmp/mine.py:experiment", settings))
+    assert list(found) == [
+        "lrr=1: there is no such setting",
+        "width=x: not a whole number",
+        "depth has no value: Needy declares no default",
+    ]
+    assert found["depth has no value: Needy declares no default"] == "give one: depth=VALUE"
+
+
+@pytest.mark.parametrize("name", ["seed", "trainer", "run", "mode", "entry"])
+def test_a_setting_with_the_name_of_one_of_ours_is_named(name: str) -> None:
+    declared = UserExperiment("/tmp/mine.py:fn", make_dataclass("Own", [(name, int, 3)]))
+    read = UserExperiment("/tmp/mine.py:fn", None, frozenset({name, "lr"}), has_exact_names=True)
+    words = UserExperiment("/tmp/mine.py:fn", None, frozenset({name, "lr"}))
+    for own, start in ((declared, "Own declares"), (read, "fn reads")):
+        [(what, do)] = list_faults([], own).items()
+        assert what.startswith(f"{start} a setting {name!r}, but {name} is a setting of Echelon")
+        assert do.startswith("rename yours, for example to ")
+    assert compose([], words).experiment_settings == {}, "such words may mean anything"
+
+
+def test_a_word_for_a_group_that_does_not_exist() -> None:
+    [(what, do)] = list_faults(["model=huge"], TYPED).items()
+    assert what == "model=huge: there is no such setting, and no config group 'model'"
+    assert do.endswith("write conf/model/huge.yaml beside your experiment")
 
 
 # --- all faults together ------------------------------------------------------------------------
@@ -330,10 +418,66 @@ def test_faults_in_a_users_files_are_reported_with_the_others(tmp_path: Path) ->
         assert [what for what in found if what.startswith(start)], (start, list(found))
 
 
-def test_a_file_that_does_not_compose_is_named(tmp_path: Path) -> None:
-    conf = _write_conf(tmp_path, {"config.yaml": "defaults: [echelon, {launch: nowhere}]\n"})
-    [what] = list_faults([], TYPED, conf)
-    assert str(conf / "config.yaml") in what
+@pytest.mark.parametrize(
+    ("files", "words", "what", "do"),
+    [
+        (
+            {"config.yaml": "experiment: {lr: 0.7}\n"},
+            [],
+            "config.yaml has no line `defaults`",
+            "begin it with:  defaults: [echelon, _self_]",
+        ),
+        ({"config.yaml": ""}, [], "config.yaml has no line `defaults`", "begin it with"),
+        (
+            {"config.yaml": "defaults: [echelon, {launch: nowhere}]\n"},
+            [],
+            "config.yaml names launch/nowhere in its defaults, but there is no such file",
+            "launch/nowhere.yaml, or choose another; known: env, inline, local, slurm, ssh",
+        ),
+        (
+            {"config.yaml": "defaults: [echelon, {model: huge}]\n", "model/small.yaml": "a: 1\n"},
+            [],
+            "config.yaml names model/huge in its defaults, but there is no such file",
+            "model/huge.yaml, or choose another; known: small",
+        ),
+        (
+            {"config.yaml": "defaults: [echelon]\n", "model/small.yaml": "a: 1\n"},
+            ["model=small"],
+            "config.yaml does not list model in its defaults",
+            "add `- model: small` there, or type +model=small",
+        ),
+        (
+            {"config.yaml": "defaults: [echelon]\n", "model/small.yaml": "a: 1\n"},
+            ["model=huge"],
+            "model=huge: there is no such model",
+            "known: small",
+        ),
+        ({"config.yaml": "defaults: [echelon]\na: [\n"}, [], "config.yaml:3 cannot be", "fix that"),
+    ],
+)
+def test_a_file_that_does_not_compose_is_named(
+    files: dict[str, str], words: list[str], what: str, do: str, tmp_path: Path
+) -> None:
+    [(found, hint)] = list_faults(words, TYPED, _write_conf(tmp_path, files)).items()
+    assert what in found
+    assert do in hint
+    assert "\n" not in found
+
+
+def test_interpolations_of_files_refer_to_what_was_typed(tmp_path: Path) -> None:
+    conf = _write_conf(
+        tmp_path,
+        {
+            "config.yaml": "defaults: [echelon, _self_]\nexperiment:\n  lr: ${trainer.clip}\n"
+            "  sizes: ['${seed}', 2]\n  name: ${.layers}\n"
+        },
+    )
+    settings = compose(["trainer.clip=2", "seed=5", "layers=9"], TYPED, conf).experiment_settings
+    assert (settings["lr"], settings["sizes"], settings["name"]) == (2.0, [5, 2], "9")
+    assert compose(["lr=1", "name=a"], TYPED, conf).experiment_settings["lr"] == 1.0
+    text = "defaults: [echelon]\nexperiment: {lr: '${nothing}'}\n"
+    [what] = list_faults([], TYPED, _write_conf(tmp_path / "other", {"config.yaml": text}))
+    assert what.startswith("experiment.lr in the configuration files: Interpolation key 'nothing'")
 
 
 def test_hydras_global_state_is_restored() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.config.compose import BUNDLED_CONF_DIR, compose
+from echelon.config.compose import compose
+from echelon.config.hydra_files import BUNDLED_CONF_DIR
 from echelon.config.schema import LAUNCHERS
 from echelon.launch.registry import LAUNCHER_CLASSES, make_launcher
 

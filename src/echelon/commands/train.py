@@ -21,6 +21,7 @@ from echelon.errors import EchelonError, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
+    from echelon.config.schema import Config
 
 
 def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None) -> NoReturn:
@@ -177,4 +178,27 @@ def resume(words: list[str]) -> int:
         # The run may have begun from a snapshot of another run, or with resume=never. Now it has
         # to continue from its own snapshots. First in the list, so that the user can override it.
         given.overrides.insert(0, "trainer.resume=auto")
-    return start_run(recompose(config, given.overrides, name=run.name, folder=run.folder.parent))
+    experiment = _find_resumed_experiment(config, given.overrides)
+    return start_run(
+        recompose(config, given.overrides, run.name, run.folder.parent, user_experiment=experiment)
+    )
+
+
+def _find_resumed_experiment(config: Config, overrides: Sequence[str]) -> UserExperiment | None:
+    """Return the experiment of a run, if it is a user's and one of its settings is changed.
+
+    Its file is imported for that, which takes seconds; otherwise its settings stay as they are.
+    """
+    from echelon.config.given_values import SECTIONS
+
+    entry = str(config.experiment.get("entry", ""))
+    changes_own = any(
+        word.lstrip("+~").partition("=")[0].partition(".")[0] not in SECTIONS[1:]
+        for word in overrides
+    )
+    if not changes_own or not entry.rpartition(":")[0].endswith(".py"):
+        return None
+    from echelon.experiment.loading import load_function
+    from echelon.experiment.settings_declaration import describe_experiment
+
+    return describe_experiment(entry, load_function(entry))

@@ -8,9 +8,8 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch import nn
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.experiment.checks import describe_wrong_type, find_part_faults
 from echelon.experiment.definition import Experiment
+from echelon.experiment.settings_declaration import build_settings
 
 _is_loading = False
 
@@ -92,22 +92,6 @@ def _is_from_file(module: types.ModuleType, path: Path) -> bool:
     return file is not None and Path(file).resolve() == path.resolve()
 
 
-def find_settings_class(function: Callable[..., Any]) -> type | None:
-    """Return the dataclass that an experiment annotates its argument with, or None."""
-    own = [name for name in inspect.signature(function).parameters if name != "devices"]
-    if not own:
-        return None
-    first = own[0]
-    hint = get_type_hints(function).get(first)
-    if hint in (bool, int, float, str):
-        name = function.__name__
-        raise _make_usage_error(
-            f"{name} takes {first}: {hint.__name__}, but all settings come as one object",
-            f"declare them in a dataclass, def {name}(cfg: Settings), and use cfg.{first}",
-        )
-    return hint if isinstance(hint, type) and is_dataclass(hint) else None
-
-
 def accepts_devices(function: Callable[..., Any]) -> bool:
     """Return whether the experiment places its layers itself."""
     return "devices" in inspect.signature(function).parameters
@@ -121,8 +105,7 @@ def build_experiment(
     Returns the experiment, and whether it has placed its layers itself.
     """
     function = load_function(entry)
-    declared = find_settings_class(function)
-    cfg = declared(**settings) if declared else types.SimpleNamespace(**settings)
+    cfg = build_settings(function, settings)
     places_layers = accepts_devices(function)
     own_parameters = _find_settings_parameters(function, entry)
     if own_parameters and next(iter(inspect.signature(function).parameters)) == "devices":

@@ -13,7 +13,8 @@ from echelon.config.schema import Config
 from echelon.config.untrusted import apply_trial, parse_wandb_trial, read_wandb_trial
 from echelon.config.validate import check_min_batch_size
 from echelon.errors import EchelonError
-from echelon.experiment.loading import find_settings_class, load_function
+from echelon.experiment.loading import load_function
+from echelon.experiment.settings_declaration import describe_experiment
 from echelon.parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
@@ -40,10 +41,8 @@ def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, s
 
 
 def _find_user_experiment(entry: str) -> UserExperiment | None:
-    """Return the user's experiment with its settings class, where the experiment is a file of the
+    """Return the user's experiment with its settings, where the experiment is a file of the
     user."""
     if not entry.rpartition(":")[0].endswith(".py"):
         return None
-    from echelon.config.compose import UserExperiment  # with Hydra, which a worker does without
-
-    return UserExperiment(entry, find_settings_class(load_function(entry)))
+    return describe_experiment(entry, load_function(entry))
