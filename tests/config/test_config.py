@@ -475,7 +475,7 @@ def test_interpolations_of_files_refer_to_what_was_typed(tmp_path: Path) -> None
     settings = compose(["trainer.clip=2", "seed=5", "layers=9"], TYPED, conf).experiment_settings
     assert (settings["lr"], settings["sizes"], settings["name"]) == (2.0, [5, 2], "9")
     assert compose(["lr=1", "name=a"], TYPED, conf).experiment_settings["lr"] == 1.0
-    text = "defaults: [echelon]\nexperiment: {lr: '${nothing}'}\n"
+    text = "defaults: [echelon, _self_]\nexperiment: {lr: '${nothing}'}\n"
     [what] = list_faults([], TYPED, _write_conf(tmp_path / "other", {"config.yaml": text}))
     assert what.startswith("experiment.lr in the configuration files: Interpolation key 'nothing'")
 
