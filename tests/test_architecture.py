@@ -48,7 +48,7 @@ LEVELS = {
     "doctor": 8,
     "preflight": 8,
     "sweep": 8,
-    "submit": 8,
+    "submission": 8,
     "ssh_setup": 9,
     "entrypoint": 9,
     "commands": 9,
@@ -62,7 +62,7 @@ BESIDE = {
     ("config", "world"),
     ("launch", "tracking"),
     ("preflight", "doctor"),
-    ("submit", "sweep"),
+    ("submission", "sweep"),
     ("commands", "entrypoint"),
     ("commands", "ssh_setup"),
     ("commands", "cli"),
@@ -92,11 +92,11 @@ ASKING_FOR_A_LAUNCHER = {
     "launch/registry.py": "from the kind to the launcher",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",
     "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
-    "submit/enqueue.py": "sbatch is asked before anything is copied",
-    "submit/launch_modes.py": "a command's GPUs are counted from what the job asks of Slurm",
-    "submit/plan.py": "commands become jobs of Slurm's queue, or run one by one here",
-    "submit/submit_commands.py": "the same",
-    "submit/wandb_agent.py": "inside a job a trial is a step of srun",
+    "submission/enqueue.py": "sbatch is asked before anything is copied",
+    "submission/launch_modes.py": "a command's GPUs are counted from what the job asks of Slurm",
+    "submission/plan.py": "commands become jobs of Slurm's queue, or run one by one here",
+    "submission/submit_commands.py": "the same",
+    "submission/wandb_agent.py": "inside a job a trial is a step of srun",
     "sweep/plan.py": "the launcher is kept with the sweep",
     "sweep/run_sweep.py": "on Slurm the workers are an array of jobs",
     "sweep/worker.py": "in a job a trial is a step of srun",
@@ -378,7 +378,7 @@ def test_a_local_launch_imports_no_other_way_to_train(tmp_path: Path) -> None:
 def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "experiment_configurations.txt").write_text("/bin/echo here\n")
     loaded = _loaded_by(["submit", "--dry-run"], tmp_path)
-    assert "echelon.submit.plan" in loaded
+    assert "echelon.submission.plan" in loaded
     assert not loaded & {"torch", "torchmetrics", "wandb", "numpy"}
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.create import assign_numbered_names, create_run
+from echelon.runs.run_folder import Run
+from echelon.runs.submitted_run import place_beside_submitted_run
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
@@ -49,9 +51,15 @@ def train(
 
 
 def train_multirun(
-    overrides: Sequence[str], experiment: UserExperiment | None = None, dry_run: bool = False
+    overrides: Sequence[str],
+    experiment: UserExperiment | None = None,
+    dry_run: bool = False,
+    wait: bool = False,
 ) -> int:
-    """`echelon train --multirun`: one run for every combination of the values that are listed."""
+    """`echelon train --multirun`: one run for every combination of the values that are listed.
+
+    Returns 0 once they are queued; if they were waited for or run here, not 0 if one failed.
+    """
     from echelon.config.compose import compose
     from echelon.config.multirun import expand_multirun
     from echelon.launch.registry import make_launcher
@@ -60,10 +68,17 @@ def train_multirun(
     experiment = named_experiment or experiment
     conf_dir = _find_conf_folder(experiment) if experiment else None
     defaults = load_project_defaults()
-    configs = assign_numbered_names(
-        [compose(words, experiment, conf_dir, defaults=defaults) for words in expand_multirun(rest)]
+    composed = (
+        compose(words, experiment, conf_dir, defaults=defaults) for words in expand_multirun(rest)
     )
-    return make_launcher(configs[0]).start_multirun(configs, dry_run, start_run)
+    configs = assign_numbered_names([place_beside_submitted_run(c, os.environ) for c in composed])
+    launcher = make_launcher(configs[0])
+    code = launcher.start_multirun(configs, dry_run, start_run)
+    if dry_run or not (wait and launcher.queue):  # without a queue they are over by now
+        return code
+    from echelon.jobs.wait import wait_for_runs
+
+    return wait_for_runs([Run.from_config(config) for config in configs])
 
 
 def launch_program(
@@ -81,6 +96,7 @@ def launch_program(
             Fault("no program is given", "echelon run launch=local launch.procs=2 -- python FILE")
         )
     config = compose(overrides, program=program, defaults=load_project_defaults())
+    config = place_beside_submitted_run(config, os.environ)
     return start_run(config, dry_run, as_json, wait)
 
 
@@ -143,7 +159,7 @@ def _make_launch_services() -> LaunchServices:
         return run_node_checks(config)
 
     def run_wandb_agent(config: Config) -> int:
-        from echelon.submit.wandb_agent import run_agent_here
+        from echelon.submission.wandb_agent import run_agent_here
 
         return run_agent_here(config, create_run(config))
 
@@ -177,6 +193,7 @@ def compose_config(
     experiment = named_experiment or experiment
     conf_dir = _find_conf_folder(experiment) if experiment else None
     config = compose(rest, experiment, conf_dir, program, defaults=load_project_defaults())
+    config = place_beside_submitted_run(config, os.environ)
     if trial is None or not make_launcher(config).applies_trial:
         return config
     return apply_trial(config, trial, experiment)

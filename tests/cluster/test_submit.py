@@ -17,7 +17,7 @@ from wheels import wheel
 
 from echelon.errors import ExitCode
 from echelon.runs.status import read_run_status
-from echelon.submit.command_file import quote_words
+from echelon.submission.command_file import quote_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

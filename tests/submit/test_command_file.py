@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import EchelonError, ExitCode
-from echelon.submit.command_file import parse_commands, quote_words, read_commands
+from echelon.submission.command_file import parse_commands, quote_words, read_commands
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "command_files.md"
 

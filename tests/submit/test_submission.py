@@ -22,14 +22,14 @@ from echelon.runs import run_folder
 from echelon.runs.create import create_run, generate_run_name
 from echelon.runs.find import find_run, find_runs
 from echelon.runs.run_folder import Run
-from echelon.submit import plan as plans
-from echelon.submit.command_file import parse_commands, quote_words
-from echelon.submit.dry_run import format_words
-from echelon.submit.enqueue import prepare_submission
-from echelon.submit.launch_modes import build_argv, detect_launch_mode
-from echelon.submit.plan import Submission, SubmitRequest
-from echelon.submit.prerequisites import require_prerequisites
-from echelon.submit.source_copy import copy_source, survey_source
+from echelon.submission import plan as plans
+from echelon.submission.command_file import parse_commands, quote_words
+from echelon.submission.dry_run import format_words
+from echelon.submission.enqueue import prepare_submission
+from echelon.submission.launch_modes import build_argv, detect_launch_mode
+from echelon.submission.plan import Submission, SubmitRequest
+from echelon.submission.prerequisites import require_prerequisites
+from echelon.submission.source_copy import copy_source, survey_source
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -341,45 +341,97 @@ def test_secrets_stay_where_they_are(here: Path) -> None:
     assert planned(f"python main.py data/{KEY}.csv --commit {KEY}")
 
 
-def test_a_name_in_use_keeps_its_code(here: Path) -> None:
-    def used(name: str, group: str | None) -> Run:
-        run = create_run(compose([f"run.name={name}"]))
-        run.update_status(state="queued", launcher="slurm")
-        folder = here / "runs" / (group or name)
-        folder.mkdir(exist_ok=True)
-        (folder / run_folder.SUBMISSION_FILE).touch()
-        return run
-
-    def refused(text: str, name: str) -> str:
+def test_a_name_in_use_gets_a_number_and_what_has_it_stays(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepared(text: str, name: str) -> Submission:
         submission = planned(text, "launch=local", name=name, env="none")
-        with pytest.raises(EchelonError) as caught, prepare_submission(submission, os.environ):
-            pass
-        return str(caught.value)
+        return prepare_submission(submission, os.environ)
 
-    used("b-3", "b")
-    assert "b-3 of that name is not over yet" in refused("python main.py", "b")
-    assert "b-3 of that name is not over yet" in refused("python main.py\n" * 2, "b")
-    used("c", None)
-    assert "c is one run" in refused("python main.py\n" * 2, "c")
-    assert "c of that name is not over" in refused("python main.py", "c")
-    used("d-1", None)
-    with prepare_submission(planned("python main.py", "launch=local", name="d"), os.environ):
-        assert "d is being submitted by process" in refused("python main.py", "d")
-    with prepare_submission(planned("python main.py", "launch=local", name="d"), os.environ):
-        pass
+    one, several = "python main.py", "python main.py\n" * 2
+    first = prepared(one, "b")
+    (first.folder / "source" / "written.pt").touch()
+    assert (first.name, first.name_note) == ("b", "")
+    second = prepared(one, "b")
+    assert (second.name, second.runs[0].name) == ("b.2", "b.2")
+    assert second.name_note == "the name b is in use, so this is b.2"
+    assert prepared(several, "b").runs[1].name == "b.3-1"
+    assert (first.folder / "source" / "written.pt").exists()
+    assert prepared(several, "c").name == "c"
+    assert prepared(several, "c").name == "c.2"
+    create_run(compose(["run.name=d-3"]))  # of a multirun, so `d` names a group
+    assert prepared(one, "d").name == "d.2"
+    submitted_alone = prepared(one, "e-1")
+    create_run(submitted_alone.configs[0])
+    assert prepared(one, "e").name == "e"
+    assert prepared(several, "e").name == "e.2"
+    (here / "commands.txt").write_text(one)
+    words = ["submit", "--configs", "commands.txt", "--name", "b", "--env", "none", "--dry-run"]
+    assert run_command(words) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert "the name b is in use, so this is b.4\n" in shown
+    assert f"work: {here}/runs/b.4/work\n" in shown
+
+
+def test_a_batch_script_works_in_a_folder_that_a_restart_finds_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm would run it, with a srun that only runs the program."""
+    srun = '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n'
+    for name, text in {"srun": srun, "scontrol": "#!/bin/sh\necho here\n"}.items():
+        (here / "tools" / name).parent.mkdir(exist_ok=True)
+        (here / "tools" / name).write_text(text)
+        (here / "tools" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}/tools:{os.environ['PATH']}")
+    (here / "main.py").write_text(
+        "import os\nprint(os.environ['ECHELON_RUN'], file=open('out.txt', 'a'))\n"
+    )
+    (here / "main.py").chmod(0o755)
+    submission = planned("python main.py", env="none", links=("tools",))
+    copy_source(submission.source, submission.folder)
+    [run] = submission.runs
+    [job] = submission.build_jobs()
+    for _ in range(2):
+        done = subprocess.run(["bash", "-c", job.script], env=os.environ | {"SLURM_JOB_ID": "7"})
+        assert done.returncode == 0
+    assert (run.work_folder / "out.txt").read_text() == f"{run.folder}\n" * 2
+    assert os.access(run.work_folder / "main.py", os.X_OK)
+    assert os.readlink(run.work_folder / "tools") == str(here / "tools")
+    assert not (submission.source_copy / "out.txt").exists()
+    assert run.exit_code_file.read_text() == "0\n"
+
+
+def test_two_submissions_at_once_get_two_names(here: Path) -> None:
+    """Both were planned before one of them made its folder."""
+    one, other = (planned("python main.py\n" * 2, "launch=local", env="none") for _ in range(2))
+    assert one.name == other.name == "a"
+    assert prepare_submission(one, os.environ).name == "a"
+    assert prepare_submission(other, os.environ).name == "a.2"
+    third = planned("python main.py\n" * 2, "launch=local", env="none")
+    (here / "runs" / "a.3-1").mkdir()  # another one has just begun with it
+    assert prepare_submission(third, os.environ).name == "a.4"
+    assert not (here / "runs" / "a.3").exists()
+
+
+def test_a_submission_that_fails_leaves_its_name_free(here: Path) -> None:
+    (here / "requirements.txt").write_text("six\n")
+    submission = planned("python main.py", "launch=local")
+    with pytest.raises(EchelonError):
+        prepare_submission(submission, os.environ | {"ECHELON_CACHE": "/dev/null/x"})
+    assert not (here / "runs" / "a").exists()
 
 
 def test_an_environment_is_that_of_the_copy(here: Path) -> None:
     (here / "requirements.txt").write_text("six\n")
     submission = planned("python main.py", "launch=local", build="job")
-    with prepare_submission(submission, os.environ | {"ECHELON_CACHE": "cache"}) as kept:
-        (here / "requirements.txt").write_text("rich\n")
-        assert kept.environment
-        assert kept.environment.source == kept.source_copy
-        assert kept.environment.key == plan_environment(kept.source_copy).key
-        lines = "\n".join(kept.render_environment_setup())
-        assert f"ECHELON_CACHE={here}/cache " in lines
-        assert kept.environment.key in lines.splitlines()[-1], "what is there is looked at last"
+    kept = prepare_submission(submission, os.environ | {"ECHELON_CACHE": "cache"})
+    (here / "requirements.txt").write_text("rich\n")
+    assert kept.environment
+    assert kept.environment.source == kept.source_copy
+    assert kept.environment.key == plan_environment(kept.source_copy).key
+    lines = "\n".join(kept.render_environment_setup())
+    assert f"ECHELON_CACHE={here}/cache " in lines
+    assert kept.environment.key in lines.splitlines()[-1], "what is there is looked at last"
 
 
 def test_a_plain_folder_works_as_well(here: Path) -> None:
@@ -526,7 +578,7 @@ def test_secrets_are_read_from_a_file_of_ones_own(here: Path) -> None:
     with pytest.raises(EchelonError, match="chmod 600"):
         read_secrets(str(file))
     with pytest.raises(EchelonError, match="chmod 600"):
-        prepare_submission(planned("python main.py"), os.environ).__enter__()
+        prepare_submission(planned("python main.py"), os.environ)
     file.chmod(0o600)
     assert read_secrets(str(file)) == {"WANDB_API_KEY": KEY, "EMPTY": ""}
     [job] = planned("python main.py").build_jobs()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from command_runner import ECHELON, start
+from command_runner import ECHELON, EXAMPLES, TWO, start
 from wandb_server import SWEEP, serving
 
 from echelon.errors import ExitCode
+from echelon.runs.find import list_runs
 from echelon.runs.run_folder import Run
 
 pytestmark = pytest.mark.slow
@@ -37,14 +40,78 @@ def test_commands_run_here_as_they_would_in_jobs(tmp_path: Path) -> None:
     done = start([*ECHELON, *words], tmp_path, **path).wait()
     assert done.code == 9, done.err
     assert done.left == []
-    copy = str(tmp_path / "runs" / "a" / "source")
+    work = [str(Run(tmp_path / "runs" / f"a-{number}").work_folder) for number in range(4)]
     told = [json.loads(_log(tmp_path, n).splitlines()[0]) for n in range(4)]
-    assert told[0] == [["b c"], copy, "x y", None]
-    assert told[2] == [["1 *-2"], copy, None, None]
-    assert told[3] == [["both"], copy, None, "2"]
+    assert told[0] == [["b c"], work[0], "x y", None]
+    assert told[2] == [["1 *-2"], work[2], None, None]
+    assert told[3] == [["both"], work[3], None, "2"]
     refused = start([*ECHELON, "resume", "a-0"], tmp_path).wait()
     assert refused.code == ExitCode.USAGE
     assert "submit the command again" in refused.err
+
+
+WRITE = """
+import pathlib, sys
+pathlib.Path("checkpoints").mkdir(exist_ok=True)
+pathlib.Path("checkpoints/a.pt").write_text(sys.argv[1])
+"""
+
+
+def test_what_a_command_wrote_stays_when_its_name_is_used_again(tmp_path: Path) -> None:
+    (tmp_path / "write.py").write_text(WRITE)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "README").touch()  # a folder that is part of the source
+    command = [*ECHELON, "submit", "--configs", "c.txt", "launch=local", "--env", "none"]
+    runs = tmp_path / "runs"
+    for text, written in (("1", "ab"), ("2", "ab.2")):
+        (tmp_path / "c.txt").write_text(f"{sys.executable} write.py {text}\n")
+        done = start([*command, "--name", "ab"], tmp_path).wait()
+        assert done.code == 0, done.err
+        assert (runs / written / "work" / "checkpoints" / "a.pt").read_text() == text
+    assert "the name ab is in use, so this is ab.2" in done.err
+    assert (runs / "ab" / "work" / "checkpoints" / "a.pt").read_text() == "1"
+    assert not (runs / "ab" / "source" / "checkpoints" / "a.pt").exists()
+    listed = start([*ECHELON, "jobs", "--json", "--all"], tmp_path).wait()
+    assert {s["run"]: s["state"] for s in json.loads(listed.out)} == {
+        "ab": "finished",
+        "ab.2": "finished",
+    }
+
+
+@pytest.mark.parametrize("world", [(), TWO], ids=["inline", "two processes"])
+def test_a_training_of_a_command_is_the_run_of_that_command(
+    tmp_path: Path, world: tuple[str, ...]
+) -> None:
+    """And its lines can be typed where the command was submitted."""
+    for name in ("train.py", "toy.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    second = f"{sys.executable} train.py lr=0.2 trainer.epochs=1"
+    (tmp_path / "both.sh").write_text(
+        f"{sys.executable} train.py trainer.epochs=1 {' '.join(world)} && {second}\n"
+    )
+    (tmp_path / "c.txt").write_text("sh both.sh\n")
+    command = [*ECHELON, "submit", "--configs", "c.txt", "launch=local", "--env", "none"]
+    done = start([*command, "launch.procs=1", "--name", "ab"], tmp_path).wait()
+    assert done.code == 0, done.out + done.err
+    assert done.left == []
+    run = Run(tmp_path / "runs" / "ab")
+    config, facts = run.read_config(), run.read_status_file()
+    assert (config.program, config.trainer.epochs) == ([], 1)
+    assert run.read_launch_config().program == ["sh", "both.sh"]
+    assert (facts["state"], facts["launcher"], facts["step"]) == ("finished", "local", 64)
+    assert facts["best"] is not None
+    log = run.get_rank_log_file(0).read_text()
+    assert log.count("finished 64 steps") == 2, "each line of a training once"
+    others = [r.name for r in list_runs(tmp_path / "runs") if r.name != "ab"]
+    assert len(others) == 1, "the second training of the command"
+    [look, _] = re.findall(r"echelon (show \S+)", log)
+    shown = start([*ECHELON, *look.split(), "--json"], tmp_path).wait()
+    assert json.loads(shown.out)["run"] == "ab", shown.err
+    [go_on, _] = re.findall(r"echelon (resume \S+) trainer.epochs=", log)
+    resumed = start([*ECHELON, *go_on.split(), "trainer.epochs=2"], tmp_path).wait()
+    assert resumed.code == 0, resumed.err
+    assert run.read_status_file()["step"] == 128
+    assert (run.work_folder / "train.py").exists()
 
 
 TRIAL = """

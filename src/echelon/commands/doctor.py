@@ -98,5 +98,5 @@ def _recompose_run_config(name: str, root: str) -> Config:
     from echelon.runs.find import find_run
 
     run = find_run(name, root)
-    config = run.read_config()
+    config = run.read_launch_config()
     return replace(config, run=replace(config.run, name=run.name, dir=str(run.folder.parent)))

@@ -56,8 +56,8 @@ def submit(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print what is planned or done as JSON")
     given = parser.parse_intermixed_args(words)
     from echelon.entrypoint import load_project_defaults, start_run
-    from echelon.submit.plan import SubmitRequest
-    from echelon.submit.submit_commands import submit_commands
+    from echelon.submission.plan import SubmitRequest
+    from echelon.submission.submit_commands import submit_commands
 
     at_once = (
         [f"launch.max_parallel={given.max_parallel}"] if given.max_parallel is not None else []
@@ -89,7 +89,7 @@ def wandb_job(words: list[str]) -> int:
     options, rest = split_at_double_dash(words)
     given = parser.parse_args(options)
     from echelon.runs.run_folder import Run
-    from echelon.submit import wandb_agent
+    from echelon.submission import wandb_agent
 
     job = wandb_agent.WandbJobContext(Run(Path(given.run)), given.master)
     return (

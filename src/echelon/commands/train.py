@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,10 +91,10 @@ def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int
 
     if given.multirun and trial:
         parser.error("`wandb agent` asks for one run, so --multirun cannot be")
-    if given.multirun and (given.wait or given.json):
-        parser.error("--wait and --json are for one run")
+    if given.multirun and given.json:
+        parser.error("--json is for one run")
     if given.multirun:
-        return train_multirun(given.overrides, experiment, given.dry_run)
+        return train_multirun(given.overrides, experiment, given.dry_run, given.wait)
     return train(
         given.overrides, experiment, dry_run=given.dry_run, as_json=given.json, wait=given.wait
     )
@@ -149,10 +150,29 @@ def run(words: list[str]) -> int:
     add_plan_arguments(parser)
     parser.add_argument("program", nargs="*", metavar="-- PROGRAM ARGS")
     options, program = split_at_double_dash(words)
+    _require_settings_before_double_dash(options, program)
     given = parser.parse_intermixed_args(options)
     from echelon.entrypoint import launch_program
 
     return launch_program(given.overrides, program, given.dry_run, given.json, given.wait)
+
+
+def _require_settings_before_double_dash(options: list[str], program: list[str]) -> None:
+    """Raise EchelonError if a word before `--` is part of a program.
+
+    Everything that may stand there is an option or KEY=VALUE, so any other word begins the program,
+    and its own options must not be parsed as ours.
+    """
+    first = next((i for i, word in enumerate(options) if word[:1] != "-" and "=" not in word), None)
+    if first is None:
+        return
+    command = ["echelon", "run", *options[:first], "--", *options[first:], *program]
+    raise EchelonError(
+        Fault(
+            f"{options[first]!r} is not a setting KEY=VALUE; a program comes after --",
+            shlex.join(command),
+        )
+    )
 
 
 def resume(words: list[str]) -> int:
@@ -166,14 +186,16 @@ def resume(words: list[str]) -> int:
     from echelon.runs.find import find_run
 
     run = find_run(given.run)
-    if run.submission_file is not None:
+    config = run.read_config()
+    if run.submission_file is not None and config.program:
         raise EchelonError(
             Fault(
                 f"run {run.name} is a submitted command, whose program knows how to go on",
                 "submit the command again, with --requeue if it resumes by itself",
             )
         )
-    config = run.read_config()
+    if run.work_folder.is_dir():
+        os.chdir(run.work_folder)  # where the experiment's relative paths lead
     if config.trainer.resume == "never" or run.has_snapshots():
         # The run may have begun from a snapshot of another run, or with resume=never. Now it has
         # to continue from its own snapshots. First in the list, so that the user can override it.

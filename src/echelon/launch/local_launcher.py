@@ -29,6 +29,7 @@ from echelon.launch.plan import (
     plan_local_probe,
 )
 from echelon.runs.create import create_run
+from echelon.runs.submitted_run import take_submitted_run
 
 
 class LocalLauncher(Launcher):
@@ -70,7 +71,7 @@ class LocalLauncher(Launcher):
             # `wandb agent` starts trials itself; each of them becomes a launch of its own.
             return services.run_wandb_agent(config)
         os.environ |= dict(plan.variables)
-        run = create_run(config)
+        run = take_submitted_run(config, os.environ) or create_run(config)
         node = NodeSpec(procs=len(plan.places))
         return run_node(self, config, node, lambda store, wait_for_key: run)
 

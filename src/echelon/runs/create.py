@@ -48,7 +48,7 @@ def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
     # 2. The new configuration.
     _make_folder(run, config)
     # 3. What an earlier start of the run left would be read as the end of this one.
-    for outdated in (run.exit_code_file, run.cancel_file, run.job_id_file):
+    for outdated in (run.exit_code_file, run.cancel_file, run.job_id_file, run.command_file):
         outdated.unlink(missing_ok=True)
     # 4. Last, so that `latest` never names a run that was refused.
     _update_latest_link(root, run)

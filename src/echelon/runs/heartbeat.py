@@ -51,6 +51,9 @@ class HeartbeatTable:
     """The agent's side: creates the file and reads all rows."""
 
     def __init__(self, path: Path, ranks: int) -> None:
+        # A new file: the agent of a submitted command may have the old one mapped, and would be
+        # killed by the kernel if it read that while it is empty.
+        path.unlink(missing_ok=True)
         path.write_bytes(bytes(_ROW.size * ranks))
         self._map = _map_file(path)
         self._ranks = ranks

@@ -136,6 +136,32 @@ class Run:
         return next((file for file in files if file.exists()), None)
 
     @property
+    def work_folder(self) -> Path:
+        """The folder that a submitted command runs in. It begins as a copy of the source and is
+        kept, with everything that the command wrote by relative paths."""
+        return self.folder / "work"
+
+    @property
+    def command_file(self) -> Path:
+        """The configuration of a submitted command, once a training has taken config.json."""
+        return self.folder / "command.json"
+
+    def get_training_claim_file(self, attempt: str) -> Path:
+        """Return the file whose existence says that a training of the submitted command has become
+        this run, in this attempt of its job."""
+        return self.folder / f".training-{attempt}"
+
+    @property
+    def call_file(self) -> Path:
+        """The function that `echelon.submit` calls in this run, and its arguments."""
+        return self.folder / "call.json"
+
+    @property
+    def result_file(self) -> Path:
+        """What that function returned or raised."""
+        return self.folder / "result.json"
+
+    @property
     def arguments_file(self) -> Path:
         """The arguments of a program, NUL-separated, for the batch script of a job array."""
         return self.folder / "words"
@@ -203,21 +229,20 @@ class Run:
         Raises EchelonError if the file cannot be read and if the folder is of another version. To
         display a run of any version, use read_config_json().
         """
-        try:
-            data = json.loads(self.config_file.read_text(encoding="utf-8"))
-            version = data.pop(_FORMAT_KEY, 1)
-            # Before the values: those of another version may mean something else.
-            if version != RUN_FORMAT:
-                raise _make_version_error(self.folder, version)
-            return build_config(data)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise EchelonError(
-                Fault(
-                    f"{self.config_file} cannot be read: {error}",
-                    "restore the file, or start a run of another name",
-                ),
-                exit=ExitCode.NOT_FOUND,
-            ) from error
+        return _read_config_file(self.config_file)
+
+    def read_launch_config(self) -> Config:
+        """Return the configuration that starts the processes of the run.
+
+        It differs from read_config() where a submitted command trains: then it is the command's.
+        """
+        is_command = self.command_file.exists()
+        return _read_config_file(self.command_file) if is_command else self.read_config()
+
+    def set_command_aside(self) -> None:
+        """Keep the configuration of a submitted command, so that its training can write
+        config.json."""
+        write_json_atomically(self.command_file, read_json_object(self.config_file) or {})
 
     def read_config_json(self) -> dict[str, Any]:
         """Return config.json of a folder of any version as it is, without the version.
@@ -240,6 +265,24 @@ class Run:
             write_json_atomically(
                 self.status_file, self.read_status_file() | fields | {"updated": time.time()}
             )
+
+
+def _read_config_file(file: Path) -> Config:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        version = data.pop(_FORMAT_KEY, 1)
+        # Before the values: those of another version may mean something else.
+        if version != RUN_FORMAT:
+            raise _make_version_error(file.parent, version)
+        return build_config(data)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise EchelonError(
+            Fault(
+                f"{file} cannot be read: {error}",
+                "restore the file, or start a run of another name",
+            ),
+            exit=ExitCode.NOT_FOUND,
+        ) from error
 
 
 def _make_version_error(folder: Path, version: object) -> EchelonError:

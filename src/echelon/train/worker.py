@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
+from echelon.runs.submitted_run import get_submitted_run, take_submitted_run
 from echelon.tracking.summary import format_rows, format_run_argument, render_summary
 from echelon.train.loop import Training, train
 from echelon.train.output_tee import OutputTee
@@ -150,11 +151,32 @@ class RankWorker:
         self._stack_file = file
 
     def _open_run(self, run: Run, world: World) -> None:
-        """Opens rank 0's log and marks the run as running."""
-        self.output.log_to(run.get_rank_log_file(0))
-        start = {} if self.has_agent else make_starting_status("inline", world.nodes, world.size)
+        """Opens rank 0's log and marks the run as running.
+
+        A submitted command has both already: its output is the log, and its launcher's process
+        is the one to signal.
+        """
+        start: dict[str, Any] = {}
+        if not self._is_submitted:
+            self.output.log_to(run.get_rank_log_file(0))
+            if not self.has_agent:
+                start = make_starting_status("inline", world.nodes, world.size)
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**start | now, launch_id=get_launch_id(os.environ))
+
+    @property
+    def _is_submitted(self) -> bool:
+        """Whether the run is that of a submitted command, of which this training is a part."""
+        return self.run is not None and self.run == get_submitted_run(os.environ)
+
+    def _record_end(self, run: Run, state: str, **fields: Any) -> None:
+        """Writes how the training ended.
+
+        The state of a submitted command is its launcher's to write: the command may have more to
+        do. Of a batch job Slurm knows whether it is over, and nobody else writes its state.
+        """
+        is_ours = not self._is_submitted or run.read_job_id()
+        run.update_status(**fields | ({"state": state} if is_ours else {}))
 
     def _require_final_snapshot(self, outcome: ExitCode) -> None:
         """Raises where a finished run could not save its last state.
@@ -180,7 +202,7 @@ class RankWorker:
         t = self.training
         assert t is not None
         state = "preempted" if outcome is ExitCode.PREEMPTED else "finished"
-        t.run.update_status(state=state, step=t.step, total_steps=t.total_steps, best=t.best_value)
+        self._record_end(t.run, state, step=t.step, total_steps=t.total_steps, best=t.best_value)
         seconds = time.monotonic() - begun if t.step > first_step else -1.0
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
@@ -200,7 +222,7 @@ class RankWorker:
         if self.has_agent and (self.group is None or self.group.store is None):
             publish_failure_to_agent(failure, os.environ)
         if self.run is not None and self.rank == 0 and not self.has_agent:
-            self.run.update_status(state="failed", step=failure.step, failure=failure.__dict__)
+            self._record_end(self.run, "failed", step=failure.step, failure=failure.__dict__)
         if not (self.has_agent and self.rank == 0):  # there the agent prints it, once
             print(failure, file=sys.stderr, flush=True)
         self._close_trackers()
@@ -309,7 +331,11 @@ def _agree_on_run(config: Config, group: RankGroup) -> Run:
     """Return the run of this world. Rank 0 creates the folder; the others receive its path."""
     folder = ""
     if group.world.rank == 0:
-        folder = str((find_restarted_run(config, os.environ) or create_run(config)).folder)
+        if get_submitted_run(os.environ) is not None:
+            run = take_submitted_run(config, os.environ)
+        else:
+            run = find_restarted_run(config, os.environ)
+        folder = str((run or create_run(config)).folder)
     return Run(Path(group.share_from_rank0("run", folder)))
 
 

@@ -52,7 +52,7 @@ def join_run(
             ),
             exit=ExitCode.NOT_FOUND,
         )
-    config = run.read_config()
+    config = run.read_launch_config()
     launcher = make_launcher(config)
     if rank is None:
         rank = launcher.read_node_rank(os.environ)

@@ -21,6 +21,7 @@ from echelon.launch.plan import NodeSpec, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
+from echelon.runs.submitted_run import get_submitted_run
 from echelon.tracking.summary import format_rows
 
 if TYPE_CHECKING:
@@ -142,10 +143,17 @@ class _NodeService:
         return agent
 
     def _record_start(self, run: Run) -> None:
-        """Write the start of the run into its status, on node 0."""
+        """Write the start of the run into its status, on node 0.
+
+        A training that a submitted command starts leaves launcher and process as they are: by them
+        `echelon cancel` ends the whole command.
+        """
         node = self._node
-        if node.rank == 0:
-            self._launcher.record_node_start(run, node.node_count, node.node_count * node.procs)
+        world_size = node.node_count * node.procs
+        if not self._config.program and run == get_submitted_run(os.environ):
+            run.update_status(world=world_size)
+        elif node.rank == 0:
+            self._launcher.record_node_start(run, node.node_count, world_size)
 
     def _count_restarts_left(self, run: Run) -> int:
         """Restarts that are left, over all jobs of a run. Node 0 counts and tells the others,
@@ -180,9 +188,17 @@ class _NodeService:
         os._exit(failure.exit)
 
     def _record_failure(self, failure: Failure) -> None:
-        """Write the failure into the status, once it is known which run this is."""
-        if self._run is not None:
-            self._launcher.record_failure(self._run, self._config, failure)
+        """Write the failure into the status, once it is known which run this is.
+
+        A program that trained with Echelon has written its own, which says more than its exit code.
+        """
+        if self._run is None:
+            return
+        has_trained = self._config.program and self._run.command_file.exists()
+        before = self._run.read_status_file() if has_trained else {}
+        self._launcher.record_failure(self._run, self._config, failure)
+        if before.get("failure"):
+            self._run.update_status(failure=before["failure"], step=before.get("step"))
 
 
 def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) -> dict[str, str]:

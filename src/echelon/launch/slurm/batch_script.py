@@ -16,6 +16,7 @@ from echelon.launch.network_interface import INTERFACE_VARIABLES
 from echelon.launch.plan import make_program_words
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.run_folder import Run
+from echelon.runs.submitted_run import SUBMITTED_RUN_VARIABLE
 from echelon.world.device_fit import get_default_process_count
 
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -26,10 +27,10 @@ _SRUN_WAIT_S = 10
 
 @dataclass(frozen=True)
 class ScriptEnvironment:
-    """What a submission adds to a program: the folder it runs in, and lines that make and enter its
-    environment. The lines may call `fail CODE`."""
+    """What a submission adds to a program: the source that its working folder is a copy of, and
+    lines that make and enter its environment. The lines may call `fail CODE`."""
 
-    folder: Path | None = None
+    source_copy: Path
     setup_lines: tuple[str, ...] = ()
 
 
@@ -281,11 +282,21 @@ def _render_secrets(file: str) -> Iterator[str]:
 
 
 def _render_environment(environment: ScriptEnvironment) -> Iterator[str]:
-    """The lines that enter the folder and the environment of a submission."""
-    if environment.folder:
-        yield ""
-        yield "# The code as it was when this was submitted."
-        yield f"cd {shlex.quote(str(environment.folder))} || fail 1"
+    """The lines that make the working folder of a submitted command, and enter it and the
+    environment.
+
+    A restarted job finds the folder, with what the command wrote there.
+    """
+    source = shlex.quote(str(environment.source_copy))
+    yield ""
+    yield "# The working folder: a copy of the code as it was when this was submitted. It is kept."
+    yield 'if [ ! -d "$run/work" ]; then'
+    yield '  rm -rf "$run/.work"'
+    yield f'  cp -R {source} "$run/.work" && mv "$run/.work" "$run/work" || fail 1'
+    yield "fi"
+    yield 'cd "$run/work" || fail 1'
+    yield "# A training that the command starts becomes this run."
+    yield f'export {SUBMITTED_RUN_VARIABLE}="$run"'
     if environment.setup_lines:
         yield from ("# The environment.", *environment.setup_lines)
 

@@ -2,8 +2,8 @@
 
 One loop serves both kinds of agents. `echelon sweep --engine wandb` has several, whose trials are
 runs of their own (engine.py). `wandb agent` in a command file is one agent inside a job, whose
-trials fill the job (submit/wandb_agent.py). What differs, which is how a trial is checked, started
-and evaluated, is behind TrialBackend.
+trials fill the job (submission/wandb_agent.py). What differs, which is how a trial is checked,
+started and evaluated, is behind TrialBackend.
 
 wandb's own agent is not used. It exits with 0 when a trial fails, polls every five seconds, kills
 a trial that has not saved within half a minute of a stop, and knows one machine only. A trial is

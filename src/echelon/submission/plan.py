@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +21,12 @@ from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.slurm import batch_script, job_array
 from echelon.runs.create import generate_run_name
-from echelon.runs.run_folder import Run
-from echelon.submit import command_file, launch_modes
-from echelon.submit.launch_modes import LaunchMode
-from echelon.submit.shell_syntax import ShellCommand
-from echelon.submit.source_copy import SourceTree, survey_source
+from echelon.runs.find import find_numbered_runs
+from echelon.runs.run_folder import SUBMISSION_FILE, Run
+from echelon.submission import command_file, launch_modes
+from echelon.submission.launch_modes import LaunchMode
+from echelon.submission.shell_syntax import ShellCommand
+from echelon.submission.source_copy import SourceTree, survey_source
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class SubmitRequest:
     """Where it is kept: cache, source or none."""
     links: tuple[str, ...] = ()
     requeue: bool = False
+    commands: tuple[ShellCommand, ...] = ()
+    """Commands that are given in place of a file."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class PlannedCommand:
             "why": self.launch_mode.reason,
             "program": self.config.program,
             "run": self.config.run.name,
+            "work": str(Run.from_config(self.config).work_folder),
         }
 
 
@@ -78,6 +83,8 @@ class Submission:
     """Everything that is decided before anything is written or queued."""
 
     name: str
+    wanted_name: str
+    """The name that was asked for; `name` has a number after it if that is in use."""
     folder: Path
     """It holds the copy of the source; of a single command it is the run's folder too."""
     commands: tuple[PlannedCommand, ...]
@@ -95,7 +102,7 @@ class Submission:
 
     @property
     def source_copy(self) -> Path:
-        """The copy of the source that all jobs of the submission run from."""
+        """The code as it was. Every run begins with a copy of it as its working folder."""
         return self.folder / "source"
 
     @property
@@ -105,6 +112,20 @@ class Submission:
     @property
     def runs(self) -> list[Run]:
         return [Run.from_config(config) for config in self.configs]
+
+    @property
+    def name_note(self) -> str:
+        """Why the name is not the one that was asked for; empty if it is."""
+        is_other = self.name != self.wanted_name
+        return f"the name {self.wanted_name} is in use, so this is {self.name}" if is_other else ""
+
+    def with_free_name(self) -> Submission:
+        """Return the submission under the name that was asked for, or that name with the first
+        number that makes it free."""
+        root = self.folder.parent
+        name = _find_free_name(self.wanted_name, root, len(self.commands))
+        commands = _assign_run_names(self.commands, name, root)
+        return replace(self, name=name, folder=root / name, commands=commands)
 
     def render_environment_setup(self) -> list[str]:
         """Return the lines of the shell that build, enter and check the environment."""
@@ -167,6 +188,7 @@ class Submission:
         """Return what --json prints, and what the submission's folder keeps."""
         return {
             "name": self.name,
+            "wanted_name": self.wanted_name,
             "folder": str(self.folder),
             "launch": self.launcher_kind,
             "commands": [entry.to_dict() for entry in self.commands],
@@ -193,7 +215,7 @@ def plan_submission(
     """Read the command file and decide everything; EchelonError with all faults. Writes nothing."""
     source = request.source or Path()
     file = request.configs or source / command_file.DEFAULT_FILE
-    commands = command_file.read_commands(file)
+    commands = request.commands or tuple(command_file.read_commands(file))
     config = _compose_config(request, defaults, commands[0])
     runs_folder = Path(config.run.dir).absolute()
     source_tree = survey_source(source, runs_folder, request.links, config.launch.secrets)
@@ -202,7 +224,8 @@ def plan_submission(
     planned = _plan_commands(commands, config, chosen_mode, source_tree.folder, visible_gpus)
     name = _choose_name(request.name or config.run.name, file, commands)
     environment = _plan_environment(request, source_tree.folder, env)
-    return Submission(
+    submission = Submission(
+        name,
         name,
         runs_folder / name,
         _assign_run_names(planned, name, runs_folder),
@@ -211,6 +234,7 @@ def plan_submission(
         request.build,
         request.env,
     )
+    return submission.with_free_name()
 
 
 def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: ShellCommand) -> Config:
@@ -303,6 +327,27 @@ def _choose_name(given: str | None, file: Path, commands: Sequence[ShellCommand]
         return given
     is_single = len(commands) == 1
     return generate_run_name(commands[0].argv if is_single else [str(file.with_suffix(".sh"))])
+
+
+def _find_free_name(wanted: str, root: Path, command_count: int) -> str:
+    """Return the name, or the first of NAME.2, NAME.3, … that no run and no submission has.
+
+    Nothing of an older submission is replaced: its folders hold what its commands wrote.
+    """
+    names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not _is_name_in_use(name, root, command_count))
+    if fault := check_run_name(name):
+        raise EchelonError(fault)
+    return name
+
+
+def _is_name_in_use(name: str, root: Path, command_count: int) -> bool:
+    numbers = range(command_count) if command_count > 1 else ()
+    if any(os.path.lexists(root / each) for each in (name, *(f"{name}-{n}" for n in numbers))):
+        return True
+    # A run NAME-1 that was submitted alone keeps nobody from being called NAME.
+    members = find_numbered_runs(name, root)
+    return any(not (run.folder / SUBMISSION_FILE).exists() for run in members)
 
 
 def _assign_run_names(

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
-from echelon.submit.shell_syntax import CommandReader, CommandSyntaxError, ShellCommand
+from echelon.submission.shell_syntax import CommandReader, CommandSyntaxError, ShellCommand
 from echelon.utils.os_errors import format_os_error_reason
 
 DEFAULT_FILE = "experiment_configurations.txt"

@@ -31,8 +31,8 @@ from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import batch_script
 from echelon.runs.run_folder import Run
-from echelon.submit.launch_modes import detect_torchrun
-from echelon.submit.shell_syntax import ShellCommand, ShellWord
+from echelon.submission.launch_modes import detect_torchrun
+from echelon.submission.shell_syntax import ShellCommand, ShellWord
 from echelon.sweep.trial_command import DEFAULT_COMMAND, expand_macros
 from echelon.sweep.wandb import trial_records
 from echelon.sweep.wandb.agent import GIVE_UP_S, RETRY_S, AgentPool, AgentSlot

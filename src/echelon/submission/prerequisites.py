@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.submit.plan import PlannedCommand, Submission
-from echelon.submit.source_copy import SourceTree
+from echelon.submission.plan import PlannedCommand, Submission
+from echelon.submission.source_copy import SourceTree
 
 _WANDB_FOLDER = "wandb"
 """A word of many commands that names a program, a module or a tracker, hardly this folder."""

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from echelon.launch.plan import render_columns
-from echelon.submit.plan import PlannedCommand, SbatchJob, Submission
+from echelon.submission.plan import PlannedCommand, SbatchJob, Submission
 from echelon.utils.text import format_bytes, format_count
 
 
@@ -23,9 +23,11 @@ def print_submission(submission: Submission, jobs: Sequence[SbatchJob], as_json:
 def _render_lines(s: Submission, jobs: Sequence[SbatchJob]) -> Iterator[str]:
     commands = format_count(len(s.commands), "command")
     yield f"{commands} of {s.commands[0].command.file}, launch={s.launcher_kind}"
+    if s.name_note:
+        yield s.name_note
     yield from render_columns([("line", "run", "mode", "command"), *map(_render_row, s.commands)])
     yield from ("", *_render_reasons(s.commands))
-    yield from ("", *_render_source(s), *_render_environment(s))
+    yield from ("", *_render_source(s), *_render_work_folders(s), *_render_environment(s))
     for job in jobs:
         array = f" of an array of {len(job.configs)}" if job.array else ""
         yield from ("", f"script{array}:", *(f"  {line}" for line in job.script.splitlines()))
@@ -65,6 +67,14 @@ def _render_source(s: Submission) -> Iterator[str]:
         yield f"  linked to: {', '.join(s.source.links)}"
     if s.source.left_out:
         yield f"  not copied: {', '.join(s.source.left_out)} (--link NAME links to one)"
+
+
+def _render_work_folders(s: Submission) -> Iterator[str]:
+    first = s.runs[0].work_folder
+    place = first if len(s.runs) == 1 else f"{first} … {s.runs[-1].work_folder}"
+    whose = "the command" if len(s.runs) == 1 else "each command"
+    yield f"work: {place}"
+    yield f"  {whose} runs in a copy of its own, which is kept with all that it writes there"
 
 
 def _render_environment(s: Submission) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, Fault
 from echelon.launch.slurm.batch_script import count_processes_per_node
-from echelon.submit.shell_syntax import ShellCommand, ShellWord
+from echelon.submission.shell_syntax import ShellCommand, ShellWord
 from echelon.world.device_fit import get_default_process_count
 
 NODES_FLAG, GPUS_FLAG = "--num_nodes", "--gpus"
@@ -153,7 +153,7 @@ def _uses_lightning(words: Sequence[ShellWord], source: Path) -> bool:
 def _match_wandb_agent(words: tuple[ShellWord, ...]) -> tuple[ShellWord, ...] | None:
     """Return the words of `wandb agent …`, or None for another command.
 
-    The first is `wandb` however it was typed, so that the job finds ours (submit/wandb_agent.py).
+    The first is `wandb` however it was typed, so that the job finds ours: see wandb_agent.py.
     """
     argv = _get_word_texts(words)
     if _PYTHON.fullmatch(PurePath(argv[0]).name) and argv[1:3] == ["-m", "wandb"]:

@@ -112,14 +112,10 @@ def copy_source(source: SourceTree, into: Path) -> Path:
 
     It appears under its name when it is complete, or not at all.
     """
-    # Jobs run from `source`, so it is made by one rename at the end. `.source` may be left over
-    # from a submission that was killed.
+    # Jobs copy it, so it is made by one rename at the end.
     copy, partial = into / "source", into / ".source"
     try:
-        into.mkdir(parents=True, exist_ok=True)
-        for old in (copy, partial):
-            shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir()
+        partial.mkdir(parents=True)
         for name in source.files:
             _copy_file(source.folder, name, partial)
         for name in source.links:

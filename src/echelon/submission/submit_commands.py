@@ -11,16 +11,14 @@ from echelon.config.defaults_files import FileDefaults
 from echelon.config.schema import Config
 from echelon.errors import ExitCode
 from echelon.jobs.attach import attach_or_print_hint
+from echelon.jobs.wait import wait_for_runs
 from echelon.launch.launcher import collect_exit_codes
-from echelon.submit.dry_run import print_submission
-from echelon.submit.enqueue import (
-    capture_environment_after_setup,
-    enqueue_jobs,
-    prepare_submission,
-    wait_for_runs,
-)
-from echelon.submit.plan import Submission, SubmitRequest, plan_submission
-from echelon.submit.prerequisites import require_prerequisites
+from echelon.runs.run_folder import Run
+from echelon.submission.dry_run import print_submission
+from echelon.submission.enqueue import enqueue_jobs, prepare_submission, prepare_work_folder
+from echelon.submission.plan import Submission, SubmitRequest, plan_submission
+from echelon.submission.prerequisites import require_prerequisites
+from echelon.utils.text import print_to_stderr
 
 
 def submit_commands(
@@ -41,14 +39,16 @@ def submit_commands(
     if dry_run:
         print_submission(submission, submission.build_jobs(), as_json)
         return ExitCode.OK
-    with prepare_submission(submission, os.environ) as submission:
-        if submission.launcher_kind != "slurm":
-            return _run_here(submission, start_run)  # what is printed is the programs' own
-        queued = []
-        for queued_job in enqueue_jobs(submission.build_jobs()):
-            queued.append(queued_job.to_dict())
-            if not as_json:
-                print(queued_job, flush=True)
+    submission = prepare_submission(submission, os.environ)
+    if submission.name_note:
+        print_to_stderr(submission.name_note)
+    if submission.launcher_kind != "slurm":
+        return _run_here(submission, start_run)  # what is printed is the programs' own
+    queued = []
+    for queued_job in enqueue_jobs(submission.build_jobs()):
+        queued.append(queued_job.to_dict())
+        if not as_json:
+            print(queued_job, flush=True)
     if as_json:
         print(json.dumps(submission.to_dict() | {"jobs": queued}, indent=2))
     if len(submission.commands) == 1 and not as_json:
@@ -66,13 +66,13 @@ def _run_here(submission: Submission, start_run: Callable[[Config], int]) -> int
 
     As in a job array, one that fails does not keep the others from running.
     """
-    variables = capture_environment_after_setup(
-        submission.render_environment_setup(), submission.source_copy, dict(os.environ)
-    )
-    os.chdir(submission.source_copy)
+    before = dict(os.environ)
 
     def start_afresh(config: Config) -> int:
         # A run may leave variables behind, such as OMP_NUM_THREADS, that the next must not see.
+        run = Run.from_config(config)
+        variables = prepare_work_folder(submission, run, before)
+        os.chdir(run.work_folder)
         os.environ.clear()
         os.environ.update(variables)
         return start_run(config)
