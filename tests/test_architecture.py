@@ -51,6 +51,7 @@ LEVELS = {
     "submission": 8,
     "ssh_setup": 9,
     "entrypoint": 9,
+    "python_api": 9,
     "commands": 9,
     "cli": 9,
     "recipes": 10,
@@ -67,6 +68,7 @@ BESIDE = {
     ("commands", "ssh_setup"),
     ("commands", "cli"),
     ("entrypoint", "cli"),
+    ("python_api", "entrypoint"),
 }
 """Rooms of one level that may import each other."""
 OUTSIDE = {"echelon", "__main__"}
@@ -92,6 +94,7 @@ ASKING_FOR_A_LAUNCHER = {
     "launch/registry.py": "from the kind to the launcher",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",
     "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
+    "python_api.py": "a job is queued, or its agent is started in the background here",
     "submission/enqueue.py": "sbatch is asked before anything is copied",
     "submission/launch_modes.py": "a command's GPUs are counted from what the job asks of Slurm",
     "submission/plan.py": "commands become jobs of Slurm's queue, or run one by one here",

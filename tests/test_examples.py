@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import json
+import math
 import os
 import random
 import shutil
@@ -115,3 +117,14 @@ def test_multinode_two_agents(more: list[str], examples: Path) -> None:
 def _typed_on(node: int, endpoint: str) -> list[str]:
     world = ["--nproc_per_node", "1", "--nnodes", "2", "--node_rank", str(node)]
     return [*world, "--rdzv_id", "100", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint]
+
+
+def test_python_jobs(examples: Path) -> None:
+    done = command_runner.run([PYTHON, "python_jobs.py"], examples)
+    assert done.code == 0, done.err
+    assert done.left == []
+    results = [line.partition(" ") for line in done.out.splitlines()]
+    assert [name.startswith("simulate-") for name, _, _ in results] == [True] * 3
+    values = [ast.literal_eval(text) for _, _, text in results]
+    assert [value["seed"] for value in values] == [0, 1, 2]
+    assert all(abs(value["pi"] - math.pi) < 0.05 for value in values)

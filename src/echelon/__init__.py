@@ -21,6 +21,7 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
 
     echelon.main          makes a file runnable from the command line; it never returns
     echelon.Experiment    the parts to train, which an experiment function returns
+    echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load_weights  returns the weights of a snapshot, for inference or another program
     echelon.optim         RowAdam and RowSGD, for models with large embedding tables
     echelon.__version__   the version of this package, as a string
@@ -41,16 +42,18 @@ if TYPE_CHECKING:
     from echelon import optim
     from echelon.commands.train import main
     from echelon.experiment.definition import Experiment
+    from echelon.python_api import submit
     from echelon.snapshot.reader import load_weights
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "__version__", "load_weights", "main", "optim"]
+__all__ = ["Experiment", "__version__", "load_weights", "main", "optim", "submit"]
 
 
 _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
     "load_weights": "echelon.snapshot.reader",
     "main": "echelon.commands.train",
+    "submit": "echelon.python_api",
 }
 
 

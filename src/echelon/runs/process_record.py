@@ -35,7 +35,11 @@ def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any
 
 def identify_this_process() -> dict[str, Any]:
     """Return host, id and start time of this process, as JSON data."""
-    pid = os.getpid()
+    return identify_process(os.getpid())
+
+
+def identify_process(pid: int) -> dict[str, Any]:
+    """Return host, id and start time of a process of this machine, as JSON data."""
     return {"host": socket.gethostname(), "pid": pid, "born": _read_start_time(pid)}
 
 

@@ -150,9 +150,11 @@ class _NodeService:
         """
         node = self._node
         world_size = node.node_count * node.procs
+        if node.rank != 0:
+            return
         if not self._config.program and run == get_submitted_run(os.environ):
             run.update_status(world=world_size)
-        elif node.rank == 0:
+        else:
             self._launcher.record_node_start(run, node.node_count, world_size)
 
     def _count_restarts_left(self, run: Run) -> int:
