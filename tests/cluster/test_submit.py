@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CommandLine
+from command_line import ECHELON, REGRESSION, CommandLine
 from command_runner import EXAMPLES, until
 from wandb_server import SWEEP, serving
 from wheels import wheel
 
-from echelon.errors import ExitCode
+import echelon
+from echelon.errors import EchelonError, ExitCode
 from echelon.runs.status import read_run_status
 from echelon.submission.command_file import quote_words
 
@@ -60,11 +61,13 @@ def offline(command_line: CommandLine, tmp_path_factory: pytest.TempPathFactory)
     return command_line
 
 
-def over(command_line: CommandLine, name: str) -> str:
+def over(command_line: CommandLine, name: str, limit_s: float = 90.0) -> str:
     """How a run ended."""
     run = command_line.run(name)
     until(
-        lambda: run.exit_code_file.exists() and run.exit_code_file.read_text(), 90.0, f"{name} over"
+        lambda: run.exit_code_file.exists() and run.exit_code_file.read_text(),
+        limit_s,
+        f"{name} over",
     )
     return read_run_status(run).state
 
@@ -82,18 +85,14 @@ def test_every_word_arrives_and_every_failure_is_one(command_line: CommandLine) 
     words = ("--configs", "all.txt", "--name", "all", "--max-parallel", "8", "--wait")
     done = command_line.type("submit", *words)
     assert done.code == 7, done.err
-    copy = str(command_line.run("all").folder / "source")
-    expected = [[[word], copy, None] for word in NASTY] + [[NASTY, copy, None]]
-    for number, wanted in enumerate(expected):
-        assert (
-            json.loads(command_line.run(f"all-{number}").get_rank_log_file(0).read_text()) == wanted
-        )
+    for number, sent in enumerate([*([word] for word in NASTY), NASTY]):
+        run = command_line.run(f"all-{number}")
+        wanted = [sent, str(run.work_folder), None]
+        assert json.loads(run.get_rank_log_file(0).read_text()) == wanted
     failed, seeded = len(NASTY) + 1, len(NASTY) + 2
-    assert json.loads(command_line.run(f"all-{seeded}").get_rank_log_file(0).read_text()) == [
-        ["seed"],
-        copy,
-        "4 2",
-    ]
+    run = command_line.run(f"all-{seeded}")
+    wanted = [["seed"], str(run.work_folder), "4 2"]
+    assert json.loads(run.get_rank_log_file(0).read_text()) == wanted
     shown = json.loads(command_line.type("jobs", "all", "--json").out)
     states = {s["run"]: (s["state"], s["exit"]) for s in shown}
     assert states.pop(f"all-{failed}") == ("failed", 7)
@@ -117,8 +116,9 @@ def test_a_job_runs_what_was_submitted_whatever_is_edited_later(offline: Command
     assert f"job {command_line.job()}: run a in" in started.read_output()
     main.write_text("raise SystemExit('edited')\n")
     again = command_line.type("submit", "--name", "a", "--env", "none")
-    assert again.code == ExitCode.USAGE
-    assert "a of that name is not over yet" in again.err
+    assert again.code == ExitCode.OK, again.err
+    assert "the name a is in use, so this is a.2" in again.err
+    assert over(command_line, "a.2") == "failed"
     command_line.cluster.slurm("scontrol", "release", command_line.job())
     assert over(command_line, "a") == "finished", command_line.run().job_log_file.read_text()
     assert (
@@ -181,6 +181,56 @@ def test_an_environment_that_cannot_be_made_in_the_job_fails_the_job(offline: Co
     assert done.code != ExitCode.OK
     assert "tiny==9.9" in command_line.run().job_log_file.read_text()
     command_line.cluster.wait_for_job(command_line.job(), "FAILED")
+
+
+def test_a_training_of_a_command_is_its_run_over_two_jobs(command_line: CommandLine) -> None:
+    """It hears the end of its time after step 20, saves, and goes on in the same folders."""
+    words = ("trainer.steps=30", "trainer.log_steps=1", "eval_samples=9", "trainer.batch_size=6")
+    train = [*ECHELON, "train", REGRESSION, *words]
+    (command_line.folder / "one.txt").write_text(quote_words(train))
+    options = ("--configs", "one.txt", "--name", "a", "--env", "none", "--requeue")
+    submitted = command_line.type("submit", *options, ECHELON_TEST_FAULT="0:20:hear")
+    assert submitted.code == ExitCode.OK, submitted.err
+    run, job = command_line.run(), command_line.job()
+    command_line.wait_for_step(20)
+    assert read_run_status(run).state == "running"
+    assert run.read_job_id() == job
+    command_line.cluster.slurm("scancel", "--signal=USR2", job)
+    assert over(command_line, "a", 300.0) == "finished", run.get_rank_log_file(0).read_text()
+    facts = run.read_status_file()
+    assert (facts["launcher"], facts["step"], facts["total_steps"]) == ("slurm", 30, 30)
+    assert facts["best"] is not None
+    assert "resuming run a after step 20" in run.get_rank_log_file(0).read_text()
+    shown = json.loads(command_line.type("show", "a", "--json").out)
+    assert (shown["run"], shown["state"]) == ("a", "finished")
+
+
+def test_a_training_of_a_command_on_two_nodes_is_its_run(command_line: CommandLine) -> None:
+    words = ("trainer.steps=5", "trainer.log_steps=1", "eval_samples=9", "trainer.batch_size=6")
+    (command_line.folder / "one.txt").write_text(
+        quote_words([*ECHELON, "train", REGRESSION, *words])
+    )
+    options = ("--configs", "one.txt", "--name", "a", "--env", "none", "launch.nodes=2", "--wait")
+    done = command_line.type("submit", *options)
+    assert done.code == ExitCode.OK, done.out + done.err
+    facts = command_line.run().read_status_file()
+    assert (facts["state"], facts["step"], facts["world"]) == ("finished", 5, 2)
+    assert (facts["launcher"], facts["job"]) == ("slurm", command_line.job())
+    assert command_line.step() == 5
+
+
+def test_a_function_as_a_job(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(command_line.folder)
+    monkeypatch.setenv("SLURM_CONF", str(command_line.cluster.slurm_conf))
+    (command_line.folder / "work.py").write_text(
+        "def add(a, b):\n    if a > b:\n        raise ValueError('a > b')\n    return a + b\n"
+    )
+    good = echelon.submit("work.py:add", [1, 2], name="a", time="5:00")
+    bad = echelon.submit("work.py:add", [2, 1], name="a")
+    assert good.result(timeout_s=300) == 3
+    with pytest.raises(EchelonError, match=r"run a\.2: ValueError: a > b"):
+        bad.result(timeout_s=300)
+    assert (good.state, bad.state) == ("finished", "failed")
 
 
 def test_a_sweep_of_wandbs_on_two_nodes(command_line: CommandLine) -> None:

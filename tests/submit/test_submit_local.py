@@ -15,6 +15,7 @@ from wandb_server import SWEEP, serving
 from echelon.errors import ExitCode
 from echelon.runs.find import list_runs
 from echelon.runs.run_folder import Run
+from echelon.runs.status import read_run_status
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +113,31 @@ def test_a_training_of_a_command_is_the_run_of_that_command(
     assert resumed.code == 0, resumed.err
     assert run.read_status_file()["step"] == 128
     assert (run.work_folder / "train.py").exists()
+
+
+BROKEN = """
+import echelon
+
+def experiment(cfg):
+    raise ValueError("no data")
+
+if __name__ == "__main__":
+    echelon.main(experiment)
+"""
+
+
+def test_a_training_that_fails_says_why_in_the_run_of_its_command(tmp_path: Path) -> None:
+    """Its exit code alone would say less."""
+    (tmp_path / "main.py").write_text(BROKEN)
+    (tmp_path / "c.txt").write_text("torchrun --nproc_per_node=2 main.py\n")
+    command = [*ECHELON, "submit", "--configs", "c.txt", "launch=local", "--env", "none"]
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = start([*command, "--name", "ab"], tmp_path, PATH=path).wait()
+    assert done.code == ExitCode.FAILED, done.err
+    assert done.left == []
+    status = read_run_status(Run(tmp_path / "runs" / "ab"))
+    assert status.state == "failed"
+    assert "ValueError: no data" in status.note
 
 
 TRIAL = """

@@ -12,7 +12,8 @@ def submit(words: list[str]) -> int:
     parser = make_parser(
         "submit",
         "Run the commands of a file as Slurm jobs: one run for each, several as an array, in the "
-        "environment that the source folder asks for, from a copy of the code as it is now.",
+        "environment that the source folder asks for, from a copy of the code as it is now. "
+        "Each works in runs/RUN/work, which is kept.",
         "A command file has a command a line, as typed into a shell: # comments, quotes,\n"
         "\\ at the end of a line to go on in the next, NAME=value before a command. Variables\n"
         "are left to the job only after a line `# echelon: expand`; pipes and the like belong\n"
@@ -28,7 +29,7 @@ def submit(words: list[str]) -> int:
     parser.add_argument(
         "--source", type=Path, metavar="DIR", help="the folder the commands run in; default: this"
     )
-    parser.add_argument("--name", help="of the run, or of all together; default: a new one")
+    parser.add_argument("--name", help="of the run, or of all together; one in use gets a number")
     parser.add_argument(
         "--build", choices=("login", "job"), default="login", help="where the environment is made"
     )
