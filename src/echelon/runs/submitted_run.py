@@ -54,7 +54,7 @@ def take_submitted_run(config: Config, env: Mapping[str, str]) -> Run | None:
     attempt = "-".join(env.get(name) or "0" for name in _ATTEMPT_VARIABLES)
     try:
         # Atomic: a command may start two trainings at once.
-        run.get_training_claim_file(attempt).open("x").close()
+        run.get_training_claim_file(attempt).touch(exist_ok=False)
     except FileExistsError:
         return None
     if not run.command_file.exists():
