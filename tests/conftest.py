@@ -31,6 +31,15 @@ FIXED = {
     "OMP_NUM_THREADS": "1",  # sums in one order; and tests run beside each other
 }
 
+with contextlib.suppress(ImportError):  # a machine that only runs the tests of GPUs may lack it
+    import hypothesis
+
+    # An example has no time limit: a busy machine may stop it for longer than any.
+    hypothesis.settings.register_profile(
+        "any-load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any-load")
+
 _home = pytest.StashKey[str]()
 
 

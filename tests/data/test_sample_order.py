@@ -77,7 +77,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=SIZES, seed=st.integers(), epoch=st.integers(0, 10**6), data=st.data())
 def test_torch_wraps_as_arithmetic_by_hand_says(
     size: int, seed: int, epoch: int, data: st.DataObject
@@ -91,7 +91,7 @@ WORDS_END = st.sampled_from([2**31, 2**32])
 """Where samples, or the size itself, no longer fit 32 bits with and without a sign."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(end=WORDS_END, off=st.integers(-3, 3), seed=st.integers(), data=st.data())
 def test_it_is_exact_where_a_word_ends(end: int, off: int, seed: int, data: st.DataObject) -> None:
     size = end + off
