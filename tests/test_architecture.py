@@ -92,6 +92,7 @@ ASKING_FOR_A_LAUNCHER = {
     "config/defaults_files.py": "the same",
     "config/validate.py": "each kind has settings of its own",
     "launch/registry.py": "from the kind to the launcher",
+    "runs/create.py": "a run says where it will be before its launcher has started it",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",
     "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
     "python_api.py": "a job is queued, or its agent is started in the background here",

@@ -18,6 +18,7 @@ from echelon.runs.create import create_run, generate_run_name
 from echelon.runs.process_record import identify_process, make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.status import RunStatus, read_run_status
+from echelon.runs.writer import release_run_folder
 from echelon.submission import call_function
 from echelon.submission.command_file import parse_commands, quote_words
 from echelon.submission.enqueue import enqueue_jobs, prepare_submission, prepare_work_folder
@@ -288,6 +289,7 @@ def _start_in_background(submission: Submission, run: Run) -> subprocess.Popen[b
         )
     start = make_starting_status("local", 1, count_processes_per_node(config))
     run.update_status(**start | {"process": identify_process(process.pid)})
+    release_run_folder(run)  # the agent claims it
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.close()

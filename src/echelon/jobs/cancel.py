@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm.requeue import REQUEUE_FILE
@@ -12,6 +13,7 @@ from echelon.runs.process_record import is_alive, send_signal
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import get_last_error_line, run_slurm_command
 from echelon.runs.status import RunStatus, read_run_statuses
+from echelon.runs.writer import find_writing_process
 
 
 def cancel_runs(runs: Sequence[Run], now: bool) -> int:
@@ -28,11 +30,11 @@ def cancel_runs(runs: Sequence[Run], now: bool) -> int:
     alone = [s for s in active if s.job and not _is_trial(by_folder[s.folder])]
     _cancel_slurm_jobs(alone, now)
     for status in statuses:
+        run = by_folder[status.folder]
         if not status.is_active:
-            note = f" ({status.note})" if status.note else ""
-            print(f"run {status.run} is {status.state}{note}: there is nothing to cancel")
+            _cancel_unrecorded_process(status, run, now)
         elif not status.job:
-            _cancel_process(status, by_folder[status.folder], now)
+            _signal_process(run, run.read_status_file()["process"], now)
         elif status not in alone:
             print(f"run {status.run}: the worker of its sweep was told to end it")
     return ExitCode.OK
@@ -89,13 +91,33 @@ def _cancel_slurm_jobs(statuses: Sequence[RunStatus], now: bool) -> None:
         print(f"run {s.run}: job {s.job} " + ("left the queue" if waited else _OUTCOMES[now]))
 
 
-def _cancel_process(status: RunStatus, run: Run, now: bool) -> None:
+def _cancel_unrecorded_process(status: RunStatus, run: Run, now: bool) -> None:
+    """End a process that writes into the folder although the status says that the run is over: it
+    has only begun, is closing its trackers, or the status is damaged. Usually there is none."""
+    writer = find_writing_process(run)
+    if writer is None:
+        note = f" ({status.note})" if status.note else ""
+        print(
+            f"run {status.run} was not running: it is {status.state}{note}, "
+            "there is nothing to cancel"
+        )
+    elif is_alive(writer.process) is None:
+        raise EchelonError(
+            Fault(
+                f"run {status.run} is {status.state}, but {writer} writes into its folder",
+                f"ssh {writer.process.get('host', 'HOST')} echelon cancel {status.folder}",
+            )
+        )
+    else:
+        _mark_cancelled(run)
+        _signal_process(run, writer.process, now)
+
+
+def _signal_process(run: Run, process: Mapping[str, Any], now: bool) -> None:
     """Signal the process that the run depends on; workers end with it."""
-    process = run.read_status_file()["process"]
     there = send_signal(process, signal.SIGKILL if now else signal.SIGTERM)
     print(
-        f"run {status.run}: process {process['pid']} "
-        f"{_OUTCOMES[now] if there else 'ended just now'}"
+        f"run {run.name}: process {process['pid']} {_OUTCOMES[now] if there else 'ended just now'}"
     )
 
 

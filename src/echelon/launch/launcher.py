@@ -34,8 +34,9 @@ from echelon.config.validate import check_fsdp_min_world_size, check_min_batch_s
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.plan import LaunchPlan, LocalMachine, ProbeExit, ProbePlan
 from echelon.runs.failure import Failure
-from echelon.runs.process_record import is_alive, make_starting_status
+from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
+from echelon.runs.writer import find_writer, make_writer_error
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class Launcher(ABC):
     finds_node_0_by_name: ClassVar[bool] = False
     """Whether ranks receive the host name of node 0 instead of its address. The name then has to
     resolve on every node."""
+    command_holds_folder: ClassVar[bool] = False
+    """Whether the command that launched the run is the writer of its folder while agents run
+    elsewhere; see `runs/writer.py`. Otherwise node 0 is."""
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Complete the configuration before it is planned: names and secrets.
@@ -233,20 +237,14 @@ def find_fsdp_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
     return [fault] if fault else []
 
 
-def require_not_running(config: Config) -> None:
-    """Refuse a run that another process is working on: both would write over each other's
-    snapshots."""
+def require_no_writer(config: Config) -> None:
+    """Refuse a run that somebody else writes, before anything that takes long is begun. That it
+    stays so is made sure by create_run()."""
+    if not config.run.name:
+        return
     run = Run.from_config(config)
-    status = run.read_status_file() if config.run.name else {}
-    is_active = status.get("state") in ("starting", "running")
-    if is_active and is_alive(status.get("process")):
-        raise EchelonError(
-            Fault(
-                f"run {run.name} is running already, as process {status['process']['pid']}",
-                f"follow it with `echelon attach {run.name}`, or end it with "
-                f"`echelon cancel {run.name}`",
-            )
-        )
+    if writer := find_writer(run):
+        raise make_writer_error(run, writer)
 
 
 def require_preflight(config: Config, services: LaunchServices) -> None:

@@ -11,7 +11,7 @@ from echelon.errors import Fault
 from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
-    require_not_running,
+    require_no_writer,
     require_preflight,
     warn_of_other_users,
 )
@@ -62,7 +62,7 @@ class LocalLauncher(Launcher):
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         # The cheap check first: preflight may take a minute.
-        require_not_running(config)
+        require_no_writer(config)
         require_preflight(config, services)
         warn_of_other_users(config, plan)
 

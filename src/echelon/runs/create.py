@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,11 @@ from echelon.config import bundled_experiments
 from echelon.config.schema import Config, find_differences
 from echelon.config.validate import NAME_CHARACTERS
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_other_folder
+from echelon.runs.latest import point_latest_to
+from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import STATUS_FILE, Run
+from echelon.runs.writer import claim_run_folder, release_run_folder
 from echelon.snapshot.layout import EXAMPLE_FOLDER, find_snapshot_path_problem, list_snapshots
-from echelon.utils.files import replace_file
 from echelon.utils.os_errors import format_os_error_reason
 
 _SCRIPT_SUFFIXES = (".py", ".sh")
@@ -29,16 +30,30 @@ def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
 
     A run of that name that exists is continued, if it is of the same experiment and settings, or
     set aside with ``trainer.resume=never``. Everything that can be refused is refused before
-    anything in the folder is replaced. ``is_snapshot_here=False`` means that a snapshot given by
-    its path is on another machine, where it is checked later.
+    anything in the folder is replaced: also a run that somebody else writes. From here on this
+    process is the writer of the folder, until it ends or calls release_run_folder().
+    ``is_snapshot_here=False`` means that a snapshot given by its path is on another machine, where
+    it is checked later.
     """
     root = Path(config.run.dir).absolute()
     run = Run(root / (config.run.name or _generate_name(config)))
-    # 1. Refuse what cannot work while the folder is still as it was.
     if is_snapshot_here:
         _require_snapshot(config)
+    _claim_folder(run, config)
+    try:
+        _set_up_folder(run, config)
+    except BaseException:
+        release_run_folder(run)
+        raise
+    return run
+
+
+def _set_up_folder(run: Run, config: Config) -> None:
+    """Write what a new start of the run begins with into a folder that this process has claimed."""
+    # 1. Refuse what cannot work while the folder is still as it was.
     if run.config_file.exists() and config.trainer.resume == "never":
         _move_aside(run)
+        _claim_folder(run, config)
     elif run.config_file.exists():
         _require_same_experiment(run, config)
         newest = next(reversed(list_snapshots(run.snapshots_folder, ignore_errors=True)), None)
@@ -48,11 +63,15 @@ def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
     # 2. The new configuration.
     _make_folder(run, config)
     # 3. What an earlier start of the run left would be read as the end of this one.
-    for outdated in (run.exit_code_file, run.cancel_file, run.job_id_file, run.command_file):
-        outdated.unlink(missing_ok=True)
-    # 4. Last, so that `latest` never names a run that was refused.
-    _update_latest_link(root, run)
-    return run
+    outdated = (run.exit_code_file, run.cancel_file, run.job_id_file, run.command_file)
+    for file in (*outdated, run.archive_file):
+        file.unlink(missing_ok=True)
+    # 4. Its status, so that lists show it while torch is imported; the launcher completes it.
+    run.update_status(**make_starting_status(config.launch.kind, None, None))
+    # 5. Last, so that `latest` never names a run that was refused. A training has to make a step
+    #    for it; of a program nobody knows whether it does.
+    if config.program:
+        point_latest_to(run)
 
 
 def adopt_run(folder: Path, config: Config) -> Run:
@@ -142,18 +161,31 @@ def _require_snapshot(config: Config) -> None:
         )
 
 
+def _claim_folder(run: Run, config: Config) -> None:
+    """Make this process the writer of the folder, which is made for that."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        claim_run_folder(run)
+    except OSError as error:
+        raise _make_folder_error(run, config, error) from error
+
+
 def _make_folder(run: Run, config: Config) -> None:
     try:
         run.logs_folder.mkdir(parents=True, exist_ok=True)
         run.write_config(config)
     except OSError as error:
-        raise EchelonError(
-            Fault(
-                f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
-                f"{format_os_error_reason(error)}",
-                suggest_other_folder(error, "run.dir=PATH"),
-            )
-        ) from error
+        raise _make_folder_error(run, config, error) from error
+
+
+def _make_folder_error(run: Run, config: Config, error: OSError) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"run.dir={config.run.dir}: the run folder {run.folder} cannot be written: "
+            f"{format_os_error_reason(error)}",
+            suggest_other_folder(error, "run.dir=PATH"),
+        )
+    )
 
 
 def _move_aside(run: Run) -> None:
@@ -163,12 +195,6 @@ def _move_aside(run: Run) -> None:
         if not aside.exists():
             run.folder.rename(aside)
             return
-
-
-def _update_latest_link(root: Path, run: Run) -> None:
-    """Point `latest` to the run; a file system without links does without it."""
-    with contextlib.suppress(OSError), replace_file(root / "latest") as temporary:
-        temporary.symlink_to(run.name)
 
 
 # --- names ---

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
+from echelon.runs.latest import LATEST, read_latest_link
+from echelon.runs.record import read_run_records
 from echelon.runs.run_folder import CONFIG_FILE, RUN_FILES, SUBMISSION_FILE, Run
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
@@ -51,7 +53,7 @@ def find_runs(where: str, root: str = "runs") -> list[Run]:
     Tried in this order: a folder, the name of a run in ``root`` or `latest`, the id of a Slurm job
     or job array, and the name under which several runs were submitted.
     """
-    for folder in (Path(where), Path(root) / where):
+    for folder in _list_candidates(where, root):
         if (folder / CONFIG_FILE).exists():
             return [Run(folder.resolve())]
     if runs := [*_find_by_job(where, Path(root)), *_find_by_group(where, Path(root))]:
@@ -61,16 +63,56 @@ def find_runs(where: str, root: str = "runs") -> list[Run]:
 
 def find_run_including_broken(where: str, root: str) -> Run:
     """Return the run of that folder or name, or `latest`, even if it has lost its config.json."""
-    for folder in (Path(where), Path(root) / where):
+    for folder in _list_candidates(where, root):
         if any((folder / sign).exists() for sign in RUN_FILES):
             return Run(folder.resolve())
     raise make_unknown_run_error(where, root)
 
 
+def _list_candidates(where: str, root: str) -> list[Path]:
+    """Return the folders that these words may mean."""
+    if where == LATEST and not Path(where).exists():
+        latest = find_latest_run(Path(root))
+        return [] if latest is None else [latest.folder]
+    return [Path(where), Path(root) / where]
+
+
+def find_latest_run(root: Path) -> Run | None:
+    """Return the run that `latest` means: the newest one that is queued, or running and still
+    before its first step, if it came after the run that trained last; else that one."""
+    link = read_latest_link(root)
+    since = (root / LATEST).lstat().st_mtime_ns if link is not None else 0
+    runs = list_runs(root)
+    newer, _ = read_run_records([run for run in runs if _get_change_time(run) > since])
+    for record in newer:
+        if record.run_status.is_active and not record.has_trained:
+            return record.run
+    if link is not None and all(record.has_trained for record in read_run_records([link])[0]):
+        return link
+    # Without a link, or with one of an earlier version of Echelon, which had other rules.
+    records, _ = read_run_records(runs)
+    return next((record.run for record in records if record.has_trained), None)
+
+
+def _get_change_time(run: Run) -> int:
+    """Return when the status of the run was written last; 0 without one."""
+    with contextlib.suppress(OSError):
+        return run.status_file.stat().st_mtime_ns
+    return 0
+
+
 def make_unknown_run_error(where: str, root: str) -> EchelonError:
     """Return the error for a run that is not there, with the name that was probably meant."""
     names = [run.name for run in list_runs(Path(root), include_broken=True)]
-    known = [*names, "latest"] if names else []
+    if where == LATEST and names:
+        return EchelonError(
+            Fault(
+                f"no run in {Path(root).absolute()} has trained yet, so none is `latest`",
+                "`echelon runs --all` lists those that ended before their first step",
+            ),
+            exit=ExitCode.NOT_FOUND,
+        )
+    known = [*names, LATEST] if names else []
     return EchelonError(
         Fault(
             f"no run {where!r} here or in {Path(root).absolute()}",

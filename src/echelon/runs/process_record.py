@@ -18,8 +18,9 @@ from typing import Any
 from echelon.utils.processes import read_stat_fields
 
 
-def make_starting_status(launcher: str, nodes: int, world: int) -> dict[str, Any]:
-    """Return what a launcher writes into the status of a run that it starts from this process."""
+def make_starting_status(launcher: str, nodes: int | None, world: int | None) -> dict[str, Any]:
+    """Return what is written into the status of a run that is started from this process; None is
+    a size that is not known yet."""
     return {
         "state": "starting",
         "launcher": launcher,

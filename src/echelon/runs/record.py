@@ -17,6 +17,8 @@ from echelon.runs.run_folder import Run
 from echelon.runs.status import FolderFacts, RunStatus, derive_statuses
 from echelon.utils.os_errors import format_os_error_reason
 
+_UNHAPPY_ENDS = ("failed", "lost", "cancelled")
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -54,6 +56,21 @@ class RunRecord:
     def state(self) -> str:
         """The state; `broken` for a folder without a readable configuration."""
         return "broken" if self.problem else self.run_status.state
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step was made. A program counts from its start: what it does is not known."""
+        return bool(self.program_argv) or self.facts.has_trained
+
+    @property
+    def ended_before_step_1(self) -> bool:
+        """Whether the run is over and holds nothing: it failed, was lost or cancelled before its
+        first step."""
+        return self.state in _UNHAPPY_ENDS and not self.has_trained
+
+    @property
+    def is_archived(self) -> bool:
+        return self.run.archive_file.exists()
 
     @property
     def entry_point(self) -> str:

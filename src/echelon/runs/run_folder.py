@@ -80,6 +80,16 @@ class Run:
         and a second writer would lose fields of the first."""
         return self.folder / "cancelled"
 
+    @property
+    def writer_file(self) -> Path:
+        """Locked by the process that writes into the folder, which says there who it is."""
+        return self.folder / ".writer"
+
+    @property
+    def archive_file(self) -> Path:
+        """There while the run is archived: left out of lists."""
+        return self.folder / "archived"
+
     # --- logs ---
 
     @property

@@ -153,6 +153,16 @@ class FolderFacts:
         return self.get_int("total_steps")
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a step was made, as far as the folder says."""
+        if self.status.get("trained") is True or (self.step or 0) > 0:
+            return True
+        with contextlib.suppress(OSError):
+            if self.run.metrics_file.stat().st_size > 0:
+                return True
+        return self.run.has_snapshots()
+
+    @property
     def best(self) -> float | None:
         """The best evaluated value, if the status holds it."""
         return self.get_number("best") if self.recorded_state in _STATES_WITH_BEST else None

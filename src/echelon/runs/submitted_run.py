@@ -13,6 +13,7 @@ from pathlib import Path
 
 from echelon.config.schema import Config, RunConfig, find_differences
 from echelon.runs.run_folder import Run
+from echelon.runs.writer import claim_run_folder
 
 SUBMITTED_RUN_VARIABLE = "ECHELON_RUN"
 """It holds the folder of the run, in all processes of a submitted command."""
@@ -57,6 +58,8 @@ def take_submitted_run(config: Config, env: Mapping[str, str]) -> Run | None:
         run.get_training_claim_file(attempt).touch(exist_ok=False)
     except FileExistsError:
         return None
+    # Shared with the agent of the command; where srun starts it without one, it is ours.
+    claim_run_folder(run)
     if not run.command_file.exists():
         run.set_command_aside()
     run.write_config(replace(config, run=RunConfig(run.name, str(run.folder.parent))))

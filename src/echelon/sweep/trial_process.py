@@ -22,6 +22,7 @@ from echelon.runs.create import create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import read_current_job_id
+from echelon.runs.writer import release_run_folder
 from echelon.utils.processes import die_with_parent
 
 _ENTRY_POINT = "echelon.entrypoint:start_from_json"
@@ -124,6 +125,7 @@ class SlurmStepStarter:
         status = make_starting_status("slurm", config.launch.nodes, world_size)
         job = {"process": None, "job": read_current_job_id(os.environ), "in_sweep": True}
         created.update_status(**status | job)
+        release_run_folder(created)  # the agent of node 0 claims it
         command = make_trial_step_command(config, run, _find_master_address(os.environ))
         return _SlurmStepTrial(command, run, variables)
 

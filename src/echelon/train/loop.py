@@ -101,6 +101,8 @@ class Training:
     writer: SnapshotWriter | DistributedSnapshotWriter | None = None
     collect_state: Callable[[Experiment, OptimizerFlags, RankGroup], dict[str, Any]] = collect_state
 
+    on_first_step: Callable[[], None] | None = None
+    """Called once, on rank 0, after the first step of this start."""
     step: int = 0
     samples: int = 0
     """Samples of all ranks since the beginning: the one number that says where a run is."""
@@ -190,6 +192,9 @@ class Training:
         self.samples += total
         self.heartbeat.step = self.step
         self.heartbeat.beat()
+        if self.on_first_step is not None:
+            self.on_first_step()
+            self.on_first_step = None
         if self.profile is not None:
             self.speed.exclude_time(self.profile.advance(self.step))
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,9 +40,11 @@ from echelon.runs import failure as failures
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.latest import record_first_step
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run, take_submitted_run
+from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows, format_run_argument, render_summary
 from echelon.train.loop import Training, train
 from echelon.train.output_tee import OutputTee
@@ -123,6 +126,7 @@ class RankWorker:
             )
             start = (self.training.step, time.monotonic())
             if world.rank == 0:
+                self.training.on_first_step = partial(record_first_step, self.run)
                 self.run.update_status(
                     step=self.training.step, total_steps=self.training.total_steps
                 )
@@ -141,6 +145,8 @@ class RankWorker:
             if self.training is not None and self.training.profile is not None:
                 self.training.profile.discard_profile()
             self.output.close()
+            if self.run is not None:
+                release_run_folder(self.run)
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
@@ -154,8 +160,9 @@ class RankWorker:
         """Opens rank 0's log and marks the run as running.
 
         A submitted command has both already: its output is the log, and its launcher's process
-        is the one to signal.
+        is the one to signal. Of a rank without an agent, this process is the writer of the folder.
         """
+        start_writer_beats(run)
         start: dict[str, Any] = {}
         if not self._is_submitted:
             self.output.log_to(run.get_rank_log_file(0))
@@ -333,8 +340,8 @@ def _agree_on_run(config: Config, group: RankGroup) -> Run:
     if group.world.rank == 0:
         if get_submitted_run(os.environ) is not None:
             run = take_submitted_run(config, os.environ)
-        else:
-            run = find_restarted_run(config, os.environ)
+        elif (run := find_restarted_run(config, os.environ)) is not None:
+            claim_run_folder(run)
         folder = str((run or create_run(config)).folder)
     return Run(Path(group.share_from_rank0("run", folder)))
 

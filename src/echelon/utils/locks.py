@@ -61,6 +61,14 @@ class FileLock:
             os.close(self._handle)
             self._handle = -1
 
+    @property
+    def is_held(self) -> bool:
+        return self._depth > 0
+
+    def is_current(self) -> bool:
+        """Return whether the file that is locked is still the one at the path."""
+        return _is_same_file(self._handle, self.path)
+
     def fileno(self) -> int:
         """Return the descriptor that holds the lock.
 
@@ -115,6 +123,28 @@ class FileLock:
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(owner).encode(), 0)
         return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether somebody holds the lock on this file; False where there is no such file, and
+    where the file system has no locks.
+
+    To ask, the lock is shared for an instant, and a try_acquire() of another process fails then.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(handle)
+    return False
 
 
 def describe_owner(path: Path) -> str:

@@ -35,3 +35,12 @@ def read_stat_fields(pid: int) -> list[str] | None:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def list_ancestors(pid: int) -> list[int]:
+    """Return the ids of a process's parent, that one's parent and so on, as far as they are seen
+    from here."""
+    ancestors: list[int] = []
+    while (fields := read_stat_fields(pid)) is not None and (pid := int(fields[1])) > 0:
+        ancestors.append(pid)
+    return ancestors

@@ -23,6 +23,7 @@ from echelon.launch.plan import NodeSpec
 from echelon.launch.registry import make_launcher
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
+from echelon.runs.writer import claim_run_folder
 from echelon.world.device_fit import find_visible_fit_fault, get_default_process_count
 
 
@@ -62,11 +63,24 @@ def join_run(
     node = NodeSpec(rank, nodes, procs, host.strip("[]"), int(port))
     os.environ |= make_network_variables(config, node.master_host, os.environ)
     serving = partial(
-        run_node, launcher, config, node, lambda store, ask: run, on_port, report_failure
+        run_node,
+        launcher,
+        config,
+        node,
+        lambda store, ask: _claim_on_node_0(run, launcher, rank),
+        on_port,
+        report_failure,
     )
     if launcher.leaves_exit_code and rank == 0:
         return _run_and_record_exit_code(run, serving)
     return serving()
+
+
+def _claim_on_node_0(run: Run, launcher: Launcher, rank: int) -> Run:
+    """Return the run, once node 0 is the writer of its folder, or the command that launched it."""
+    if rank == 0:
+        claim_run_folder(run, shares_with_command=launcher.command_holds_folder)
+    return run
 
 
 def _run_and_record_exit_code(run: Run, run_node: Callable[[], int]) -> int:

@@ -22,6 +22,7 @@ from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
+from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ class _NodeService:
         Whatever is raised here is reported to the other nodes, which would otherwise wait for it.
         """
         try:
+            return self._run_agent(fork_server, resolve_run)
+        finally:
+            if self._run is not None:
+                release_run_folder(self._run)
+
+    def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
+        try:
             self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
@@ -156,6 +164,7 @@ class _NodeService:
             run.update_status(world=world_size)
         else:
             self._launcher.record_node_start(run, node.node_count, world_size)
+        start_writer_beats(run)
 
     def _count_restarts_left(self, run: Run) -> int:
         """Restarts that are left, over all jobs of a run. Node 0 counts and tells the others,

@@ -14,6 +14,7 @@ from echelon.launch.slurm import batch_script
 from echelon.launch.slurm.sbatch import record_queued, submit_job
 from echelon.runs.create import create_run
 from echelon.runs.run_folder import Run
+from echelon.runs.writer import release_run_folder
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
 """Slurm's default of MaxArraySize; indices stay below it."""
@@ -60,7 +61,7 @@ def plan_arrays(
 def queue_array(array: JobArray) -> tuple[str, list[Run]]:
     """Submit an array; returns its job id and its runs."""
     configs, listing, text = array
-    created_runs = [create_run(config) for config in configs]
+    created_runs = [_create_queued_run(config) for config in configs]
     listing.write_text(
         "".join(f"{run.folder}\n" for run in created_runs),
         encoding="utf-8",
@@ -68,14 +69,23 @@ def queue_array(array: JobArray) -> tuple[str, list[Run]]:
     )
     file = listing.with_suffix(".sh")
     file.write_text(text, encoding="utf-8", errors="surrogateescape")
-    for run, config in zip(created_runs, configs, strict=True):
-        if config.program:
-            batch_script.write_program_argv(config, run)
-        record_queued(run, config)
     job = submit_job(created_runs[0].name, ("sbatch", "--parsable", str(file)), created_runs)
     for index, run in enumerate(created_runs):
         run.job_id_file.write_text(f"{job}_{index}\n", encoding="utf-8")
     return job, created_runs
+
+
+def _create_queued_run(config: Config) -> Run:
+    """Create a run and leave its folder to its task: a thousand claims would be as many files that
+    are open at once."""
+    run = create_run(config)
+    try:
+        if config.program:
+            batch_script.write_program_argv(config, run)
+        record_queued(run, config)
+    finally:
+        release_run_folder(run)
+    return run
 
 
 def _get_listing_path(configs: Sequence[Config]) -> Path:

@@ -15,7 +15,7 @@ from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
     read_launch_secrets,
-    require_not_running,
+    require_no_writer,
 )
 from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
@@ -31,7 +31,6 @@ from echelon.launch.slurm import batch_script, requeue
 from echelon.launch.slurm.job_array import submit_arrays
 from echelon.launch.slurm.sbatch import (
     queue_run,
-    require_not_queued,
     require_sbatch,
     require_slurm_accepts,
 )
@@ -93,10 +92,9 @@ class SlurmLauncher(Launcher):
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         """Ask Slurm before anything is written. launch.preflight is done by the batch script, on
         the nodes that the job was given."""
-        require_not_running(config)
+        require_no_writer(config)
         require_sbatch()
         require_slurm_accepts(plan.script)
-        require_not_queued(config)
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
         job, run = queue_run(config, plan.script)

@@ -12,7 +12,8 @@ from echelon.launch.slurm.batch_script import count_processes_per_node
 from echelon.runs.create import create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import query_queue, run_slurm_command
+from echelon.runs.slurm_queue import run_slurm_command
+from echelon.runs.writer import release_run_folder
 
 _LOST_ANSWER_TIMEOUT_S = 120.0
 """How long a controller that went away has to come back and answer whether it took a job."""
@@ -32,11 +33,15 @@ def require_sbatch(instead: str = "type the command on a login node") -> None:
 def queue_run(config: Config, text: str) -> tuple[str, Run]:
     """Submit one run; returns its job id and its folder."""
     run = create_run(config)
-    run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
-    run.script_file.chmod(0o755)
-    record_queued(run, config)
-    job = submit_job(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
-    run.job_id_file.write_text(f"{job}\n", encoding="utf-8")
+    try:
+        run.script_file.write_text(text, encoding="utf-8", errors="surrogateescape")
+        run.script_file.chmod(0o755)
+        record_queued(run, config)
+        job = submit_job(run.name, ("sbatch", "--parsable", str(run.script_file)), [run])
+        run.job_id_file.write_text(f"{job}\n", encoding="utf-8")
+    finally:
+        # From here on the queue says that the folder is taken, then the agent of node 0.
+        release_run_folder(run)
     return job, run
 
 
@@ -67,21 +72,6 @@ def _make_refusal(words: str) -> EchelonError:
             "`sinfo -o '%P %D %c %G %l'`; --dry-run shows the script",
         )
     )
-
-
-def require_not_queued(config: Config) -> None:
-    """Refuse a run whose job is in the queue or running."""
-    run = Run.from_config(config)
-    job = run.read_job_id()
-    state = query_queue([job] if job else []).states.get(job)
-    if state is not None and state.is_active:
-        raise EchelonError(
-            Fault(
-                f"run {run.name} is queued or running already, as job {job}",
-                f"follow it with `echelon logs {run.name} -f`, or end it with "
-                f"`echelon cancel {run.name}`",
-            )
-        )
 
 
 def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run]) -> str:

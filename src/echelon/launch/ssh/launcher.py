@@ -21,7 +21,7 @@ from echelon.launch.launcher import (
     LaunchServices,
     find_batch_faults,
     read_launch_secrets,
-    require_not_running,
+    require_no_writer,
     require_preflight,
 )
 from echelon.launch.node.service import make_thread_variables
@@ -42,6 +42,7 @@ from echelon.launch.ssh.own_address import find_reached_address
 from echelon.runs.create import assign_name, create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
+from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.world.device_fit import get_default_process_count
 
 
@@ -50,6 +51,7 @@ class SshLauncher(Launcher):
 
     name = "ssh"
     has_compared_devices = True
+    command_holds_folder = True
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and add the secrets to the variables that are sent to the hosts."""
@@ -92,7 +94,7 @@ class SshLauncher(Launcher):
         """Trackers run on the first host, where other packages may be installed."""
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
-        require_not_running(config)
+        require_no_writer(config)
         require_preflight(config, services)
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
@@ -117,19 +119,22 @@ class SshLauncher(Launcher):
         new = config.trainer.resume == "never" or not run.config_file.exists()
         # Only now, after all hosts have answered: a host that is down must not leave a run behind.
         create_run(config, is_snapshot_here=False)
-        names = [host.name for host in hosts]
-        devices_per_replica = config.replica.devices
-        world = sum(
-            host.procs or get_default_process_count(r.devices, devices_per_replica)
-            for host, r in zip(hosts, reports, strict=True)
-        )
-        run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
-        _send_files(run, separate_hosts, code, new)
-        outcome = sessions.SshSessions(
-            sessions.start_sessions(names, plan.commands, first_line)
-        ).wait_for_all()
-        missing = {remote.host: file_transfer.fetch_results(remote) for remote in separate_hosts}
-        return _report_outcome(run, outcome, missing)
+        try:
+            names = [host.name for host in hosts]
+            devices_per_replica = config.replica.devices
+            world = sum(
+                host.procs or get_default_process_count(r.devices, devices_per_replica)
+                for host, r in zip(hosts, reports, strict=True)
+            )
+            run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
+            _send_files(run, separate_hosts, code, new)
+            open_sessions = sessions.start_sessions(names, plan.commands, first_line)
+            start_writer_beats(run)
+            outcome = sessions.SshSessions(open_sessions).wait_for_all()
+            missing = {each.host: file_transfer.fetch_results(each) for each in separate_hosts}
+            return _report_outcome(run, outcome, missing)
+        finally:
+            release_run_folder(run)
 
     def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
         """Write nothing: the command that launched the run has written its start."""
