@@ -409,11 +409,21 @@ def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path)
     assert (found["state"], found["launcher"], found["world"]) == ("finished", "local", 2)
 
 
-def test_a_run_that_is_at_work_is_not_started_again(tmp_path: Path) -> None:
-    make_run(tmp_path, state="running", launcher="local", process=identify_this_process())
-    done = echelon(tmp_path, "train", "launch=local", "run.name=a")
-    assert done.code == ExitCode.USAGE
-    assert f"run a is running already, as process {os.getpid()}" in done.err
+@slow
+def test_a_run_has_one_writer_and_cancel_ends_it(tmp_path: Path) -> None:
+    inline = [word for word in LONG if not word.startswith("launch")]
+    with started([*ECHELON, *inline], tmp_path) as training:
+        until(lambda: only_if(tmp_path).get("step"), 300, "a step")
+        config = Run(tmp_path / "runs/a").config_file.read_bytes()
+        for words in (inline, LONG):
+            done = echelon(tmp_path, *words)
+            assert done.code == ExitCode.USAGE
+            assert f"run a is running already, as process {training.process.pid} on" in done.err
+        assert Run(tmp_path / "runs/a").config_file.read_bytes() == config
+        assert (only(tmp_path)["state"], only(tmp_path)["launcher"]) == ("running", "inline")
+        assert "was asked to save and end" in echelon(tmp_path, "cancel", "a").out
+        assert training.wait().code == ExitCode.PREEMPTED
+    assert "run a was not running: it is cancelled" in echelon(tmp_path, "cancel", "a").out
 
 
 @slow
