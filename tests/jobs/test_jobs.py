@@ -172,7 +172,7 @@ def test_a_thousand_runs_are_one_question(
     variables = slurm(states, "")
     for n in range(1000):
         status = {"launcher": "slurm", "job": str(n), "state": "running", "started": float(n)}
-        make_run(tmp_path, f"r{n}", **status)
+        make_run(tmp_path, f"r{n}", **status, step=1)
     done = echelon(tmp_path, "jobs", **variables)
     assert (tmp_path / "bin/asked").read_text().split() == ["squeue", "sacct"]
     assert done.out.count("running") == 500

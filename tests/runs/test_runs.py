@@ -75,7 +75,9 @@ def test_runs_and_jobs_agree_on_a_run(
     make_run(tmp_path / "runs", "program", written, status={"step": 3, "total_steps": 9})
     make_run(tmp_path / "runs", "training", lines(20), status={"total_steps": True})
     make_run(tmp_path / "runs", "pruned", status={"state": "pruned"})
-    make_run(tmp_path / "runs", "failed", status={"state": "failed", "failure": {"rank": 1}})
+    make_run(
+        tmp_path / "runs", "failed", status={"state": "failed", "step": 3, "failure": {"rank": 1}}
+    )
     _, of_runs, _ = echelon(capsys, "runs", "--json")
     _, of_jobs, _ = echelon(capsys, "jobs", "--json")
     keys = ("run", "folder", "state", "note", "step", "total_steps", "started")
@@ -88,7 +90,7 @@ def test_runs_and_jobs_agree_on_a_run(
         "program": (7, 9),
         "training": (20, None),
         "pruned": (None, None),
-        "failed": (None, None),
+        "failed": (3, None),
     }
     assert {row["run"]: row["state"] for row in rows[0]}["pruned"] == "pruned"
     assert "pruned" in echelon(capsys, "show", "pruned")[1].splitlines()[0]

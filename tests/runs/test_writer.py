@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -199,13 +200,17 @@ def test_a_writer_on_a_machine_that_shares_no_locks_is_known_by_its_beats(
     assert json.loads(run.writer_file.read_text())["process"] == identify_this_process()
 
 
+def is_changed(file: Path, before_ns: int) -> bool:
+    return file.stat().st_mtime_ns != before_ns
+
+
 def test_a_writer_beats(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_BEAT_S", 0.01)
     claim_run_folder(run)
     writer.start_writer_beats(run)
     for _ in range(2):
-        last = run.writer_file.stat().st_mtime_ns
-        until(lambda: run.writer_file.stat().st_mtime_ns != last, 60, "a beat")
+        before = run.writer_file.stat()
+        until(partial(is_changed, run.writer_file, before.st_mtime_ns), 60, "a beat")
     release_run_folder(run)
     assert "echelon-writer" not in [thread.name for thread in threading.enumerate()]
 
@@ -254,7 +259,7 @@ def test_nobody_is_asked_about_a_job_that_is_over_or_a_workers(
 ) -> None:
     squeue("echo nobody home >&2; exit 1")
     run.update_status(launcher="slurm", job="7", state="running")
-    with pytest.raises(EchelonError, match="Slurm does not say whether .*: nobody home"):
+    with pytest.raises(EchelonError, match=r"Slurm does not say whether .*: nobody home"):
         claim_run_folder(run)
     run.update_status(in_sweep=True)
     assert find_writer(run) is None

@@ -210,7 +210,8 @@ def test_the_newest_first_and_the_rest_on_request(
 def several(tmp_path: Path) -> None:
     for name, lr, best in (("a", 0.3, 0.5), ("b", 0.1, 0.4), ("c", 0.2, None)):
         state = "finished" if best else "failed"
-        make_run(tmp_path / "runs", name, status={"best": best, "state": state}, lr=lr)
+        status = {"best": best, "state": state, "step": 1}
+        make_run(tmp_path / "runs", name, status=status, lr=lr)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from echelon.commands.arguments import (
     make_parser,
     split_at_double_dash,
 )
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
@@ -184,6 +184,7 @@ def resume(words: list[str]) -> int:
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
     from echelon.runs.find import find_run
+    from echelon.runs.finished import describe_finished_run
 
     run = find_run(given.run)
     config = run.read_config()
@@ -201,9 +202,13 @@ def resume(words: list[str]) -> int:
         # to continue from its own snapshots. First in the list, so that the user can override it.
         given.overrides.insert(0, "trainer.resume=auto")
     experiment = _find_resumed_experiment(config, given.overrides)
-    return start_run(
-        recompose(config, given.overrides, run.name, run.folder.parent, user_experiment=experiment)
+    resumed = recompose(
+        config, given.overrides, run.name, run.folder.parent, user_experiment=experiment
     )
+    if (answer := describe_finished_run(run, config, resumed, given.run)) is not None:
+        print(answer)
+        return ExitCode.OK
+    return start_run(resumed)
 
 
 def _find_resumed_experiment(config: Config, overrides: Sequence[str]) -> UserExperiment | None:

@@ -39,6 +39,8 @@ from echelon.config.validate import find_faults
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
 GROUPS = ("experiment", "launch", "trainer", "track")
+_GRAMMAR_CHARACTERS = set("[]{}(),'\"\\=$")
+"""What makes a value more than a plain word in Hydra's grammar."""
 
 
 @dataclass(frozen=True)
@@ -242,14 +244,9 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            override = _parse_override(parser, text)
         except HydraException as error:
-            faults.append(
-                Fault(
-                    f"{text!r} is not an override: {str(error).splitlines()[0]}",
-                    "write KEY=VALUE, and quote special characters: 'KEY=\"a b\"'",
-                )
-            )
+            faults.append(_make_syntax_fault(text, str(error).splitlines()[0]))
             continue
         if not override.key_or_group:
             faults.append(Fault(f"{text!r} is not an override: it has no key", "write KEY=VALUE"))
@@ -269,6 +266,28 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
             )
         else:
             yield override
+
+
+def _parse_override(parser: OverridesParser, text: str) -> Override:
+    """Parse one override. Hydra's grammar has ASCII letters alone outside of quotes, so a plain
+    word with others, such as a path, is quoted for the user."""
+    key, _, value = text.partition("=")
+    if not value.isascii() and not _GRAMMAR_CHARACTERS & set(value):
+        text = f"{key}='{value}'"
+    return parser.parse_override(text)
+
+
+def _make_syntax_fault(text: str, reason: str) -> Fault:
+    key = text.partition("=")[0]
+    if not key.isascii():
+        return Fault(
+            f"{text!r}: the name of a setting has letters from a to z, and {key!r} has others",
+            "rename the setting",
+        )
+    return Fault(
+        f"{text!r} is not an override: {reason}",
+        "write KEY=VALUE, and quote special characters: 'KEY=\"a b\"'",
+    )
 
 
 def _add_override(given: GivenValues, override: Override, faults: list[Fault]) -> None:

@@ -208,9 +208,12 @@ def check_run_name(name: str) -> Fault | None:
         return Fault("run.name='latest' always means the newest run", "choose another name")
     if name and set(name) <= NAME_CHARACTERS and name[0] not in ".-" and len(name) <= 100:
         return None
+    others = " and ".join(repr(c) for c in dict.fromkeys(name) if c not in NAME_CHARACTERS)
     return Fault(
-        f"run.name={name!r} is not a valid name for a run",
-        "use 1 to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'",
+        f"run.name={name!r} is not a valid name for a run"
+        + (f": it has {others}, which the names of folders and jobs cannot have" if others else ""),
+        "use 1 to 100 of the letters a to z and A to Z, digits, '.', '_' and '-', not starting "
+        "with '.' or '-'",
     )
 
 

@@ -59,8 +59,10 @@ class RunRecord:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step was made. A program counts from its start: what it does is not known."""
-        return bool(self.program_argv) or self.facts.has_trained
+        """Whether a step was made. A program, and a submitted command that trains, counts from its
+        start: what else it does is not known."""
+        is_program = bool(self.program_argv) or self.run.command_file.exists()
+        return is_program or self.facts.has_trained
 
     @property
     def ended_before_step_1(self) -> bool:

@@ -18,6 +18,7 @@ from rich.text import Text
 from echelon.errors import ExitCode
 from echelon.runs.curves import RunProgress, read_progress
 from echelon.runs.find import find_runs, list_runs
+from echelon.runs.listing import RunListing, split_listing
 from echelon.runs.record import read_run_records
 from echelon.runs.status import RunStatus
 from echelon.utils.text import format_duration
@@ -52,45 +53,52 @@ def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, w
     """Print the table once or, with ``watch``, again and again until Ctrl-C."""
     console = create_console()
     if not watch or as_json:
-        rows, hidden, silence = _collect_rows(root, names, show_all)
+        # For programs nothing is left out because it failed early: they may wait for that.
+        rows, listing, silence = _collect_rows(root, names, show_all, hides_early=not as_json)
         if as_json:
             print(json.dumps([row.to_dict() for row in rows], indent=2))
         else:
-            console.print(_render_table(rows, hidden, root, get_width(console)))
+            console.print(_render_table(rows, listing, root, get_width(console)))
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         return ExitCode.OK
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
-                rows, hidden, _ = _collect_rows(root, names, show_all)
-                live.update(_render_table(rows, hidden, root, get_width(console)), refresh=True)
+                rows, listing, _ = _collect_rows(root, names, show_all, hides_early=True)
+                live.update(_render_table(rows, listing, root, get_width(console)), refresh=True)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             return ExitCode.OK
 
 
 def _collect_rows(
-    root: Path, names: Sequence[str], show_all: bool
-) -> tuple[list[JobRow], int, str]:
-    """Return what is shown, how many runs are not, and why Slurm did not answer, if it did not."""
+    root: Path, names: Sequence[str], show_all: bool, hides_early: bool
+) -> tuple[list[JobRow], RunListing, str]:
+    """Return the rows, the runs that they were chosen from, and why Slurm did not answer, if it did
+    not."""
     wanted = [run for name in names for run in find_runs(name, str(root))]
     records, silence = read_run_records(wanted or list_runs(root))
-    recent = len(records) if show_all or names else _RECENT_RUNS
-    shown = [r for i, r in enumerate(records) if i < recent or r.run_status.is_active]
+    shows_each = show_all or bool(names)
+    listing = split_listing(records, shows_each, hides_early)
+    recent = len(records) if shows_each else _RECENT_RUNS
+    shown = [r for i, r in enumerate(listing.shown) if i < recent or r.run_status.is_active]
     rows = [JobRow(record.run_status, read_progress(record)) for record in shown]
-    return rows, len(records) - len(rows), silence
+    return rows, listing, silence
 
 
 # --- the table ---
 
 
-def _render_table(rows: Sequence[JobRow], hidden: int, root: Path, width: int) -> Group:
-    if not rows:
-        return Group(Text(f"no runs in {root.absolute()}; start one with `echelon train`"))
-    lines = _build_table(rows, has_bar=100 <= width < PIPED_WIDTH).render(width)
-    if hidden:
-        lines.append(Text(f"and {hidden} more: --all", "dim"))
+def _render_table(rows: Sequence[JobRow], listing: RunListing, root: Path, width: int) -> Group:
+    if rows:
+        lines = _build_table(rows, has_bar=100 <= width < PIPED_WIDTH).render(width)
+    else:
+        lines = [Text(f"no runs in {root.absolute()}; start one with `echelon train`")]
+    if older := len(listing.shown) - len(rows):
+        lines.append(Text(f"and {older} more: --all", "dim"))
+    if hidden := listing.describe_hidden():
+        lines.append(Text(hidden, "dim"))
     return Group(*lines)
 
 

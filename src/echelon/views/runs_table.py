@@ -21,6 +21,7 @@ from rich.text import Text
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.runs.curves import RunOverview, RunProgress, read_overview
 from echelon.runs.find import list_runs
+from echelon.runs.listing import RunListing, split_listing
 from echelon.runs.metrics_file import is_number
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.utils.text import (
@@ -90,13 +91,16 @@ def show_runs(
     """Print the table, or with ``as_json`` JSON, of the runs in a folder."""
     conditions = [_parse_condition(text) for text in filters]
     records, silence = read_run_records(list_runs(root, include_broken=True))
-    rows = _sort_rows(_filter_rows([RunRow(record) for record in records], conditions), sort)
+    listing = split_listing(records, show_all)
+    rows = _sort_rows(_filter_rows([RunRow(record) for record in listing.shown], conditions), sort)
     rows = rows[::-1] if reverse else rows
     shown = rows if show_all else rows[:_RECENT_RUNS]
     if as_json:
-        print(json.dumps(_to_json_data(shown), indent=2))
+        hidden = {"before_step_1": len(listing.early), "archived": len(listing.archived)}
+        print(json.dumps(_to_json_data(shown) | {"hidden": hidden}, indent=2))
     else:
-        _print_table(shown, len(rows) - len(shown), root, bool(records))
+        _print_table(shown, len(rows) - len(shown), root, bool(listing.shown))
+        print_hidden_runs(listing)
     if silence:
         print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
     return ExitCode.OK
@@ -112,6 +116,12 @@ def _print_table(rows: Sequence[RunRow], hidden: int, root: Path, any_at_all: bo
         screen.print(
             convert_for_terminal(f"no runs in {root.absolute()}; start one with `echelon train`")
         )
+
+
+def print_hidden_runs(listing: RunListing) -> None:
+    """Print how many runs a list has left out, and how to see them."""
+    if text := listing.describe_hidden():
+        create_console().print(Text(convert_for_terminal(text), "dim"))
 
 
 def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
