@@ -35,7 +35,7 @@ def test_a_refused_name_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "commands.txt").write_text("echo 1\n")
     (tmp_path / "sweep.yaml").write_text(
-        "method: random\nmetric: {name: loss, goal: minimize}\nparameters: {lr: {values: [1]}}\n"
+        "method: grid\nmetric: {name: loss, goal: minimize}\nparameters: {lr: {values: [1]}}\n"
     )
     before = sorted(tmp_path.iterdir())
     for words in (
