@@ -120,6 +120,7 @@ SUBCOMMANDS = {
     "runs": Subcommand("what was trained, with which settings and results", "runs"),
     "show": Subcommand("one run and its curves", "runs"),
     "plot": Subcommand("curves of several runs, as an image or a page", "runs"),
+    "note": Subcommand("a note and tags for a run", "runs"),
     "rm": Subcommand("move runs into the trash, and get them back", "removal"),
     "archive": Subcommand("take runs out of the lists, and back into them", "removal"),
     "data": Subcommand("get a data set, such as MovieLens", _MOVIELENS),

@@ -51,6 +51,21 @@ def make_run(
     return run
 
 
+def write_phases(run: Run, *phases: tuple[float, float | None, int, int], **more: Any) -> None:
+    """The history of a run: when each start began to train and ended, and its first and last step,
+    of 32 samples each. Without an end it was killed."""
+    events: list[dict[str, Any]] = []
+    for begun, ended, first, last in phases:
+        where = {"host": "here", "launcher": "local", "job": None, "nodes": 1, "processes": 1}
+        events.append({"event": "start", "time": begun - 3, **where, **more})
+        events.append({"event": "train", "time": begun, "step": first, "samples": 32 * first})
+        if ended is not None:
+            end = {"step": last, "samples": 32 * last, "cause": "stopped by SIGTERM"}
+            events.append({"event": "stop", "time": ended, **end})
+    with run.history_file.open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
 def echelon(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """`echelon WORDS` in this process: its code, and what it said, without colours."""
     code = run_and_report_faults(lambda: run_command(list(words)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from echelon.jobs import follow as following
 from echelon.jobs.cancel import cancel_runs
 from echelon.jobs.follow import PlainPrinter
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs
+from echelon.jobs.logs import PrefixedPrinter
 from echelon.runs.process_record import (
     _read_start_time,
     identify_this_process,
@@ -300,6 +304,56 @@ def test_the_last_lines_are_the_last_lines_of_any_file(tmp_path: Path) -> None:
         log.seek_to_last_lines(count)
         expected = data.splitlines(keepends=True)[-count:] if count else []
         assert b"".join(line.text for line in merge_logs(made, [log], count)) == b"".join(expected)
+
+
+def measure_log_memory(run: Run, last: int | None) -> tuple[int, int]:
+    """How many bytes of text were shown, and the peak of memory meanwhile."""
+    printer = PrefixedPrinter(run)
+    tracemalloc.start()
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.FileIO(os.devnull, "w"))):
+        shown_bytes = 0
+        for line in merge_logs(run, [LogFile(run, "rank-0"), LogFile(run, "rank-1")], last):
+            shown_bytes += len(line.text)
+            printer.print_log_line(line)
+        printer.flush()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return shown_bytes, peak
+
+
+@pytest.mark.parametrize(
+    ("text", "stamps", "limit_mib"),
+    [
+        (b"the same again\n" * 100_000, 1, 4),
+        (b"".join(b"%099d\n" % number for number in range(60_000)), 1, 4),
+        (b"#" * (32 << 20), 1, 12),
+        (b"x\n", 40_000, 4),
+    ],
+    ids=["equal lines", "different lines", "no line ends", "many stamps"],
+)
+def test_a_large_log_is_shown_in_little_memory(
+    tmp_path: Path, text: bytes, stamps: int, limit_mib: int
+) -> None:
+    """A list of these lines or stamps would be several times as large."""
+    made = make_run(tmp_path, world=2)
+    made.get_stamps_file(0).write_text("".join(f"{n}.0 rank-0 {n}\n" for n in range(stamps)))
+    made.get_rank_log_file(0).write_bytes(text)
+    made.get_rank_log_file(1).write_bytes(b"other\n")
+    shown_bytes, peak = measure_log_memory(made, None)
+    assert shown_bytes == len(text) + 6, "nothing is lost"
+    assert peak < limit_mib << 20
+
+
+def test_a_line_that_is_still_written_is_read_once_it_ends(tmp_path: Path) -> None:
+    """Over the borders of blocks, too, which are read one by one."""
+    made = make_run(tmp_path)
+    path, log = made.get_rank_log_file(0), LogFile(made, "rank-0")
+    path.write_bytes(b"a\n" + b"b" * 200_000)
+    assert list(log.read_lines()) == [b"a\n"]
+    with path.open("ab") as file:
+        file.write(b"c\nd")
+    assert list(log.read_lines()) == [b"b" * 200_000 + b"c\n"]
+    assert list(log.read_lines(include_partial=True)) == [b"d"]
 
 
 # --- runs that run ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -21,6 +22,7 @@ from echelon.launch.plan import LaunchPlan, LocalMachine
 from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.runs import run_folder
 from echelon.runs.create import assign_name
+from echelon.runs.history import read_history
 
 CANARY = "canary-5d1f0c"
 HERE = LocalMachine({"WANDB_API_KEY": CANARY, "PATH": "/bin"}, "login", 0)
@@ -99,6 +101,26 @@ def test_set_up_lines_stand_before_the_training() -> None:
     at = lines.index("# launch.setup") + 1
     assert lines[at + 1 : at + 3] == ["module load cuda", ". venv/bin/activate"]
     assert at < next(i for i, line in enumerate(lines) if line.startswith("srun "))
+
+
+@pytest.mark.parametrize("preflight", [False, True])
+def test_the_script_writes_the_history_of_a_program_without_an_agent(
+    bench: Bench, tmp_path: Path, preflight: bool
+) -> None:
+    words = [f"run.dir={tmp_path}/runs", "mode=srun", "launch.nodes=2", "launch.procs=4"]
+    plan = planned(*words, f"launch.preflight={preflight}".lower(), program=["true"])
+    if preflight:
+        plan = replace(
+            plan, script=re.sub(r"\S+python\S* .*-m echelon preflight", "true", plan.script)
+        )
+    run = run_folder.Run(tmp_path / "runs" / "a")
+    for code in (3, 0):
+        assert bench.run(plan, code).returncode == code
+    first, second = read_history(run, is_running=False).phases
+    assert [first.cause, second.cause] == ["exit code 3", "exit code 0"]
+    assert (first.launcher, first.nodes, first.processes, first.job) == ("slurm", 2, 8, "70007")
+    assert first.started <= first.ended <= second.started <= second.ended  # type: ignore[operator]
+    assert read_history(run, is_running=False).trained_s is not None
 
 
 def test_a_set_up_line_that_fails_ends_the_job(bench: Bench, tmp_path: Path) -> None:

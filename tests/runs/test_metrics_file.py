@@ -10,10 +10,10 @@ import pytest
 import echelon
 from echelon.runs.metrics_file import (
     MetricsFollower,
+    MetricsLine,
     read_first_metrics,
     read_metrics,
     read_recent_metrics,
-    scan_metric,
 )
 
 TEXT = '{"step": 1, "time": 5.0, "eval_loss": 3}\n[1]\n{"step": 2, "eval_loss": NaN}\n{"st'
@@ -25,8 +25,6 @@ def test_half_lines_and_strange_ones_are_skipped(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(file)] == [1, 2]
     assert read_recent_metrics(file) == [{"step": 1, "time": 5.0, "eval_loss": 3}]
     assert read_first_metrics(file) == {"step": 1, "time": 5.0, "eval_loss": 3}
-    assert scan_metric(file, "eval_loss") == [3.0]
-    assert scan_metric(file, "loss") == []
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder"])
@@ -34,24 +32,30 @@ def test_a_file_that_cannot_be_read_has_nothing(tmp_path: Path, kind: str) -> No
     file = tmp_path if kind == "folder" else tmp_path / "m"
     assert read_first_metrics(file) is None
     assert read_recent_metrics(file) == []
-    assert scan_metric(file, "loss") == []
-    assert MetricsFollower(file).read_new_lines() == ([], False)
+    assert take_new_lines(MetricsFollower(file)) == ([], False)
+
+
+def take_new_lines(follower: MetricsFollower) -> tuple[list[MetricsLine], bool]:
+    lines, is_new = follower.read_new_lines()
+    return list(lines), is_new
 
 
 def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
     file = tmp_path / "m"
     follower = MetricsFollower(file)
-    assert follower.read_new_lines() == ([], False)
+    assert take_new_lines(follower) == ([], False)
     file.write_text('{"step": 1}\n{"step"')
-    assert follower.read_new_lines() == ([{"step": 1}], True)
-    assert follower.read_new_lines() == ([], False)
+    assert take_new_lines(follower) == ([{"step": 1}], True)
+    assert take_new_lines(follower) == ([], False)
     with file.open("a") as more:
         more.write(": 2}\n")
-    assert follower.read_new_lines() == ([{"step": 2}], False)
+    assert take_new_lines(follower) == ([{"step": 2}], False)
+    later = MetricsFollower(file, follower.offset, follower.mark)
+    assert take_new_lines(later) == ([], False), "a position may be kept in a file"
     beside = tmp_path / "n"
     beside.write_text('{"step": 1}\n')
     beside.replace(file)
-    assert follower.read_new_lines() == ([{"step": 1}], True), "a resumed run writes it anew"
+    assert take_new_lines(follower) == ([{"step": 1}], True), "a resumed run writes it anew"
 
 
 def test_nobody_else_opens_the_file() -> None:

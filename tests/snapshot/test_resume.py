@@ -285,7 +285,8 @@ def test_another_batch_from_the_end_of_an_epoch(tmp_path: Path, stopped: Trained
     assert [line["step"] for line in metrics(other.run) if "eval_loss" in line] == [6, 8]
     rates = [line["lr"] / 0.02 for line in metrics(other.run) if "lr" in line]
     assert rates == pytest.approx([1 - step / 8 for step in (4, 5, 6, 7)])
-    assert "finished 8 steps in" in resumed.output
+    assert "finished 1 step in" in resumed.output
+    assert "; the whole run: 8 steps in" in resumed.output
 
 
 @pytest.mark.parametrize(

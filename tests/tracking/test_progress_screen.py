@@ -22,7 +22,7 @@ from echelon.tracking.progress import (
     TrainingDisplay,
     create_progress_display,
 )
-from echelon.tracking.summary import render_sparkline, render_summary
+from echelon.tracking.summary import TrainingProgress, render_sparkline, render_summary
 from echelon.train.output_tee import OutputTee
 
 LINE = {"step": 3, "epoch": 1, "loss": 0.25, "samples_per_s": 1234.5}
@@ -156,11 +156,13 @@ def test_last_words_in_letters_that_can_be_read(
     monkeypatch.setenv("LC_ALL", chosen)
     run = Run(tmp_path)
     run.metrics_file.write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
-    said = render_summary(run, ExitCode.OK, 2, 2, 1.0, "", {})
+    said = render_summary(run, ExitCode.OK, TrainingProgress(0, 2, 2, 1.0), "", {})
     assert said.isascii() == ascii_only
     assert ("1 #_ 0.5" if ascii_only else "1 █▁ 0.5") in said
     assert "trainer.epochs=" in said
-    assert "trainer.steps=" in render_summary(run, ExitCode.OK, 2, 2, 1.0, "", {}, "trainer.steps")
+    assert "trainer.steps=" in render_summary(
+        run, ExitCode.OK, TrainingProgress(0, 2, 2, 1.0), "", {}, "trainer.steps"
+    )
 
 
 def test_a_reader_that_leaves_does_not_end_a_training(

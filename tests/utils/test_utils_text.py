@@ -11,6 +11,7 @@ from echelon.utils.text import (
     format_bytes,
     format_count,
     format_duration,
+    format_elapsed,
     format_time_ago,
     format_timestamp,
     join_names,
@@ -40,12 +41,20 @@ def test_bytes_have_three_digits_and_a_unit(size_bytes: float, shown: str) -> No
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        *[(-1, "0s"), (0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h00")],
-        *[(11100, "3h05"), (48 * 3600 - 1, "47h59"), (48 * 3600, "2d"), (10**7, "115d")],
+        *[(-1, "0s"), (0, "0s"), (59.9, "59s"), (60, "1m00s"), (114, "1m54s"), (3599, "59m59s")],
+        *[(3600, "1h00m"), (11100, "3h05m"), (48 * 3600 - 1, "47h59m"), (48 * 3600, "2d00h")],
+        (10**7, "115d17h"),
     ],
 )
-def test_durations_have_at_most_two_units(seconds: float, shown: str) -> None:
+def test_durations_have_two_units(seconds: float, shown: str) -> None:
     assert format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0.0 s"), (7.71, "7.7 s"), (59.96, "1m00s"), (113.6, "1m54s")]
+)
+def test_a_sentence_says_tenths_of_a_short_time(seconds: float, shown: str) -> None:
+    assert format_elapsed(seconds) == shown
 
 
 @pytest.mark.parametrize(

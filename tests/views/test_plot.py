@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from run_folders import STARTED, lines, make_run
+from run_folders import STARTED, lines, make_run, write_phases
 from run_folders import echelon as verb
 
 from echelon.runs.curves import build_scale, load_metrics
@@ -315,7 +315,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_stopped_run_is_drawn_without_its_pause(tmp_path: Path) -> None:
     late = [{**li, "time": li["time"] + 900} if "time" in li else li for li in lines()[22:]]
-    since = STARTED + 900 + late[0]["step"] - 0.5
-    run = make_run(tmp_path / "runs", "a", lines()[:22] + late, status={"since": since})
+    run = make_run(tmp_path / "runs", "a", lines()[:22] + late)
+    write_phases(run, (STARTED, STARTED + 20, 0, 20), (STARTED + 920, STARTED + 940, 20, 40))
     [record], _ = read_run_records([run])
-    assert load_metrics(record).trained_s[-1] == pytest.approx(40)
+    trained_s = load_metrics(record).axis_points.trained_s
+    assert trained_s == pytest.approx([float(step) for step in range(1, 41)])

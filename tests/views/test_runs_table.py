@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import STARTED, echelon, lines, make_run
+from run_folders import STARTED, echelon, lines, make_run, write_phases
 
 from echelon.runs.run_folder import Run
 
@@ -183,14 +183,10 @@ def test_the_best_may_be_the_highest(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_pauses_are_not_time_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two: the status knows of the last alone."""
-    first, second, third = lines(60)[:22], lines(60)[22:44], lines(60)[44:]
-    for line in second:
-        line |= {"time": line["time"] + 5000} if "time" in line else {}
-    for line in third:
-        line |= {"time": line["time"] + 5030} if "time" in line else {}
-    since = STARTED + 5000 + third[0]["step"] + 25
-    make_run(tmp_path / "runs", "a", first + second + third, status={"since": since})
+    run = make_run(tmp_path / "runs", "a", lines(60))
+    for begun, first_step in ((0, 0), (5000, 20), (5050, 40)):
+        began = STARTED + begun
+        write_phases(run, (began, began + 20, first_step, first_step + 20))
     assert listed(capsys)[0]["trained_s"] == pytest.approx(60)
 
 

@@ -88,6 +88,13 @@ def parse_fraction(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
 
 
+def parse_names(text: str) -> list[str]:
+    """Return the names in a list with commas."""
+    if not (names := [name.strip() for name in text.split(",") if name.strip()]):
+        raise argparse.ArgumentTypeError("give at least one name")
+    return names
+
+
 def parse_positive_int(text: str) -> int:
     """Return a whole number of at least 1."""
     if not text.isdecimal() or int(text) == 0:

@@ -1,11 +1,17 @@
-"""`echelon runs`, `show` and `plot`: the results of runs."""
+"""`echelon runs`, `show`, `plot` and `note`: the results of runs, and what to say about them."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from echelon.commands.arguments import add_dir_argument, make_parser, parse_fraction
+from echelon.commands.arguments import (
+    RUN_HELP,
+    add_dir_argument,
+    make_parser,
+    parse_fraction,
+    parse_names,
+)
 
 
 def runs(words: list[str]) -> int:
@@ -18,31 +24,49 @@ def runs(words: list[str]) -> int:
 BEST is the value of trainer.best. TIME is the time at work: pauses and queues do not count.
 SETTINGS are those in which the runs shown differ from others of the same experiment.
 
+columns of --columns, and keys of --sort and --filter:
+  run state experiment step total_steps best time when age launcher host job nodes processes
+  tags note why folder           what every run has; `why` says why it failed or what it waits for
+  lr model.width trainer.epochs  settings, as they are typed
+  accuracy loss lr.last          metrics: the last value; also .best .min .max
+
 conditions of --filter (all must hold; values may have * and ?):
-  state=finished  experiment=toy  name='seed-*'  lr=0.1  hidden!=0  'best<0.9'
+  state=finished  experiment=toy  name='seed-*'  lr=0.1  hidden!=0  'best<0.9'  'accuracy.best>0.8'
 
 --json prints {version: 1, runs: [{run, folder, experiment, state, note, step, total_steps, best,
-best_name, trained_s, started, differs: {setting: value}}]}. What is not known is null; `started` is
-in seconds since 1970; a folder that cannot be read has the state `broken`.""",
+best_name, trained_s, started, tags, user_note, differs: {setting: value}, columns: {name: value} if
+--columns is given}]}. What is not known is null; `started` is in seconds since 1970; a folder that
+cannot be read has the state `broken`.""",
     )
     parser.add_argument("--all", action="store_true", help="every run; else the first twenty")
     parser.add_argument(
         "--sort",
         default="when",
         metavar="KEY",
-        help="when (the default), best, time, step, name, or a setting",
+        help="when (the default), best, or a column: metrics the best first, others ascending",
     )
     parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument(
         "--filter", action="append", default=[], metavar="KEY=VALUE", help="only these; repeatable"
     )
+    parser.add_argument(
+        "--tag", action="append", default=[], metavar="TAG", help="only runs with it; repeatable"
+    )
+    parser.add_argument(
+        "--columns",
+        type=parse_names,
+        action="extend",
+        default=[],
+        metavar="A,B,…",
+        help="these columns, such as accuracy,lr,time",
+    )
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
-    from echelon.views.runs_table import show_runs
+    from echelon.views.runs_table import RunsQuery, show_runs
 
-    root = Path(given.dir)
-    return show_runs(root, given.all, given.json, given.sort, given.reverse, given.filter)
+    query = RunsQuery(given.all, given.sort, given.reverse, given.filter, given.tag, given.columns)
+    return show_runs(Path(given.dir), query, given.json)
 
 
 def show(words: list[str]) -> int:
@@ -53,6 +77,8 @@ def show(words: list[str]) -> int:
         """\
 --json prints {version: 1, run, folder, experiment, entry, program, state, note, started, trained_s,
 launcher, job, host, nodes, world, step, total_steps, settings: {those that are not the defaults},
+tags, user_note, phases: [{started, ended, launcher, host, job, nodes, processes, first_step,
+last_step, trained_s, samples_per_s, cause}], one for each start of the run,
 metrics: {name: {is: min or max, best, best_step, last, last_step, count}},
 snapshots: [{step, best, folder}], files: {name: path}}. What is not known is null.""",
     )
@@ -109,3 +135,38 @@ a click and zooms by drag. .png and .svg need matplotlib: pip install 'echelon[p
 
     wanted = PlotOptions(given.metric, given.x, given.smooth, given.log, given.title)
     return plot_runs(given.run, given.dir, Path(given.output), wanted)
+
+
+def note(words: list[str]) -> int:
+    """`echelon note`: the note and the tags of a run."""
+    parser = make_parser(
+        "note",
+        "Give runs a note and tags, and print what they have. They are kept in the run folder and "
+        "change nothing else.",
+        """\
+`echelon show RUN` shows them, and so do `echelon runs --columns tags,note` and, for the runs with a
+tag, `echelon runs --tag TAG`.
+
+examples:
+  echelon note latest the baseline of the paper --tag baseline
+  echelon note sweep-3 --tag good --untag draft
+  echelon note latest                            only print them
+
+--json prints {version: 1, runs: [{run, folder, tags, user_note}]}.""",
+    )
+    parser.add_argument("run", help=f"{RUN_HELP}, or what several were submitted as")
+    parser.add_argument("text", nargs="*", help="the note; replaces the one before")
+    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag")
+    parser.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag")
+    parser.add_argument("--clear", action="store_true", help="remove the note")
+    parser.add_argument("--json", action="store_true")
+    add_dir_argument(parser)
+    given = parser.parse_intermixed_args(words)
+    if given.clear and given.text:
+        parser.error("--clear removes the note, and a text replaces it: give one of them")
+    from echelon.runs.find import find_runs
+    from echelon.views.run_notes import annotate_and_show
+
+    text = "" if given.clear else " ".join(given.text) or None
+    runs = find_runs(given.run, given.dir)
+    return annotate_and_show(runs, text, given.tag, given.untag, given.json)

@@ -35,7 +35,7 @@ from echelon.utils.files import write_json_atomically
 from echelon.utils.locks import FileLock
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
-from echelon.utils.text import print_to_stderr
+from echelon.utils.text import format_elapsed, print_to_stderr
 
 
 def build_environment(plan: EnvironmentPlan, print_line: PrintLine = print_to_stderr) -> Path:
@@ -112,7 +112,7 @@ def _build_under_lock(
         shutil.rmtree(paths.inputs_folder, ignore_errors=True)
     paths.building_marker.unlink(missing_ok=True)
     paths.log.unlink(missing_ok=True)
-    print_line(f"built in {time.time() - began:.1f} s")
+    print_line(f"built in {format_elapsed(time.time() - began)}")
 
 
 def _require_own_venv(plan: EnvironmentPlan, paths: EnvironmentPaths) -> None:

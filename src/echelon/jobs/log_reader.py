@@ -18,8 +18,8 @@ from typing import NamedTuple
 from echelon.runs.run_folder import Run
 
 _BLOCK_BYTES = 1 << 16
-_MAX_LINE_BYTES = 1 << 24
-"""Longer lines are shown in pieces."""
+_MAX_LINE_BYTES = 1 << 20
+"""Longer lines are shown in pieces, such as those of a progress bar that never ends its line."""
 _RECENT_STAMPS_BYTES = 1 << 22
 """Bytes of stamps that are enough to order the last lines."""
 
@@ -45,16 +45,23 @@ class LogFile:
 
     def read_lines(self, include_partial: bool = False) -> Iterator[bytes]:
         """Yield new lines, and with ``include_partial`` the one that is still being written."""
-        partial = b""
+        partial: list[bytes] = []
+        """Blocks without a line's end. Joined once: growing one text would copy it each time."""
+        partial_bytes = 0
         for block in self.read_blocks():
-            partial += block
-            end = len(partial) if len(partial) > _MAX_LINE_BYTES else partial.rfind(b"\n") + 1
-            yield from _split_lines(partial[:end])
-            partial = partial[end:]
+            end = block.rfind(b"\n") + 1
+            if not end and partial_bytes + len(block) >= _MAX_LINE_BYTES:
+                end = len(block)
+            if end:
+                yield from _split_lines(b"".join([*partial, block[:end]]))
+                partial, partial_bytes = [], 0
+            if rest := block[end:]:
+                partial.append(rest)
+                partial_bytes += len(rest)
         if partial and include_partial:
-            yield partial
+            yield b"".join(partial)
         else:
-            self.offset -= len(partial)
+            self.offset -= partial_bytes
 
     def read_blocks(self) -> Iterator[bytes]:
         """Yield whatever is new, in blocks."""
@@ -90,52 +97,83 @@ def merge_logs(
     if last is not None:
         for log in logs:
             log.seek_to_last_lines(last)
-    stamps = _read_all_stamps(run, None if last is None else _RECENT_STAMPS_BYTES)
-    streams = [_add_times(log, stamps.get(log.name, []), include_partial) for log in logs]
-    lines = heapq.merge(*streams, key=attrgetter("time"))
+    lines = _merge_by_stamps(
+        run, logs, include_partial, None if last is None else _RECENT_STAMPS_BYTES
+    )
     yield from lines if last is None else deque(lines, maxlen=last)
+
+
+def _merge_by_stamps(
+    run: Run, logs: Sequence[LogFile], include_partial: bool, limit: int | None
+) -> Iterator[LogLine]:
+    """Yield the lines of the logs in the order of their stamps, which are read as they are needed:
+    a long run has more of them than fit into memory."""
+    cursors = {log.name: _LineCursor(log, include_partial) for log in logs}
+    for time, name, grown in _iterate_stamps(run, logs, limit):
+        if cursor := cursors.get(name):
+            for text in cursor.take_until(grown):
+                yield LogLine(time, name, text)
+
+
+def _iterate_stamps(run: Run, logs: Sequence[LogFile], limit: int | None) -> Iterator[LogStamp]:
+    """Yield the stamps of all nodes by time, and for each log one for what was written after its
+    last: it has the time of the file's last change."""
+    paths = list(run.logs_folder.glob("node-*.stamps"))
+    last_times: dict[str, float] = {}
+    for path in paths:
+        for time, name, _ in _read_stamps(path, limit):
+            last_times[name] = max(time, last_times.get(name, 0.0))
+    last_stamps = [
+        LogStamp(max(_get_modified_time(log.path), last_times.get(log.name, 0.0)), log.name, None)
+        for log in logs
+    ]
+    noted = [_read_stamps(path, limit) for path in paths]
+    return heapq.merge(*noted, sorted(last_stamps, key=_get_time), key=_get_time)
+
+
+class _LineCursor:
+    """The lines of one log, taken up to a size."""
+
+    def __init__(self, log: LogFile, include_partial: bool) -> None:
+        self._end = log.offset
+        self._lines = log.read_lines(include_partial)
+        self._next: bytes | None = None
+
+    def take_until(self, size: int | None) -> Iterator[bytes]:
+        """Yield the lines that end within the first so many bytes of the log; None means all."""
+        while (text := self._next or next(self._lines, None)) is not None:
+            if size is not None and self._end + len(text) > size:
+                self._next = text
+                return
+            self._next = None
+            self._end += len(text)
+            yield text
 
 
 def read_ranks_of_node(run: Run, node: int) -> set[int]:
     """Return the ranks whose logs the agent of a node watches."""
-    names = {name for name, _ in _read_stamps(run.get_stamps_file(node), None)}
+    names = {name for _, name, _ in _read_stamps(run.get_stamps_file(node), None)}
     return {int(n.removeprefix("rank-")) for n in names if n.startswith("rank-")}
 
 
-LogStamp = tuple[float, int]
-"""When, and how large a log was by then."""
+class LogStamp(NamedTuple):
+    """When a log had which size; None means its present one."""
+
+    time: float
+    log: str
+    size: int | None
 
 
-def _add_times(
-    log: LogFile, stamps: Sequence[LogStamp], include_partial: bool
-) -> Iterator[LogLine]:
-    """Yield the lines of a log with times by its stamps. What was written after the last stamp
-    gets the time of the file's last change."""
-    at, passed, newest, changed = log.offset, 0, 0.0, _get_modified_time(log.path)
-    for text in log.read_lines(include_partial):
-        at += len(text)
-        while passed < len(stamps) and stamps[passed][1] < at:
-            passed += 1
-        time = stamps[passed][0] if passed < len(stamps) else changed
-        newest = max(newest, time)  # two machines' clocks may differ, the order in a file not
-        yield LogLine(newest, log.name, text)
+_get_time = attrgetter("time")
 
 
-def _read_all_stamps(run: Run, limit: int | None) -> dict[str, list[LogStamp]]:
-    found: dict[str, list[LogStamp]] = {}
-    for path in run.logs_folder.glob("node-*.stamps"):
-        for name, stamp in _read_stamps(path, limit):
-            found.setdefault(name, []).append(stamp)
-    return found
-
-
-def _read_stamps(path: Path, limit: int | None) -> Iterator[tuple[str, LogStamp]]:
+def _read_stamps(path: Path, limit: int | None) -> Iterator[LogStamp]:
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(0 if limit is None else max(0, _get_size(path) - limit))
         for line in file:
             with contextlib.suppress(ValueError):  # half of the first or of the last
                 time, name, grown = line.decode().split()
-                yield name, (float(time), int(grown))
+                yield LogStamp(float(time), name, int(grown))
 
 
 def _split_lines(block: bytes) -> Iterator[bytes]:

@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
+import xxhash
+
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.follow import INITIAL_LINES, LogPrinter, PlainPrinter, follow_run
 from echelon.jobs.log_reader import LogFile, LogLine, merge_logs, read_ranks_of_node
@@ -136,7 +138,10 @@ class PrefixedPrinter:
         self._width = len(f"rank {world - 1}" if isinstance(world, int) else "rank 0")
         self._has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._shown: dict[bytes, float] = {}
+        """When a text was shown last, by its checksum: a line may be long."""
         self._repeated: list[LogLine] = []
+        """The first of those that are kept back."""
+        self._repeated_count = 0
 
     def print_log_line(self, line: LogLine) -> None:
         """Print the line, or keep it back if the same text was shown less than 5 s ago.
@@ -145,8 +150,10 @@ class PrefixedPrinter:
         """
         if self._repeated and self._repeated[-1].log != line.log:
             self.flush()
-        if line.time - self._shown.get(line.text, -math.inf) < _REPEAT_WITHIN_S:
-            self._repeated.append(line)
+        if line.time - self._shown.get(_hash_text(line.text), -math.inf) < _REPEAT_WITHIN_S:
+            self._repeated_count += 1
+            if self._repeated_count <= _MIN_REPEATED_LINES:
+                self._repeated.append(line)
             return
         self._flush_repeated_lines()
         self._write(line)
@@ -156,9 +163,10 @@ class PrefixedPrinter:
         sys.stdout.flush()
 
     def _flush_repeated_lines(self) -> None:
-        same, self._repeated = self._repeated, []
-        if len(same) >= _MIN_REPEATED_LINES:
-            text = f"… {len(same)} lines as above"
+        same, count = self._repeated, self._repeated_count
+        self._repeated, self._repeated_count = [], 0
+        if count >= _MIN_REPEATED_LINES:
+            text = f"… {count} lines as above"
             self._write(same[0]._replace(text=text.encode()), "2;")
         else:
             for line in same:
@@ -167,7 +175,7 @@ class PrefixedPrinter:
     def _write(self, line: LogLine, dim: str = "") -> None:
         if len(self._shown) > 10_000:
             self._shown.clear()
-        self._shown[line.text] = line.time
+        self._shown[_hash_text(line.text)] = line.time
         speaker = "rank-0" if line.log == "node-0" else line.log
         who = f"{speaker.replace('-', ' '):>{self._width}} │ "
         text = line.text.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
@@ -176,3 +184,7 @@ class PrefixedPrinter:
             colour = _COLOURS[number % len(_COLOURS)] if _KINDS[kind] == "rank" else _GREY
             who = f"\x1b[{dim}{colour}m{who}\x1b[0m"
         print(who + text)
+
+
+def _hash_text(text: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(text)

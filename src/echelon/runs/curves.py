@@ -1,32 +1,37 @@
 """The metrics of a run as curves by step, their best values, and where a step is on other axes.
 
-Values that are not finite are left out and counted; lines that are cut or strange are skipped.
+Values that are not finite are left out and counted; lines that are cut or strange are skipped. A
+file of any length is read in bounded memory (`runs.downsample`).
 """
 
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
+from echelon.runs.downsample import CurveSampler
+from echelon.runs.history import RunHistory, read_history
 from echelon.runs.metrics_file import (
     SPEED_METRICS,
     MetricsLine,
     is_number,
+    iterate_metrics,
     read_first_metrics,
-    read_metrics,
     read_recent_metrics,
-    scan_metric,
+)
+from echelon.runs.metrics_summary import (
+    NOT_METRICS,
+    MetricsSummary,
+    is_training_line,
+    read_summary,
 )
 from echelon.runs.record import RunRecord
 from echelon.runs.run_folder import Run
 
 AXES = ("step", "epoch", "samples", "time")
-_NOT_CURVES = {"step", "epoch", "samples", "time"}
 _HIDDEN_METRICS = {"lr", *SPEED_METRICS}
 """Drawn only when they are named."""
 _HIGHER_IS_BETTER = re.compile(
@@ -36,8 +41,6 @@ _HIGHER_IS_BETTER = re.compile(
 """Whole words: `mape` and `accumulated_error` are errors."""
 _WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
 """In a name such as `BinaryAccuracy`."""
-_MIN_PAUSE_S = 60.0
-"""A gap between two lines that is shorter than this is not a pause."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,13 @@ class Curve:
     name: str
     best_is: str
     """Whether its best is the `min` or the `max`."""
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    steps: list[float]
+    values: list[float]
+    """All of them, or of a long curve the lowest, the highest and the last of every piece."""
+    means: list[float]
+    """For each value the mean of its piece; of a curve with all its values these themselves."""
+    count: int
+    """How many values the run has logged."""
 
     @property
     def best_index(self) -> int:
@@ -58,16 +66,32 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class AxisPoints:
+    """Where steps are on the other axes, by the lines of training; of a long run a part of them."""
+
+    steps: list[float]
+    samples: list[float]
+    trained_s: list[float]
+
+
+@dataclass(frozen=True)
 class RunMetrics:
     """All metrics of a run."""
 
     curves: dict[str, Curve]
     """The training loss first, then what was evaluated, then the rest."""
     not_finite: int
-    lines: list[MetricsLine]
-    """Those of training: step, samples and time are numbers."""
-    trained_s: list[float]
-    """Up to each of these lines."""
+    axis_points: AxisPoints
+    steps_per_epoch: float | None
+    """As far as the lines tell."""
+    first_time: float | None
+    """Of the first line of training."""
+    history: RunHistory
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether there are lines of training and something to draw of them."""
+        return bool(self.axis_points.steps and self.default_curves)
 
     @property
     def default_curves(self) -> list[Curve]:
@@ -77,31 +101,84 @@ class RunMetrics:
 
 def load_metrics(record: RunRecord) -> RunMetrics:
     """Return the metrics of a run; empty if its file cannot be read."""
-    curves: dict[str, Curve] = {}
-    not_finite = 0
-    lines_with_step = [line for line in _read_lines(record.run) if is_number(line.get("step"))]
-    for line in lines_with_step:
-        for name in line.keys() - _NOT_CURVES:
-            value = line[name]
-            if is_number(value):
-                curve = curves.get(name) or curves.setdefault(name, _create_curve(name, record))
-                curve.steps.append(line["step"])
-                curve.values.append(value)
-            else:
-                not_finite += isinstance(value, float)
-    ordered = sort_metric_names(curves, record.best_name)
-    lines = [line for line in lines_with_step if _is_training_line(line)]
-    trained_s = _accumulate_trained_s(
-        lines, _mark_lines_after_evaluation(lines_with_step), record.facts.start_times
+    history = read_record_history(record)
+    reading = _MetricsReading(history)
+    for line in _iterate_lines(record.run):
+        if is_number(line.get("step")):
+            reading.add(line)
+    ordered = sort_metric_names(reading.samplers, record.best_name)
+    axis_steps, samples = reading.samples.list_last_points()
+    return RunMetrics(
+        {name: _make_curve(name, reading.samplers[name], record) for name in ordered},
+        reading.not_finite,
+        AxisPoints(axis_steps, samples, reading.trained_s.list_last_points()[1]),
+        reading.steps_per_epoch,
+        reading.first_time,
+        history,
     )
-    return RunMetrics({name: curves[name] for name in ordered}, not_finite, lines, trained_s)
 
 
-def _read_lines(run: Run) -> list[MetricsLine]:
+def read_record_history(record: RunRecord) -> RunHistory:
+    """Return the history of a run by its present state. A run that is queued again does not run:
+    its last start has ended, whether it wrote that down or not."""
+    return read_history(record.run, record.run_status.state == "running")
+
+
+@dataclass
+class _MetricsReading:
+    """What one pass over metrics.jsonl collects."""
+
+    history: RunHistory
+    samplers: dict[str, CurveSampler] = field(default_factory=dict)
+    samples: CurveSampler = field(default_factory=CurveSampler)
+    trained_s: CurveSampler = field(default_factory=CurveSampler)
+    not_finite: int = 0
+    steps_per_epoch: float | None = None
+    first_time: float | None = None
+    _begun: float = 0.0
+
+    def add(self, line: MetricsLine) -> None:
+        """Add a line that has a step."""
+        step = line["step"]
+        for name, value in line.items():
+            if name in NOT_METRICS:
+                continue
+            if is_number(value):
+                sampler = self.samplers.get(name)
+                if sampler is None:
+                    sampler = self.samplers[name] = CurveSampler()
+                sampler.add(step, value)
+            else:
+                self.not_finite += isinstance(value, float)
+        if is_training_line(line):
+            self._add_training_line(step, line)
+
+    def _add_training_line(self, step: float, line: MetricsLine) -> None:
+        if self.first_time is None:
+            self.first_time, self._begun = line["time"], estimate_begin(line)
+        self.samples.add(step, line["samples"])
+        self.trained_s.add(step, self._count_trained_s(line["time"]))
+        if is_number(epoch := line.get("epoch")) and epoch:
+            # An epoch is named from its first step to its last: the fullest one is the nearest.
+            self.steps_per_epoch = max(self.steps_per_epoch or 0.0, step / epoch)
+
+    def _count_trained_s(self, moment: float) -> float:
+        if self.history.training_phases:
+            return self.history.count_trained_s(moment)
+        return max(0.0, moment - self._begun)
+
+
+def estimate_begin(first_line: MetricsLine) -> float:
+    """Return when training began, by its first line and the speed in it."""
+    samples, samples_per_s = first_line["samples"], first_line["samples_per_s"]
+    return float(first_line["time"] - samples / max(1e-9, samples_per_s))
+
+
+def _iterate_lines(run: Run) -> Iterator[MetricsLine]:
     try:
-        return read_metrics(run.metrics_file)
+        yield from iterate_metrics(run.metrics_file)
     except OSError:  # no permission, or no file at all
-        return []
+        return
 
 
 def sort_metric_names(names: Iterable[str], best: str) -> list[str]:
@@ -111,64 +188,18 @@ def sort_metric_names(names: Iterable[str], best: str) -> list[str]:
     return sorted(names, key=lambda n: (*(n != one for one in first), not n.startswith("eval_"), n))
 
 
-def _create_curve(name: str, record: RunRecord) -> Curve:
+def _make_curve(name: str, sampler: CurveSampler, record: RunRecord) -> Curve:
+    best_is = choose_best_direction(name, record)
+    return Curve(name, best_is, *sampler.list_points(), sampler.count)
+
+
+def choose_best_direction(name: str, record: RunRecord) -> str:
+    """Return whether the best value of a metric is its `min` or its `max`."""
     bare = name.removeprefix("eval_")
     if name == f"eval_{record.best_name}":
-        return Curve(name, record.best_is)
+        return record.best_is
     words = _WORD_BORDER.sub("_", bare).lower()
-    return Curve(name, "max" if _HIGHER_IS_BETTER.search(words) else "min")
-
-
-def _is_training_line(line: MetricsLine) -> bool:
-    """Return whether a line is one of training, with step, samples, speed and time."""
-    return all(is_number(line.get(key)) for key in ("step", "samples", "samples_per_s", "time"))
-
-
-def _mark_lines_after_evaluation(lines: Sequence[MetricsLine]) -> list[bool]:
-    """Return for each line of training whether an evaluation was logged between it and the one
-    before."""
-    found, between = [], False
-    for line in lines:
-        if _is_training_line(line):
-            found.append(between)
-            between = False
-        else:
-            between = True
-    return found
-
-
-def _accumulate_trained_s(
-    lines: Sequence[MetricsLine], evaluated: Sequence[bool], starts: Sequence[float]
-) -> list[float]:
-    """Return the seconds of training up to each line of training, without pauses.
-
-    A run that was stopped and resumed has pauses between its lines. The status knows when it was
-    last resumed, and every start of a batch job. Other starts are found from the lines themselves:
-    time beyond their own speed is a pause if it is far longer than the usual excess, such as that
-    of an evaluation.
-    """
-    taken_s, beyond_pace_s = [], []
-    before: MetricsLine | None = None
-    for line in lines:
-        new = line["samples"] - (before["samples"] if before else 0)
-        pace = max(0.0, new / max(1e-9, line["samples_per_s"]))
-        passed = max(0.0, line["time"] - before["time"]) if before else pace
-        known = before is not None and any(before["time"] < s <= line["time"] for s in starts)
-        taken_s.append(min(pace, passed))
-        beyond_pace_s.append(0.0 if known else max(0.0, passed - pace))
-        before = line
-    if lines and any(start > lines[0]["time"] for start in starts):
-        beyond_pace_s = _remove_pauses(beyond_pace_s, evaluated)
-    return list(accumulate(a + b for a, b in zip(taken_s, beyond_pace_s, strict=True)))
-
-
-def _remove_pauses(beyond: Sequence[float], evaluated: Sequence[bool]) -> list[float]:
-    """Return the times with those that are far above the median, of their kind, set to zero."""
-    longest = {}
-    for kind in (True, False):
-        mine = [b for b, e in zip(beyond, evaluated, strict=True) if e is kind]
-        longest[kind] = max(_MIN_PAUSE_S, 5 * statistics.median(mine)) if mine else _MIN_PAUSE_S
-    return [b if b <= longest[e] else 0.0 for b, e in zip(beyond, evaluated, strict=True)]
+    return "max" if _HIGHER_IS_BETTER.search(words) else "min"
 
 
 # --- other axes ---
@@ -192,11 +223,11 @@ class StepScale:
 
 def build_scale(axis: str, record: RunRecord, metrics: RunMetrics) -> StepScale:
     """Return the scale of an axis (step, epoch, samples or time) for a run."""
-    steps = [float(line["step"]) for line in metrics.lines]
+    points = metrics.axis_points
     if axis == "samples":
-        return StepScale([0.0, *steps], [0.0, *(float(line["samples"]) for line in metrics.lines)])
+        return StepScale([0.0, *points.steps], [0.0, *points.samples])
     if axis == "time":
-        return StepScale([0.0, *steps], [0.0, *metrics.trained_s])
+        return StepScale([0.0, *points.steps], [0.0, *points.trained_s])
     if axis == "epoch" and (size := _estimate_steps_per_epoch(record, metrics)):
         return StepScale([0.0, size], [0.0, 1.0])
     return StepScale([], [])
@@ -207,9 +238,7 @@ def _estimate_steps_per_epoch(record: RunRecord, metrics: RunMetrics) -> float |
     epochs = trainer.get("epochs")
     if trainer.get("steps") is None and total and is_number(epochs) and epochs:
         return float(total / epochs)
-    # An epoch is named from its first step to its last: the fullest one seen is the nearest.
-    sizes = [li["step"] / li["epoch"] for li in metrics.lines if is_number(li.get("epoch"))]
-    return max(sizes, default=None)
+    return metrics.steps_per_epoch
 
 
 # --- a glance, for lists ---
@@ -234,30 +263,36 @@ class RunOverview:
     best_name: str
     """`loss` of a run that evaluates nothing is `train loss`, its last."""
     trained_s: float | None
+    summary: MetricsSummary
 
 
 def read_progress(record: RunRecord) -> RunProgress:
     """Return how far a run is, by its status and the last lines of metrics.jsonl."""
-    return _derive_progress(record, read_recent_metrics(record.run.metrics_file))
+    lines = read_recent_metrics(record.run.metrics_file)
+    return _derive_progress(record, lines[-1]["step"] if lines else None, lines)
 
 
 def read_overview(record: RunRecord) -> RunOverview:
-    """Return the overview by the first and last lines of metrics.jsonl. The whole file is read
-    only if the run was resumed or its best value is not in its status."""
-    lines = read_recent_metrics(record.run.metrics_file)
-    last = next((line for line in reversed(lines) if _is_training_line(line)), None)
+    """Return the overview by the run's small files: status, summary and history. Of metrics.jsonl
+    only the lines are read that its summary does not have yet."""
+    summary = read_summary(record.run)
     name, best = record.best_name, record.facts.best
-    if best is None and last:
-        best = _scan_best_value(record)
-    if best is None and last and is_number(last.get("loss")):
-        name, best = "train loss", last["loss"]
-    trained_s = _estimate_trained_s(record, last)
-    return RunOverview(_derive_progress(record, lines), best, name, trained_s)
+    has_trained = summary.last_training_step is not None
+    if best is None and has_trained and (evaluated := summary.metrics.get(f"eval_{name}")):
+        best = evaluated.get_best(record.best_is)
+    if best is None and has_trained and (loss := summary.metrics.get("loss")):
+        name, best = "train loss", loss.last
+    is_running = record.run_status.state == "running"
+    lines = read_recent_metrics(record.run.metrics_file) if is_running else []
+    progress = _derive_progress(record, summary.last_step, lines)
+    return RunOverview(progress, best, name, _count_trained_s(record, summary), summary)
 
 
-def _derive_progress(record: RunRecord, lines: Sequence[MetricsLine]) -> RunProgress:
+def _derive_progress(
+    record: RunRecord, logged_step: float | None, lines: Sequence[MetricsLine]
+) -> RunProgress:
     facts = record.facts
-    step = max(lines[-1]["step"] if lines else 0, facts.step or 0) or None
+    step = int(max(logged_step or 0, facts.step or 0)) or None
     eta_s = _estimate_eta_s(record, lines) if record.run_status.state == "running" else None
     return RunProgress(step, facts.total_steps, eta_s)
 
@@ -277,24 +312,16 @@ def _estimate_eta_s(record: RunRecord, lines: Sequence[MetricsLine]) -> float | 
     return max(0.0, ready - time.time())
 
 
-def _scan_best_value(record: RunRecord) -> float | None:
-    """Return the best value of a run whose status does not have it."""
-    values = scan_metric(record.run.metrics_file, f"eval_{record.best_name}")
-    if not values:
-        return None
-    return max(values) if record.best_is == "max" else min(values)
-
-
-def _estimate_trained_s(record: RunRecord, last: MetricsLine | None) -> float | None:
-    """Return the seconds of training, by the first and last lines where that is enough."""
-    first = read_first_metrics(record.run.metrics_file) if last else None
-    if first is None or last is None or not _is_training_line(first):
+def _count_trained_s(record: RunRecord, summary: MetricsSummary) -> float | None:
+    """Return the seconds of training by the run's history. Without one, which programs in a job of
+    their own and older runs do not have, it is the time from the first line to the last."""
+    history = read_record_history(record)
+    if history.phases:
+        return history.trained_s
+    first = read_first_metrics(record.run.metrics_file)
+    if first is None or not is_training_line(first) or summary.last_time is None:
         return _get_lifetime_s(record)
-    if all(start <= first["time"] for start in record.facts.start_times):
-        begun = first["time"] - first["samples"] / max(1e-9, first["samples_per_s"])
-        return max(0.0, float(last["time"] - begun))
-    worked = load_metrics(record).trained_s
-    return worked[-1] if worked else None
+    return max(0.0, summary.last_time - estimate_begin(first))
 
 
 def _get_lifetime_s(record: RunRecord) -> float | None:

@@ -1,21 +1,21 @@
-"""The only reader of ``metrics.jsonl``: whole, its ends, one metric, or what a training appends.
+"""The only reader of ``metrics.jsonl``: whole, its ends, or what a training appends.
 
 Each line is one JSON object. A killed writer leaves half a line at the end, and a reader of the
 end may see half a line at the beginning: whatever is not a JSON object is skipped. The writer is
-`tracking.metrics_writer`.
+`tracking.metrics_writer`. Lines are read one by one, because a file may be larger than the memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 
 MetricsLine = dict[str, Any]
 """One line: `step`, `epoch`, and what was measured there."""
@@ -30,13 +30,25 @@ has only those that were measured since the line before."""
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 8 * 1024
 """Enough lines to compute the present speed."""
+_MAX_LINE_BYTES = 1 << 20
+"""A longer line is not one of metrics, and is read in pieces that are skipped."""
+MARK_BYTES = 64
 _MAX_FLOAT = sys.float_info.max
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
-    """Return all lines of a metrics file; a missing file has none."""
-    content = path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
-    return _parse_lines(content.splitlines())
+    """Return all lines of a metrics file; a missing file has none. For files that are known to be
+    small: a long training has more lines than fit into memory."""
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[MetricsLine]:
+    """Yield the lines of a metrics file one by one; a missing file has none."""
+    if path.exists():
+        with path.open("rb") as file:
+            while text := file.readline(_MAX_LINE_BYTES):
+                if (line := _parse_line(text)) is not None:
+                    yield line
 
 
 def read_first_metrics(path: Path) -> MetricsLine | None:
@@ -53,45 +65,62 @@ def read_recent_metrics(path: Path) -> list[MetricsLine]:
 
     An unreadable file has none.
     """
-    lines = _parse_lines(_read_tail(path).splitlines())
-    return [line for line in lines if all(is_number(line.get(k)) for k in ("step", "time"))]
-
-
-def scan_metric(path: Path, key: str) -> list[float]:
-    """Return the finite values of one metric; none if the file cannot be read. The lines are
-    searched as text, which is ten times as fast as parsing them."""
-    number = re.compile(rb'"' + re.escape(key).encode() + rb'": (-?[0-9.eE+-]+)')
-    try:
-        found = [float(text) for text in number.findall(path.read_bytes())]
-    except (OSError, ValueError):
-        return []
-    return [value for value in found if math.isfinite(value)]
+    lines = (_parse_line(text) for text in _read_tail(path).splitlines())
+    found = [line for line in lines if line is not None]
+    return [line for line in found if all(is_number(line.get(k)) for k in ("step", "time"))]
 
 
 class MetricsFollower:
-    """Reads a metrics file while it grows.
+    """Reads a metrics file while it grows, and remembers how far it came.
 
     A run that resumes from a snapshot writes a new, shorter file: then this reads from the start.
+    It is recognised by ``mark``, a checksum of the bytes before ``offset``, so that a position can
+    be kept in a file and a copy of a run folder is known as the same.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0, mark: str = "") -> None:
         self._path = path
-        self._inode, self._offset = -1, 0
+        self.offset, self.mark = offset, mark
 
-    def read_new_lines(self) -> tuple[list[MetricsLine], bool]:
+    def read_new_lines(self) -> tuple[Iterator[MetricsLine], bool]:
         """Return the whole lines that were added since the last call, and whether the file began
-        anew, so that earlier lines no longer count."""
+        anew, so that earlier lines no longer count.
+
+        The lines are read as they are taken, and must be taken before the next call. An unreadable
+        file has none.
+        """
+        try:
+            with self._path.open("rb") as file:
+                is_new = self.offset == 0 or compute_mark(file, self.offset) != self.mark
+        except OSError:
+            return iter(()), False
+        if is_new:
+            self.offset = 0
+        return self._iterate_lines(), is_new
+
+    def _iterate_lines(self) -> Iterator[MetricsLine]:
         with contextlib.suppress(OSError), self._path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            is_new = status.st_ino != self._inode or status.st_size < self._offset
-            if is_new:
-                self._inode, self._offset = status.st_ino, 0
-            file.seek(self._offset)
-            text = file.read()
-            whole_lines = text[: text.rfind(b"\n") + 1]  # the last one may be half written
-            self._offset += len(whole_lines)
-            return _parse_lines(whole_lines.splitlines()), is_new
-        return [], False
+            file.seek(self.offset)
+            while text := file.readline(_MAX_LINE_BYTES):
+                if not text.endswith(b"\n") and len(text) < _MAX_LINE_BYTES:
+                    break  # it is being written
+                self.offset += len(text)
+                if (line := _parse_line(text)) is not None:
+                    yield line
+            self.mark = compute_mark(file, self.offset)
+
+
+def compute_mark(file: IO[bytes], offset: int) -> str:
+    """Return the checksum of the last bytes before an offset; empty where the file is shorter."""
+    start = max(0, offset - MARK_BYTES)
+    file.seek(start)
+    text = file.read(offset - start)
+    return hash_mark(text) if len(text) == offset - start else ""
+
+
+def hash_mark(text: bytes) -> str:
+    """Return the checksum of the bytes before a position."""
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def _read_tail(path: Path) -> bytes:
@@ -104,15 +133,11 @@ def _read_tail(path: Path) -> bytes:
         return b""
 
 
-def _parse_lines(texts: Iterable[str | bytes]) -> list[MetricsLine]:
-    return [line for text in texts if (line := _parse_line(text)) is not None]
-
-
-def _parse_line(text: str | bytes) -> MetricsLine | None:
+def _parse_line(text: bytes) -> MetricsLine | None:
     """Return the JSON object of a line, or None."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
 

@@ -28,6 +28,7 @@ CONFIG_FILE, STATUS_FILE, METRICS_FILE = "config.json", "status.json", "metrics.
 RUN_FILES = (CONFIG_FILE, STATUS_FILE, METRICS_FILE)
 """A folder with one of these is a run, sound or broken."""
 SUBMISSION_FILE = "submission.json"
+HISTORY_FILE = "history.jsonl"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,22 @@ class Run:
     @property
     def metrics_file(self) -> Path:
         return self.folder / METRICS_FILE
+
+    @property
+    def summary_file(self) -> Path:
+        """The last and the best value of every metric, so that a list need not read them all. See
+        `runs.metrics_summary`."""
+        return self.folder / "summary.json"
+
+    @property
+    def history_file(self) -> Path:
+        """Every start and stop of the run. See `runs.history`."""
+        return self.folder / HISTORY_FILE
+
+    @property
+    def annotations_file(self) -> Path:
+        """The tags and the note that a person gave the run. See `runs.annotations`."""
+        return self.folder / "annotations.json"
 
     @property
     def snapshots_folder(self) -> Path:

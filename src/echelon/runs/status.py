@@ -167,15 +167,6 @@ class FolderFacts:
         """The best evaluated value, if the status holds it."""
         return self.get_number("best") if self.recorded_state in _STATES_WITH_BEST else None
 
-    @property
-    def start_times(self) -> list[float]:
-        """When the run was started or resumed, as far as the status knows: each start of a batch
-        job, and the last time."""
-        jobs = self.status.get("starts")
-        noted = jobs if isinstance(jobs, list) else []
-        times = [job.get("time") for job in noted if isinstance(job, dict)]
-        return [float(t) for t in (*times, self.status.get("since")) if is_number(t)]
-
     def get_int(self, key: str) -> int | None:
         """Return an integer in the status, or None."""
         value = self.get_number(key)

@@ -16,7 +16,7 @@ from echelon.errors import ExitCode
 from echelon.sweep.plot import plot_sweep
 from echelon.sweep.report import SweepReport, build_report
 from echelon.sweep.trial_command import describe_parameters, format_short_value
-from echelon.sweep.trial_store import TrialStore, TrialSummary
+from echelon.sweep.trial_store import ENDED_STATES, TrialStore, TrialSummary
 from echelon.utils.text import truncate_text
 from echelon.views.table import STATE_STYLES, Table, TableColumn, get_width
 from echelon.views.terminal import create_console
@@ -45,13 +45,13 @@ def print_report(
 def _render_report(report: SweepReport, max_trials: int | None, width: int) -> RenderableType:
     parts: list[RenderableType] = [Text(format_headline(report)), Text("")]
     ranked = report.rank_trials()
-    shown = [
-        *ranked[:max_trials],
-        *(trial for trial in report.open_trials if trial not in ranked[:max_trials]),
-    ]
+    shown = ranked[:max_trials]
+    numbers = {trial.number for trial in shown}
+    shown += [trial for trial in report.open_trials if trial.number not in numbers]
     if shown:
         parts.append(_render_table(report, shown, width))
-    if more := len([trial for trial in ranked if trial not in shown]):
+    numbers |= {trial.number for trial in shown}
+    if more := sum(trial.number not in numbers for trial in ranked):
         parts.append(Text(f"… and {more} more: --all", style="dim"))
     failed = [r for r in report.trials if r.state == "failed" and r.cause != report.stop_reason]
     for trial in failed[:3]:
@@ -126,22 +126,22 @@ class LineProgress:
     def update(self, store: TrialStore) -> None:
         """Print what has changed since the last call."""
         report = build_report(store, with_importance=False)
+        best = report.best  # once: it sorts all trials
         for trial in report.trials:
             known = self._known_states.get(trial.number)
             is_new = known is None and trial.state == "waiting"  # its worker is about to take it
             if known == trial.state or is_new:
                 continue
             self._known_states[trial.number] = trial.state
-            print(_format_line(report, trial), file=sys.stderr, flush=True)
+            print(_format_line(report, trial, best), file=sys.stderr, flush=True)
 
 
-def _format_line(report: SweepReport, trial: TrialSummary) -> str:
+def _format_line(report: SweepReport, trial: TrialSummary, best: TrialSummary | None) -> str:
     if trial.state == "waiting":
         return f"trial {trial.name} waits for a worker"
     if trial.state == "running":
         return f"trial {trial.number}: {describe_parameters(trial.parameters)}"
     value = "" if trial.metric_value is None else f", {report.metric.name} {trial.metric_value:.6g}"
-    best = report.best
     record = f" (best: {best.metric_value:.6g})" if best and best.number != trial.number else ""
     cause = f": {truncate_text(trial.cause, 300)}" if trial.cause else ""
     done = f"{report.ended_count}/{report.run_cap}"
@@ -164,7 +164,7 @@ class LiveProgress:
     def update(self, store: TrialStore) -> None:
         """Redraw the table."""
         report = build_report(store, with_importance=False)
-        ended = [trial for trial in report.rank_trials() if trial not in report.open_trials]
+        ended = [trial for trial in report.rank_trials() if trial.state in ENDED_STATES]
         shown = [*report.open_trials, *ended[:_MAX_TRIALS_LIVE]]
         table = _render_table(report, shown, self._live.console.width)
         self._live.update(Group(Text(format_headline(report)), table))

@@ -30,7 +30,7 @@ def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
     The writer of metrics.jsonl is always the first: the others are brought up to date from its
     lines, so they must be truncated to ``step`` before a tracker starts.
     """
-    metrics_file = MetricsFile(run.metrics_file, step)
+    metrics_file = MetricsFile(run, step)
     trackers: list[Tracker] = [metrics_file]
     if _uses_wandb(config, os.environ):
         trackers.append(_create_wandb_tracker(config, run, metrics_file))
@@ -49,7 +49,7 @@ def _create_wandb_tracker(config: Config, run: Run, metrics_file: MetricsFile) -
     return BackgroundTracker(
         "wandb",
         functools.partial(wandb_run.open_wandb, config, run),
-        metrics_file.past_lines,
+        metrics_file.read_past_lines(),
         run.get_tracker_progress_file("wandb"),
         close_timeout_s=sum(wandb_run.get_timeouts_s(os.environ)) + _WANDB_MARGIN_S,
         get_summary_rows=functools.partial(wandb_run.get_url_and_sync_rows, run),
@@ -68,7 +68,7 @@ def _create_tensorboard_tracker(
     return BackgroundTracker(
         "TensorBoard",
         functools.partial(tensorboard_events.open_tensorboard, folder, config, step),
-        metrics_file.past_lines,
+        metrics_file.read_past_lines(),
         run.get_tracker_progress_file("tensorboard"),
         close_timeout_s=_TENSORBOARD_CLOSE_S,
         get_summary_rows=lambda: {"curves": f"tensorboard --logdir {shorten_path(folder)}"},

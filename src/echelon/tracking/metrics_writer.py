@@ -5,38 +5,87 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from pathlib import Path
 from typing import IO
 
 from echelon.errors import ExitCode
-from echelon.runs.metrics_file import MetricsLine, read_metrics
-from echelon.utils.files import write_text_atomically
+from echelon.runs.metrics_file import (
+    MARK_BYTES,
+    MetricsLine,
+    hash_mark,
+    iterate_metrics,
+    read_metrics,
+)
+from echelon.runs.metrics_summary import MetricsSummary, write_summary
+from echelon.runs.run_folder import Run
+from echelon.utils.files import replace_file
+
+_SUMMARY_INTERVAL_S = 5.0
+"""Between two writings of summary.json. Readers add what came later by themselves."""
 
 
 class MetricsFile:
-    """Appends lines to metrics.jsonl. A run that resumes from a step removes the lines after that
-    step first, because the training will write them again."""
+    """Appends lines to metrics.jsonl, and keeps summary.json for lists. A run that resumes from a
+    step removes the lines after that step first, because the training will write them again."""
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        self.past_lines = _truncate_after(path, resumed_step)
-        self._file: IO[str] = path.open("a", buffering=1, encoding="utf-8")
+    def __init__(self, run: Run, resumed_step: int) -> None:
+        self._run = run
+        self._summary = MetricsSummary()
+        self._last_bytes = b""
+        """Those before the position of the summary."""
+        path = run.metrics_file
+        if path.exists():
+            self._truncate_after(path, resumed_step)
+        self._file: IO[bytes] = path.open("ab")
+        self._write_summary()
+
+    def read_past_lines(self) -> list[MetricsLine]:
+        """Return the lines of earlier starts, for a tracker that has to be brought up to date."""
+        return read_metrics(self._run.metrics_file)
 
     def log(self, line: MetricsLine) -> None:
         """Append a line, which readers see at once. A line that cannot be written is dropped."""
+        text = _encode_line(line)
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(text)
         except OSError:  # a full disk must not end a training; saving a snapshot reports it
             return
+        self._count_line(line, text)
+        with contextlib.suppress(OSError):  # it stays in the buffer, and is written with the next
+            self._file.flush()
+        if time.monotonic() >= self._next_summary:
+            self._write_summary()
 
     def close(self, outcome: ExitCode) -> dict[str, str]:
+        self._write_summary()
         with contextlib.suppress(OSError):  # what a full disk did not take is still buffered
             self._file.close()
         return {}
 
+    def _truncate_after(self, path: Path, step: int) -> None:
+        """Rewrite the file without the lines after a step."""
+        with replace_file(path) as temporary, temporary.open("wb") as file:
+            for line in iterate_metrics(path):
+                if line.get("step", 0) <= step:
+                    text = _encode_line(line)
+                    file.write(text)
+                    self._count_line(line, text)
 
-def _truncate_after(path: Path, step: int) -> list[MetricsLine]:
-    """Rewrite the file without the lines after a step, and return the lines that stay."""
-    kept = [line for line in read_metrics(path) if line.get("step", 0) <= step]
-    if path.exists():
-        write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+    def _count_line(self, line: MetricsLine, text: bytes) -> None:
+        self._summary.add(line)
+        self._summary.offset += len(text)
+        self._last_bytes = (self._last_bytes + text)[-MARK_BYTES:]
+
+    def _write_summary(self) -> None:
+        """Write the summary, unless a full disk has not taken all lines yet: its position would be
+        beyond the file. Readers then go on from the summary before."""
+        self._next_summary = time.monotonic() + _SUMMARY_INTERVAL_S
+        if os.fstat(self._file.fileno()).st_size == self._summary.offset:
+            self._summary.mark = hash_mark(self._last_bytes)
+            write_summary(self._run, self._summary, by_training=True)
+
+
+def _encode_line(line: MetricsLine) -> bytes:
+    return (json.dumps(line) + "\n").encode()

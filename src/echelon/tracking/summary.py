@@ -7,24 +7,50 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from echelon.errors import ExitCode
-from echelon.runs.metrics_file import read_metrics
+from echelon.runs.downsample import CurveSampler
+from echelon.runs.metrics_file import is_number, iterate_metrics
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots
-from echelon.utils.text import can_print_unicode, convert_to_ascii, format_count
+from echelon.utils.text import (
+    can_print_unicode,
+    convert_to_ascii,
+    format_count,
+    format_elapsed,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"
 
 
+class TrainingProgress(NamedTuple):
+    """How far a run came, in its last start and in all of them."""
+
+    first_step: int
+    """The step after which the last start went on."""
+    step: int
+    total_steps: int
+    seconds: float
+    """Of the last start."""
+    whole_s: float | None = None
+    """Of all starts; None if that is not known."""
+
+    def format_steps(self) -> str:
+        """Return how many steps were made in which time; after a resume also of the whole run."""
+        made = format_count(self.step - self.first_step, "step")
+        text = f"{made} in {format_elapsed(self.seconds)}"
+        if self.first_step == 0:
+            return text
+        whole = "" if self.whole_s is None else f" in {format_elapsed(self.whole_s)}"
+        return f"{text}; the whole run: {format_count(self.step, 'step')}{whole}"
+
+
 def render_summary(
     run: Run,
     outcome: ExitCode,
-    step: int,
-    total: int,
-    seconds: float,
+    progress: TrainingProgress,
     reason: str,
     tracker_rows: Mapping[str, str],
     length_setting: str = "trainer.epochs",
@@ -36,6 +62,7 @@ def render_summary(
     how long the run trains. ``unsaved_reason`` says why the last state is not on disk, if it is
     not.
     """
+    step, total = progress.step, progress.total_steps
     if outcome is ExitCode.PREEMPTED:
         saved = (
             "everything is saved"
@@ -45,12 +72,12 @@ def render_summary(
         first_line = f"stopped by {reason} after step {step} of {total}; {saved}"
     elif total == 0:
         first_line = "nothing to train: trainer.epochs=0"
-    elif seconds < 0:
+    elif step == progress.first_step:
         first_line = f"nothing left to do: all {total} steps were already made"
     else:
-        first_line = f"finished {format_count(total, 'step')} in {seconds:.1f} s"
+        first_line = f"finished {progress.format_steps()}"
     rows = {
-        "loss": _render_losses(read_metrics(run.metrics_file)),
+        "loss": _render_losses(run),
         "run": shorten_path(run.folder),
         "snapshot": _format_newest_snapshot(run),
         "metrics": shorten_path(run.metrics_file),
@@ -88,9 +115,16 @@ def needs_log_scale(low: float, high: float) -> bool:
     return low > 0 and high / low > 20
 
 
-def _render_losses(lines: list[dict[str, Any]]) -> str:
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return f"{losses[0]:.4g} {render_sparkline(losses)} {losses[-1]:.4g}" if losses else ""
+def _render_losses(run: Run) -> str:
+    """Return the first loss, the curve and the last; the file may be of any length."""
+    sampler = CurveSampler()
+    for line in iterate_metrics(run.metrics_file):
+        if is_number(loss := line.get("loss")):
+            sampler.add(line.get("step", 0), loss)
+    _, values, means = sampler.list_points()
+    if not values:
+        return ""
+    return f"{sampler.first_value:.4g} {render_sparkline(means)} {values[-1]:.4g}"
 
 
 def _format_newest_snapshot(run: Run) -> str:

@@ -40,12 +40,18 @@ from echelon.runs import failure as failures
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.history import read_history, record_start, record_stop, record_training
 from echelon.runs.latest import record_first_step
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run, take_submitted_run
 from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
-from echelon.tracking.summary import format_rows, format_run_argument, render_summary
+from echelon.tracking.summary import (
+    TrainingProgress,
+    format_rows,
+    format_run_argument,
+    render_summary,
+)
 from echelon.train.loop import Training, train
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import prepare_training
@@ -130,6 +136,7 @@ class RankWorker:
                 self.run.update_status(
                     step=self.training.step, total_steps=self.training.total_steps
                 )
+                record_training(self.run, self.training.step, self.training.samples)
             outcome = train(self.training)
             self.group.barrier_before_exit()
             self.has_left_group = True
@@ -170,6 +177,10 @@ class RankWorker:
                 start = make_starting_status("inline", world.nodes, world.size)
         now = {"state": "running", "since": time.time(), "pid": os.getpid(), "failure": None}
         run.update_status(**start | now, launch_id=get_launch_id(os.environ))
+        status = run.read_status_file()
+        job = status.get("job") or os.environ.get("SLURM_JOB_ID")
+        launcher = str(status.get("launcher") or "")
+        record_start(run, launcher, world.nodes, world.size, job, self._is_submitted)
 
     @property
     def _is_submitted(self) -> bool:
@@ -210,12 +221,15 @@ class RankWorker:
         assert t is not None
         state = "preempted" if outcome is ExitCode.PREEMPTED else "finished"
         self._record_end(t.run, state, step=t.step, total_steps=t.total_steps, best=t.best_value)
-        seconds = time.monotonic() - begun if t.step > first_step else -1.0
+        seconds = time.monotonic() - begun
+        cause = f"stopped by {self.stop.reason}" if outcome is ExitCode.PREEMPTED else state
+        record_stop(t.run, t.step, t.samples, cause)
+        whole_s = read_history(t.run, is_running=False).trained_s
+        progress = TrainingProgress(first_step, t.step, t.total_steps, seconds, whole_s)
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
-        so_far = (t.step, t.total_steps, seconds)
         text = render_summary(
-            t.run, outcome, *so_far, self.stop.reason, tracked, longer, t.unsaved_reason
+            t.run, outcome, progress, self.stop.reason, tracked, longer, t.unsaved_reason
         )
         print(text, file=sys.stderr)
 
@@ -230,6 +244,9 @@ class RankWorker:
             publish_failure_to_agent(failure, os.environ)
         if self.run is not None and self.rank == 0 and not self.has_agent:
             self._record_end(self.run, "failed", step=failure.step, failure=failure.__dict__)
+        if self.run is not None and self.rank == 0:
+            samples = self.training.samples if self.training is not None else None
+            record_stop(self.run, failure.step, samples, f"failed: {failure.summary}")
         if not (self.has_agent and self.rank == 0):  # there the agent prints it, once
             print(failure, file=sys.stderr, flush=True)
         self._close_trackers()

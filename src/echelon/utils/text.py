@@ -42,15 +42,21 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return at most the two largest units: ``42s``, ``7m``, ``3h05``, ``2d``."""
-    minutes = int(seconds) // 60
+    """Return the two largest units: ``42s``, ``1m54s``, ``3h05m``, ``2d04h``."""
+    minutes, left_s = divmod(max(0, int(seconds)), 60)
     if minutes < 1:
-        return f"{max(0, int(seconds))}s"
+        return f"{left_s}s"
     if minutes < 60:
-        return f"{minutes}m"
-    if minutes < 48 * 60:
-        return f"{minutes // 60}h{minutes % 60:02}"
-    return f"{minutes // (24 * 60)}d"
+        return f"{minutes}m{left_s:02}s"
+    hours = minutes // 60
+    if hours < 48:
+        return f"{hours}h{minutes % 60:02}m"
+    return f"{hours // 24}d{hours % 24:02}h"
+
+
+def format_elapsed(seconds: float) -> str:
+    """Return how long something took, for a sentence: ``7.7 s``, from a minute on ``1m54s``."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else format_duration(round(seconds))
 
 
 def format_time_ago(moment: float) -> str:

@@ -89,12 +89,8 @@ def _load_metrics(runs: Sequence[Run]) -> list[tuple[RunRecord, RunMetrics]]:
     records, _ = read_run_records(runs)
     by_folder = {record.run.folder: record for record in records}
     loaded = [(by_folder[run.folder], load_metrics(by_folder[run.folder])) for run in runs]
-    kept = [
-        (record, metrics) for record, metrics in loaded if metrics.lines and metrics.default_curves
-    ]
-    empty = [
-        record.name for record, metrics in loaded if not (metrics.lines and metrics.default_curves)
-    ]
+    kept = [(record, metrics) for record, metrics in loaded if metrics.can_be_drawn]
+    empty = [record.name for record, metrics in loaded if not metrics.can_be_drawn]
     if not kept:
         raise EchelonError(
             Fault(

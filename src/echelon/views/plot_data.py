@@ -112,7 +112,7 @@ def build_plot(
     """Return the plot of runs that have metrics."""
     names = _select_metrics(metrics, options.metrics, records[0].best_name)
     scales = [build_scale(options.x, r, m) for r, m in zip(records, metrics, strict=True)]
-    furthest = max(s.convert(m.lines[-1]["step"]) for s, m in zip(scales, metrics, strict=True))
+    furthest = max(s.convert(m.axis_points.steps[-1]) for s, m in zip(scales, metrics, strict=True))
     unit = _choose_time_unit(furthest) if options.x == "time" else ""
     size = _UNITS_S.get(unit, 1.0)
     panels = []
@@ -140,13 +140,14 @@ def _build_panel(
         left_out += len(curve.values) - len(indices)
         if indices:
             ys = [curve.values[i] for i in indices]
+            means = [_get_mean(curve, i, is_log) for i in indices]
             best = ys.index(max(ys) if is_best == "max" else min(ys))
             lines.append(
                 PlotLine(
                     run,
                     [xs[run][i] for i in indices],
                     ys,
-                    _smooth_values(ys, options.smooth, is_log),
+                    _smooth_values(means, options.smooth, is_log),
                     best,
                 )
             )
@@ -156,6 +157,13 @@ def _build_panel(
             file=sys.stderr,
         )
     return PlotPanel(name, is_best, is_log, y_limit, lines)
+
+
+def _get_mean(curve: Curve, index: int, is_log: bool) -> float:
+    """Return the mean around a point; on a logarithmic scale the point itself where the mean, of
+    values that are left out too, has no logarithm."""
+    mean = curve.means[index]
+    return curve.values[index] if is_log and mean <= 0 else mean
 
 
 def _find_y_limit(peaks: Sequence[float]) -> float | None:

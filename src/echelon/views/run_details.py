@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from echelon.errors import ExitCode
+from echelon.runs.annotations import Annotations, read_annotations
 from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
 from echelon.runs.find import find_run_including_broken
-from echelon.runs.metrics_file import SPEED_METRICS
+from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_recent_metrics
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import find_best, list_snapshots, parse_step
@@ -31,8 +33,9 @@ from echelon.utils.text import (
     format_timestamp,
     truncate_text,
 )
+from echelon.views.run_phases import phases_to_json, render_phases
+from echelon.views.run_row import format_digits
 from echelon.views.run_settings import find_non_defaults, format_settings
-from echelon.views.runs_table import format_digits
 from echelon.views.table import (
     PIPED_WIDTH,
     STATE_STYLES,
@@ -64,10 +67,12 @@ class RunDetails:
     metrics: RunMetrics
     step: int | None
     trained_s: float | None
+    annotations: Annotations
 
     @classmethod
     def read(cls, run: Run) -> RunDetails:
-        """Read the folder of a run and its whole metrics.jsonl, and ask Slurm if it runs there.
+        """Read the folder of a run and its metrics, in bounded memory, and ask Slurm if it runs
+        there.
 
         If Slurm does not answer, a warning is printed and the status is what the folder says.
         """
@@ -75,7 +80,8 @@ class RunDetails:
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         overview = read_overview(record)
-        return cls(record, load_metrics(record), overview.progress.step, overview.trained_s)
+        step, annotations = overview.progress.step, read_annotations(run)
+        return cls(record, load_metrics(record), step, overview.trained_s, annotations)
 
 
 def show_run(where: str, root: str, as_json: bool) -> int:
@@ -88,6 +94,9 @@ def show_run(where: str, root: str, as_json: bool) -> int:
     width = min(get_width(screen), 200)
     _print_header(details, screen, width)
     screen.print()
+    if phases := render_phases(details.metrics.history, width):
+        for phase in (*phases, Text("")):
+            screen.print(phase)
     for result in _render_results(details.metrics, width):
         screen.print(result)
     for line in _render_curves(
@@ -117,6 +126,9 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
         "step": details.step,
         "total_steps": record.facts.total_steps,
         "settings": find_non_defaults(record),
+        "tags": list(details.annotations.tags),
+        "user_note": details.annotations.note,
+        "phases": phases_to_json(details.metrics.history),
         "metrics": {
             name: _summarize_curve(curve) for name, curve in details.metrics.curves.items()
         },
@@ -136,7 +148,7 @@ def _summarize_curve(curve: Curve) -> dict[str, Any]:
         "best_step": curve.steps[at],
         "last": curve.values[-1],
         "last_step": curve.steps[-1],
-        "count": len(curve.values),
+        "count": curve.count,
     }
 
 
@@ -155,8 +167,10 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "when": _format_times(details),
         "where": _format_launcher(record),
         "progress": _format_progress(details),
-        "speed": _format_speed_row(details.metrics),
+        "speed": _format_speed_row(details),
         "settings": format_settings(find_non_defaults(record)),
+        "tags": ", ".join(details.annotations.tags),
+        "noted": details.annotations.note,
     }
     for name, value in rows.items():
         if value:
@@ -188,10 +202,11 @@ def _format_experiment(record: RunRecord) -> str:
 
 
 def _format_times(details: RunDetails) -> str:
-    """Return when it was started and how long it trained. `started` is of the last start, the
-    first line of metrics of the first one."""
-    started, lines = details.record.run_status.started, details.metrics.lines
-    begun = lines[0]["time"] if lines else started
+    """Return when it was started and how long it trained. The status knows the last start, the
+    history or the first line of metrics the first one."""
+    started, metrics = details.record.run_status.started, details.metrics
+    phases = metrics.history.phases
+    begun = phases[0].started if phases else metrics.first_time or started
     text = format_timestamp(max(0, min(begun, started)))
     again = ", went on" if begun < started else ","
     text += f"{again} {format_duration(time.time() - started)} ago"
@@ -227,19 +242,26 @@ def _format_progress(details: RunDetails) -> str:
     return f"{details.step} of {total} steps" if total else f"step {details.step}"
 
 
-def _format_speed_row(metrics: RunMetrics) -> str:
-    """Return the speed by the last lines; the split of a step is a mean of the last samples,
-    because a single step says little."""
-    last = {
-        name: metrics.curves[name].values[-1] for name in SPEED_METRICS if name in metrics.curves
+def _format_speed_row(details: RunDetails) -> str:
+    """Return the speed by the last lines of the last start, whose size may differ from those
+    before; the split of a step is a mean of the last samples, because a single step says little."""
+    phases = details.metrics.history.training_phases
+    since = phases[-1].trained_since if phases else None
+    lines = read_recent_metrics(details.record.run.metrics_file)
+    recent = [line for line in lines if since is None or line["time"] >= since]
+    values = {
+        name: found
+        for name in SPEED_METRICS
+        if (found := [line[name] for line in recent if is_number(line.get(name))])
     }
-    if not last:
+    if not values:
         return ""
-    parts = {}
-    for part in ("data", "compute", "communication", "optimizer"):
-        if curve := metrics.curves.get(f"{part}_ms"):
-            recent = curve.values[-_RECENT_SAMPLES:]
-            parts[part] = sum(recent) / len(recent)
+    last = {name: found[-1] for name, found in values.items()}
+    parts = {
+        part: statistics.fmean(values[f"{part}_ms"][-_RECENT_SAMPLES:])
+        for part in ("data", "compute", "communication", "optimizer")
+        if f"{part}_ms" in values
+    }
     of = ", ".join(f"{part} {format_three_digits(ms)}" for part, ms in parts.items())
     text = ", ".join(format_speed(last)) + (f"; of a step: {of} ms" if of else "")
     if last.get("slowest_x", 0) >= 1.5:
@@ -299,7 +321,7 @@ def _render_curves(details: RunDetails, width: int) -> Iterator[str]:
     for start in range(0, min(len(curves), _MAX_PANELS), in_a_row):
         yield ""
         row = curves[start : min(start + in_a_row, _MAX_PANELS)]
-        panels = [TextPanel(curve.name, curve.steps, curve.values, "step") for curve in row]
+        panels = [TextPanel(curve.name, curve.steps, curve.means, "step") for curve in row]
         yield from join_side_by_side(
             [draw_panel(panel, each, _PANEL_HEIGHT, glyphs) for panel in panels]
         )

@@ -11,15 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
-from echelon.runs.curves import RunOverview, RunProgress, read_overview
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.runs.curves import RunOverview, RunProgress
 from echelon.runs.find import list_runs
 from echelon.runs.listing import RunListing, split_listing
 from echelon.runs.metrics_file import is_number
@@ -30,9 +29,14 @@ from echelon.utils.text import (
     format_timestamp,
     truncate_text,
 )
+from echelon.views.run_row import (
+    RunRow,
+    build_chosen_columns,
+    format_digits,
+    require_known_names,
+)
 from echelon.views.run_settings import (
     find_setting_differences,
-    flatten_settings,
     format_setting_value,
     format_settings,
     omit_majority_values,
@@ -60,56 +64,46 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class RunRow:
-    """One run in the table."""
+class RunsQuery:
+    """Which runs are asked for, in which order, and what of them."""
 
-    record: RunRecord
-
-    @cached_property
-    def metrics_overview(self) -> RunOverview:
-        """The overview of its metrics, which is read from a file only when it is needed."""
-        return read_overview(self.record)
-
-    @property
-    def sortable_values(self) -> dict[str, Any]:
-        """What a run can be sorted and filtered by."""
-        record, overview = self.record, self.metrics_overview
-        return flatten_settings(record) | {
-            "name": record.name,
-            "experiment": record.experiment,
-            "state": record.state,
-            "step": overview.progress.step,
-            "best": overview.best,
-            "time": overview.trained_s,
-            "when": record.run_status.started,
-        }
+    show_all: bool = False
+    sort: str = "when"
+    is_reversed: bool = False
+    filters: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    """A run must have all of them."""
+    columns: Sequence[str] = ()
+    """Empty: those that `echelon runs` chooses."""
 
 
-def show_runs(
-    root: Path, show_all: bool, as_json: bool, sort: str, reverse: bool, filters: Sequence[str]
-) -> int:
+def show_runs(root: Path, query: RunsQuery, as_json: bool) -> int:
     """Print the table, or with ``as_json`` JSON, of the runs in a folder."""
-    conditions = [_parse_condition(text) for text in filters]
+    conditions = [_parse_condition(text) for text in query.filters]
     records, silence = read_run_records(list_runs(root, include_broken=True))
-    listing = split_listing(records, show_all)
-    rows = _sort_rows(_filter_rows([RunRow(record) for record in listing.shown], conditions), sort)
-    rows = rows[::-1] if reverse else rows
-    shown = rows if show_all else rows[:_RECENT_RUNS]
+    listing = split_listing(records, query.show_all)
+    every = [RunRow(record) for record in listing.shown]
+    require_known_names(query.columns, every, "--columns")
+    rows = _sort_rows(_filter_rows(_select_tagged(every, query.tags), conditions), query.sort)
+    rows = rows[::-1] if query.is_reversed else rows
+    shown = rows if query.show_all else rows[:_RECENT_RUNS]
     if as_json:
         hidden = {"before_step_1": len(listing.early), "archived": len(listing.archived)}
-        print(json.dumps(_to_json_data(shown) | {"hidden": hidden}, indent=2))
+        print(json.dumps(_to_json_data(shown, query.columns) | {"hidden": hidden}, indent=2))
     else:
-        _print_table(shown, len(rows) - len(shown), root, bool(listing.shown))
+        _print_table(shown, len(rows) - len(shown), root, bool(listing.shown), query.columns)
         print_hidden_runs(listing)
     if silence:
         print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
     return ExitCode.OK
 
 
-def _print_table(rows: Sequence[RunRow], hidden: int, root: Path, any_at_all: bool) -> None:
+def _print_table(
+    rows: Sequence[RunRow], hidden: int, root: Path, any_at_all: bool, columns: Sequence[str]
+) -> None:
     screen = create_console()
     if rows:
-        screen.print(_render_table(rows, hidden, get_width(screen)))
+        screen.print(_render_table(rows, hidden, get_width(screen), columns))
     elif any_at_all:
         screen.print(convert_for_terminal(f"no run in {root.absolute()} is such a one"))
     else:
@@ -124,7 +118,7 @@ def print_hidden_runs(listing: RunListing) -> None:
         create_console().print(Text(convert_for_terminal(text), "dim"))
 
 
-def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
+def _to_json_data(rows: Sequence[RunRow], columns: Sequence[str]) -> dict[str, Any]:
     differ = find_setting_differences([row.record for row in rows])
     return {
         "version": JSON_VERSION,
@@ -141,7 +135,12 @@ def _to_json_data(rows: Sequence[RunRow]) -> dict[str, Any]:
                 "best_name": row.metrics_overview.best_name,
                 "trained_s": row.metrics_overview.trained_s,
                 "started": row.record.run_status.started,
+                "tags": list(row.annotations.tags),
+                "user_note": row.annotations.note,
                 "differs": words,
+                **(
+                    {"columns": {name: row.values.get(name) for name in columns}} if columns else {}
+                ),
             }
             for row, words in zip(rows, differ, strict=True)
         ],
@@ -206,17 +205,14 @@ def _parse_number(text: str) -> float | None:
         return None
 
 
+def _select_tagged(rows: Sequence[RunRow], tags: Sequence[str]) -> list[RunRow]:
+    """Return the rows that have all these tags."""
+    return [row for row in rows if not tags or set(tags) <= set(row.annotations.tags)]
+
+
 def _filter_rows(rows: Sequence[RunRow], conditions: Sequence[FilterCondition]) -> list[RunRow]:
-    for condition in conditions:
-        _require_known(condition.key, rows, "--filter")
-    return [row for row in rows if all(c.is_met(row.sortable_values) for c in conditions)]
-
-
-def _require_known(key: str, rows: Sequence[RunRow], option: str) -> None:
-    known = {name for row in rows for name in row.sortable_values}
-    if rows and key not in known:
-        likely = {name for name in known if not name.startswith(("launch.", "run.", "track."))}
-        raise EchelonError(Fault(f"{option}: no run has {key!r}", suggest_nearest(key, likely)))
+    require_known_names([condition.key for condition in conditions], rows, "--filter")
+    return [row for row in rows if all(c.is_met(row.values) for c in conditions)]
 
 
 def _sort_rows(rows: Sequence[RunRow], sort: str) -> list[RunRow]:
@@ -224,10 +220,10 @@ def _sort_rows(rows: Sequence[RunRow], sort: str) -> list[RunRow]:
     last."""
     if sort == "when":
         return list(rows)
-    _require_known(sort, rows, "--sort")
+    require_known_names([sort], rows, "--sort")
     if sort == "best":
         return sorted(rows, key=_get_best_sort_key)
-    return sorted(rows, key=lambda row: _get_sort_key(row.sortable_values.get(sort)))
+    return sorted(rows, key=lambda row: row.get_sort_key(sort))
 
 
 def _get_best_sort_key(row: RunRow) -> tuple[Any, ...]:
@@ -239,16 +235,21 @@ def _get_best_sort_key(row: RunRow) -> tuple[Any, ...]:
     return (value is None, *what, 0.0 if value is None else sign * value)
 
 
-def _get_sort_key(value: Any) -> tuple[int, float, str]:
-    if is_number(value):
-        return 0, value, ""
-    return (2, 0.0, "") if value is None else (1, 0.0, format_setting_value(value))
-
-
 # --- the table ---
 
 
-def _render_table(rows: Sequence[RunRow], hidden: int, width: int) -> Group:
+def _render_table(rows: Sequence[RunRow], hidden: int, width: int, columns: Sequence[str]) -> Group:
+    lines = (
+        Table(build_chosen_columns(rows, columns)).render(width)
+        if columns
+        else _render_default_table(rows, width)
+    )
+    if hidden:
+        lines.append(Text(f"and {hidden} more: --all", "dim"))
+    return Group(*lines)
+
+
+def _render_default_table(rows: Sequence[RunRow], width: int) -> list[Text]:
     differ, usual = omit_majority_values(find_setting_differences([row.record for row in rows]))
     asides = [
         row.record.problem or format_settings(words)
@@ -259,9 +260,7 @@ def _render_table(rows: Sequence[RunRow], hidden: int, width: int) -> Group:
     if format_settings(usual):
         text = truncate_text(f"where not said: {format_settings(usual)}", width)
         lines.append(Text(convert_for_terminal(text), "dim"))
-    if hidden:
-        lines.append(Text(f"and {hidden} more: --all", "dim"))
-    return Group(*lines)
+    return lines
 
 
 _LAYOUTS = [
@@ -326,11 +325,6 @@ def _format_steps(progress: RunProgress) -> str:
 
 def _format_best(overview: RunOverview) -> str:
     return "–" if overview.best is None else f"{overview.best_name} {format_digits(overview.best)}"
-
-
-def format_digits(value: float) -> str:
-    """Return a value with four significant digits, so that values in a column can be compared."""
-    return f"{value:#.4g}".rstrip(".") if 1e-3 <= abs(value) < 1e5 or not value else f"{value:.3g}"
 
 
 def _format_duration(seconds: float | None) -> str:

@@ -20,6 +20,7 @@ from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServe
 from echelon.launch.plan import NodeSpec, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
+from echelon.runs.history import record_start, record_stop, record_training
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
 from echelon.runs.writer import release_run_folder, start_writer_beats
@@ -127,9 +128,7 @@ class _NodeService:
             return code
         self._lifeline.leave()
         code = int(max(result.return_values.values()))
-        _record_program_state(
-            run, self._node, self._config, "finished" if code == ExitCode.OK else "preempted"
-        )
+        self._record_program_end(run, "finished" if code == ExitCode.OK else "preempted")
         return code
 
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
@@ -141,7 +140,7 @@ class _NodeService:
         facts = _collect_facts_to_compare(self._launcher, config)
         compare_with_node_0(self._store, node, facts, self._rendezvous.wait_for_key)
         restarts = self._count_restarts_left(run)
-        _record_program_state(run, node, config, "running")
+        self._record_program_start(run)
         entry = PROGRAM_ENTRYPOINT if config.program else EXPERIMENT_ENTRYPOINT
         program = make_program_words(config, node.node_count, node.procs)
         job = NodeJob(run, node, entry, config.launch.hang_s, program, config.mode == "plain")
@@ -165,6 +164,23 @@ class _NodeService:
         else:
             self._launcher.record_node_start(run, node.node_count, world_size)
         start_writer_beats(run)
+
+    def _record_program_start(self, run: Run) -> None:
+        """Write the start of a program into its status and history. An experiment does so itself,
+        and knows its step."""
+        node = self._node
+        if self._config.program and node.rank == 0:
+            run.update_status(state="running")
+            job = run.read_status_file().get("job")
+            world_size = node.node_count * node.procs
+            record_start(run, self._launcher.name, node.node_count, world_size, job)
+            record_training(run, None, None)
+
+    def _record_program_end(self, run: Run, state: str) -> None:
+        """Write the end of a program into its status and history."""
+        if self._config.program and self._node.rank == 0:
+            run.update_status(state=state)
+            record_stop(run, None, None, state)
 
     def _count_restarts_left(self, run: Run) -> int:
         """Restarts that are left, over all jobs of a run. Node 0 counts and tells the others,
@@ -210,6 +226,8 @@ class _NodeService:
         self._launcher.record_failure(self._run, self._config, failure)
         if before.get("failure"):
             self._run.update_status(failure=before["failure"], step=before.get("step"))
+        # Rank 0 may have been killed before it could.
+        record_stop(self._run, failure.step, None, f"failed: {failure.summary}")
 
 
 def make_thread_variables(config: Config, procs: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -253,12 +271,6 @@ def _print_wandb_hints(run: Run) -> None:
 
     for line in format_rows(wandb_run.get_url_and_sync_rows(run)):
         print(line, file=sys.stderr, flush=True)
-
-
-def _record_program_state(run: Run, node: NodeSpec, config: Config, state: str) -> None:
-    """Write the state of a program into the status. An experiment does so itself."""
-    if config.program and node.rank == 0:
-        run.update_status(state=state)
 
 
 # --- the other nodes ---

@@ -15,7 +15,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.network_interface import INTERFACE_VARIABLES
 from echelon.launch.plan import make_program_words
 from echelon.launch.slurm.requeue import REQUEUE_FILE
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import HISTORY_FILE, Run
 from echelon.runs.submitted_run import SUBMITTED_RUN_VARIABLE
 from echelon.world.device_fit import get_default_process_count
 
@@ -167,14 +167,15 @@ _REQUEUE_LINES = (
 
 def _render_step_after_preflight(config: Config, lines: list[str]) -> Iterator[str]:
     """The lines that run the step, after the preflight if there is one."""
+    step = [*lines, "code=$?", *(_render_history_stop() if is_started_by_srun(config) else ())]
     if not config.launch.preflight:
-        yield from (*lines, "code=$?")
+        yield from step
         return
     yield "# launch.preflight: check the nodes of this job first."
     yield f'{make_python_command(config)} -m echelon preflight --run "$run"'
     yield "code=$?"
     yield 'if [ "$code" -eq 0 ]; then'
-    yield from (f"  {line}" for line in (*lines, "code=$?"))
+    yield from (f"  {line}" for line in step)
     yield "fi"
 
 
@@ -422,5 +423,26 @@ def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
     if chosen := config.launch.interface:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in INTERFACE_VARIABLES)}"
     srun = _make_srun_command(config, per_node)
+    yield from _render_history_start(config.launch.nodes, config.launch.nodes * per_node)
     yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
     yield f"  {words}"
+
+
+def _render_history_start(nodes: int, processes: int) -> Iterator[str]:
+    """The lines that write the start into the run's history (`runs.history`), as an agent would."""
+    size = f'"nodes": {nodes}, "processes": {processes}'
+    start = (
+        f'{{"event": "start", "time": %s, "launcher": "slurm", {size}, "host": "%s", "job": "%s"}}'
+    )
+    yield f"printf '{start}\\n' \\"
+    yield f'  "$(date +%s.%3N)" "$master" "$SLURM_JOB_ID" >> {_HISTORY}'
+    yield f"""printf '{{"event": "train", "time": %s}}\\n' "$(date +%s.%3N)" >> {_HISTORY}"""
+
+
+def _render_history_stop() -> Iterator[str]:
+    """The lines that write the end of the step there."""
+    stop = '{"event": "stop", "time": %s, "cause": "exit code %s"}'
+    yield f"""printf '{stop}\\n' "$(date +%s.%3N)" "$code" >> {_HISTORY}"""
+
+
+_HISTORY = f'"$run/{HISTORY_FILE}"'

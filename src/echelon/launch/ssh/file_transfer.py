@@ -142,8 +142,10 @@ def send_files(remote: RemoteRunFolder, code: Mapping[str, Path]) -> Fault | Non
 
 
 def _list_files_to_resume(run: Run) -> Iterator[Path]:
-    """What a run that is continued needs: status, metrics, logs and its newest snapshots."""
-    yield from (p for p in (run.status_file, run.metrics_file, run.logs_folder) if p.exists())
+    """What a run that is continued needs: status, history, metrics, logs and its newest
+    snapshots."""
+    small = (run.status_file, run.history_file, run.summary_file)
+    yield from (p for p in (*small, run.metrics_file, run.logs_folder) if p.exists())
     yield from list_snapshots(run.snapshots_folder, ignore_errors=True)[-_SENT_SNAPSHOTS:]
 
 

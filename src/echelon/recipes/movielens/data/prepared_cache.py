@@ -41,6 +41,7 @@ from echelon.recipes.movielens.data.ratings import Ratings
 from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.text import format_elapsed
 
 _FORMAT_VERSION = 1
 """Version of the prepared form; part of the fingerprint."""
@@ -222,7 +223,7 @@ def _print_summary(source: RatingsFolder, ratings: Ratings, dropped: int, taken_
     """Print the size of the data set, and a warning about repeated ratings."""
     print(
         f"prepared {source.folder}: {len(ratings.users):,} ratings of {ratings.num_users:,} users "
-        f"for {ratings.num_items:,} movies, in {taken_s:.1f} s",
+        f"for {ratings.num_items:,} movies, in {format_elapsed(taken_s)}",
         file=sys.stderr,
     )
     if dropped:
