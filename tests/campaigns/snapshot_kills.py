@@ -129,7 +129,7 @@ def random_kills(folder: Path, kills: int, rng: random.Random) -> Count:
 
 # Every operation of a save -------------------------------------------------------------------
 
-OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "symlink", "unlink", "rmdir")
 
 
 def template(folder: Path) -> Path:
@@ -140,7 +140,8 @@ def template(folder: Path) -> Path:
         save(writer, step)
     shutil.rmtree(root / "step-000000004")
     os.truncate(root / "step-000000005" / "model.pt", 100)
-    (root / "best").write_text("step-000000001\n")
+    (root / "best").unlink()
+    (root / "best").symlink_to("step-000000001")
     return root
 
 
@@ -205,7 +206,7 @@ def judge_save(root: Path, count: Count) -> None:
 
 def fresh(source: Path, target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target)
+    shutil.copytree(source, target, symlinks=True)
     return target
 
 

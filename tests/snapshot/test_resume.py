@@ -213,15 +213,62 @@ def test_a_damaged_snapshot_is_passed_over_and_said(
     require_same(again.run, whole_runs[1])
 
 
-def test_all_snapshots_damaged_starts_anew_and_says_it(
-    tmp_path: Path, stopped: Trained, whole_runs: dict[int, Run]
+@pytest.mark.parametrize("lost", ["folder", "snapshots", "files", "manifests"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lost_snapshots_are_refused_and_the_numbers_kept(
+    tmp_path: Path, stopped: Trained, lost: str, world_size: int
 ) -> None:
-    for manifest in stopped.run.snapshots_folder.glob("step-*/manifest.json"):
-        manifest.write_text("")
+    """As a purge of old files leaves it: the numbers are all there is."""
+    root = stopped.run.snapshots_folder
+    if lost == "folder":
+        shutil.rmtree(root)
+    for folder in root.glob("step-*") if lost != "folder" else ():
+        if lost == "snapshots":
+            shutil.rmtree(folder)
+        for file in folder.glob("*" if lost == "files" else "manifest.json"):
+            file.unlink()
+    before = stopped.run.metrics_file.read_text()
+    for again in (
+        train_world(tmp_path, world_size, *SHORT),
+        train_world(tmp_path, world_size, *SHORT, "trainer.epochs=5"),
+    ):
+        assert again.codes == [3] * world_size, again.said
+        assert "run a had saved step 6, but of the snapshots in" in again.said
+        assert "trainer.resume=never, which keeps the old run as a.1" in again.said
+        assert stopped.run.metrics_file.read_text() == before
+    assert verb(tmp_path, "resume", str(stopped.run.folder)).code == 3
+    anew = train_world(tmp_path, world_size, *SHORT, "trainer.resume=never")
+    assert anew.codes == [0] * world_size, anew.said
+    assert Run(tmp_path / "a.1").metrics_file.read_text() == before
+    assert steps_logged(anew.run) == list(range(1, STEPS + 1))
+
+
+def test_never_keeps_numbers_that_are_all_that_is_left(tmp_path: Path, stopped: Trained) -> None:
+    shutil.rmtree(stopped.run.snapshots_folder)
+    stopped.run.config_file.unlink()
+    stopped.run.status_file.unlink()
+    before = stopped.run.metrics_file.read_text()
+    again = train_world(tmp_path, 1, *SHORT)
+    assert again.codes == [3], again.said
+    assert "run a has trained before, but" in again.said
+    anew = train_world(tmp_path, 1, *SHORT, "trainer.resume=never", "trainer.steps=1")
+    assert anew.codes == [0], anew.said
+    assert Run(tmp_path / "a.1").metrics_file.read_text() == before
+
+
+def test_a_run_that_saved_nothing_yet_starts_anew(
+    tmp_path: Path, whole_runs: dict[int, Run]
+) -> None:
+    words = (
+        *SHORT,
+        "trainer.save.steps=99",
+        "trainer.save.epochs=null",
+        "trainer.evaluate.epochs=null",
+    )
+    killed = train_world(tmp_path, 1, *words, env=fault(0, 3, "KILL"))
+    assert killed.codes == [-signal.SIGKILL], killed.said
     again = train_world(tmp_path, 1, *SHORT)
     assert again.codes == [0], again.said
-    assert again.said.count("is damaged (manifest.json") == 3
-    assert again.said.count("starting from step 0") == 3
     require_same(again.run, whole_runs[1])
 
 
@@ -240,7 +287,7 @@ def test_a_snapshot_by_its_path(
 def test_the_best_snapshot_by_its_name(tmp_path: Path) -> None:
     first = train_world(tmp_path, 1, *SHORT)
     path = first.run.snapshots_folder / "best"
-    name = path.read_text().strip()
+    name = path.readlink().name
     words = [word for word in SHORT if not word.startswith("trainer.epochs")]
     longer = (*words, "trainer.epochs=5", f"trainer.resume={path}")
     ended = train_world(tmp_path, 1, *longer, name="b")

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -636,7 +637,8 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert verify_snapshot(tmp_path / "step-000000003").is_best
     save(tmp_path, 8, keep_last=2, best=(8,))
     assert steps(tmp_path) == [7, 8]
-    assert (tmp_path / "best").read_text() == "step-000000008\n"
+    assert os.readlink(tmp_path / "best") == "step-000000008"
+    assert (tmp_path / "best" / "model.pt").is_file()
 
 
 def test_a_damaged_newer_one_does_not_push_out_the_good_one(tmp_path: Path) -> None:
@@ -651,16 +653,43 @@ def test_a_damaged_newer_one_does_not_push_out_the_good_one(tmp_path: Path) -> N
 
 def test_a_mark_lost_to_a_kill_is_found_again(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, best=(1, 2))
-    (tmp_path / "best").write_text("step-000000001\n")
-    os.utime(tmp_path / "best", (0, 0))  # as old as it would be
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to("step-000000001")
+    os.utime(tmp_path / "best", (0, 0), follow_symlinks=False)  # as old as it would be
     SnapshotWriter(tmp_path)
     assert find_best(tmp_path) == tmp_path / "step-000000002"
 
 
-@pytest.mark.parametrize("text", ["", "../..", "step-000000009", "\xff", "x" * 10_000])
-def test_a_best_file_of_garbage_points_nowhere(two: Path, text: str) -> None:
-    (two / "best").write_text(text)
+@pytest.mark.parametrize("target", ["../..", "step-000000009", "\udcff", "best", "x" * 4000])
+def test_a_best_link_of_garbage_leads_nowhere(two: Path, target: str) -> None:
+    (two / "best").symlink_to(target)
     assert find_best(two) is None
+
+
+def test_a_file_in_the_place_of_the_best_link_is_replaced(tmp_path: Path) -> None:
+    """As a run of an earlier version left it."""
+    save(tmp_path, 1, 2, best=(1,))
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").write_text("step-000000002\n")
+    assert find_best(tmp_path) is None
+    SnapshotWriter(tmp_path)
+    assert os.readlink(tmp_path / "best") == "step-000000001"
+
+
+def test_a_copy_that_followed_links_gets_its_link_back(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1, 2, best=(1,))
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    assert not (tmp_path / "there" / "best").is_symlink()
+    assert only(save(tmp_path / "there", 3, best=(3,))).error is None
+    assert os.readlink(tmp_path / "there" / "best") == "step-000000003"
+    assert steps(tmp_path / "there") == [1, 2, 3]
+
+
+def test_a_run_that_is_moved_keeps_its_best(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1, 2, best=(1,))
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert find_best(tmp_path / "there") == tmp_path / "there" / "step-000000001"
+    assert (tmp_path / "there" / "best" / "manifest.json").is_file()
 
 
 def test_leftovers_go_at_the_next_open(two: Path) -> None:

@@ -21,6 +21,7 @@ GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 CAPTURE_MODES = ("auto", "always", "never")
 REPLICA_KINDS = ("ddp", "fsdp")
+BEST_DIRECTIONS = ("auto", "min", "max")
 WANDB_MODES = ("online", "offline", "disabled")
 
 
@@ -144,13 +145,17 @@ class TrainerConfig:
     """Snapshots to keep, besides the best one."""
     best: str = "loss"
     """The evaluated metric that determines the best snapshot."""
-    best_is: str = "min"
-    """Whether the best value is the `min` or the `max`."""
+    best_is: str = "auto"
+    """Whether the best value is the `min` or the `max`; `auto` knows it of the loss, of the metrics
+    of torchmetrics, and of common names such as accuracy or rmse."""
     log_steps: int = 10
     """Steps between two lines of metrics."""
     resume: str = "auto"
     """`auto`: resume from this run's newest valid snapshot; `never`; or the path of a snapshot of
     any run, such as runs/NAME/snapshots/best."""
+    sanity_steps: int = 2
+    """Batches that every process evaluates before the first step, so that a metric that fails costs
+    seconds and not an epoch; 0: none."""
     eval_batch_size: int | None = None
     """Samples one process evaluates at a time; default: the batch size."""
     unused_parameters: bool = False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from echelon.config import bundled_experiments
 from echelon.config.schema import (
+    BEST_DIRECTIONS,
     CAPTURE_MODES,
     GPU_REQUESTS,
     LAUNCHERS,
@@ -121,6 +122,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "trainer.log_steps": (t.log_steps, 1),
         "trainer.keep_last": (t.keep_last, 1),
         "trainer.warmup_steps": (t.warmup_steps, 0),
+        "trainer.sanity_steps": (t.sanity_steps, 0),
         "trainer.loader_workers": (t.loader_workers, 0),
         "trainer.epochs": (t.epochs, 0),
         "trainer.steps": (t.steps, 1),
@@ -186,7 +188,7 @@ def _check_choices(config: Config) -> Iterator[Fault]:
         "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
         "mode": (config.mode, MODES),
         "trainer.schedule": (config.trainer.schedule, SCHEDULES),
-        "trainer.best_is": (config.trainer.best_is, ("min", "max")),
+        "trainer.best_is": (config.trainer.best_is, BEST_DIRECTIONS),
         "trainer.precision": (config.trainer.precision, PRECISIONS),
         "trainer.capture": (config.trainer.capture, CAPTURE_MODES),
         "replica.kind": (config.replica.kind, REPLICA_KINDS),

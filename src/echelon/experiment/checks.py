@@ -8,7 +8,7 @@ them at once. What can only be seen when a loss is computed is checked in `loss_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.data.batches import get_columns
-from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.errors import EchelonError, Fault
 from echelon.experiment.sparse_parameters import find_sparse_tables
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _format_signature(function: Callable[..., Any]) -> str:
     return f"{name}{inspect.signature(function)}"
 
 
-# --- metrics, and the number that says what is best ---
+# --- metrics ---
 
 
 def is_metrics_factory(metrics: Any) -> bool:
@@ -291,32 +291,3 @@ def _find_metric_faults(metrics: Any) -> Iterator[Fault]:
             get_named_metrics(metrics)
         except EchelonError as error:
             yield from error.faults
-
-
-def require_best_metric(name: str, experiment: Experiment) -> None:
-    """Raises where `trainer.best` names a number that no evaluation produces.
-
-    Metrics that are created later are unknown here; for these the first evaluation raises the same
-    error.
-    """
-    if name == "loss":
-        return
-    if experiment.eval_data is None:
-        raise EchelonError(
-            Fault(
-                f"trainer.best={name}, but the experiment has no eval_data, so nothing is "
-                "evaluated",
-                "give it eval_data, or leave trainer.best out",
-            )
-        )
-    if is_metrics_factory(experiment.metrics):
-        return
-    names = get_named_metrics(experiment.metrics)
-    if not any(name == known or name.startswith(f"{known}_") for known in names):
-        raise make_unknown_best_error(name, ["loss", *names])
-
-
-def make_unknown_best_error(name: str, known: Iterable[str]) -> EchelonError:
-    """Return the error for a `trainer.best` that is not among the evaluated numbers."""
-    what = f"trainer.best={name}, but no such number is evaluated"
-    return EchelonError(Fault(what, suggest_nearest(name, known)))

@@ -56,7 +56,7 @@ class Experiment:
     eval_data   The data for evaluation, of the same kinds. Without it nothing is evaluated.
     metrics     A torchmetrics.Metric, or several as {name: Metric}. They are updated with
                 (output, target) of every batch of eval_data. A function that returns them is also
-                accepted. It is called at the first evaluation, so that the first step does not wait
+                accepted. It is called only where something is evaluated, so that nothing else waits
                 for the import of torchmetrics.
     schedule    A learning-rate schedule of your own (torch.optim.lr_scheduler). It is stepped once
                 per optimizer step. Without it, trainer.schedule and trainer.warmup_steps decide.

@@ -66,11 +66,15 @@ def explain_out_of_memory(
     on_gpu = get_process_devices(world)[0].type == "cuda"
     memory_use = MemoryUse.measure_training(training)
     is_evaluating = training is not None and training.is_evaluating
+    is_check = training is not None and training.is_sanity_check
     what = [
         _describe_request(str(error), world, on_gpu),
+        *(["it was the check of the evaluation before the first step"] if is_check else []),
         *memory_use.describe(_get_samples_per_pass(config, world), on_gpu),
     ]
     suggestions = list(_suggest_settings(config, world, memory_use, is_evaluating, on_gpu))
+    if is_check:  # the batch of a step has nothing to do with it
+        suggestions = [text for text in suggestions if not text.startswith("trainer.batch_size")]
     if unused := _find_fragmented_bytes(str(error)):
         what.append(f"{format_bytes(unused)} more lie in pieces too small")
         variable = found[0] if (found := _VARIABLE.search(str(error))) else _ALLOC_CONF
@@ -258,6 +262,8 @@ def _describe_newest_snapshot(run: Run, training: Training | None, setting: str)
     again = f"echelon resume {format_run_argument(run)} {setting}".rstrip()
     if snapshots:
         description = f"the last snapshot, {shorten_path(snapshots[-1])}, is intact"
+    elif training is not None and training.is_sanity_check:
+        description = "nothing was trained yet, so nothing is lost"
     elif training is not None and training.saved_step:  # by rank 0, which may still write it
         description = f"the first snapshot, of step {training.saved_step}, is on its way"
     else:

@@ -197,6 +197,20 @@ class RankGroup:
         dist.gather(padded, rows)
         return [r[:n] for r, n in zip(rows, sizes, strict=True)] if rows else []
 
+    def gather_json(self, data: Any) -> list[Any]:
+        """Returns the data of all ranks, in their order, on rank 0; on other ranks an empty
+        list."""
+        row = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
+        return [json.loads(raw.numpy().tobytes()) for raw in self.gather(row)]
+
+    def is_any_true(self, flag: bool) -> bool:
+        """Returns on every rank whether the flag is set on any."""
+        if self.store is None:
+            return flag
+        count = torch.tensor([int(flag)])
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return bool(count)
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrites the tensor with rank 0's, and returns it."""
         if self.store is not None:

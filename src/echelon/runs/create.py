@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,16 @@ from echelon.config.schema import Config, find_differences
 from echelon.config.validate import NAME_CHARACTERS
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_other_folder
 from echelon.runs.latest import point_latest_to
+from echelon.runs.metrics_file import read_first_metrics
 from echelon.runs.process_record import make_starting_status
-from echelon.runs.run_folder import STATUS_FILE, Run
+from echelon.runs.run_folder import METRICS_FILE, RUN_FILES, STATUS_FILE, Run
 from echelon.runs.writer import claim_run_folder, release_run_folder
-from echelon.snapshot.layout import EXAMPLE_FOLDER, find_snapshot_path_problem, list_snapshots
+from echelon.snapshot.layout import (
+    EXAMPLE_FOLDER,
+    find_snapshot_path_problem,
+    list_snapshots,
+    parse_step,
+)
 from echelon.utils.os_errors import format_os_error_reason
 
 _SCRIPT_SUFFIXES = (".py", ".sh")
@@ -41,24 +49,29 @@ def create_run(config: Config, is_snapshot_here: bool = True) -> Run:
         _require_snapshot(config)
     _claim_folder(run, config)
     try:
-        _set_up_folder(run, config)
+        _set_up_folder(run, config, is_snapshot_here)
     except BaseException:
         release_run_folder(run)
         raise
     return run
 
 
-def _set_up_folder(run: Run, config: Config) -> None:
+def _set_up_folder(run: Run, config: Config, is_snapshot_here: bool) -> None:
     """Write what a new start of the run begins with into a folder that this process has claimed."""
     # 1. Refuse what cannot work while the folder is still as it was.
-    if run.config_file.exists() and config.trainer.resume == "never":
-        _move_aside(run)
-        _claim_folder(run, config)
+    if config.trainer.resume == "never":
+        # Also a folder that has lost its config.json, which would be overwritten.
+        if any((run.folder / name).exists() for name in RUN_FILES):
+            _move_aside(run)
+            _claim_folder(run, config)
     elif run.config_file.exists():
         _require_same_experiment(run, config)
+    if config.trainer.resume == "auto":
+        # Ranks check these too, but by then the new config.json would have replaced the run's.
         newest = next(reversed(list_snapshots(run.snapshots_folder, ignore_errors=True)), None)
-        if newest is not None and config.trainer.resume == "auto":
-            # Ranks check this too, but by then the new config.json would have replaced the run's.
+        if newest is None and is_snapshot_here:
+            require_snapshots_kept(run)
+        elif newest is not None and run.config_file.exists():
             require_same_settings(run, run.read_config().select_numerics_settings(), config, newest)
     # 2. The new configuration.
     _make_folder(run, config)
@@ -131,6 +144,32 @@ def require_same_settings(
         )
 
 
+def require_snapshots_kept(run: Run, is_any_damaged: bool = False) -> None:
+    """Raise EchelonError if a run has no snapshot left that it could continue from, though it had
+    saved one. Starting over would overwrite its numbers.
+
+    A run that failed before its first snapshot has nothing to lose.
+    """
+    status = run.read_status_file()
+    saved = str(status.get("snapshot") or "")
+    # Without a status nobody knows what was saved, and the numbers may be all that is left.
+    has_numbers_alone = not status and read_first_metrics(run.metrics_file) is not None
+    if not (saved or is_any_damaged or has_numbers_alone):
+        return
+    step = parse_step(Path(saved).name)
+    had = f"had saved step {step}" if step is not None else "has trained before"
+    how = "those left are damaged" if is_any_damaged else "none is left"
+    raise EchelonError(
+        Fault(
+            f"run {run.name} {had}, but of the snapshots in {run.snapshots_folder} {how}, so it "
+            f"cannot go on; its numbers in {METRICS_FILE} are kept",
+            "bring the snapshots back, choose another run.name, or start over with "
+            f"trainer.resume=never, which keeps the old run as {_find_free_folder(run).name}",
+        ),
+        exit=ExitCode.NOT_FOUND,
+    )
+
+
 def _require_same_experiment(run: Run, config: Config) -> None:
     before, now = run.read_config().experiment.get("entry"), config.experiment.get("entry")
     if before != now:
@@ -190,11 +229,12 @@ def _make_folder_error(run: Run, config: Config, error: OSError) -> EchelonError
 
 def _move_aside(run: Run) -> None:
     """Rename the folder to the first free NAME.1, NAME.2, …"""
-    for number in range(1, 10_000):
-        aside = run.folder.with_name(f"{run.name}.{number}")
-        if not aside.exists():
-            run.folder.rename(aside)
-            return
+    run.folder.rename(_find_free_folder(run))
+
+
+def _find_free_folder(run: Run) -> Path:
+    numbered = (run.folder.with_name(f"{run.name}.{number}") for number in count(1))
+    return next(folder for folder in numbered if not os.path.lexists(folder))
 
 
 # --- names ---

@@ -6,7 +6,6 @@ file of any length is read in bounded memory (`runs.downsample`).
 
 from __future__ import annotations
 
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 
 from echelon.runs.downsample import CurveSampler
 from echelon.runs.history import RunHistory, read_history
+from echelon.runs.metric_direction import guess_best_is
 from echelon.runs.metrics_file import (
     SPEED_METRICS,
     MetricsLine,
@@ -34,13 +34,6 @@ from echelon.runs.run_folder import Run
 AXES = ("step", "epoch", "samples", "time")
 _HIDDEN_METRICS = {"lr", *SPEED_METRICS}
 """Drawn only when they are named."""
-_HIGHER_IS_BETTER = re.compile(
-    r"(?<![a-z])(acc|accuracy|auc|auroc|auprc|f1|recall|precision|ndcg|mrr|map|hits?|r2|bleu"
-    r"|rouge[a-z]?|m?iou|dice|psnr|ssim|mfu|samples_per_s|corr|correlation|pearson|spearman|(f1|r2)?scores?)(?![a-z])"
-)
-"""Whole words: `mape` and `accumulated_error` are errors."""
-_WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
-"""In a name such as `BinaryAccuracy`."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +191,7 @@ def choose_best_direction(name: str, record: RunRecord) -> str:
     bare = name.removeprefix("eval_")
     if name == f"eval_{record.best_name}":
         return record.best_is
-    words = _WORD_BORDER.sub("_", bare).lower()
-    return "max" if _HIGHER_IS_BETTER.search(words) else "min"
+    return guess_best_is(bare) or "min"
 
 
 # --- other axes ---

@@ -13,6 +13,7 @@ from typing import Any
 
 from echelon.config import bundled_experiments
 from echelon.runs.create import get_short_subject
+from echelon.runs.metric_direction import guess_best_is
 from echelon.runs.run_folder import Run
 from echelon.runs.status import FolderFacts, RunStatus, derive_statuses
 from echelon.utils.os_errors import format_os_error_reason
@@ -106,8 +107,11 @@ class RunRecord:
 
     @property
     def best_is(self) -> str:
-        """Whether the best value is the largest ("max") or the smallest ("min")."""
-        return "max" if self.get_section("trainer").get("best_is") == "max" else "min"
+        """Whether the best value is the largest ("max") or the smallest ("min"): as it was set, as
+        the run found it, or by the metric's name."""
+        found = (self.get_section("trainer").get("best_is"), self.facts.status.get("best_is"))
+        known = (value for value in found if value in ("min", "max"))
+        return next(known, None) or guess_best_is(self.best_name) or "min"
 
     def get_section(self, name: str) -> dict[str, Any]:
         """Return a section of the configuration, empty if it is missing."""

@@ -1,7 +1,7 @@
 """What snapshots are called and where they are: the only code that knows ``step-*``.
 
-A run keeps its snapshots in one folder, ``ROOT/step-000000123/`` each, and beside them a file
-``best`` that names one of them. This module reads names alone and imports no torch, so launchers
+A run keeps its snapshots in one folder, ``ROOT/step-000000123/`` each, and beside them a relative
+symlink ``best`` to one of them. This module reads names alone and imports no torch, so launchers
 and views of runs can list snapshots without loading it. Whether a folder really is a snapshot is
 decided by `reader.verify_snapshot`.
 """
@@ -15,8 +15,9 @@ from pathlib import Path
 MANIFEST_FILE = "manifest.json"
 """Written last: a folder without one is not a snapshot."""
 STATE_FILE = "state.json"
-BEST_FILE = "best"
-"""Contains the name of the best of the snapshots beside it."""
+BEST_LINK = "best"
+"""A relative symlink to the best of the snapshots beside it, so that it can be opened as a
+folder and stays right when the run is moved."""
 EXAMPLE_FOLDER = "runs/NAME/snapshots/step-000000100"
 """For messages that ask for a snapshot."""
 
@@ -62,24 +63,22 @@ def find_newest_step(root: Path) -> int:
 
 
 def find_best(root: Path) -> Path | None:
-    """Return the folder that ``ROOT/best`` names, unverified; None without one."""
+    """Return the folder that ``ROOT/best`` leads to, unverified; None without one."""
     try:
-        with open(root / BEST_FILE, encoding="ascii") as file:
-            name = file.read(100).strip()
-    except (OSError, ValueError):
+        name = os.readlink(root / BEST_LINK)
+    except OSError:
         return None
     return root / name if parse_step(name) is not None and (root / name).is_dir() else None
 
 
 def resolve_best(path: Path) -> Path:
-    """Return the folder that ``best`` names if ``path`` is such a file, otherwise ``path``."""
-    return (find_best(path.parent) if path.name == BEST_FILE else None) or path
+    """Return the folder that ``best`` leads to if ``path`` is such a link, otherwise ``path``: a
+    snapshot is verified under the name of its step."""
+    return (find_best(path.parent) if path.name == BEST_LINK else None) or path
 
 
 def find_snapshot_path_problem(path: Path) -> str | None:
     """Return why ``path`` cannot be a snapshot, or None if it can be one, by names alone."""
-    if path.name == BEST_FILE and path.is_file():
-        return None
     if (path / MANIFEST_FILE).is_file():
         return None
     return f"it has no {MANIFEST_FILE}" if path.is_dir() else "there is no such folder"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,12 @@ class Snapshot:
         loaded = [self._load_file(piece) for piece in self.part_files.get(part, [part])]
         return loaded[0] if len(loaded) == 1 else join_shards(loaded)
 
+    def iter_files(self, part: str) -> Iterator[tuple[str, Any]]:
+        """Yield each file of a part as it was written, with its name: one of every rank, where
+        they wrote shards."""
+        for name in self.part_files.get(part, ()):
+            yield name, self._load_file(name)
+
     def _load_file(self, name: str) -> Any:
         path = self.folder / format_part_name(name)
         return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
@@ -80,9 +86,11 @@ class DamagedSnapshot:
 # Choosing ------------------------------------------------------------------------------------
 
 
-def find_newest(root: Path) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
+def find_newest(
+    root: Path, find_flaw: Callable[[Snapshot], str | None] = lambda snapshot: None
+) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
     """Return the newest snapshot that verifies, or None, and the damaged ones that are newer
-    than it."""
+    than it. ``find_flaw`` may refuse one that verifies, by returning why."""
     try:
         folders = list_snapshots(root)
     except OSError as error:
@@ -91,9 +99,13 @@ def find_newest(root: Path) -> tuple[Snapshot | None, list[DamagedSnapshot]]:
     damaged: list[DamagedSnapshot] = []
     for folder in reversed(folders):
         try:
-            return verify_snapshot(folder), damaged
+            snapshot = verify_snapshot(folder)
+            flaw = find_flaw(snapshot)
         except InvalidSnapshotError as error:
-            damaged.append(DamagedSnapshot(folder, str(error)))
+            flaw = str(error)
+        if flaw is None:
+            return snapshot, damaged
+        damaged.append(DamagedSnapshot(folder, flaw))
     return None, damaged
 
 

@@ -25,7 +25,7 @@ import torch
 
 from echelon.errors import EchelonError, Fault
 from echelon.snapshot.layout import (
-    BEST_FILE,
+    BEST_LINK,
     MANIFEST_FILE,
     STATE_FILE,
     find_best,
@@ -471,16 +471,18 @@ def _remove_old_snapshots(root: Path, step: int, keep_last: int) -> None:
 
 
 def _mark_best(folder: Path) -> None:
-    """Make ``best`` name this folder, atomically and on disk."""
+    """Make ``best`` lead to this folder, atomically and on disk."""
     root = folder.parent
+    if (root / BEST_LINK / MANIFEST_FILE).is_file() and not (root / BEST_LINK).is_symlink():
+        _delete(_hide_folder(root / BEST_LINK))  # made of the link by a copy that followed links
     # The prefix is that of all unfinished work, which the next open() removes.
-    with replace_file(root / BEST_FILE, durable=True, prefix=".writing-") as temporary:
-        temporary.write_text(f"{folder.name}\n", encoding="utf-8")
+    with replace_file(root / BEST_LINK, durable=True, prefix=".writing-") as temporary:
+        temporary.symlink_to(folder.name)
 
 
 def _unmark_best(root: Path) -> None:
-    """Remove the file ``best``, on disk when this returns."""
-    (root / BEST_FILE).unlink()
+    """Remove the link ``best``, on disk when this returns."""
+    (root / BEST_LINK).unlink()
     flush_to_disk(root)
 
 
@@ -494,7 +496,7 @@ def _recover_best(root: Path, resumed_step: int | None) -> None:
     # By time, not by step: after a return to an older snapshot the lower step is the later one.
     if (
         find_best(root) is None
-        or (root / BEST_FILE).stat().st_mtime < (last / MANIFEST_FILE).stat().st_mtime
+        or (root / BEST_LINK).lstat().st_mtime < (last / MANIFEST_FILE).stat().st_mtime
     ):
         _mark_best(last)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from echelon.config.schema import Config
 from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, Fault
+from echelon.runs.metric_direction import guess_best_is
 from echelon.runs.run_folder import Run
 from echelon.sweep.sampling import count_combinations
 from echelon.sweep.search_space import SearchParameter
@@ -164,8 +165,17 @@ def _get_default_metric(file: SweepFile, config: Config) -> SweepMetric:
                 "add  metric: {name: loss, goal: minimize}",
             )
         )
-    goal = "maximize" if config.trainer.best_is == "max" else "minimize"
-    return SweepMetric(f"eval/{config.trainer.best}", goal)
+    name, best_is = config.trainer.best, config.trainer.best_is
+    known = guess_best_is(name) if best_is == "auto" else best_is
+    if known is None:
+        raise EchelonError(
+            Fault(
+                f"{file.path}: there is no metric, and whether more or less of "
+                f"trainer.best={name} is better is not known",
+                f"add  metric: {{name: eval/{name}, goal: maximize}}, or set trainer.best_is",
+            )
+        )
+    return SweepMetric(f"eval/{name}", "maximize" if known == "max" else "minimize")
 
 
 def _compose_examples(

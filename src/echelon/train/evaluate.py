@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,18 @@ class Evaluator:
         shared_results: dict[str, float] = self.group.broadcast_json(results)
         return shared_results
 
+    def evaluate_first_batches(self, count: int) -> dict[str, float]:
+        """Returns the same for the first `count` batches of every rank, and resets the metrics. All
+        ranks take part."""
+        whole = self.order
+        size = min(whole.size, count * whole.batch_size * whole.world_size)
+        self.order = replace(whole, size=size)
+        results = self()
+        self.order = whole
+        for metric in self.metrics.values():
+            metric.reset()
+        return results
+
     @torch.no_grad()
     def _evaluate_batches(self) -> BatchStatistics:
         """Return the statistics of this rank's batches."""
@@ -95,7 +108,7 @@ class Evaluator:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics by name, on the device of the outputs. Created at the first evaluation."""
+        """The metrics by name, on the device of the outputs. Created when they are first needed."""
         if self._metrics is None:
             given: Any = self.experiment.metrics
             named = get_named_metrics(given() if is_metrics_factory(given) else given)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from echelon.config.schema import Config, Interval
 from echelon.data.batches import Batch, BatchSource, BlockSlice
 from echelon.data.sample_order import EpochOrder, count_batches
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.experiment.checks import make_unknown_best_error
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.monitoring.profiler import StepProfiler
@@ -25,23 +25,26 @@ from echelon.monitoring.speed import SpeedMonitor
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.replica import StepRequests, StepResult
-from echelon.parallel.store import PeerFailedError
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
+from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.state import collect_state
 from echelon.snapshot.writer import SaveResult, SnapshotWriter
 from echelon.tracking.progress import TrainingDisplay
 from echelon.tracking.tracker import Tracker, is_better
+from echelon.train.best_metric import make_unknown_best_error
 from echelon.train.evaluate import Evaluator
 from echelon.train.lr_schedule import LRSchedule
+from echelon.train.nonfinite_cause import make_nonfinite_error
 from echelon.train.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from echelon.parallel.fsdp_replica import FSDPReplica
     from echelon.snapshot.distributed_writer import DistributedSnapshotWriter
 
-_FAILURE_TIMEOUT_S = 30.0
+_TREND_STEPS = 32
+"""Losses that are kept to say how the loss went before it was not finite."""
 
 
 def train(t: Training) -> ExitCode:
@@ -92,6 +95,7 @@ class Training:
     heartbeat: Heartbeat
     device: torch.device
     optimizer_flags: OptimizerFlags
+    finite_check: FiniteCheck
     schedule: LRSchedule = field(init=False)
     replica: DDPReplica | FSDPReplica = field(init=False)
     speed: SpeedMonitor = field(init=False)
@@ -104,16 +108,24 @@ class Training:
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first step of this start."""
     step: int = 0
+    resumed_step: int = 0
+    """The step that this process began after."""
     samples: int = 0
     """Samples of all ranks since the beginning: the one number that says where a run is."""
     best_value: float | None = None
     is_best_new: bool = False
     last_snapshot: str | None = None
+    """The folder of the newest snapshot that is on disk."""
     saved_step: int | None = None
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
     is_evaluating: bool = False
     """Stays True if an evaluation fails, so that a report of the failure can say so."""
+    is_sanity_check: bool = False
+    """The same for the evaluation of a few batches before the first step."""
+    first_weights: dict[str, Tensor] | None = None
+    """Those of a small model, to find the cause of a loss that is not finite."""
+    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND_STEPS))
 
     readback: ReadbackSchedule = field(default_factory=ReadbackSchedule)
     _unlogged_losses: list[float] = field(default_factory=list)
@@ -132,7 +144,7 @@ class Training:
     def restore_progress(self, info: dict[str, Any]) -> None:
         """Continues from the snapshot with this `info`: its step, position in the data and best
         value."""
-        self.step = self.saved_step = info["step"]
+        self.step = self.saved_step = self.resumed_step = info["step"]
         self.samples, self.best_value, self.last_snapshot = (
             info["samples"],
             info["best"],
@@ -161,6 +173,11 @@ class Training:
         epoch, offset = divmod(self.samples, self.dataset_size)
         left = ((trainer.epochs or 0) - epoch) * self.steps_per_epoch
         return self.step + max(0, left - offset // trainer.batch_size)
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether an evaluation of this run has passed, in this process or before."""
+        return self._evaluated_step is not None
 
     # --- from step to step ---
 
@@ -279,8 +296,9 @@ class Training:
         )
         for step, (_, loss) in enumerate(results, self.step - len(results) + 1):
             if not math.isfinite(loss):
-                raise self._make_loss_error(loss, step)
+                raise make_nonfinite_error(self, f"the loss is {loss} at step {step}", step)
             self._unlogged_losses.append(loss)
+            self.recent_losses.append(loss)
             if self._unwritten_lines and self._unwritten_lines[0]["step"] == step:
                 self._write_log_line(self._unwritten_lines.popleft() | speed)
         requests = (
@@ -289,25 +307,6 @@ class Training:
         if self.replica.readback_interval_steps > 1:
             self.readback.record_readback(self.step, requests)
         return requests
-
-    def _make_loss_error(self, loss: float, step: int) -> Exception:
-        """Return the error for a loss that is not finite. Rank 0 knows what was saved, so it
-        reports for all."""
-        if self.group.world.rank != 0 and (
-            failure := self.group.wait_for_failure(_FAILURE_TIMEOUT_S)
-        ):
-            return PeerFailedError(failure)
-        self._report_saves(self.writer.wait() if self.writer else [])
-        snapshot_text = (
-            f"the last snapshot is {self.last_snapshot}" if self.last_snapshot else "none was saved"
-        )
-        return EchelonError(
-            Fault(
-                f"the loss is {loss} at step {step}; {snapshot_text}",
-                "lower the learning rate, or clip gradients with trainer.clip=1.0",
-            ),
-            exit=ExitCode.FAILED,
-        )
 
     # --- between steps ---
 
@@ -336,7 +335,7 @@ class Training:
         line["loss"] = sum(losses) / len(losses)
         self._log_to_trackers(line)
         self.screen.update_progress(line)
-        self._report_saves(self.writer.take_results() if self.writer else [])
+        self.report_saves(self.writer.take_results() if self.writer else [])
 
     def evaluate(self) -> None:
         """Evaluates, unless this step has been evaluated already, and notes a new best value."""
@@ -377,12 +376,22 @@ class Training:
         self.saved_step = self.step
         self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_state(self.experiment, self.optimizer_flags, self.group)
+        self._require_finite(parts)
         if self.writer is not None:
             self.writer.save(
                 self.step, parts, self._build_snapshot_info(), is_best=self.is_best_new
             )
         self.is_best_new = False
         self.heartbeat.beat()
+
+    def _require_finite(self, parts: dict[str, Any]) -> None:
+        """Raises on all ranks where the state of any is not finite: it could never be resumed."""
+        bad = self.finite_check.find_nonfinite(parts)
+        if self.group.is_any_true(bool(bad)):
+            of_ranks = self.group.gather_json(bad)
+            names = list(dict.fromkeys(name for found in of_ranks for name in found))
+            what = f"the state after step {self.step} is not finite ({format_tensor_names(names)})"
+            raise make_nonfinite_error(self, f"{what} and was not saved", self.step, names)
 
     def _build_snapshot_info(self) -> dict[str, Any]:
         """Return what a snapshot says about itself, besides the state of the parts."""
@@ -399,7 +408,7 @@ class Training:
             "wandb_run_id": self.run.read_wandb_id(),
         }
 
-    def _report_saves(self, results: list[SaveResult]) -> None:
+    def report_saves(self, results: list[SaveResult]) -> None:
         """Reports finished saves: a snapshot goes into the run's status, a failed save becomes a
         warning."""
         for saved in results:
@@ -416,7 +425,7 @@ class Training:
         results = self.writer.close() if self.writer is not None else []
         if results and results[-1].step == self.step and results[-1].folder is None:
             self.unsaved_reason = results.pop().error
-        self._report_saves(results)
+        self.report_saves(results)
         self.screen.close()
 
     def close_trackers(self, outcome: ExitCode) -> dict[str, str]:

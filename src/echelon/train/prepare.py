@@ -4,7 +4,7 @@ replica."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 from echelon.config.schema import Config
 from echelon.data.batches import EvalOrder, TensorSource, make_source
 from echelon.errors import EchelonError, Fault
-from echelon.experiment.checks import require_best_metric
 from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import require_no_process_group
 from echelon.experiment.loading import build_experiment
@@ -39,13 +38,16 @@ from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
+from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.state import load_model, restore_state, seed_all
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
+from echelon.train.best_metric import resolve_best_metric
 from echelon.train.evaluate import Evaluator
 from echelon.train.loop import Training
 from echelon.train.lr_schedule import LRSchedule
+from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
 from echelon.train.resume import choose_snapshot
 from echelon.train.same_data_check import require_same_data
@@ -86,7 +88,6 @@ def prepare_training(
     experiment, is_placed_by_user = build_experiment(entry, config.experiment_settings, devices)
 
     # 2. Check what can be checked without computing.
-    require_best_metric(trainer.best, experiment)
     if world.size > 1:
         require_no_process_group()
         _require_no_complex_parameters(experiment.model)
@@ -114,6 +115,7 @@ def prepare_training(
     #    on the GPU.
     source = make_source(experiment.train_data, "train_data", trainer.loader_workers, device)
     evaluator = _make_evaluator(experiment, config, group, devices, heartbeat, precision)
+    config = resolve_best_metric(config, _get_metrics(evaluator, trainer.best))
 
     # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
@@ -126,6 +128,7 @@ def prepare_training(
 
     # 10. Restore the snapshot, which also brings the ranks' random numbers. The schedule comes
     #     before it, because it needs the experiment's learning rates, not the snapshot's.
+    #     What is not finite now, before any step, is meant to be so.
     training = Training(
         config=config,
         run=run,
@@ -137,7 +140,9 @@ def prepare_training(
         heartbeat=heartbeat,
         device=device,
         optimizer_flags=optimizer_flags,
+        finite_check=FiniteCheck(experiment),
     )
+    training.first_weights = copy_first_weights(experiment.model)
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
     _restore_snapshot(training)
 
@@ -281,6 +286,14 @@ def _make_evaluator(
     return Evaluator(experiment, source, size, group, first, last, heartbeat.beat, precision)
 
 
+def _get_metrics(evaluator: Evaluator | None, best: str) -> Mapping[str, Any] | None:
+    """Returns the metrics by name; None where nothing is evaluated. They are not created where the
+    loss decides, as nothing need be known of them then."""
+    if evaluator is None:
+        return None
+    return evaluator.metrics if best != "loss" else {}
+
+
 def _restore_snapshot(training: Training) -> None:
     """Restores state and position from the snapshot that this run continues from, if there is one.
 
@@ -288,7 +301,9 @@ def _restore_snapshot(training: Training) -> None:
     """
     group, run = training.group, training.run
     snapshot = (
-        choose_snapshot(training.config, run, _print_message) if group.world.rank == 0 else None
+        choose_snapshot(training.config, run, training.finite_check, _print_message)
+        if group.world.rank == 0
+        else None
     )
     info: dict[str, Any] | None = None
     if snapshot is not None:

@@ -7,40 +7,59 @@ from pathlib import Path
 
 from echelon.config.schema import Config, find_differences
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.runs.create import require_same_settings
+from echelon.runs.create import require_same_settings, require_snapshots_kept
 from echelon.runs.run_folder import Run
+from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.layout import EXAMPLE_FOLDER, resolve_best
 from echelon.snapshot.manifest import InvalidSnapshotError
 from echelon.snapshot.reader import Snapshot, find_newest, verify_snapshot
 
 
-def choose_snapshot(config: Config, run: Run, report: Callable[[str], None]) -> Snapshot | None:
-    """Return the snapshot to continue from, or None to start anew. Only rank 0 calls it.
+def choose_snapshot(
+    config: Config, run: Run, finite_check: FiniteCheck, report: Callable[[str], None]
+) -> Snapshot | None:
+    """Returns the snapshot to continue from, or None to start anew. Only rank 0 calls it.
 
-    With `trainer.resume=auto` it is the newest intact snapshot of the run; damaged ones are
-    reported and skipped. With a path it is the snapshot there, of any run.
+    With `trainer.resume=auto` it is the newest intact snapshot of the run; damaged ones, and those
+    with weights that are not finite, are reported and skipped. A run whose snapshots are all lost
+    is refused. With a path it is the snapshot there, of any run.
+
+    With `trainer.resume=never` an older run of the name was set aside, so a snapshot in the folder
+    is of this very run, which is being restarted.
     """
     resume = config.trainer.resume
-    if resume == "never":
-        return None
-    if resume != "auto":
-        return _open_given_snapshot(Path(resume), config, report)
-    snapshot, damaged = find_newest(run.snapshots_folder)
+
+    def find_flaw(snapshot: Snapshot) -> str | None:
+        names = finite_check.find_nonfinite_in_snapshot(snapshot)
+        return f"not finite: {format_tensor_names(names)}" if names else None
+
+    if resume not in ("auto", "never"):
+        return _open_given_snapshot(Path(resume), config, find_flaw, report)
+    snapshot, damaged = find_newest(run.snapshots_folder, find_flaw)
     for bad in damaged:
-        instead = f"resuming from {snapshot.folder.name}" if snapshot else "starting from step 0"
-        report(f"warning: {bad.folder} is damaged ({bad.reason}); {instead}")
-    if snapshot is not None:
+        instead = f"; resuming from {snapshot.folder.name}" if snapshot else ""
+        report(f"warning: {bad.folder} is damaged ({bad.reason}){instead}")
+    if snapshot is None:
+        require_snapshots_kept(run, is_any_damaged=bool(damaged))
+    else:
         then = snapshot.info.get("config", {})
         require_same_settings(run, then, config, snapshot.folder)
         report(f"resuming run {run.name} after step {snapshot.step}")
     return snapshot
 
 
-def _open_given_snapshot(path: Path, config: Config, report: Callable[[str], None]) -> Snapshot:
-    """Return the snapshot at a path. Settings that differ from it are reported, as the user wants
+def _open_given_snapshot(
+    path: Path,
+    config: Config,
+    find_flaw: Callable[[Snapshot], str | None],
+    report: Callable[[str], None],
+) -> Snapshot:
+    """Returns the snapshot at a path. Settings that differ from it are reported, as the user wants
     them."""
     try:
         snapshot = verify_snapshot(resolve_best(path))
+        if flaw := find_flaw(snapshot):
+            raise InvalidSnapshotError(flaw)
     except InvalidSnapshotError as error:
         raise EchelonError(
             Fault(

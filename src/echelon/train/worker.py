@@ -55,11 +55,16 @@ from echelon.tracking.summary import (
 from echelon.train.loop import Training, train
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import prepare_training
+from echelon.train.sanity_check import check_evaluation
 from echelon.train.stop_signals import StopSignals
 from echelon.world import World, detect
 
 _CAUSE_TIMEOUT_S = 5.0
 """How long to wait for the rank that failed first to publish the cause."""
+_SANITY_HINT = (
+    "this was the check of the evaluation before the first step; for a metric that needs more "
+    "samples than a few batches have: trainer.sanity_steps=0"
+)
 
 
 def run_worker(folder: str) -> NoReturn:
@@ -130,13 +135,15 @@ class RankWorker:
             self.training = prepare_training(
                 self.config, self.run, self.group, self.stop, self.heartbeat, self.output
             )
-            start = (self.training.step, time.monotonic())
             if world.rank == 0:
                 self.training.on_first_step = partial(record_first_step, self.run)
                 self.run.update_status(
-                    step=self.training.step, total_steps=self.training.total_steps
+                    step=self.training.step,
+                    total_steps=self.training.total_steps,
+                    best_is=self.training.config.trainer.best_is,
                 )
                 record_training(self.run, self.training.step, self.training.samples)
+            check_evaluation(self.training)
             outcome = train(self.training)
             self.group.barrier_before_exit()
             self.has_left_group = True
@@ -286,12 +293,15 @@ class RankWorker:
             part_error = None
         elif part_error is None and (mistake := self._explain_mistake(error)):
             error = mistake
-        step = self.heartbeat.step if self.training is not None else None
+        is_check = self.training is not None and self.training.is_sanity_check
+        step = self.heartbeat.step if self.training is not None and not is_check else None
         # A loss of the user's own keeps its traceback, with the remedy as a hint; the traceback of
         # a loss of torch would show the user nothing, so the fault replaces it.
         if part_error is not None and not failures.find_user_frame_indices(error):
             error = EchelonError(part_error.fault, exit=part_error.exit)
         hint = part_error.fault.do if part_error is not None else suggest_remedy(error)
+        if is_check:
+            hint = f"{hint}; {_SANITY_HINT}" if hint else _SANITY_HINT
         return failures.make_failure_from_exception(error, self.rank, step, hint)
 
     def _explain_mistake(self, error: BaseException) -> EchelonError | None:
