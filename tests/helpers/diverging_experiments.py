@@ -38,6 +38,9 @@ class Exponent(nn.Module):
 
 
 class Model(nn.Module):
+    mask: Tensor
+    running_mean: Tensor
+
     def __init__(self, why: str) -> None:
         super().__init__()
         self.why = why
