@@ -198,13 +198,13 @@ class RankGroup:
         return [r[:n] for r, n in zip(rows, sizes, strict=True)] if rows else []
 
     def gather_json(self, data: Any) -> list[Any]:
-        """Returns the data of all ranks, in their order, on rank 0; on other ranks an empty
+        """Return the data of all ranks, in their order, on rank 0; on other ranks an empty
         list."""
         row = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
         return [json.loads(raw.numpy().tobytes()) for raw in self.gather(row)]
 
     def is_any_true(self, flag: bool) -> bool:
-        """Returns on every rank whether the flag is set on any."""
+        """Return on every rank whether the flag is set on any."""
         if self.store is None:
             return flag
         count = torch.tensor([int(flag)])

@@ -40,7 +40,7 @@ class FiniteCheck:
         self._intended = frozenset(self.find_nonfinite({"model": model.state_dict()}))
 
     def find_nonfinite(self, parts: Mapping[str, Any]) -> list[str]:
-        """Returns the names of the tensors that are not finite among the parts of a snapshot, or of
+        """Return the names of the tensors that are not finite among the parts of a snapshot, or of
         this rank's shards of them."""
         named = [pair for part, tree in parts.items() for pair in self._iter_tensors(part, tree)]
         tensors = [(n, t) for n, tensor in named if (t := _as_real_values(tensor)) is not None]
@@ -56,7 +56,7 @@ class FiniteCheck:
         ]
 
     def find_nonfinite_in_snapshot(self, snapshot: Snapshot) -> list[str]:
-        """Returns the same for a snapshot on disk, file by file."""
+        """Return the same for a snapshot on disk, file by file."""
         names = (
             name
             for part in ("model", "optimizer")
@@ -83,7 +83,7 @@ class FiniteCheck:
                     )
 
     def _is_sound(self, name: str, tensor: Tensor) -> bool:
-        """Returns whether a tensor holds nothing that it must not hold."""
+        """Return whether a tensor holds nothing that it must not hold."""
         is_running_average = name.rpartition(".")[2].startswith("running_")
         if name in self._buffers and not is_running_average:
             return not bool(tensor.isnan().any())
@@ -91,19 +91,19 @@ class FiniteCheck:
 
 
 def format_tensor_names(names: list[str]) -> str:
-    """Returns the first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def are_all_finite(tensors: list[Tensor]) -> bool:
-    """Returns whether every number in these tensors is finite."""
+    """Return whether every number in these tensors is finite."""
     values = [v for tensor in tensors if (v := _as_real_values(tensor)) is not None]
     return all(bool(tensor.isfinite().all()) for tensor in values)
 
 
 def _have_finite_norms(tensors: list[Tensor], dtype: torch.dtype) -> bool:
-    """Returns whether all norms are finite, and so every number is. A norm may also overflow over
+    """Return whether all norms are finite, and so every number is. A norm may also overflow over
     finite numbers; then the caller looks at each tensor."""
     if dtype not in _FAST_DTYPES:
         return False
@@ -120,7 +120,7 @@ def _find_tensors(leaf: Any) -> Iterator[Tensor]:
 
 
 def _as_real_values(tensor: Tensor) -> Tensor | None:
-    """Returns the numbers of a tensor that can be other than finite; None where there are none."""
+    """Return the numbers of a tensor that can be other than finite; None where there are none."""
     values = tensor.detach()
     if values.layout != torch.strided:
         values = values._values() if values.is_sparse else values.to_dense()

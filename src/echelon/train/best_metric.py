@@ -12,7 +12,7 @@ from echelon.runs.metric_direction import guess_best_is
 
 
 def resolve_best_metric(config: Config, metrics: Mapping[str, Any] | None) -> Config:
-    """Returns the configuration with `min` or `max` in the place of `trainer.best_is=auto`.
+    """Return the configuration with `min` or `max` in the place of `trainer.best_is=auto`.
 
     `metrics` are those of the evaluation by name, or None where nothing is evaluated. Raises a
     fault where `trainer.best` names a number that no evaluation gives, and where nobody knows
@@ -36,13 +36,13 @@ def resolve_best_metric(config: Config, metrics: Mapping[str, Any] | None) -> Co
 
 
 def make_unknown_best_error(name: str, known: Iterable[str]) -> EchelonError:
-    """Returns the error for a `trainer.best` that is not among the evaluated numbers."""
+    """Return the error for a `trainer.best` that is not among the evaluated numbers."""
     what = f"trainer.best={name}, but no such number is evaluated"
     return EchelonError(Fault(what, suggest_nearest(name, known)))
 
 
 def _find_owner(name: str, metrics: Mapping[str, Any]) -> str:
-    """Returns the name of the metric that gives this number: a metric with several results, such as
+    """Return the name of the metric that gives this number: a metric with several results, such as
     one per class, gives `NAME_0`, `NAME_1`, …"""
     owners = [known for known in metrics if name == known or name.startswith(f"{known}_")]
     if not owners:
@@ -51,7 +51,7 @@ def _find_owner(name: str, metrics: Mapping[str, Any]) -> str:
 
 
 def _find_best_is(name: str, owner: str, metric: Any) -> str:
-    """Returns what torchmetrics knows of the metric, otherwise what the name says."""
+    """Return what torchmetrics knows of the metric, otherwise what the name says."""
     result = name.removeprefix(owner)  # of a metric with several results, each has its own name
     higher = getattr(metric, "higher_is_better", None)
     by_metric = {True: "max", False: "min"}.get(higher) if isinstance(higher, bool) else None

@@ -67,7 +67,7 @@ class Evaluator:
         return shared_results
 
     def evaluate_first_batches(self, count: int) -> dict[str, float]:
-        """Returns the same for the first `count` batches of every rank, and resets the metrics. All
+        """Return the same for the first `count` batches of every rank, and resets the metrics. All
         ranks take part."""
         whole = self.order
         size = min(whole.size, count * whole.batch_size * whole.world_size)

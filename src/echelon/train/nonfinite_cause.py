@@ -55,7 +55,7 @@ class NonfiniteCause(NamedTuple):
 
 
 def copy_first_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Returns a copy of a small model's weights, to compare with in a search; None for a large
+    """Return a copy of a small model's weights, to compare with in a search; None for a large
     model."""
     state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     if sum(tensor.nbytes for tensor in state.values()) > _MAX_FIRST_WEIGHT_BYTES:
@@ -66,7 +66,7 @@ def copy_first_weights(model: nn.Module) -> dict[str, Tensor] | None:
 def make_nonfinite_error(
     t: Training, what: str, step: int, bad_names: Sequence[str] = ()
 ) -> Exception:
-    """Returns the error for a loss, or for tensors of the state, that are not finite after `step`.
+    """Return the error for a loss, or for tensors of the state, that are not finite after `step`.
 
     All ranks call it after the same step. Rank 0 knows what was saved, so it reports for all.
     """
@@ -85,7 +85,7 @@ def make_nonfinite_error(
 
 
 def _suggest_remedy(t: Training, cause: NonfiniteCause | None, bad_names: Sequence[str]) -> str:
-    """Returns what to change, and the command that goes on with the change.
+    """Return what to change, and the command that goes on with the change.
 
     The same settings would lead to the same numbers again, so no command is printed without one.
     """
@@ -120,7 +120,7 @@ def _suggest_settings(t: Training) -> Iterator[str]:
 
 
 def _describe_trend(t: Training) -> str:
-    """Returns how the loss went before, as the beginning of a sentence."""
+    """Return how the loss went before, as the beginning of a sentence."""
     losses = [abs(loss) for loss in t.recent_losses]
     least = min(losses, default=0.0)
     if losses and losses[-1] > _RISE * least and losses[-1] == max(losses):
@@ -133,7 +133,7 @@ def _describe_trend(t: Training) -> str:
 
 
 def _find_cause(t: Training, step: int) -> NonfiniteCause | None:
-    """Returns what the first rank that found something found, on rank 0. All ranks take part."""
+    """Return what the first rank that found something found, on rank 0. All ranks take part."""
     try:
         weights = _restore_good_weights(t)
         cause = None
@@ -164,7 +164,7 @@ def _restore_good_weights(t: Training) -> str | None:
 
 
 def _synchronizes_ranks(t: Training) -> bool:
-    """Returns whether a pass of the model waits for other ranks, which make passes of their own."""
+    """Return whether a pass of the model waits for other ranks, which make passes of their own."""
     modules = t.experiment.model.modules()
     return t.group.world.size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in modules)
 
@@ -182,7 +182,7 @@ def _load_good_weights(t: Training) -> str | None:
 
 
 def _search_share(t: Training, step: int, weights: str | None) -> NonfiniteCause | None:
-    """Returns what is found in this rank's share of a step, or else of the step before: weights
+    """Return what is found in this rank's share of a step, or else of the step before: weights
     that its gradient spoiled show in the loss of the next."""
     for number in (step, step - 1):
         if number <= t.resumed_step:
@@ -208,7 +208,7 @@ class StepShare(NamedTuple):
 
 
 def _read_share(t: Training, step: int) -> StepShare | None:
-    """Returns this rank's share of a step that was made in this process; None if it had none."""
+    """Return this rank's share of a step that was made in this process; None if it had none."""
     size, batch_size, world = t.dataset_size, t.config.trainer.batch_size, t.group.world
     samples = t.samples
     for _ in range(t.step - step + 1):
@@ -237,7 +237,7 @@ def _read_share(t: Training, step: int) -> StepShare | None:
 def _search_samples(
     t: Training, share: StepShare, weights: str | None, at: str
 ) -> NonfiniteCause | None:
-    """Returns the sample, layer or gradient that is not finite in a share."""
+    """Return the sample, layer or gradient that is not finite in a share."""
     fix_sample = "fix that sample or leave it out"
     if weights is None:
         found = _find_bad_value(share)
@@ -267,7 +267,7 @@ def _search_samples(
 def _is_sound_with_first_weights(
     t: Training, share: StepShare, find_fault: Callable[[Any, int], str | None]
 ) -> bool:
-    """Returns whether a faulty share is computed without a fault with the weights of the
+    """Return whether a faulty share is computed without a fault with the weights of the
     beginning."""
     if t.first_weights is None:
         return False
@@ -278,7 +278,7 @@ def _is_sound_with_first_weights(
 def _narrow_down(
     share: StepShare, find_fault: Callable[[Any, int], str | None]
 ) -> tuple[StepShare, str]:
-    """Returns the smallest part of a faulty share that is faulty by itself, found by halving, and
+    """Return the smallest part of a faulty share that is faulty by itself, found by halving, and
     its fault."""
     fault = find_fault(share.data, len(share.samples)) or ""
     while len(share.samples) > 1:
@@ -295,7 +295,7 @@ def _narrow_down(
 
 
 def _find_bad_value(share: StepShare) -> str | None:
-    """Returns the first sample with a number that is not finite, and where it is."""
+    """Return the first sample with a number that is not finite, and where it is."""
     leaves, _ = tree_flatten_with_path(share.data)
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -322,7 +322,7 @@ class _StepProbe:
         self._parameters = {name: p for name, p in named if id(p) in trained}
 
     def find_fault(self, data: Any, count: int) -> str | None:
-        """Returns the first layer whose output is not finite, or the loss, or the gradients; None
+        """Return the first layer whose output is not finite, or the loss, or the gradients; None
         where all are finite, or where so few samples cannot be computed."""
         if not count:
             return None
@@ -362,7 +362,7 @@ class _StepProbe:
         return f"the gradient of {format_tensor_names(bad)} is not finite" if bad else None
 
     def _make_hook(self, name: str, module: nn.Module, faults: list[str]) -> Callable[..., None]:
-        """Returns a hook that notes a layer which makes something not finite of finite inputs."""
+        """Return a hook that notes a layer which makes something not finite of finite inputs."""
 
         def check(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             tensors = [value for value in inputs if isinstance(value, Tensor)]

@@ -287,7 +287,7 @@ def _make_evaluator(
 
 
 def _get_metrics(evaluator: Evaluator | None, best: str) -> Mapping[str, Any] | None:
-    """Returns the metrics by name; None where nothing is evaluated. They are not created where the
+    """Return the metrics by name; None where nothing is evaluated. They are not created where the
     loss decides, as nothing need be known of them then."""
     if evaluator is None:
         return None

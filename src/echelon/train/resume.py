@@ -18,7 +18,7 @@ from echelon.snapshot.reader import Snapshot, find_newest, verify_snapshot
 def choose_snapshot(
     config: Config, run: Run, finite_check: FiniteCheck, report: Callable[[str], None]
 ) -> Snapshot | None:
-    """Returns the snapshot to continue from, or None to start anew. Only rank 0 calls it.
+    """Return the snapshot to continue from, or None to start anew. Only rank 0 calls it.
 
     With `trainer.resume=auto` it is the newest intact snapshot of the run; damaged ones, and those
     with weights that are not finite, are reported and skipped. A run whose snapshots are all lost
@@ -54,7 +54,7 @@ def _open_given_snapshot(
     find_flaw: Callable[[Snapshot], str | None],
     report: Callable[[str], None],
 ) -> Snapshot:
-    """Returns the snapshot at a path. Settings that differ from it are reported, as the user wants
+    """Return the snapshot at a path. Settings that differ from it are reported, as the user wants
     them."""
     try:
         snapshot = verify_snapshot(resolve_best(path))
