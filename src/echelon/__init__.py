@@ -43,14 +43,16 @@ if TYPE_CHECKING:
     from echelon.commands.train import main
     from echelon.experiment.definition import Experiment
     from echelon.python_api import submit
+    from echelon.snapshot.load_model import load
     from echelon.snapshot.reader import load_weights
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "__version__", "load_weights", "main", "optim", "submit"]
+__all__ = ["Experiment", "__version__", "load", "load_weights", "main", "optim", "submit"]
 
 
 _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
+    "load": "echelon.snapshot.load_model",
     "load_weights": "echelon.snapshot.reader",
     "main": "echelon.commands.train",
     "submit": "echelon.python_api",

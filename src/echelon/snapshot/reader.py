@@ -129,40 +129,47 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     path = resolve_best(Path(folder))
     if not path.exists() and path.parent.name == "snapshots":
         raise EchelonError(
-            Fault(f"there is no snapshot {path}", _describe_existing_snapshots(path.parent)),
+            Fault(f"there is no snapshot {path}", describe_existing_snapshots(path.parent)),
             exit=ExitCode.NOT_FOUND,
         )
     if not path.exists():
-        path = _find_folder_by_run_name(str(folder))
+        path = find_run_folder(str(folder))
     try:
         if (path / "snapshots").is_dir():
-            path = path / "snapshots"
-            snapshot, damaged = find_newest(path)
-            if snapshot is None:
-                raise InvalidSnapshotError(damaged[0].reason if damaged else "none was saved")
-            for bad in damaged:
-                instead = f"its weights are left out, and {snapshot.folder.name}'s taken"
-                print(
-                    f"warning: {bad.folder} is damaged ({bad.reason}); {instead}",
-                    file=sys.stderr,
-                )
+            snapshot = find_newest_of_run(path / "snapshots")
         else:
             snapshot = verify_snapshot(path)
     except InvalidSnapshotError as error:
-        raise EchelonError(
-            Fault(
-                f"there is no valid snapshot in {path}: {error}",
-                f"give a folder such as runs/NAME or {EXAMPLE_FOLDER}",
-            ),
-            exit=ExitCode.NOT_FOUND,
-        ) from None
+        raise _make_no_snapshot_error(path, str(error)) from None
     weights: dict[str, torch.Tensor] = snapshot.load_part("model")
     return weights
 
 
-def _find_folder_by_run_name(name: str) -> Path:
-    """Return the folder of a run by its name in ./runs. The error for an unknown name suggests
-    only runs that have weights."""
+def find_newest_of_run(root: Path) -> Snapshot:
+    """Return the newest valid snapshot in the snapshots folder of a run; damaged ones are skipped
+    with a warning. Raises EchelonError if there is none."""
+    snapshot, damaged = find_newest(root)
+    if snapshot is None:
+        raise _make_no_snapshot_error(root, damaged[0].reason if damaged else "none was saved")
+    for bad in damaged:
+        instead = f"its weights are left out, and {snapshot.folder.name}'s taken"
+        print(f"warning: {bad.folder} is damaged ({bad.reason}); {instead}", file=sys.stderr)
+    return snapshot
+
+
+def _make_no_snapshot_error(path: Path, reason: str) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"there is no valid snapshot in {path}: {reason}",
+            f"give a folder such as runs/NAME or {EXAMPLE_FOLDER}",
+        ),
+        exit=ExitCode.NOT_FOUND,
+    )
+
+
+def find_run_folder(name: str) -> Path:
+    """Return the folder of a run by its path or its name in ./runs. The error for an unknown name
+    suggests only runs that have weights."""
     from echelon.runs.find import find_run
 
     try:
@@ -176,7 +183,7 @@ def _find_folder_by_run_name(name: str) -> Path:
         raise EchelonError(Fault(error.faults[0].what, do), exit=error.exit) from None
 
 
-def _describe_existing_snapshots(root: Path) -> str:
+def describe_existing_snapshots(root: Path) -> str:
     """Return which snapshots there are, as the hint of an error."""
     names = [folder.name for folder in list_snapshots(root)]
     return f"kept are {', '.join(names)} in {root}" if names else f"none is kept in {root}"
