@@ -128,3 +128,23 @@ def test_python_jobs(examples: Path) -> None:
     values = [ast.literal_eval(text) for _, _, text in results]
     assert [value["seed"] for value in values] == [0, 1, 2]
     assert all(abs(value["pi"] - math.pi) < 0.05 for value in values)
+
+
+def test_a_classification_from_end_to_end(examples: Path) -> None:
+    """As docs/classification.md has it: trained, the best kept, loaded, and used."""
+    words = ["trainer.best=accuracy", "trainer.epochs=5", "run.name=rings", "launch.threads=1"]
+    done = command_runner.run([PYTHON, "classification.py", *words], examples)
+    assert done.code == 0, done.err
+    run = examples / "runs" / "rings"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    accuracy = {line["step"]: line["eval_accuracy"] for line in lines if "eval_accuracy" in line}
+    assert {"eval_f1_0", "eval_f1_1", "eval_f1_2"} <= lines[-1].keys()
+    best = max(accuracy, key=lambda step: accuracy[step])
+    assert (run / "snapshots" / "best").readlink().name == f"step-{best:09d}"
+    used = command_runner.run([PYTHON, "classify.py", "rings"], examples)
+    assert used.code == 0, used.err
+    right = float(used.out.partition("% of 1000 points are right")[0].split()[-1])
+    assert right > 90
+    counts = [list(map(int, row.split()[1:])) for row in used.out.splitlines()[-3:]]
+    assert sum(map(sum, counts)) == 1000
+    assert sum(counts[i][i] for i in range(3)) == pytest.approx(10 * right)

@@ -22,7 +22,8 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
     echelon.main          makes a file runnable from the command line; it never returns
     echelon.Experiment    the parts to train, which an experiment function returns
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
-    echelon.load_weights  returns the weights of a snapshot, for inference or another program
+    echelon.load          returns the trained model of a run with its weights, for inference
+    echelon.load_weights  returns the weights of a snapshot, for another program
     echelon.optim         RowAdam and RowSGD, for models with large embedding tables
     echelon.__version__   the version of this package, as a string
 
