@@ -135,7 +135,7 @@ def test_a_failure_costs_no_step(tmp_path: Path, fails: str, said: str, ranks: i
     assert ended.codes == [1] * ranks, ended.said
     assert said in ended.said
     assert "failed before the first step" in ended.said
-    assert "hint: this was the check of the evaluation before the first step" in ended.said
+    assert "this was the check of the evaluation before the first step" in ended.said
     assert metrics(ended.run) == []
 
 
