@@ -142,8 +142,10 @@ class RankWorker:
                     total_steps=self.training.total_steps,
                     best_is=self.training.config.trainer.best_is,
                 )
-                record_training(self.run, self.training.step, self.training.samples)
             check_evaluation(self.training)
+            start = (self.training.step, time.monotonic())
+            if world.rank == 0:
+                record_training(self.run, self.training.step, self.training.samples)
             outcome = train(self.training)
             self.group.barrier_before_exit()
             self.has_left_group = True
