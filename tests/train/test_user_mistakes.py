@@ -670,16 +670,15 @@ def test_an_exception_in_a_loader_process_is_shown_once(
     assert len(note) < 250
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_loader_process_that_is_killed_is_explained(
-    workers: int, type_command: TypeCommand, tmp_path: Path
+    type_command: TypeCommand, tmp_path: Path
 ) -> None:
     _write(tmp_path, LOADED.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)"))
-    words = ["experiment=own.py:experiment", f"trainer.loader_workers={workers}"]
+    words = ["experiment=own.py:experiment", "trainer.loader_workers=2"]
     code, text = type_command("train", *words)
     assert code == ExitCode.FAILED
     assert is_a_sentence_and_a_hint(text), text
-    assert f"trainer.loader_workers={workers}) was killed by a signal (Killed)" in text
+    assert "trainer.loader_workers=2) was killed by SIGKILL" in text
     assert "dmesg | tail" in text
 
 
@@ -710,6 +709,21 @@ def test_torch_distributed_in_an_experiment(
     assert f"error: {tmp_path}/own.py:7 " in text
     for part in parts:
         assert part in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_loader_process_is_named_among_several_ranks(ranks: int, tmp_path: Path) -> None:
+    """It dies while its batches are received, and the report of one rank is not cut short."""
+    _write(tmp_path, LOADED.replace("FAULT", "index == 5 and os.kill(os.getpid(), signal.SIGKILL)"))
+    words = ["experiment=own.py:experiment", "trainer.loader_workers=1", "trainer.batch_size=3"]
+    local = ["launch=local", f"launch.procs={ranks}", "run.name=a"]
+    done = command_runner.run([*ECHELON, "train", *local, *words], tmp_path)
+    text = _sentence(done, ExitCode.FAILED)
+    assert text.count("error: ") == 1
+    assert "was killed by SIGKILL; the training process itself did not fail" in text
+    failure = command_runner.status(tmp_path / "runs" / "a")["failure"]
+    assert "was killed by SIGKILL" in failure["summary"]
 
 
 @pytest.mark.slow

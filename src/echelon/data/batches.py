@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from echelon.data.loader_errors import iter_fetched, remove_death_signal
 from echelon.data.sample_order import count_batches
 from echelon.errors import EchelonError, Fault
 
@@ -309,8 +310,10 @@ class DatasetSource:
                 generator=torch.Generator().manual_seed(crc32(repr(shares).encode())),
             )
         )
+        remove_death_signal()
+        fetched = iter_fetched(loader, self.workers)
         for rows in shares:
-            yield next(loader) if rows else None
+            yield next(fetched) if rows else None
 
 
 @dataclass(frozen=True)

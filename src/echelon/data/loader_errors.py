@@ -1,15 +1,24 @@
-"""Explains the death of a loader process, which torch reports wherever the training happens to be.
+"""Explains the death of a loader process, which torch may report in the middle of any line.
 
-torch watches its loader processes with a handler of SIGCHLD. The handler raises in the middle of
-whatever line the training process executes, so the traceback points to innocent code.
+torch watches its loader processes with a handler of SIGCHLD. The handler raises in whatever line
+the training process executes: the traceback points to innocent code, and a report of another
+failure may be cut short. So the handler is removed, and a death is noticed where batches are
+fetched: torch looks every five seconds there whether its processes are alive.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
 
+_REAP_WAIT_S = 2.0
+"""A broken connection may be noticed before the kernel reports that its process has ended."""
 _DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly)"
@@ -17,37 +26,70 @@ _DEATH = re.compile(
 )
 _IN_THIS_PROCESS = "trainer.loader_workers=0 loads in the training process and shows what fails"
 _SIGNAL_HINTS = {
-    "Killed": "the kernel kills so when memory runs out, see `dmesg | tail`: set fewer "
+    "SIGKILL": "the kernel kills so when memory runs out, see `dmesg | tail`: set fewer "
     "trainer.loader_workers, or hold less of the data in memory",
-    "Bus error": "shared memory ran out, see `df /dev/shm`: set fewer trainer.loader_workers, or "
+    "SIGBUS": "shared memory ran out, see `df /dev/shm`: set fewer trainer.loader_workers, or "
     "give more (docker run --shm-size=8g)",
-    "Segmentation fault": f"it crashed in compiled code: {_IN_THIS_PROCESS}",
+    "SIGSEGV": f"it crashed in compiled code: {_IN_THIS_PROCESS}",
 }
+
+
+def remove_death_signal() -> None:
+    """Undo torch's handler of SIGCHLD, which raises wherever this process happens to be."""
+    if threading.current_thread() is threading.main_thread():  # as only there it can be set
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def iter_fetched(loader: Iterator[Any], workers: int) -> Iterator[Any]:
+    """Yield the batches of a DataLoader's iterator, and raise a fault where its process died.
+
+    A process that dies while its batch is received breaks a connection, so the error itself may be
+    of any kind; whether a process is gone decides.
+    """
+    while True:
+        try:
+            batch = next(loader)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            processes = getattr(loader, "_workers", [])
+            if not isinstance(error, RuntimeError):
+                wait([process.sentinel for process in processes], _REAP_WAIT_S)
+            dead = [p for p in processes if p.exitcode]
+            if not dead:
+                raise
+            raise _make_dead_loader_error(dead[0].pid, dead[0].exitcode, workers) from error
+        yield batch
 
 
 def explain_dead_loader(error: BaseException, workers: int) -> EchelonError | None:
     """Return the error for a loader process that died, or None where `error` is another one.
 
+    This reads what torch says of a DataLoader that is not ours, such as one in an experiment.
     `workers` is the number of loader processes of this rank.
     """
+    if isinstance(error, EchelonError):
+        return None  # it is explained already, and torch's error is its cause
     # While it waits for a batch, torch replaces the handler's error by one that knows only the
     # process, and keeps the first as the cause.
-    deaths = [
-        death
-        for e in (error.__cause__, error)
-        if isinstance(e, RuntimeError) and (death := _DEATH.search(str(e)))
-    ]
-    if not deaths:
-        return None
-    death = deaths[0]
-    how = f"ended with exit code {death['code']}" if death["code"] else "ended"
-    if death["signal"]:
-        how = f"was killed by a signal ({death['signal']})"
+    for e in (error.__cause__, error):
+        death = _DEATH.search(str(e)) if isinstance(e, RuntimeError) else None
+        if death is not None:
+            numbers = {signal.strsignal(number): -number for number in signal.Signals}
+            code = numbers.get(death["signal"]) or int(death["code"] or 0)
+            return _make_dead_loader_error(death["pid"], code, workers)
+    return None
+
+
+def _make_dead_loader_error(pid: object, exit_code: int, workers: int) -> EchelonError:
+    """Return the error for a loader process that died with this code, or by a signal."""
+    name = signal.Signals(-exit_code).name if exit_code < 0 else ""
+    how = f"ended with exit code {exit_code}" if exit_code else "ended"
     return EchelonError(
         Fault(
-            f"a process that loads data (pid {death['pid']}, trainer.loader_workers={workers}) "
-            f"{how}; the training process itself did not fail",
-            _SIGNAL_HINTS.get(death["signal"] or "", _IN_THIS_PROCESS),
+            f"a process that loads data (pid {pid}, trainer.loader_workers={workers}) "
+            f"{f'was killed by {name}' if name else how}; the training process itself did not fail",
+            _SIGNAL_HINTS.get(name, _IN_THIS_PROCESS),
         ),
         exit=ExitCode.FAILED,
     )

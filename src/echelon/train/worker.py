@@ -24,7 +24,7 @@ from echelon.config.validate import (
     check_fsdp_min_world_size,
     check_min_batch_size,
 )
-from echelon.data.loader_errors import explain_dead_loader
+from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.error_hints import (
     explain_batch_error,
@@ -244,6 +244,8 @@ class RankWorker:
 
     def _handle_failure(self, error: BaseException) -> int:
         """Reports the failure to the other ranks, the agent, the run's status and the screen."""
+        # First: a loader process of the experiment's own that dies now must not raise in here.
+        remove_death_signal()
         if self.training is not None:
             self.training.screen.close()
         failure = self._find_cause(error)
