@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from echelon.data.batches import DatasetSource, EvalOrder
 from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
@@ -105,12 +106,21 @@ def test_an_error_of_a_sample_is_not_a_death() -> None:
         _count(batches)
 
 
-def test_no_signal_of_a_loader_process_raises_elsewhere() -> None:
-    """As it would in the report of another failure."""
-    batches = DatasetSource(Deadly(3, 63), workers=1).iter_batches(EvalOrder(64, 2, 0, 1), 0, CPU)
-    next(batches)
-    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+def test_no_signal_of_a_loader_process_raises_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would in the report of another failure. A handler of the user's stays."""
+
+    def handle(number: int, frame: object) -> None:
+        pass
+
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    signal.signal(signal.SIGCHLD, handle)
+    samples = DatasetSource(Deadly(3, 63), workers=1)
+    next(samples.iter_batches(EvalOrder(64, 2, 0, 1), 0, CPU))
+    assert signal_handling._SIGCHLD_handler_set, "torch has set its own in between"
+    assert signal.getsignal(signal.SIGCHLD) is handle
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    signal_handling._set_SIGCHLD_handler()
+    assert signal.getsignal(signal.SIGCHLD) is not handle
     remove_death_signal()
     assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -296,6 +297,7 @@ class DatasetSource:
         """Yields the collated shares from loader processes, and None for an empty share."""
         from torch.utils.data import DataLoader
 
+        previous_handler = signal.getsignal(signal.SIGCHLD)
         loader = iter(
             DataLoader(
                 self.dataset,
@@ -310,7 +312,7 @@ class DatasetSource:
                 generator=torch.Generator().manual_seed(crc32(repr(shares).encode())),
             )
         )
-        remove_death_signal()
+        remove_death_signal(previous_handler)
         fetched = iter_fetched(loader, self.workers)
         for rows in shares:
             yield next(fetched) if rows else None

@@ -34,10 +34,21 @@ _SIGNAL_HINTS = {
 }
 
 
-def remove_death_signal() -> None:
-    """Undo torch's handler of SIGCHLD, which raises wherever this process happens to be."""
-    if threading.current_thread() is threading.main_thread():  # as only there it can be set
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+def remove_death_signal(previous_handler: Any = signal.SIG_DFL) -> None:
+    """Undo torch's handler of SIGCHLD, which raises wherever this process happens to be.
+
+    A handler of the user's is left as it is. `previous_handler` was there before torch's.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # torch sets its handler only there, as Python allows it only there
+    if _is_from_torch(signal.getsignal(signal.SIGCHLD)):
+        is_users = previous_handler is not None and not _is_from_torch(previous_handler)
+        signal.signal(signal.SIGCHLD, previous_handler if is_users else signal.SIG_DFL)
+
+
+def _is_from_torch(handler: Any) -> bool:
+    """Return whether a signal handler is a function of torch's DataLoader."""
+    return str(getattr(handler, "__module__", "")).startswith("torch.utils.data.")
 
 
 def iter_fetched(loader: Iterator[Any], workers: int) -> Iterator[Any]:
