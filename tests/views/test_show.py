@@ -37,7 +37,7 @@ def test_all_there_is_to_say(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     run = make_run(tmp_path / "runs", "a", lines(), {"epochs": 4}, done, lr=0.5, noise=0.1)
     for step in (20, 30, 40):
         (run.snapshots_folder / f"step-{step:09d}").mkdir(parents=True)
-    (run.snapshots_folder / "best").write_text("step-000000030\n")
+    (run.snapshots_folder / "best").symlink_to("step-000000030")
     (tmp_path / "runs/latest").symlink_to("a")
     code, out, err = echelon(capsys, "show", "latest")
     assert (code, err) == (0, "")

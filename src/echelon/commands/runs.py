@@ -25,13 +25,15 @@ BEST is the value of trainer.best. TIME is the time at work: pauses and queues d
 SETTINGS are those in which the runs shown differ from others of the same experiment.
 
 columns of --columns, and keys of --sort and --filter:
-  run state experiment step total_steps best time when age launcher host job nodes processes
-  tags note why folder           what every run has; `why` says why it failed or what it waits for
+  run state experiment step total_steps best time when age launcher host job
+  nodes processes tags note folder  what every run has
+  why                            why it failed, or what it waits for
   lr model.width trainer.epochs  settings, as they are typed
   accuracy loss lr.last          metrics: the last value; also .best .min .max
 
 conditions of --filter (all must hold; values may have * and ?):
-  state=finished  experiment=toy  name='seed-*'  lr=0.1  hidden!=0  'best<0.9'  'accuracy.best>0.8'
+  state=finished  experiment=toy  name='seed-*'  lr=0.1  hidden!=0  'best<0.9'
+  'accuracy.best>0.8'
 
 --json prints {version: 1, runs: [{run, folder, experiment, state, note, step, total_steps, best,
 best_name, trained_s, started, tags, user_note, differs: {setting: value}, columns: {name: value} if

@@ -162,13 +162,24 @@ def _convert_section(
     converted = converter.convert(hint, value, (name,), default)
     wrong = [problem.path for problem in converter.problems[count:]]
     if converted is None and isinstance(value, dict) and (name,) not in wrong:
-        fitting = {
-            key: inner
-            for key, inner in value.items()
-            if not any(path[:2] == (name, key) for path in wrong)
-        }
+        fitting = _remove_paths(value, (name,), wrong)
         converted = ValueConverter().convert(hint, fitting, (name,), default)
     return default if converted is None else converted.typed
+
+
+def _remove_paths(
+    values: dict[str, Any], path: SettingPath, wrong: Collection[SettingPath]
+) -> dict[str, Any]:
+    """Return the values without those at the wrong paths, so that the rest is checked too. Of a
+    mapping only what is wrong goes, of a list with a wrong item the list."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = (*path, key)
+        if isinstance(value, dict) and inner not in wrong:
+            kept[key] = _remove_paths(value, inner, wrong)
+        elif not any(other[: len(inner)] == inner for other in wrong):
+            kept[key] = value
+    return kept
 
 
 def _convert_experiment(

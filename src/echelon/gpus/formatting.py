@@ -77,7 +77,7 @@ def format_user(process: GpuProcess) -> str:
 
 
 def format_process_age(process: GpuProcess) -> str:
-    """Return the time since the process started: ``3h05``."""
+    """Return the time since the process started: ``3h05m``."""
     return UNKNOWN if process.age_s is None else format_duration(process.age_s)
 
 
