@@ -125,3 +125,12 @@ def test_an_owner_that_is_not_recorded_is_another_process(tmp_path: Path, conten
     assert describe_owner(tmp_path / "lock") == "another process"
     (tmp_path / "lock").write_text(content)
     assert describe_owner(tmp_path / "lock") == "another process"
+
+
+def test_a_link_in_place_of_a_lock_does_not_lead_to_a_file_of_ours(tmp_path: Path) -> None:
+    """In a folder that others may write, anybody can make the link before us."""
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "lock").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        FileLock(tmp_path / "lock", records_owner=True).acquire()
+    assert (tmp_path / "precious").read_text() == "kept"

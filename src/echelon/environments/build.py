@@ -8,6 +8,7 @@ build removes it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -27,6 +28,7 @@ from echelon.environments.cache import (
     make_unwritable_error,
     measure_size,
     remove_environment,
+    require_trusted_environment,
 )
 from echelon.environments.package_indexes import hide_passwords
 from echelon.environments.requirements import ParsedDependencies
@@ -49,16 +51,23 @@ def build_environment(plan: EnvironmentPlan, print_line: PrintLine = print_to_st
         return plan.folder
     paths = EnvironmentPaths(plan.folder)
     try:
+        require_trusted_environment(paths)  # before its interpreter is started to try it
         paths.make_parent()
         if not _is_intact(paths, plan.key):
             with wait_for_lock(paths.lock, "this environment", print_line) as lock:
                 # The previous holder of the lock has most likely built what we want.
                 if not _is_intact(paths, plan.key):
                     _build_under_lock(plan, paths, lock, print_line)
-        paths.use_lock.touch()
+        _record_use(paths)
     except OSError as error:
         raise make_unwritable_error(Path(error.filename or plan.folder), error) from error
     return plan.folder
+
+
+def _record_use(paths: EnvironmentPaths) -> None:
+    """Note the time of this use, unless the environment is one that root made for everybody."""
+    with contextlib.suppress(PermissionError):
+        paths.use_lock.touch()
 
 
 def _is_intact(paths: EnvironmentPaths, key: str) -> bool:
@@ -208,8 +217,7 @@ def _run_step(
             encoding="utf-8",
             errors="replace",
             pass_fds=[lock.fileno()],
-            # If the builder is killed, pip must die too: it would write into the next build.
-            preexec_fn=partial(die_with_parent, os.getpid()),
+            preexec_fn=partial(_prepare_step, os.getpid()),
         )
     except OSError as error:
         what = f"{step[0]} cannot be run: {format_os_error_reason(error)}"
@@ -236,6 +244,14 @@ def _run_step(
             *explain_build_failure(log_text, plan.build_steps.requirements, plan.source, log_file),
             exit=ExitCode.FAILED,
         )
+
+
+def _prepare_step(parent: int) -> None:
+    """Set up the process of a builder, before its program begins."""
+    # If we are killed, pip must die too: it would write into the next build.
+    die_with_parent(parent)
+    # An environment that a group may write would not be trusted at its next use.
+    os.umask(0o022 | os.umask(0o022))
 
 
 def _lock_pipfile(
@@ -293,7 +309,7 @@ def _write_marker(plan: EnvironmentPlan, paths: EnvironmentPaths, took_s: float)
     }
     paths.use_lock.touch()
     _sync_filesystem(paths.folder)
-    write_json_atomically(paths.marker, marker, durable=True)
+    write_json_atomically(paths.marker, marker, durable=True, names_code=True)
 
 
 def _list_distributions(paths: EnvironmentPaths) -> list[str]:

@@ -15,6 +15,13 @@ from echelon.environments.build_lock import PrintLine, lock_if_unused, try_lock
 from echelon.errors import EchelonError, Fault
 from echelon.utils.files import read_json_object
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.trust import (
+    find_folder_trust_problem,
+    find_owner_trust_problem,
+    find_tree_trust_problem,
+    find_trust_problem,
+    make_trusted_folder,
+)
 
 MARKER_NAME = ".echelon-env.json"
 """Written last, so an environment without this file was never completed."""
@@ -84,7 +91,7 @@ class EnvironmentPaths:
 
     def make_parent(self) -> None:
         """Create the folder that holds these files, readable by the owner only."""
-        self.lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_trusted_folder(self.lock.parent, mode=0o700)
         if self.lock.parent.name == ".echelon":
             (self.lock.parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
@@ -100,6 +107,31 @@ class EnvironmentPaths:
         """Return whether the environment is complete, was built for this cache key, and still has
         its interpreter."""
         return self.read_marker().get("key") == key and os.access(self.python_executable(), os.X_OK)
+
+
+def require_trusted_environment(paths: EnvironmentPaths) -> None:
+    """Raise EchelonError if somebody else can have written the environment, or could replace it.
+
+    Whoever writes into an environment, or into a folder that leads to it, decides which code runs
+    as the caller. A cache that root made for everybody is trusted, if only root may write it.
+    """
+    siblings = (paths.lock, paths.use_lock, paths.log, paths.building_marker, paths.inputs_folder)
+    if paths.folder.name == ".venv":  # beside the user's own code, which is as safe as its folder
+        remedy = "remove it, use --where cache"
+        problem = find_trust_problem(paths.lock.parent)
+    else:
+        remedy = "set ECHELON_CACHE to a folder of your own"
+        problem = find_folder_trust_problem(paths.lock.parent)
+    problem = problem or find_tree_trust_problem(paths.folder)
+    for path in siblings:
+        problem = problem or find_owner_trust_problem(path)
+    if problem:
+        raise EchelonError(
+            Fault(
+                f"the environment {paths.folder} is not used: {problem.what}",
+                f"{remedy}, or {problem.do}",
+            )
+        )
 
 
 def make_unwritable_error(path: Path, error: OSError) -> EchelonError:

@@ -3,14 +3,18 @@ printed."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from echelon.errors import EchelonError, Fault
 from echelon.runs.heartbeat import Heartbeat
+from echelon.utils.trust import find_folder_trust_problem
 
 _DEVELOPER_HINTS = ("Set TORCHDYNAMO", "While executing %")
 """Beginnings of lines that help only developers of torch."""
@@ -26,6 +30,8 @@ class CompiledFunction:
     def __init__(
         self, function: Callable[..., Any], heartbeat: Heartbeat, backend: Any = "inductor"
     ) -> None:
+        if backend == "inductor":
+            _require_trusted_kernel_cache()
         _compile_backward_eagerly()
         self._plain = function
         self._compiled = torch.compile(
@@ -46,6 +52,24 @@ class CompiledFunction:
         print(f"trainer.compile=true: not compiled: {reason}", file=sys.stderr)
         self._has_given_up = True
         return result
+
+
+def _require_trusted_kernel_cache() -> None:
+    """Raise EchelonError if somebody else can write where torch keeps what it has compiled.
+
+    torch takes a folder in /tmp with an expected name, whoever made it, and runs what is in it.
+    """
+    from torch._inductor.runtime import runtime_utils
+
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(chosen or runtime_utils.default_cache_dir())
+    if problem := find_folder_trust_problem(folder):
+        raise EchelonError(
+            Fault(
+                f"trainer.compile=true: {problem.what}",
+                f"set TORCHINDUCTOR_CACHE_DIR to a folder of your own, or {problem.do}",
+            )
+        )
 
 
 def _compile_backward_eagerly() -> None:

@@ -27,7 +27,7 @@ def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
 
     Ctrl-C detaches and returns 0; the run continues.
     """
-    has_bar = sys.stderr.isatty() and run.read_config().track.progress in ("auto", "bar")
+    has_bar = sys.stderr.isatty() and _wants_bar(run)
     printer = ProgressBarPrinter(run) if has_bar else StatusPrinter(run)
     try:
         status = follow_run(
@@ -41,6 +41,10 @@ def attach_run(run: Run, initial_lines: int = INITIAL_LINES) -> int:
         return ExitCode.OK
     printer.close()
     return int(status.exit or ExitCode.OK)
+
+
+def _wants_bar(run: Run) -> bool:
+    return run.read_config(runs_code=False).track.progress in ("auto", "bar")
 
 
 def attach_or_print_hint(config: Config, wait: bool) -> int:

@@ -19,6 +19,7 @@ from echelon.runs.latest import point_latest_to
 from echelon.runs.metrics_file import read_first_metrics
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import METRICS_FILE, RUN_FILES, STATUS_FILE, Run
+from echelon.runs.trusted_code import require_trusted_folder
 from echelon.runs.writer import claim_run_folder, release_run_folder
 from echelon.snapshot.layout import (
     EXAMPLE_FOLDER,
@@ -27,6 +28,7 @@ from echelon.snapshot.layout import (
     parse_step,
 )
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.trust import find_owner_trust_problem
 
 _SCRIPT_SUFFIXES = (".py", ".sh")
 _MAX_SUBJECT = 60
@@ -112,6 +114,7 @@ def find_restarted_run(config: Config, env: Mapping[str, str]) -> Run | None:
         if (
             run.read_status_file().get("launch_id") == get_launch_id(env)
             and not run.folder.is_symlink()
+            and find_owner_trust_problem(run.folder) is None
         ):
             return run
     return None
@@ -210,6 +213,7 @@ def _claim_folder(run: Run, config: Config) -> None:
 
 
 def _make_folder(run: Run, config: Config) -> None:
+    require_trusted_folder(run.folder)
     try:
         run.logs_folder.mkdir(parents=True, exist_ok=True)
         run.write_config(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.runs.trusted_code import require_trusted_code, require_trusted_file
 from echelon.snapshot.layout import find_newest_step, list_snapshots
 from echelon.utils.files import read_json_object, write_json_atomically
 
@@ -146,7 +148,10 @@ class Run:
         entry = str(config.experiment.get("entry"))
         file, _, function = entry.rpartition(":")
         copy = self.get_code_folder(node) / Path(file).name
-        return f"{copy}:{function}" if file.endswith(".py") and copy.exists() else entry
+        if not file.endswith(".py") or not copy.exists():
+            return entry
+        require_trusted_code(self.get_code_folder(node))
+        return f"{copy}:{function}"
 
     # --- batch jobs ---
 
@@ -248,15 +253,19 @@ class Run:
 
     def write_config(self, config: Config) -> None:
         """Write config.json, with the version of the folder."""
-        write_json_atomically(self.config_file, {_FORMAT_KEY: RUN_FORMAT, **config.to_dict()})
+        data = {_FORMAT_KEY: RUN_FORMAT, **config.to_dict()}
+        write_json_atomically(self.config_file, data, names_code=True)
 
-    def read_config(self) -> Config:
+    def read_config(self, *, runs_code: bool = True) -> Config:
         """Return the configuration, to go on with the run.
 
         Raises EchelonError if the file cannot be read and if the folder is of another version. To
         display a run of any version, use read_config_json().
+
+        The file names the code to run, so it raises EchelonError too if somebody else can have
+        written it. ``runs_code=False`` is for callers that take nothing but values from it.
         """
-        return _read_config_file(self.config_file)
+        return _read_config_file(self.config_file, runs_code)
 
     def read_launch_config(self) -> Config:
         """Return the configuration that starts the processes of the run.
@@ -269,7 +278,8 @@ class Run:
     def set_command_aside(self) -> None:
         """Keep the configuration of a submitted command, so that its training can write
         config.json."""
-        write_json_atomically(self.command_file, read_json_object(self.config_file) or {})
+        data = read_json_object(self.config_file) or {}
+        write_json_atomically(self.command_file, data, names_code=True)
 
     def read_config_json(self) -> dict[str, Any]:
         """Return config.json of a folder of any version as it is, without the version.
@@ -294,9 +304,12 @@ class Run:
             )
 
 
-def _read_config_file(file: Path) -> Config:
+def _read_config_file(file: Path, runs_code: bool = True) -> Config:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        with file.open(encoding="utf-8") as opened:
+            if runs_code:
+                require_trusted_file(file, os.fstat(opened.fileno()))
+            data = json.load(opened)
         version = data.pop(_FORMAT_KEY, 1)
         # Before the values: those of another version may mean something else.
         if version != RUN_FORMAT:

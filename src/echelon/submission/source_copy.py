@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
+from echelon.runs.trusted_code import require_trusted_folder
 from echelon.utils.files import write_json_atomically
 from echelon.utils.ignore import CACHE_FOLDERS, is_ignored
 from echelon.utils.os_errors import format_os_error_reason
@@ -114,6 +115,7 @@ def copy_source(source: SourceTree, into: Path) -> Path:
     """
     # Jobs copy it, so it is made by one rename at the end.
     copy, partial = into / "source", into / ".source"
+    require_trusted_folder(into)
     try:
         partial.mkdir(parents=True)
         for name in source.files:

@@ -31,6 +31,7 @@ from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import batch_script
 from echelon.runs.run_folder import Run
+from echelon.runs.trusted_code import require_trusted_code
 from echelon.submission.launch_modes import detect_torchrun
 from echelon.submission.shell_syntax import ShellCommand, ShellWord
 from echelon.sweep.trial_command import DEFAULT_COMMAND, expand_macros
@@ -41,6 +42,7 @@ from echelon.sweep.wandb.trial_records import WandbTrialRecord
 from echelon.tracking import wandb_key
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
+from echelon.utils.trust import make_trusted_folder
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _DEFAULT_PROJECT = "uncategorized"
@@ -99,7 +101,8 @@ def run_agent_command(job: WandbJobContext, words: Sequence[str]) -> int:
 
 
 def _write_shim(job: WandbJobContext) -> None:
-    job.tools_folder.mkdir(exist_ok=True)
+    require_trusted_code(job.tools_folder)  # it comes first on the PATH
+    make_trusted_folder(job.tools_folder)
     # The folder of the job may hold files named like modules; -P does not look there.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     echelon = [sys.executable, *safe_path, "-m", "echelon"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest, suggest_other_folder
 from echelon.runs.run_folder import Run
+from echelon.runs.trusted_code import require_trusted_file, require_trusted_folder
 from echelon.sweep.sweep_file import SweepFile, SweepMetric, read_sweep_file
 from echelon.utils.files import write_json_atomically, write_text_atomically
 from echelon.utils.locks import FileLock, LocksUnsupportedError
@@ -126,19 +127,26 @@ class SweepFolder:
                 exit=ExitCode.NOT_FOUND,
             ) from None
 
+    def require_trusted_files(self) -> None:
+        """Raise EchelonError if somebody else can have written which program a trial runs."""
+        for file in (self.settings_file, self.file_copy):
+            require_trusted_file(file)
+
     def read_metric(self) -> SweepMetric:
         """Read the metric from the settings: the file may leave it to the trainer."""
         return SweepMetric(**self.read_settings().metric)
 
     def write_files(self, settings: SweepSettings, text: str) -> None:
         """Make the folder with the settings and a copy of the file, whose text is `text`."""
+        require_trusted_folder(self.folder)
         try:
             for folder in (self.logs, self.folder / "leases"):
                 folder.mkdir(parents=True, exist_ok=True)
             if settings.storage:
                 self.folder.chmod(0o700)  # its address may have a password in it
-            write_text_atomically(self.file_copy, text)  # workers of others may be reading it
-            write_json_atomically(self.settings_file, asdict(settings))
+            # By a rename, as workers may be reading them.
+            write_text_atomically(self.file_copy, text, names_code=True)
+            write_json_atomically(self.settings_file, asdict(settings), names_code=True)
         except OSError as error:
             raise make_unwritable_folder_error(self.folder, error) from None
 

@@ -49,6 +49,7 @@ Compose = Callable[..., Config]
 def run_sweep_worker(folder: str, slot: str, compose: Compose) -> int:
     """Run trials until there are no more or a signal asks to end, and return the exit code."""
     sweep = SweepFolder(Path(folder))
+    sweep.require_trusted_files()
     is_in_slurm_job = sweep.read_settings().launcher == "slurm"
     # First of all, as the starter forks its server: nothing may have started threads before.
     starter: TrialStarter = SlurmStepStarter() if is_in_slurm_job else ForkedTrialStarter()

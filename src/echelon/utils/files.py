@@ -42,15 +42,26 @@ def replace_file(path: Path, *, durable: bool = False, prefix: str = ".") -> Ite
         raise
 
 
-def write_text_atomically(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file by one with this text in UTF-8; see replace_file()."""
+def write_text_atomically(
+    path: Path, text: str, *, durable: bool = False, names_code: bool = False
+) -> None:
+    """Replace a file by one with this text in UTF-8; see replace_file().
+
+    ``names_code``: it decides which code runs, so nobody else may write it, whatever the umask.
+    """
     with replace_file(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
+        if names_code:
+            with contextlib.suppress(OSError):  # a file system without modes
+                temporary.chmod(temporary.stat().st_mode & ~0o022)
 
 
-def write_json_atomically(path: Path, data: Any, *, durable: bool = False) -> None:
-    """Replace a file by one with this value as indented JSON; see replace_file()."""
-    write_text_atomically(path, json.dumps(data, indent=2) + "\n", durable=durable)
+def write_json_atomically(
+    path: Path, data: Any, *, durable: bool = False, names_code: bool = False
+) -> None:
+    """Replace a file by one with this value as indented JSON; see write_text_atomically()."""
+    text = json.dumps(data, indent=2) + "\n"
+    write_text_atomically(path, text, durable=durable, names_code=names_code)
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:

@@ -99,13 +99,15 @@ class FileLock:
         return True
 
     def _open(self) -> int:
+        # In a folder that others may write, a link could have us truncate a file of our own.
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | flags, self._mode)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EROFS):
                 raise
         # Somebody else's file: to be read only, but locked all the same.
-        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self.path, os.O_RDONLY | flags)
 
     def _lock(self, handle: int, flags: int) -> bool:
         try:

@@ -26,12 +26,13 @@ _MAX_CODE_BYTES = 100_000_000
 _SENT_SNAPSHOTS = 2
 """The newest, and one more in case it is damaged."""
 _SET_ASIDE_SCRIPT = 'mv "$0" "$0.$1" 2>/dev/null; true'
-_RECEIVE_SCRIPT = """mkdir -p "$0/logs" && rm -rf "$0/code-$1" &&
+_RECEIVE_SCRIPT = """umask g-w,o-w && mkdir -p "$0/logs" && rm -rf "$0/code-$1" &&
 tar -xof - -C "$0" --keep-newer-files &&
 mv -f "$0/.config-$1" "$0/config.json"
 """
 """Hosts may share the folder with each other, so each has its own names until the last, atomic
-move. What a run wrote there after its launcher was killed never came back, and is newer."""
+move. What a run wrote there after its launcher was killed never came back, and is newer. Code that
+a group may write would not be trusted (runs/trusted_code.py)."""
 _SEND_BACK_SCRIPT = (
     """tar -cf - -C "$0" --exclude './code-*' --exclude './.*' --exclude ./config.json "$1" """
 )

@@ -62,7 +62,9 @@ def print_recommendations(run: Run, users: Sequence[int], k: int, as_json: bool)
 def compute_recommendations(run: Run, users: Sequence[int], k: int) -> list[UserRecommendations]:
     """Return the k best movies for each user by the run's best snapshot, or its newest if the best
     is damaged."""
-    entry, _, kind = str(run.read_config().experiment.get("entry")).partition(":")
+    # The code is ours, whatever its settings name: anybody's model can be asked.
+    config = run.read_config(runs_code=False)
+    entry, _, kind = str(config.experiment.get("entry")).partition(":")
     if entry != _MOVIELENS_MODULE:
         raise EchelonError(
             Fault(
@@ -157,7 +159,7 @@ def _load_run_ratings(run: Run, weights: dict[str, Tensor]) -> Ratings:
     from echelon.recipes.movielens.data import load_ratings
     from echelon.recipes.movielens.experiment_data import decode_fingerprint
 
-    folder = str(run.read_config().experiment["data"])
+    folder = str(run.read_config(runs_code=False).experiment["data"])
     try:
         ratings = load_ratings(folder)
     except EchelonError as error:
