@@ -212,6 +212,17 @@ def test_one_file_deep_in_a_tree_is_enough(shared: Path) -> None:
     assert f"{deep}/bad.pth" in problem.what
 
 
+def test_a_file_that_others_cannot_reach_does_not_speak_for_another(shared: Path) -> None:
+    for number in range(20):
+        (shared / "env" / f"closed{number}").mkdir(parents=True)
+        make_file(shared / "env" / f"closed{number}" / "a.py", 0o666)
+        (shared / "env" / f"closed{number}").chmod(0o700)
+    assert find_tree_trust_problem(shared / "env") is None
+    (shared / "env" / "open").mkdir()
+    make_file(shared / "env" / "open" / "a.py", 0o666)
+    assert find_tree_trust_problem(shared / "env")
+
+
 @needs_root
 @pytest.mark.parametrize("name", ["", "lib", "lib/module.py", "link"])
 def test_no_part_of_a_tree_may_be_somebody_elses(shared: Path, name: str) -> None:

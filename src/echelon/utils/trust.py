@@ -104,12 +104,15 @@ def find_tree_trust_problem(root: Path) -> TrustProblem | None:
         return problem
     # Most files of a tree agree in these, and a tree may have 50,000 files.
     trusted: set[tuple[int, int, int]] = set()
-    for path, status in _walk_tree(root):
-        kind = (status.st_uid, status.st_gid, status.st_mode)
-        if kind not in trusted:
-            if problem := find_trust_problem(path, status):
-                return problem
-            trusted.add(kind)
+    for entry in _walk_tree(root):
+        with suppress(FileNotFoundError):
+            status = entry.stat(follow_symlinks=False)
+            kind = (status.st_uid, status.st_gid, status.st_mode)
+            if kind not in trusted:
+                if problem := find_trust_problem(Path(entry.path), status):
+                    return problem
+                if not status.st_mode & 0o022:  # else it depends on where the file is
+                    trusted.add(kind)
     return None
 
 
@@ -150,14 +153,13 @@ def _walk_to(folder: Path) -> Iterator[_FoundFile]:
         current = Path("/") if target.is_absolute() else current
 
 
-def _walk_tree(root: Path) -> Iterator[_FoundFile]:
-    """Yield everything in a folder. What disappears meanwhile is left out."""
+def _walk_tree(root: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield everything in a folder. A folder that disappears meanwhile is empty."""
     pending = [str(root)]
     while pending:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):
-                    yield _FoundFile(Path(entry.path), entry.stat(follow_symlinks=False))
+                yield entry
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
 
