@@ -145,13 +145,17 @@ def template(folder: Path) -> Path:
     return root
 
 
-def kill_at_operation(k: int, operations: Sequence[str] = OPERATIONS) -> None:
-    """Make this process kill itself at its k-th operation from now."""
+def kill_at_operation(
+    k: int,
+    operations: Sequence[str] = OPERATIONS,
+    is_counted: Callable[[], bool] = lambda: True,
+) -> None:
+    """Make this process kill itself at its k-th operation from now, of those that are counted."""
     left = [k]
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
+            left[0] -= is_counted()
             if left[0] == 0:
                 if name == "write":
                     call(args[0], memoryview(args[1])[: len(args[1]) // 2])

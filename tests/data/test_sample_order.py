@@ -204,6 +204,7 @@ def test_shares_join_to_the_global_batch_and_differ_by_at_most_one() -> None:
             shares = [compute_share(batch, batch_size, size, rank, world) for rank in range(world)]
             lengths = [len(s) for s in shares]
             assert max(lengths) - min(lengths) <= 1
+            assert lengths[0] > 0, "buffers are rank 0's, so it sees a sample in every step"
             assert sum(lengths) == min(batch_size, size - batch * batch_size)
             joined += [p for s in shares for p in range(s.start, s.stop)]
         assert joined == list(range(size))

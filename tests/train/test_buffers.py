@@ -8,6 +8,7 @@ from pathlib import Path
 import batchnorm_model
 import pytest
 import torch
+from random_experiments import random_experiment
 from worlds import differing, metrics, train_world
 
 import echelon
@@ -55,3 +56,20 @@ def test_a_frozen_layer_in_eval_mode_stays_as_it_is(tmp_path: Path, how: str) ->
     found = echelon.load_weights(run.folder)
     assert [int(found[f"{i}.1.num_batches_tracked"]) for i in (0, 1)] == [0, 8]
     assert torch.equal(found["0.1.running_mean"], torch.zeros(8))
+
+
+@pytest.mark.parametrize("how", ["replica.kind=ddp", FSDP])
+def test_buffers_follow_a_last_batch_of_fewer_samples_than_ranks(tmp_path: Path, how: str) -> None:
+    """Buffers are rank 0's, so it must be another rank that sees no sample."""
+    words = ("kind=buffers", "samples=7", "trainer.batch_size=4", "trainer.epochs=1")
+    saved = []
+    for size, word in ((1, "replica.kind=ddp"), (4, how)):
+        ended = train_world(
+            tmp_path, size, *words, word, name=f"of-{size}", experiment=random_experiment
+        )
+        assert ended.codes == [0] * size, ended.said
+        saved.append(echelon.load_weights(ended.run.folder))
+    sizes = [name for name in saved[0] if name.endswith(".size")]
+    assert len(sizes) == 2
+    for name in sizes:
+        torch.testing.assert_close(saved[1][name], saved[0][name], rtol=1e-6, atol=0.0)

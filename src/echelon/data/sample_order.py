@@ -174,13 +174,13 @@ def compute_share(
 
     Shares are contiguous, so that the ranks in turn give the global batch in order at any world
     size. They differ by at most one sample and can be empty, above all in the last batch: gradients
-    must be weighted by samples, not by ranks.
+    must be weighted by samples, not by ranks. Rank 0's is never empty, because buffers are rank
+    0's: those of a step in which it saw no sample would stay as they were.
     """
     start = min(batch * batch_size, size)
     length = min(batch_size, size - start)
-    return SampleRange(
-        start + length * rank // world_size, start + length * (rank + 1) // world_size
-    )
+    first, stop = (-(-length * each // world_size) for each in (rank, rank + 1))  # rounded up
+    return SampleRange(start + first, start + stop)
 
 
 def count_batches(size: int, batch_size: int) -> int:
