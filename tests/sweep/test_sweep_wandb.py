@@ -15,6 +15,7 @@ import command_runner
 import pytest
 import yaml
 from command_runner import ECHELON, HERE, only_run
+from other_users import STRANGER, give_away, needs_root
 from run_folders import lines, make_run
 from wandb_server import SWEEP, Server, serving
 from worlds import Ended, configured, train_config
@@ -206,6 +207,20 @@ def made(ready: SweepPlan, file: Mapping[str, Any]) -> Path:
         json.dumps({"sweep": f"me/pro/{SWEEP}", "file": dict(file), **known})
     )
     return folder
+
+
+@needs_root
+def test_the_sweep_that_a_strangers_folder_names_is_not_run(
+    prepared: tuple[SweepFile, SweepPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, ready = prepared
+    folder = made(ready, file.data)
+    give_away(folder)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        with pytest.raises(EchelonError, match=f"{folder} belongs to {STRANGER}"):
+            run_agents(file, ready, 1)
 
 
 def test_no_server_makes_no_sweep(

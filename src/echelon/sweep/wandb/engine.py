@@ -26,6 +26,7 @@ from echelon.runs.failure import shorten_to_line
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.runs.status import read_run_status
+from echelon.runs.trusted_code import require_trusted_folder
 from echelon.sweep.display import print_report
 from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key
 from echelon.sweep.plan import SweepPlan
@@ -51,6 +52,7 @@ def run_agents(file: SweepFile, plan: SweepPlan, parallel: int, as_json: bool = 
     """
     server_sweep.require_wandb(os.environ)
     folder = plan.sweep.folder
+    require_trusted_folder(folder)  # server.json names the sweep whose trials run
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
