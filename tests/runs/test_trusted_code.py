@@ -17,7 +17,8 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError
 from echelon.runs.create import create_run, find_restarted_run
 from echelon.runs.run_folder import Run
-from echelon.submit.source_copy import copy_source, survey_source
+from echelon.submission.call_function import call_function_of_run, write_call
+from echelon.submission.source_copy import copy_source, survey_source
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
 
 EXPERIMENT = {"entry": "own.py:experiment"}
@@ -129,6 +130,18 @@ def test_no_source_is_copied_into_a_strangers_folder(root: Path, tmp_path: Path)
     with pytest.raises(EchelonError) as caught:
         copy_source(source, root / "mine")
     assert f"{root}/mine belongs to {STRANGER}" in get_refusal(caught)
+
+
+@needs_root
+def test_the_function_that_a_stranger_names_is_not_called(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(make_config(root, "mine"))
+    write_call(run, "builtins:len", [[1, 2]], {})
+    assert call_function_of_run(run) == 0
+    give_away(run.call_file)
+    assert call_function_of_run(run) == 1
+    assert f"{run.call_file} belongs to {STRANGER}" in capsys.readouterr().err
 
 
 @needs_root

@@ -20,6 +20,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.failure import format_user_traceback
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
+from echelon.runs.trusted_code import require_trusted_file
 from echelon.utils.files import read_json_object, write_json_atomically
 
 _FUNCTION = re.compile(r"(?P<where>[\w./-]+):(?P<name>[A-Za-z_]\w*)")
@@ -39,7 +40,8 @@ def is_function_path(text: str) -> bool:
 
 def write_call(run: Run, function: str, args: list[Any], kwargs: dict[str, Any]) -> None:
     """Write which function the run calls, and with which arguments."""
-    write_json_atomically(run.call_file, {"function": function, "args": args, "kwargs": kwargs})
+    call = {"function": function, "args": args, "kwargs": kwargs}
+    write_json_atomically(run.call_file, call, names_code=True)
 
 
 def find_json_problem(value: Any, name: str) -> str:
@@ -71,6 +73,7 @@ def call_function_of_run(run: Run) -> int:
     call = read_json_object(run.call_file) or {}
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     try:
+        require_trusted_file(run.call_file)
         function = _load_function(call["function"])
         value = function(*call["args"], **call["kwargs"])
         if is_rank_0:
