@@ -205,6 +205,7 @@ def _require_snapshot(config: Config) -> None:
 
 def _claim_folder(run: Run, config: Config) -> None:
     """Make this process the writer of the folder, which is made for that."""
+    require_trusted_folder(run.folder)
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         claim_run_folder(run)
