@@ -55,6 +55,37 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(command_line: CommandLin
     command_line.require_nothing_left()
 
 
+def test_nobody_walks_into_the_folder_of_a_job(command_line: CommandLine) -> None:
+    """Neither while it waits nor while it runs; and `jobs` does not forget it."""
+    command_line.variables["ECHELON_TEST_PAUSE_S"] = "0.05"
+    words = ("run.name=a", "trainer.steps=100000", "trainer.batch_size=6", "eval_samples=0")
+    held = ("launch=slurm", "launch.nodes=2", "launch.threads=1", "launch.sbatch=[--hold]")
+    assert command_line.type("train", *held, *words, REGRESSION).code == 0
+    job = command_line.job()
+
+    def require_refusals(*launches: str) -> None:
+        for launch in launches:
+            done = command_line.type("train", f"launch={launch}", *words, REGRESSION)
+            assert done.code == ExitCode.USAGE, done.err
+            assert "run a is " in done.err
+            assert " already, as " in done.err
+        assert read_job_row(command_line)["job"] == job
+
+    require_refusals("inline", "local", "slurm")
+    assert read_job_row(command_line)["state"] == "queued"
+    command_line.cluster.slurm("scontrol", "release", job)
+    command_line.wait_for_step(3)
+    require_refusals("inline")
+    assert read_job_row(command_line)["state"] == "running"
+    done = command_line.type("rm", "--yes", "a")
+    assert done.code == ExitCode.USAGE
+    assert "run a is " in done.err
+    assert "was asked to save and end" in command_line.type("cancel", "a").out
+    until(lambda: read_job_row(command_line)["state"] == "cancelled", 300, "cancelled")
+    assert "run a was not running: it is cancelled" in command_line.type("cancel", "a").out
+    command_line.require_nothing_left()
+
+
 @pytest.fixture(params=["cluster", "accounted"])
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommandLine]:
     with open_command_line(request.getfixturevalue(request.param), tmp_path) as opened:
