@@ -20,12 +20,16 @@ def jobs(words: list[str]) -> int:
         "  pruned                 its sweep ended it early, as others were better\n"
         "  failed                 the line below says why\n"
         "  lost                   its process or job is gone and recorded no end\n\n"
-        "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.",
+        "SIZE is nodes × processes on each, LEFT the time to the end at the present pace.\n\n"
+        "Archived runs, and those that failed, were lost or cancelled before their first step, are "
+        "shown with --all and by name; with --json the latter always are.",
     )
     parser.add_argument(
         "run", nargs="*", help="only these: a name, a job's number, what several were submitted as"
     )
-    parser.add_argument("--all", action="store_true", help="every run")
+    parser.add_argument(
+        "--all", action="store_true", help="every run, also archived and early failed ones"
+    )
     parser.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
@@ -93,7 +97,8 @@ def cancel(words: list[str]) -> int:
     """`echelon cancel`: ask runs to save and end."""
     parser = make_parser(
         "cancel",
-        "Ask runs to save and end, and not to be queued again. `echelon resume RUN` goes on later.",
+        "Ask runs to save and end, and not to be queued again, wherever they run, and say what was "
+        "done. `echelon resume RUN` goes on later.",
     )
     parser.add_argument("run", nargs="+", help=f"{RUN_HELP}, or what several were submitted as")
     parser.add_argument("--now", action="store_true", help="kill: the last snapshot stands")

@@ -37,10 +37,16 @@ conditions of --filter (all must hold; values may have * and ?):
 
 --json prints {version: 1, runs: [{run, folder, experiment, state, note, step, total_steps, best,
 best_name, trained_s, started, tags, user_note, differs: {setting: value}, columns: {name: value} if
---columns is given}]}. What is not known is null; `started` is in seconds since 1970; a folder that
-cannot be read has the state `broken`.""",
+--columns is given}], hidden: {before_step_1, archived}}, where `hidden` counts what is shown with
+--all. What is not known is null; `started` is in seconds since 1970; a folder that cannot be read
+has the state `broken`.""",
     )
-    parser.add_argument("--all", action="store_true", help="every run; else the first twenty")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every run, also archived ones and those that ended before their first step; else the "
+        "first twenty",
+    )
     parser.add_argument(
         "--sort",
         default="when",
