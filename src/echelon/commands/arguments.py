@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from echelon.errors import EchelonError, Fault
 
 RUN_HELP = "a name, a folder, a job's number, or `latest`"
 
@@ -21,6 +25,7 @@ def make_parser(
         prog=f"echelon {command}",
         description=description,
         formatter_class=ParagraphHelpFormatter,
+        conflict_handler="resolve",  # `train` has a --help of its own
     )
     parser.make_epilog = epilog if callable(epilog) else None
     parser.epilog = None if callable(epilog) else epilog
@@ -37,6 +42,68 @@ class LazyEpilogParser(argparse.ArgumentParser):
         if self.make_epilog is not None:
             self.epilog = self.make_epilog()
         return super().format_help()
+
+
+def add_help_topics(parser: argparse.ArgumentParser, render_topic: Callable[[str], str]) -> None:
+    """Let `--help` take a topic, whose page `render_topic` returns."""
+
+    class HelpTopicAction(argparse.Action):
+        def __call__(
+            self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+        ) -> None:
+            # `--help lr=0.1` is the plain help: the word is an override.
+            if values and "=" not in values:
+                print(render_topic(values))
+            else:
+                parser.print_help()
+            parser.exit()
+
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        metavar="TOPIC",
+        action=HelpTopicAction,
+        default=argparse.SUPPRESS,
+        help="show this page, or all settings of a TOPIC: a group, a word, or `all`",
+    )
+
+
+def parse_with_overrides(
+    parser: argparse.ArgumentParser, words: Sequence[str], list_names: Callable[[], Sequence[str]]
+) -> argparse.Namespace:
+    """Return the arguments of a command that takes overrides.
+
+    Raises an EchelonError for `--epochs 3`, as other programs take it, that says how it is written
+    here. `list_names` returns the names of all settings, and is called only then.
+    """
+    given, unknown = parser.parse_known_intermixed_args(words)
+    options = [word for word in unknown if word.startswith("-")]  # the others are their values
+    if not options:
+        return given
+    names = list_names()
+    raise EchelonError(*(_explain_option(word, words, names, parser.prog) for word in options))
+
+
+def _explain_option(word: str, words: Sequence[str], names: Sequence[str], program: str) -> Fault:
+    """Return the fault of an option that is not one, with the setting that it may mean."""
+    option, equals, value = word.partition("=")
+    following = list(words)[list(words).index(word) + 1 :][:1] if word in words else []
+    if not equals and following and "=" not in following[0] and following[0][:2] != "--":
+        value = following[0]
+    typed = f"{option} {value}" if value and not equals else word
+    key = option.lstrip("-").replace("-", "_")
+    short = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = difflib.get_close_matches(key, [*names, *short], n=1, cutoff=0.7)
+    setting = (
+        key if key in names else short.get(key) or (short.get(near[0], near[0]) if near else "")
+    )
+    return Fault(
+        f"{typed} is not an option of `{program}`: settings are written KEY=VALUE",
+        f"write {setting}={value or 'true'}"
+        if setting
+        else f"{program} --help {key} searches them",
+    )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.commands.arguments import (
     RUN_HELP,
+    add_help_topics,
     add_plan_arguments,
     make_parser,
+    parse_with_overrides,
     split_at_double_dash,
+)
+from echelon.config.settings_help import (
+    ExperimentHelp,
+    describe_bundled_settings,
+    describe_user_settings,
+    list_settings,
+    render_overview,
+    render_topic,
 )
 from echelon.errors import EchelonError, ExitCode, Fault
 
@@ -75,7 +85,10 @@ def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int
     parser = make_parser(
         "train",
         "Train an experiment. Every setting can be overridden: KEY=VALUE, as in Hydra.",
-        lambda: _render_settings_help(words, experiment),
+        lambda: render_overview(_describe_experiment_settings(words, experiment)),
+    )
+    add_help_topics(
+        parser, lambda topic: render_topic(topic, _describe_experiment_settings(words, experiment))
     )
     if experiment is not None:
         parser.prog = f"python {Path(experiment.entry.rpartition(':')[0]).name}"
@@ -86,7 +99,11 @@ def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int
         action="store_true",
         help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
     )
-    given = parser.parse_intermixed_args(drop_trial_arguments(words, trial))
+    given = parse_with_overrides(
+        parser,
+        drop_trial_arguments(words, trial),
+        lambda: _list_setting_names(_describe_experiment_settings(words, experiment)),
+    )
     from echelon.entrypoint import train, train_multirun
 
     if given.multirun and trial:
@@ -100,34 +117,27 @@ def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int
     )
 
 
-def _render_settings_help(words: Sequence[str], own: UserExperiment | None) -> str:
-    """Return the help on every setting, of Echelon and of the experiment that is chosen."""
-    from echelon.config.settings_help import render_settings
-
-    return (
-        "settings:\n"
-        "  experiment=toy\n"
-        "      What to train: toy, transformer, movielens, movielens_dot,\n"
-        "      movielens_ranking, or FILE.py:FUNCTION. Its own settings are given by\n"
-        "      their bare names: lr=0.1.\n"
-        + render_settings()
-        + _describe_experiment_settings(words, own)
-    )
-
-
-def _describe_experiment_settings(words: Sequence[str], experiment: UserExperiment | None) -> str:
+def _describe_experiment_settings(
+    words: Sequence[str], experiment: UserExperiment | None
+) -> ExperimentHelp:
     """Return the help on the settings of the experiment that the command line chooses.
 
     A file that is named with `experiment=FILE.py:FUNCTION` is imported for this.
     """
-    from echelon.config.settings_help import render_bundled_settings, render_user_settings
     from echelon.entrypoint import extract_user_experiment
 
     rest, named = extract_user_experiment(words)
     if experiment := named or experiment:
-        return render_user_settings(experiment.entry.rpartition("/")[2], experiment.settings)
+        names = experiment.names if experiment.has_exact_names else None
+        return describe_user_settings(experiment.entry, experiment.settings, names)
     chosen = [word.partition("=")[2] for word in rest if word.startswith("experiment=")]
-    return render_bundled_settings(chosen[-1] if chosen else "toy")
+    return describe_bundled_settings(chosen[-1] if chosen else "toy")
+
+
+def _list_setting_names(experiment: ExperimentHelp | None = None) -> list[str]:
+    """Return the names of all settings, those of the experiment first."""
+    own = experiment.settings if experiment is not None else []
+    return [setting.name for setting in [*own, *list_settings()]]
 
 
 def run(words: list[str]) -> int:
@@ -180,7 +190,7 @@ def resume(words: list[str]) -> int:
     parser = make_parser("resume", "Go on with a run where its newest valid snapshot is.")
     parser.add_argument("run", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
-    given = parser.parse_intermixed_args(words)
+    given = parse_with_overrides(parser, words, _list_setting_names)
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
     from echelon.runs.find import find_run

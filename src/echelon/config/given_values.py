@@ -195,9 +195,8 @@ def _convert_experiment(
     for name in values:
         known = settings.names is None or name in settings.names or name in given.added_names
         if not known:
-            do = suggest_nearest(name, settings.names or ())
-            problem = ("experiment", name), "unknown", "there is no such setting", do
-            converter.problems.append(ValueProblem(*problem))  # type: ignore[arg-type]
+            what, do = "there is no such setting", suggest_nearest(name, settings.names or ())
+            converter.problems.append(ValueProblem(("experiment", name), "unknown", what, do))
     converted = converter.convert(dict[str, Any], values, ("experiment",))
     return result | (converted.plain if converted is not None else {})
 
@@ -212,7 +211,7 @@ def _describe_problem(
     is_unknown = problem.kind == "unknown" and path == problem.path
     if not is_unknown and len(path) <= len(problem.path):
         inside = f"{format_path(problem.path)}: " if path != problem.path else ""
-        more = _suggest_group(path, given) if path == problem.path else ""
+        more = _suggest_group(path, given) if problem.kind == "group" else ""
         return Fault(f"{label}: {inside}{problem.what}", f"{problem.do}{more}")
     # `lrr=1` or `lr.a=1`: the name is wrong, and of all names there are, one may be near.
     ours = [name for name in flatten(Config().to_dict()) if not name.startswith("experiment.")]

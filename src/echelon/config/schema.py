@@ -259,6 +259,7 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
+    """Seeds the weights, the order of samples and what is drawn in training."""
     rank: int | None = None
     """This process's rank, when ranks are started by hand."""
     world_size: int | None = None

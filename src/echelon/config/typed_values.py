@@ -66,9 +66,9 @@ class ValueProblem(NamedTuple):
 
     path: SettingPath
     """The setting, by the names that lead to it."""
-    kind: Literal["value", "unknown", "missing", "declaration"]
-    """`value` and `unknown` are about what was given, the others about what was not, or about the
-    class that declares the settings."""
+    kind: Literal["value", "unknown", "group", "missing", "declaration"]
+    """The first three are about what was given, `group` about one value for a group of settings.
+    The others are about what was not given, or about the class that declares the settings."""
     what: str
     do: str
 
@@ -311,7 +311,8 @@ class ValueConverter:
         if not isinstance(given, Mapping):
             names = list(record.fields)
             first = f"{format_path(path)}.{names[0]}=VALUE" if names else "nothing"
-            self._add(path, "a group of settings, not one value", f"set one of its own: {first}")
+            what, do = "a group of settings, not one value", f"set one of its own: {first}"
+            self.problems.append(ValueProblem(path, "group", what, do))
             return None
         count = len(self.problems)
         for key in given:
