@@ -24,6 +24,15 @@ SettingPath = tuple[str, ...]
 _TRUE, _FALSE = ("true", "yes", "on", "1", "y"), ("false", "no", "off", "0", "n")
 
 
+class ConvertedValue(NamedTuple):
+    """A value in both of its forms."""
+
+    plain: Any
+    """As JSON can write it."""
+    typed: Any
+    """As the experiment receives it."""
+
+
 class ScalarType(NamedTuple):
     """A type whose values are written as one number or one text."""
 
@@ -162,20 +171,23 @@ def list_choices(hint: Any) -> list[str]:
     return [format_value(choice) for choice in typing.get_args(hint)]
 
 
-def find_choice(hint: Any, given: Any) -> tuple[Any, Any] | None:
-    """Return the choice that was given, as plain data and as it is; None if there is no such.
+def find_choice(hint: Any, given: Any) -> ConvertedValue | None:
+    """Return the choice that was given; None if there is no such.
 
     A choice is found by value and type, or else as it is written: a command line does not tell 1
     from "1". A member of an Enum has a name and a value, and the name comes first.
     """
     if isinstance(hint, type):
         member = _find_member(hint, given)
-        return None if member is None else (format_enum(member), member)
-    choices = [(c.name if isinstance(c, Enum) else c, c) for c in typing.get_args(hint)]
-    for plain, choice in choices:
-        if given is choice or (type(given) is type(plain) and given == plain):
-            return plain, choice
-    written = (pair for pair in choices if format_value(pair[0]) == format_value(given))
+        return None if member is None else ConvertedValue(format_enum(member), member)
+    choices = [
+        ConvertedValue(c.name if isinstance(c, Enum) else c, c) for c in typing.get_args(hint)
+    ]
+    for choice in choices:
+        is_same_type = type(given) is type(choice.plain)
+        if given is choice.typed or (is_same_type and given == choice.plain):
+            return choice
+    written = (c for c in choices if format_value(c.plain) == format_value(given))
     return next(written, None)
 
 

@@ -34,6 +34,7 @@ from echelon.config.record_types import (
     read_record,
 )
 from echelon.config.scalar_types import (
+    ConvertedValue,
     ScalarType,
     SettingPath,
     describe_hint,
@@ -50,15 +51,6 @@ NO_DEFAULT: Any = object()
 """In place of a default where there is none; None may be one."""
 CLASS_KEY = "class"
 """Chooses the class where an annotation allows several; as a keyword it is the name of no field."""
-
-
-class ConvertedValue(NamedTuple):
-    """A value in both of its forms."""
-
-    plain: Any
-    """As JSON can write it."""
-    typed: Any
-    """As the experiment receives it."""
 
 
 class ValueProblem(NamedTuple):
@@ -97,7 +89,9 @@ class ValueConverter:
         if origin in (Any, object):
             return self._convert_any(given, path, default)
         if is_choice(hint):
-            return self._convert_choice(hint, given, path)
+            if (found := find_choice(hint, given)) is None:
+                self._add_choice(given, list_choices(hint), path)
+            return found
         if is_record(hint):
             return self._convert_record(read_record(hint), given, path, default)
         if origin in ARRAY_TYPES:
@@ -160,13 +154,6 @@ class ValueConverter:
             return ConvertedValue(given, given)
         # The default of a setting that is declared as Any; its class says how it is written.
         return self.convert(type(given), given, path)
-
-    def _convert_choice(self, hint: Any, given: Any, path: SettingPath) -> ConvertedValue | None:
-        """Take one of the values that a Literal or an Enum lists."""
-        found = find_choice(hint, given)
-        if found is None:
-            self._add_choice(given, list_choices(hint), path)
-        return None if found is None else ConvertedValue(*found)
 
     def _add_choice(self, given: Any, choices: Iterable[str], path: SettingPath) -> None:
         known = list(choices)
