@@ -199,6 +199,25 @@ def test_nested_settings_are_checked_at_any_depth(tmp_path: Path) -> None:
     assert hint == "did you mean 'optimizer.lr'? also like it: optimizer.betas"
 
 
+@dataclass
+class Sgd:
+    momentum: float = 0.0
+
+
+def test_a_setting_of_another_class_than_the_chosen_one() -> None:
+    fields: list[Any] = [("optimizer", Optimizer | Sgd, field(default_factory=Sgd))]
+    own = UserExperiment("/tmp/mine.py:experiment", make_dataclass("Either", fields))
+    config = compose(["optimizer.class=Optimizer", "optimizer.lr=3"], own)
+    assert config.experiment_settings["optimizer"] == {
+        "class": "Optimizer",
+        "lr": 3.0,
+        "betas": [0.9, 0.99],
+    }
+    assert list_faults(["optimizer.lr=3", "optimizer.class=Sgd"], own) == {
+        "optimizer.lr=3: there is no such setting of the class that is chosen": "known: momentum"
+    }
+
+
 def test_settings_without_a_default_are_asked_for_together() -> None:
     settings = make_dataclass("Needy", [("width", int), ("depth", int)])
     found = list_faults(["width=x", "lrr=1"], UserExperiment("/tmp/mine.py:experiment", settings))

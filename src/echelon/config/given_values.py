@@ -214,8 +214,10 @@ def _describe_problem(
         more = _suggest_group(path, given) if problem.kind == "group" else ""
         return Fault(f"{label}: {inside}{problem.what}", f"{problem.do}{more}")
     # `lrr=1` or `lr.a=1`: the name is wrong, and of all names there are, one may be near.
-    ours = [name for name in flatten(Config().to_dict()) if not name.startswith("experiment.")]
-    hint = suggest_nearest(format_path(path), {*ours, *settings.list_names(), *given.added_names})
+    known = {*flatten(Config().to_dict()), *settings.list_names(), *given.added_names}
+    if format_path(path) in known:  # of Adam, but optimizer.class=Sgd
+        return Fault(f"{label}: there is no such setting of the class that is chosen", problem.do)
+    hint = suggest_nearest(format_path(path), known)
     group = _suggest_group(path, given)
     no_group = f", and no config group {path[-1]!r}" if group else ""
     is_open = settings.cls is None and path[0] == "experiment"
