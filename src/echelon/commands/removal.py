@@ -114,7 +114,7 @@ def archive(words: list[str]) -> int:
 examples:
   echelon archive old-run 'seed-*'
   echelon archive --undo old-run    lists it again
-  echelon archive --list            what is archived; `echelon runs --all` lists it too
+  echelon archive --list            what is archived; `runs --all` lists it too
 
 --list --json prints {version: 1, archived: [{run, folder}]}.""",
     )
