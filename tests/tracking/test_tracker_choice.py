@@ -11,7 +11,7 @@ import pytest
 
 from echelon.config.compose import compose
 from echelon.config.schema import Config
-from echelon.config.settings_help import render_settings
+from echelon.config.settings_help import describe_bundled_settings, render_topic
 from echelon.errors import EchelonError
 from echelon.runs.run_folder import Run
 from echelon.tracking import wandb_key, wandb_run
@@ -67,8 +67,9 @@ def test_names_that_wandb_would_refuse() -> None:
 
 
 def test_the_settings_are_in_the_help() -> None:
-    assert "  track.wandb.mode=null" in render_settings()
-    assert "  track.tensorboard.folder=null" in render_settings()
+    page = render_topic("track", describe_bundled_settings("toy"))
+    assert "  track.wandb.mode=null" in page
+    assert "  track.tensorboard.folder=null" in page
 
 
 # --- is it there --------------------------------------------------------------------------------
