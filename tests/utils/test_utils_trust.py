@@ -22,6 +22,7 @@ from other_users import (
 from echelon.utils.trust import (
     TRUST_VARIABLE,
     find_folder_trust_problem,
+    find_owner_trust_problem,
     find_tree_trust_problem,
     find_trust_problem,
     make_trusted_folder,
@@ -43,6 +44,10 @@ def make_file(path: Path, mode: int = 0o644) -> Path:
 def test_a_file_of_our_own_is_trusted_and_one_that_is_not_there(shared: Path) -> None:
     assert find_trust_problem(make_file(shared / "own.py")) is None
     assert find_trust_problem(shared / "missing") is None
+    for below_a_file in (shared / "own.py" / "a", shared / "own.py" / "a" / "b"):
+        assert find_trust_problem(below_a_file) is None
+        assert find_owner_trust_problem(below_a_file) is None
+        assert find_folder_trust_problem(below_a_file) is None
 
 
 @needs_root

@@ -58,7 +58,7 @@ class _FoundFile(NamedTuple):
 
 
 def find_trust_problem(path: Path, status: os.stat_result | None = None) -> TrustProblem | None:
-    """Return why one file or folder is not trusted; None if it is, or if it does not exist.
+    """Return why one file or folder is not trusted; None if it is, or if it cannot be reached.
 
     ``status`` is that of the opened file, if it is open: a name may lead to another file by now.
     The folders above are not looked at, because a file that a stranger puts in place of this one
@@ -67,7 +67,7 @@ def find_trust_problem(path: Path, status: os.stat_result | None = None) -> Trus
     if status is None:
         try:
             status = path.lstat()
-        except FileNotFoundError:
+        except OSError:  # whoever uses it is told what is wrong with it
             return None
     return _find_owner_problem(path, status) or _find_mode_problem(path, status)
 
@@ -76,7 +76,7 @@ def find_owner_trust_problem(path: Path) -> TrustProblem | None:
     """Return why the owner of a file or folder is not trusted; None if she is, or without one."""
     try:
         return _find_owner_problem(path, path.lstat())
-    except FileNotFoundError:
+    except OSError:
         return None
 
 
@@ -139,7 +139,7 @@ def _walk_to(folder: Path) -> Iterator[_FoundFile]:
         child = current.parent if name == ".." else current / name
         try:
             status = child.lstat()
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return
         yield _FoundFile(child, status)
         if not stat.S_ISLNK(status.st_mode):
