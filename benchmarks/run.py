@@ -28,7 +28,7 @@ from common import (
     compute_ratios,
     describe_machine,
     make_figure,
-    reached,
+    reached_target,
     read_versions,
 )
 from pictures import draw
@@ -48,6 +48,7 @@ TITLES = {
     "on_slurm": "On a Slurm cluster of several hosts",
     "submitting": "From typing to a job in the queue",
     "sweeping": "What a sweep costs, and what early stopping saves",
+    "large_runs": "Looking at what has become large",
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
     "gpu_recommender": "A large recommender on one NVIDIA GPU",
@@ -175,7 +176,7 @@ def format_figure(row: Figure) -> str:
 
 
 def verdict(row: Figure) -> str:
-    return {True: "yes", False: "**no**", None: ""}[reached(row)]
+    return {True: "yes", False: "**no**", None: ""}[reached_target(row)]
 
 
 def list_stored_results() -> list[str]:
