@@ -155,12 +155,16 @@ def _require_same_numbers(run: Run, whole: Run, exactly: bool) -> None:
 
 
 def _require_same_logs(run: Run, whole: Run, ranks: int) -> None:
-    """Every rank has one, over both launches; rank 0's ends as that of the whole run does."""
+    """Every rank has one, over both launches; rank 0's ends as that of the whole run does, and says
+    how long both took."""
     mine, theirs = logs(run, ranks), logs(whole, 2)
     assert not run.get_rank_log_file(ranks).exists()
     first, went_on = mine[0].split("resuming run a after step ")
     last_words = normalize_log(theirs[0].partition(f"evaluated after step {STEPS}")[2])
-    assert normalize_log(went_on.partition(f"evaluated after step {STEPS}")[2]) == last_words
+    both = "; the whole run: # steps in # s"
+    mine_last = normalize_log(went_on.partition(f"evaluated after step {STEPS}")[2])
+    assert [line.removesuffix(both) for line in mine_last] == last_words
+    assert [line for line in mine_last if line.endswith(both)] == [f"finished # steps in # s{both}"]
     assert "everything is saved" in first
     assert all(normalize_log(log) == [] for log in mine[1:])
 

@@ -52,7 +52,7 @@ CAUSES = {
 def test_the_cause_is_named_before_the_rate_is_blamed(tmp_path: Path, why: str, ranks: int) -> None:
     early = fail(tmp_path, ranks, why)
     assert CAUSES[why] in early.said
-    assert "none was saved" in early.said
+    assert "no snapshot was saved" in early.said
     late = fail(tmp_path, ranks, why, EVERY, "trainer.accumulate=2", name="b")
     assert CAUSES[why] in late.said
     newest = list_snapshots(late.run.snapshots_folder)[-1]

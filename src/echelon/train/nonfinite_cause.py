@@ -32,6 +32,7 @@ from echelon.snapshot.finite_check import are_all_finite, format_tensor_names
 from echelon.snapshot.reader import verify_snapshot
 from echelon.snapshot.state import load_model
 from echelon.tracking.summary import format_run_argument, shorten_path
+from echelon.utils.text import format_count
 
 if TYPE_CHECKING:
     from echelon.train.loop import Training
@@ -76,7 +77,9 @@ def make_nonfinite_error(
     if t.group.world.rank != 0 and (failure := t.group.wait_for_failure(_FAILURE_TIMEOUT_S)):
         return PeerFailedError(failure)
     found = f": {cause.what}" if cause else ""
-    saved = f"the last snapshot is {t.last_snapshot}" if t.last_snapshot else "none was saved"
+    saved = (
+        f"the last snapshot is {t.last_snapshot}" if t.last_snapshot else "no snapshot was saved"
+    )
     remedy = _suggest_remedy(t, cause, bad_names)
     return EchelonError(Fault(f"{what}{found}; {saved}", remedy), exit=ExitCode.FAILED)
 
@@ -125,7 +128,8 @@ def _describe_trend(t: Training) -> str:
     least = min(losses, default=0.0)
     if losses and losses[-1] > _RISE * least and losses[-1] == max(losses):
         passed = len(losses) - 1 - losses.index(least)
-        return f"the loss rose from {least:.4g} to {losses[-1]:.4g} in {passed} steps before: "
+        steps = format_count(passed, "step")
+        return f"the loss rose from {least:.4g} to {losses[-1]:.4g} in the {steps} before: "
     return "no other cause was found: "
 
 
