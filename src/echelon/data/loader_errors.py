@@ -65,7 +65,11 @@ def iter_fetched(loader: Iterator[Any], workers: int) -> Iterator[Any]:
         except (RuntimeError, OSError, EOFError) as error:
             processes = getattr(loader, "_workers", [])
             if not isinstance(error, RuntimeError):
-                wait([process.sentinel for process in processes], _REAP_WAIT_S)
+                ended = wait([process.sentinel for process in processes], _REAP_WAIT_S)
+                for process in processes:
+                    # Its descriptors are closed a moment before its exit code can be read.
+                    if process.sentinel in ended:
+                        process.join()
             dead = [p for p in processes if p.exitcode]
             if not dead:
                 raise
