@@ -17,7 +17,7 @@ from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
 
-_REAP_WAIT_S = 2.0
+_REAP_WAIT_S = 10.0
 """A broken connection may be noticed before the kernel reports that its process has ended."""
 _DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
