@@ -78,18 +78,21 @@ def restless(cfg: Settings) -> echelon.Experiment:
     y = x.sum(1)
     model = Restless(cfg.layers)
 
-    def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def predict(model: nn.Module, batch: Any) -> tuple[Tensor | None, Tensor]:
         x, y = batch
         if cfg.fails == "shape" and not model.training:
             x = x[:, :2]
         if cfg.fails == "memory" and not model.training and len(x) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return model(x), y
+        return None if cfg.fails == "no output" else model(x), y
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target) ** 2
 
     return echelon.Experiment(
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
-        loss=nn.functional.mse_loss,
+        loss=loss if cfg.fails == "vector" else nn.functional.mse_loss,
         train_data=(x, y),
         eval_data=(x[:17], y[:17]),
         metrics={"difference": Counting(cfg.fails)},
@@ -137,6 +140,24 @@ def test_a_failure_costs_no_step(tmp_path: Path, fails: str, said: str, ranks: i
     assert "failed before the first step" in ended.said
     assert "this was the check of the evaluation before the first step" in ended.said
     assert metrics(ended.run) == []
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (
+            "vector",
+            "the experiment's loss gave a tensor of shape (4,), but a step needs one number",
+        ),
+        ("no output", "the loss mse_loss was given no output"),
+    ],
+)
+def test_mistakes_are_explained_as_in_a_step(tmp_path: Path, fails: str, said: str) -> None:
+    ended = train_world(tmp_path, 1, *SHORT, f"fails={fails}", experiment=restless)
+    assert ended.codes == [2], ended.said
+    assert said in ended.said
+    assert "Traceback" not in ended.said
+    assert "before the first step" in ended.said
 
 
 def test_a_metric_that_needs_more_samples_trains_without_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,22 +175,10 @@ class FSDPReplica:
         self._unread_rows.append(reduced)
 
     def _compute_loss(self, data: Any) -> Tensor:
-        """Return the mean loss over `data`; weights used outside the model's call become a
-        fault."""
+        """Return the mean loss over `data`."""
         with self._precision.autocast():
-            try:
+            with explain_weights_outside_model():
                 output, target = split_prediction(self._predict(self.experiment.model, data))
-            except RuntimeError as error:
-                if not _is_dtensor_error(error):
-                    raise
-                raise EchelonError(
-                    Fault(
-                        "replica.kind=fsdp, but the experiment uses weights outside a call of its "
-                        "model, where this rank has only a shard of them",
-                        "let predict call the model itself, model(…), for all that needs weights",
-                    ),
-                    exit=ExitCode.FAILED,
-                ) from error
             return compute_loss(self.experiment.loss, output, target).float()
 
     def _copy_requests_to_device(self, requests: StepRequests) -> Tensor:
@@ -205,6 +194,24 @@ class FSDPReplica:
         norm = nn.utils.get_total_norm(grads)
         total_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         nn.utils.clip_grads_with_norm_(self._optimized_parameters, max_norm, total_norm)
+
+
+@contextmanager
+def explain_weights_outside_model() -> Iterator[None]:
+    """Turns the error of a predict that uses weights outside the model's call into a fault."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_dtensor_error(error):
+            raise
+        raise EchelonError(
+            Fault(
+                "replica.kind=fsdp, but the experiment uses weights outside a call of its model, "
+                "where this rank has only a shard of them",
+                "let predict call the model itself, model(…), for all that needs weights",
+            ),
+            exit=ExitCode.FAILED,
+        ) from error
 
 
 def _is_dtensor_error(error: Exception) -> bool:

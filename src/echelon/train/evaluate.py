@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from echelon.data.batches import BatchSource, EvalOrder
 from echelon.experiment.checks import get_named_metrics, is_metrics_factory
 from echelon.experiment.definition import Experiment, default_predict
-from echelon.experiment.loss_check import update_metric
+from echelon.experiment.loss_check import compute_loss, split_prediction, update_metric
 from echelon.experiment.module_modes import use_eval_mode
 from echelon.experiment.precision import Precision
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
@@ -53,6 +54,8 @@ class Evaluator:
         self.get_filler_batch: Callable[[], Any] | None = None
         """For a sharded model, which no rank can compute alone: what a rank computes while others
         have one batch more."""
+        self.explain_errors: Callable[[], AbstractContextManager[None]] = nullcontext
+        """For a sharded model: explains what a predict cannot do with shards."""
 
     def __call__(self) -> dict[str, float]:
         """Return the loss and the metrics by name, on every rank. All ranks take part."""
@@ -85,8 +88,10 @@ class Evaluator:
         statistics: BatchStatistics = []
         for batch in self.source.iter_batches(self.order, 0, self.device):
             with self.precision.autocast():
-                output, target = predict(self.experiment.model, batch.data)
-                loss = self.experiment.loss(output, target).double() * batch.sample_count
+                with self.explain_errors():
+                    output, target = split_prediction(predict(self.experiment.model, batch.data))
+                loss = compute_loss(self.experiment.loss, output, target)
+            loss = loss.double() * batch.sample_count
             batch_statistics = {
                 "loss": loss.cpu(),
                 "samples": torch.tensor(float(batch.sample_count)).double(),

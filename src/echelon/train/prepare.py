@@ -351,7 +351,11 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
     writes everything.
     """
     # Imported here, as torch's FSDP takes a while to import and other runs do not need it.
-    from echelon.parallel.fsdp_replica import FillerBatch, FSDPReplica
+    from echelon.parallel.fsdp_replica import (
+        FillerBatch,
+        FSDPReplica,
+        explain_weights_outside_model,
+    )
     from echelon.parallel.fsdp_wrap import shard_model
     from echelon.snapshot.distributed_writer import (
         DistributedSnapshotWriter,
@@ -378,6 +382,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
     )
     if t.evaluator is not None:
         t.evaluator.get_filler_batch = FillerBatch(t.evaluator.source, t.device)
+        t.evaluator.explain_errors = explain_weights_outside_model
     if is_folder_shared(run.snapshots_folder, t.group):
         t.collect_state = collect_shards
         writer = t.writer if isinstance(t.writer, SnapshotWriter) else None
