@@ -66,7 +66,7 @@ CASES = (
     Case("exit 0", 1, "step", 5, 4, "SystemExit: 0"),
     Case("os._exit 3", 1, "step", 5, 4, "exited with code 3"),
     Case("kill", 1, "build", 0, None, KILLED),
-    Case("kill", 1, "step", 1, None, KILLED),
+    Case("kill", 1, "step", 1, 0, KILLED),
     Case("kill", 0, "step", 5, 4, KILLED),
     Case("kill", 1, "evaluation", 10, None, KILLED),
     Case("kill", 0, "save", 10, None, KILLED),
