@@ -205,7 +205,8 @@ def test_out_of_memory(tmp_path: Path, how: str) -> None:
 @pytest.mark.slow
 def test_out_of_memory_in_an_evaluation(tmp_path: Path) -> None:
     """Smaller pieces of a step would not help."""
-    done = trained(tmp_path, 1, "full=host", "at=0", "trainer.save.steps=4")
+    words = ("full=host", "at=0", "trainer.save.steps=4", "trainer.sanity_steps=0")
+    done = trained(tmp_path, 1, *words)
     assert done.codes == [1]
     assert "\n        trainer.eval_batch_size=4\n" in done.said
     again = f"echelon resume {done.run.folder} trainer.eval_batch_size=4"
