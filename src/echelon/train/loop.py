@@ -185,16 +185,7 @@ class Training:
         """Yields this rank's shares from the current position to the end of the epoch, with global
         batch sizes."""
         epoch, offset = divmod(self.samples, self.dataset_size)
-        batch_size, world = self.config.trainer.batch_size, self.group.world
-        order = EpochOrder(
-            self.dataset_size,
-            batch_size,
-            world.rank,
-            world.size,
-            self.config.seed,
-            epoch,
-            device=self.source.storage_device,
-        )
+        order, batch_size = self.make_order(epoch), self.config.trainer.batch_size
         first = offset // batch_size
         left = self.dataset_size - offset
         batches = self.source.iter_batches(order, first, self.device)
@@ -202,6 +193,18 @@ class Training:
             total = min(batch_size, left)
             left -= total
             yield batch, total
+
+    def make_order(self, epoch: int) -> EpochOrder:
+        """Return which samples this rank takes in an epoch, batch by batch."""
+        return EpochOrder(
+            self.dataset_size,
+            self.config.trainer.batch_size,
+            self.group.world.rank,
+            self.group.world.size,
+            self.config.seed,
+            epoch,
+            device=self.source.storage_device,
+        )
 
     def count_step(self, total: int) -> None:
         """Advances the position by one step over `total` samples, and lets the heartbeat know."""

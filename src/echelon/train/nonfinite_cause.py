@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from echelon.data.batches import DatasetSource
-from echelon.data.sample_order import EpochOrder
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import default_predict
 from echelon.experiment.loss_check import compute_loss
@@ -213,21 +212,12 @@ class StepShare(NamedTuple):
 
 def _read_share(t: Training, step: int) -> StepShare | None:
     """Return this rank's share of a step that was made in this process; None if it had none."""
-    size, batch_size, world = t.dataset_size, t.config.trainer.batch_size, t.group.world
-    samples = t.samples
+    size, batch_size, samples = t.dataset_size, t.config.trainer.batch_size, t.samples
     for _ in range(t.step - step + 1):
         seen = samples % size or size
         samples -= seen % batch_size or min(batch_size, seen)
     epoch, offset = divmod(samples, size)
-    order = EpochOrder(
-        size,
-        batch_size,
-        world.rank,
-        world.size,
-        t.config.seed,
-        epoch,
-        device=t.source.storage_device,
-    )
+    order = t.make_order(epoch)
     first = offset // batch_size
     indices, counts = next(iter(order.iter_blocks(first)))
     is_dataset = isinstance(t.source, DatasetSource)
