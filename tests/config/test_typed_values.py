@@ -29,7 +29,7 @@ from typing import (
 import pytest
 import torch
 
-from echelon.config.record_types import list_setting_names
+from echelon.config.settings_classes import list_setting_names
 from echelon.config.typed_values import ValueConverter
 from echelon.errors import EchelonError
 

@@ -194,7 +194,7 @@ def resume(words: list[str]) -> int:
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
     from echelon.runs.find import find_run
-    from echelon.runs.finished import describe_finished_run
+    from echelon.runs.finished_run import describe_finished_run
 
     run = find_run(given.run)
     config = run.read_config()

@@ -32,9 +32,9 @@ from echelon.config.given_values import (
     iter_leaves,
 )
 from echelon.config.hydra_files import BUNDLED_CONF_DIR, compose_groups
-from echelon.config.record_types import read_record
 from echelon.config.scalar_types import SettingPath, format_value
 from echelon.config.schema import Config
+from echelon.config.settings_classes import read_settings_class
 from echelon.config.validate import find_faults
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
@@ -181,7 +181,7 @@ def _find_name_clashes(user_experiment: UserExperiment | None) -> list[Fault]:
     if user_experiment is None:
         return []
     if user_experiment.settings is not None:
-        record = read_record(user_experiment.settings)
+        record = read_settings_class(user_experiment.settings)
         names, declares = list(record.fields), f"{record.name} declares"
     else:
         names = sorted(user_experiment.names or ()) if user_experiment.has_exact_names else []

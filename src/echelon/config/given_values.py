@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.config.record_types import list_setting_names
 from echelon.config.scalar_types import SettingPath, format_path
 from echelon.config.schema import Config, flatten
+from echelon.config.settings_classes import list_setting_names
 from echelon.config.typed_values import ValueConverter, ValueProblem
 from echelon.errors import Fault, suggest_nearest
 

@@ -17,7 +17,11 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
-from echelon.config.record_types import is_record, list_union_members, read_record
+from echelon.config.settings_classes import (
+    is_settings_class,
+    list_union_members,
+    read_settings_class,
+)
 
 SettingPath = tuple[str, ...]
 """The names that lead to a setting, such as ("experiment", "optimizer", "lr")."""
@@ -235,8 +239,8 @@ def describe_hint(hint: Any) -> str:
     origin = typing.get_origin(hint) or hint
     if is_choice(hint):
         return f"one of {', '.join(list_choices(hint))}"
-    if is_record(hint):
-        return f"the settings of {read_record(hint).name}"
+    if is_settings_class(hint):
+        return f"the settings of {read_settings_class(hint).name}"
     if (scalar := find_scalar_type(origin)) is not None:
         return scalar.name
     arguments = typing.get_args(hint)

@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.config import schema
-from echelon.config.record_types import RecordField, is_record, list_union_members, read_record
 from echelon.config.scalar_types import describe_hint, format_value, is_choice
 from echelon.config.schema import Interval
+from echelon.config.settings_classes import (
+    SettingsField,
+    is_settings_class,
+    list_union_members,
+    read_settings_class,
+)
 from echelon.config.typed_values import CLASS_KEY
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
@@ -201,7 +206,7 @@ def list_settings() -> list[SettingHelp]:
 def _iter_section(prefix: str, section: type, docs: dict[str, str]) -> Iterator[SettingHelp]:
     """Yield the settings of one class of the schema."""
     for field in fields(section):
-        make = read_record(section).fields[field.name].make_default
+        make = read_settings_class(section).fields[field.name].make_default
         default = make() if make is not None else None
         if isinstance(default, dict) or (is_dataclass(default) and type(default) is not Interval):
             continue  # a section of its own, or the experiment's settings
@@ -240,7 +245,7 @@ def _iter_record(
 
     `instance` is the default of the whole record, if there is one.
     """
-    record = read_record(hint)
+    record = read_settings_class(hint)
     docs = _read_class_docs(record.cls)
     values = {} if instance is None else record.read_values(instance)
     for field in record.fields.values():
@@ -248,31 +253,31 @@ def _iter_record(
         has_default = field.name in values or field.make_default is not None
         default = values.get(field.name, field.make_default() if field.make_default else None)
         members = list_union_members(field.hint)
-        records = [m for m in members if is_record(m) and m not in (*seen, hint)]
-        inner = [r for r in records if type(default) is read_record(r).cls] or records[:1]
+        records = [m for m in members if is_settings_class(m) and m not in (*seen, hint)]
+        inner = [r for r in records if type(default) is read_settings_class(r).cls] or records[:1]
         if not inner or (default is None and has_default):
             yield _describe_field(field, name, default, has_default, docs.get(field.name, ""))
             continue
         if len(records) > 1:
-            choices = ", ".join(read_record(r).name for r in records)
+            choices = ", ".join(read_settings_class(r).name for r in records)
             text = f"{docs.get(field.name, '')} One of {choices}.".strip()
-            yield SettingHelp(f"{name}.{CLASS_KEY}", f"={read_record(inner[0]).name}", text)
+            yield SettingHelp(f"{name}.{CLASS_KEY}", f"={read_settings_class(inner[0]).name}", text)
         shown = set()
         for each in [*inner, *(r for r in records if r not in inner)]:
             value = default if each in inner and has_default else None
             for setting in _iter_record(each, f"{name}.", value, (*seen, hint)):
-                note = "" if each in inner else f"({read_record(each).name}) "
+                note = "" if each in inner else f"({read_settings_class(each).name}) "
                 if setting.name not in shown:
                     yield setting._replace(text=f"{note}{setting.text}".strip())
                 shown.add(setting.name)
 
 
 def _describe_field(
-    field: RecordField, name: str, default: Any, has_default: bool, text: str
+    field: SettingsField, name: str, default: Any, has_default: bool, text: str
 ) -> SettingHelp:
     """Return one field of a record, with the values that it may have where they are listed."""
     members = list_union_members(field.hint)
-    is_listed = any(is_choice(member) or is_record(member) for member in members)
+    is_listed = any(is_choice(member) or is_settings_class(member) for member in members)
     kind = describe_hint(field.hint)
     choices = f"{kind[:1].upper()}{kind[1:]}."
     shown = _format_default(default) if has_default else "=…  (required)"
@@ -303,7 +308,7 @@ def _read_class_docs(cls: Any) -> dict[str, str]:
     """Return what is written under or behind each field of a class and of those it inherits."""
     docs: dict[str, str] = {}
     for base in reversed(getattr(cls, "__mro__", (cls,))):
-        if is_record(base):
+        if is_settings_class(base):
             try:
                 found = _read_docs(textwrap.dedent(inspect.getsource(base)))
             except (OSError, TypeError, SyntaxError):  # made by a function, or typed into a prompt

@@ -21,18 +21,6 @@ from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
-from echelon.config.record_types import (
-    ARRAY_TYPES,
-    ARRAYS,
-    MAPPING_TYPES,
-    RecordField,
-    RecordType,
-    is_record,
-    is_same,
-    list_item_hints,
-    list_union_members,
-    read_record,
-)
 from echelon.config.scalar_types import (
     ConvertedValue,
     ScalarType,
@@ -44,6 +32,18 @@ from echelon.config.scalar_types import (
     format_value,
     is_choice,
     list_choices,
+)
+from echelon.config.settings_classes import (
+    ARRAY_TYPES,
+    ARRAYS,
+    MAPPING_TYPES,
+    SettingsClass,
+    SettingsField,
+    is_same,
+    is_settings_class,
+    list_item_hints,
+    list_union_members,
+    read_settings_class,
 )
 from echelon.errors import suggest_nearest
 
@@ -92,8 +92,8 @@ class ValueConverter:
             if (found := find_choice(hint, given)) is None:
                 self._add_choice(given, list_choices(hint), path)
             return found
-        if is_record(hint):
-            return self._convert_record(read_record(hint), given, path, default)
+        if is_settings_class(hint):
+            return self._convert_record(read_settings_class(hint), given, path, default)
         if origin in ARRAY_TYPES:
             return self._convert_array(hint, given, path, default)
         if origin in MAPPING_TYPES:
@@ -226,14 +226,14 @@ class ValueConverter:
 
         A text is the last resort, because everything can become one.
         """
-        records = {m: read_record(m) for m in members if is_record(m)}
+        records = {m: read_settings_class(m) for m in members if is_settings_class(m)}
         if records and isinstance(given, Mapping):
             return self._convert_record_union(members, records, given, path, default)
         found = []
         for member in members:
             trial = ValueConverter(self._accepts_whole_floats)
             value = trial.convert(member, given, path, default)
-            if value is not None and is_record(member) and len(records) > 1:
+            if value is not None and is_settings_class(member) and len(records) > 1:
                 plain = {CLASS_KEY: records[member].name, **value.plain}
                 value = ConvertedValue(plain, value.typed)
             if value is not None:
@@ -252,7 +252,7 @@ class ValueConverter:
     def _convert_record_union(
         self,
         members: tuple[Any, ...],
-        records: Mapping[Any, RecordType],
+        records: Mapping[Any, SettingsClass],
         given: Mapping[str, Any],
         path: SettingPath,
         default: Any,
@@ -288,7 +288,7 @@ class ValueConverter:
     # --- records ---
 
     def _convert_record(
-        self, record: RecordType, given: Any, path: SettingPath, default: Any
+        self, record: SettingsClass, given: Any, path: SettingPath, default: Any
     ) -> ConvertedValue | None:
         """Take the settings that are given, and for the others the default's or the class's own."""
         instance = None
@@ -332,8 +332,8 @@ class ValueConverter:
 
     def _convert_field(
         self,
-        record: RecordType,
-        field: RecordField,
+        record: SettingsClass,
+        field: SettingsField,
         given: Mapping[str, Any],
         path: SettingPath,
         base: Mapping[str, Any],
@@ -365,7 +365,7 @@ class ValueConverter:
         return value
 
     def _convert_default(
-        self, record: RecordType, field: RecordField, default: Any, path: SettingPath
+        self, record: SettingsClass, field: SettingsField, default: Any, path: SettingPath
     ) -> ConvertedValue | None:
         """Return the default of a field in both forms. None stands for itself, declared or not."""
         if default is None:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from echelon.config.record_types import is_record, list_union_members
 from echelon.config.scalar_types import format_path
+from echelon.config.settings_classes import is_settings_class, list_union_members
 from echelon.config.typed_values import ValueConverter, ValueProblem
 from echelon.errors import EchelonError, Fault
 
@@ -107,7 +107,7 @@ def find_settings_class(function: Callable[..., Any]) -> type | None:
     if first is None:
         return None
     hint = _read_hint(function, first)
-    records = [member for member in list_union_members(hint) if is_record(member)]
+    records = [member for member in list_union_members(hint) if is_settings_class(member)]
     if records:
         return records[0]  # type: ignore[no-any-return]
     has_default = first.default is not first.empty and first.default is not None

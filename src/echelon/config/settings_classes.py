@@ -1,8 +1,8 @@
 """What a class declares as settings: the fields of a dataclass, a NamedTuple or a TypedDict.
 
-A *record* is one of these three. This module reads records and their annotations; what becomes of
-the values is in `typed_values.py`. It imports nothing but the standard library, because workers use
-it without Hydra.
+A *settings class*, or record, is one of these three. This module reads them and their annotations;
+what becomes of the values is in `typed_values.py`. It imports nothing but the standard library,
+because workers use it without Hydra.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAPPING_TYPES: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class RecordField:
+class SettingsField:
     """One setting that a record declares."""
 
     name: str
@@ -57,11 +57,11 @@ class RecordField:
 
 
 @dataclass(frozen=True)
-class RecordType:
+class SettingsClass:
     """A class that declares settings, and its fields by name."""
 
     cls: Any
-    fields: Mapping[str, RecordField]
+    fields: Mapping[str, SettingsField]
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class RecordType:
         return {n: v for n, v in values.items() if n not in fresh or not is_same(v, fresh[n])}
 
 
-def is_record(hint: Any) -> bool:
+def is_settings_class(hint: Any) -> bool:
     """Return whether an annotation is a record, with or without type arguments."""
     cls = typing.get_origin(hint) or hint
     if not isinstance(cls, type):
@@ -102,7 +102,7 @@ def is_record(hint: Any) -> bool:
 
 
 @functools.cache
-def read_record(hint: Any) -> RecordType:
+def read_settings_class(hint: Any) -> SettingsClass:
     """Return the fields of a record; raises an EchelonError if an annotation cannot be resolved."""
     cls = typing.get_origin(hint) or hint
     try:
@@ -119,17 +119,17 @@ def read_record(hint: Any) -> RecordType:
     if dataclasses.is_dataclass(cls):
         found = _iter_dataclass_fields(cls, hints)
     elif typing.is_typeddict(cls):
-        found = (RecordField(n, h, None, n in cls.__required_keys__) for n, h in hints.items())
+        found = (SettingsField(n, h, None, n in cls.__required_keys__) for n, h in hints.items())
     else:
         found = _iter_named_tuple_fields(cls, hints)
     fields = {
         field.name: dataclasses.replace(field, hint=_substitute(field.hint, parameters))
         for field in found
     }
-    return RecordType(cls, fields)
+    return SettingsClass(cls, fields)
 
 
-def _iter_dataclass_fields(cls: Any, hints: Mapping[str, Any]) -> Iterator[RecordField]:
+def _iter_dataclass_fields(cls: Any, hints: Mapping[str, Any]) -> Iterator[SettingsField]:
     """Yield the fields that the constructor of a dataclass takes, its InitVars among them."""
     for field in cls.__dataclass_fields__.values():  # `fields()` leaves InitVars out
         hint = hints[field.name]
@@ -142,15 +142,15 @@ def _iter_dataclass_fields(cls: Any, hints: Mapping[str, Any]) -> Iterator[Recor
         elif field.default is not dataclasses.MISSING:
             make_default = functools.partial(_return_value, field.default)
         hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
-        yield RecordField(field.name, hint, make_default, is_required=make_default is None)
+        yield SettingsField(field.name, hint, make_default, is_required=make_default is None)
 
 
-def _iter_named_tuple_fields(cls: Any, hints: Mapping[str, Any]) -> Iterator[RecordField]:
+def _iter_named_tuple_fields(cls: Any, hints: Mapping[str, Any]) -> Iterator[SettingsField]:
     """Yield the fields of a NamedTuple; collections.namedtuple has no annotations."""
     for name in cls._fields:
         has_default = name in cls._field_defaults
         make = functools.partial(_return_value, cls._field_defaults[name]) if has_default else None
-        yield RecordField(name, hints.get(name, Any), make, is_required=not has_default)
+        yield SettingsField(name, hints.get(name, Any), make, is_required=not has_default)
 
 
 def _return_value(value: Any) -> Any:
@@ -195,8 +195,9 @@ def list_union_members(hint: Any) -> tuple[Any, ...]:
 def list_setting_names(hint: Any, prefix: str = "", seen: tuple[Any, ...] = ()) -> list[str]:
     """Return the dotted names of all settings of a record and of the records in it."""
     names: list[str] = []
-    for field in read_record(hint).fields.values():
-        records = [m for m in list_union_members(field.hint) if is_record(m) and m not in seen]
+    for field in read_settings_class(hint).fields.values():
+        members = list_union_members(field.hint)
+        records = [m for m in members if is_settings_class(m) and m not in seen]
         inner = [
             name
             for record in records  # a record within itself, such as a tree, is followed once
