@@ -197,6 +197,28 @@ def test_a_training_of_a_command_on_two_nodes_is_its_run(command_line: CommandLi
     assert command_line.step() == 5
 
 
+def test_a_training_of_a_command_is_its_run_over_two_jobs(command_line: CommandLine) -> None:
+    """It hears the end of its time, saves, and goes on in the same folders."""
+    words = ("trainer.steps=30", "trainer.log_steps=1", "eval_samples=9", "trainer.batch_size=6")
+    train = [*ECHELON, "train", REGRESSION, *words]
+    (command_line.folder / "one.txt").write_text(quote_words(train))
+    options = ("--configs", "one.txt", "--name", "a", "--env", "none", "--requeue")
+    submitted = command_line.type("submit", *options, ECHELON_TEST_FAULT="0:20:hear")
+    assert submitted.code == ExitCode.OK, submitted.err
+    run, job = command_line.run(), command_line.job()
+    command_line.wait_for_step(15)
+    assert read_run_status(run).state == "running"
+    assert run.read_job_id() == job
+    command_line.cluster.slurm("scancel", "--signal=USR2", job)
+    assert over(command_line, "a", 300.0) == "finished", run.get_rank_log_file(0).read_text()
+    facts = run.read_status_file()
+    assert (facts["launcher"], facts["step"], facts["total_steps"]) == ("slurm", 30, 30)
+    assert facts["best"] is not None
+    assert "resuming run a after step" in run.get_rank_log_file(0).read_text()
+    shown = json.loads(command_line.type("show", "a", "--json").out)
+    assert (shown["run"], shown["state"]) == ("a", "finished")
+
+
 def test_a_function_as_a_job(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(command_line.folder)
     monkeypatch.setenv("SLURM_CONF", str(command_line.cluster.slurm_conf))

@@ -72,18 +72,21 @@ class RunningCommand:
             ) from None
         seconds = time.monotonic() - self.began
         with suppress(AssertionError):
-            until(lambda: not marked(self.mark), _GONE_S, "gone")
-        left = [_command_of(pid) for pid in marked(self.mark)]
-        self.end()
-        return CommandResult(code, _text(self.out), _text(self.err), left, seconds)
+            until(lambda: not self._find_own(), _GONE_S, "gone")
+        left = self._find_own()
+        lines = [_command_of(pid) for pid in left]
+        _kill(left)
+        return CommandResult(code, _text(self.out), _text(self.err), lines, seconds)
+
+    def _find_own(self) -> list[int]:
+        """Those that must end with the command: not the jobs that it queued."""
+        return [pid for pid in marked(self.mark) if not _is_in_slurm_job(pid)]
 
     def read_output(self) -> str:
         return _text(self.out) + _text(self.err)
 
     def end(self) -> None:
-        for pid in marked(self.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(marked(self.mark))
         self.process.wait()
 
 
@@ -149,6 +152,18 @@ def marked(mark: str) -> list[int]:
             if folder.name.isdigit() and needle in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return [pid for pid in found if _state_of(pid) not in "ZX"]
+
+
+def _is_in_slurm_job(pid: int) -> bool:
+    with suppress(OSError):
+        return b"\0SLURM_JOB_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
