@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, dataloader
+from torch.utils.data import _utils as loader_utils
 from torch.utils.data._utils import signal_handling
 
+from echelon.data import loader_errors
 from echelon.data.batches import DatasetSource, EvalOrder
 from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
 from echelon.errors import EchelonError, ExitCode
@@ -20,8 +22,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """torch installs its handler once in a process; another test may have removed it."""
+def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch installs its handler once in a process; another test may have removed it. And it looks
+    only every five seconds whether its processes are alive."""
+    monkeypatch.setattr(loader_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    fetch = dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(fetch, "__defaults__", (0.1,))
     before = signal.getsignal(signal.SIGCHLD)
     yield
     signal.signal(signal.SIGCHLD, before)
@@ -100,7 +106,9 @@ class Missing(Dataset[torch.Tensor]):
         raise FileNotFoundError("row.npy")
 
 
-def test_an_error_of_a_sample_is_not_a_death() -> None:
+def test_an_error_of_a_sample_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the end of the process that has sent it."""
+    monkeypatch.setattr(loader_errors, "wait", lambda *_: pytest.fail("waits for a process"))
     batches = DatasetSource(Missing(), workers=1).iter_batches(EvalOrder(4, 2, 0, 1), 0, CPU)
     with pytest.raises(FileNotFoundError, match="in DataLoader worker process 0"):
         _count(batches)

@@ -24,6 +24,7 @@ _DEATH = re.compile(
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly)"
     r"(?: with exit code (?P<code>\d+))?"
 )
+_RAISED_IN_WORKER = "in DataLoader worker process"
 _IN_THIS_PROCESS = "trainer.loader_workers=0 loads in the training process and shows what fails"
 _SIGNAL_HINTS = {
     "SIGKILL": "the kernel kills so when memory runs out, see `dmesg | tail`: set fewer "
@@ -63,6 +64,8 @@ def iter_fetched(loader: Iterator[Any], workers: int) -> Iterator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
+            if _RAISED_IN_WORKER in str(error):
+                raise  # the process lives: it has sent the error of a sample
             processes = getattr(loader, "_workers", [])
             if not isinstance(error, RuntimeError):
                 ended = wait([process.sentinel for process in processes], _REAP_WAIT_S)
