@@ -34,11 +34,13 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def run_demo(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_demo(
+    clone: Path, *words: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     environ = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("UV_", "MAKE", "MFLAGS"))},
         "PATH": f"{clone / 'bin'}:/usr/bin:/bin",
-        "PYTHON": sys.executable,
+        "PYTHON": python,
         "PIP_FIND_LINKS": "/some/wheels",
     }
     return subprocess.run(
@@ -115,7 +117,7 @@ def test_nothing_is_installed_where_an_environment_is_ready(ready: Path, marker:
     assert find_phases(done.stdout) == ["training a toy on two processes"]
     os.utime(ready / "pyproject.toml")
     os.utime(ready / ".venv" / marker, (1, 1))
-    again = run_demo(ready, "scripts/demo.sh")
+    again = run_demo(ready, "scripts/demo.sh", python="/bin/false")
     assert find_phases(again.stdout)[0] == "making a virtual environment in .venv"
 
 
