@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from echelon.utils.imports import pause_garbage_collection
 from echelon.utils.processes import die_with_parent
 
 _MAX_MESSAGE_BYTES = 1 << 17
@@ -172,10 +173,10 @@ def _serve_forks(channel: socket.socket, preload: Sequence[str]) -> None:
         # The agent decides who stops. Workers inherit the mask, so that a signal that comes early
         # waits until the worker handles it.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        for name in preload:
-            importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # a garbage collection in a child would copy the pages they share
+        with pause_garbage_collection():
+            for name in preload:
+                importlib.import_module(name)
+            gc.freeze()  # a garbage collection in a child would copy the pages they share
         _answer_requests(channel)
     except ConnectionError:  # the agent has gone
         pass

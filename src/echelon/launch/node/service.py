@@ -25,6 +25,7 @@ from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
 from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
+from echelon.utils.imports import pause_garbage_collection
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -59,7 +60,8 @@ def run_node(
     once the store is open. `on_port` is called with the port of the store. `report_failure` shows
     the first failure of the world, on node 0.
     """
-    import torch  # noqa: F401  once: what is forked from here shares it
+    with pause_garbage_collection():
+        import torch  # noqa: F401  once: what is forked from here shares it
 
     fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
     # From here on threads may start; the fork server imports the rest at the same time.
