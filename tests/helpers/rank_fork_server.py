@@ -34,7 +34,9 @@ class ForkRequest:
     """A pickled call without arguments. The test's module is imported in the new process alone, so
     that no code of a test ever runs in the server."""
     output: str
-    """The file that takes its stdout and stderr."""
+    """The file that takes its stdout."""
+    errors: str
+    """The file that takes its stderr; it may be the same."""
     working_folder: str
     variables: dict[str, str]
     import_path: list[str]
@@ -57,14 +59,26 @@ class ForkServer:
         theirs.close()
         self._channel = Connection(ours.detach())
 
-    def fork(self, function: Callable[[], Any], output: Path, variables: Mapping[str, str]) -> int:
+    def fork(
+        self,
+        function: Callable[[], Any],
+        output: Path,
+        variables: Mapping[str, str],
+        errors: Path | None = None,
+        folder: Path | None = None,
+    ) -> int:
         """Start a process that calls `function`, and return its process id.
 
         The function and what is bound to it must be picklable: a function of a module, or a
-        `partial` of one.
+        `partial` of one. It runs in `folder`; stderr goes where stdout goes, or to `errors`.
         """
         request = ForkRequest(
-            pickle.dumps(function), str(output), os.getcwd(), {**os.environ, **variables}, sys.path
+            pickle.dumps(function),
+            str(output),
+            str(errors or output),
+            str(folder or Path.cwd()),
+            {**os.environ, **variables},
+            sys.path,
         )
         return int(self._ask(request))
 
@@ -117,7 +131,7 @@ def _become(request: ForkRequest) -> None:
 
         die_with_parent(os.getppid())
         os.setsid()  # what it leaves behind is found by its session
-        _redirect_output(request.output)
+        _redirect_output(request.output, request.errors)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -137,10 +151,9 @@ def _become(request: ForkRequest) -> None:
         os._exit(code)
 
 
-def _redirect_output(output: str) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def _redirect_output(output: str, errors: str) -> None:
+    for number, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
 
 

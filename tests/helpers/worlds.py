@@ -14,8 +14,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +27,7 @@ import metric_set  # noqa: F401  torchmetrics takes a second to import
 import torch
 import torch._dynamo  # DDP and the optimizers import it on first use: once here, not in every rank
 import toy_experiments
-from command_runner import free_port
+from command_runner import CommandResult, free_port
 from rank_fork_server import ForkServer
 
 from echelon.cli import run_and_report_faults, run_command
@@ -265,6 +267,26 @@ def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> list[Ended]
     """`echelon WORDS` for every command, all at once."""
     rank_main = partial(_run_command, commands=commands)
     return spawn_world(len(commands), rank_main, folder / "output-verb")
+
+
+def run_forked(command: Sequence[str], folder: Path, **variables: str) -> CommandResult:
+    """`python -m echelon WORDS` in a folder, as `command_runner.run` does it, and everything that
+    it starts; only torch is imported already, which would take longer than all of the rest."""
+    assert tuple(command[: len(ECHELON)]) == tuple(ECHELON), command
+    call = partial(_run_command, 0, "", [list(command[len(ECHELON) :])])
+    with tempfile.TemporaryDirectory() as outside:
+        out, err = Path(outside) / "out", Path(outside) / "err"
+        server, began = _fork_server(), time.monotonic()
+        pid = server.fork(call, out, variables, err, folder)
+        try:
+            [code] = _wait_all(server, [pid], end_together=False, limit_s=LIMIT_S)
+            seconds = time.monotonic() - began
+            with suppress(AssertionError):
+                require_gone([pid])
+            left = [str(each) for each in members([pid])]
+        finally:
+            kill_sessions([pid])
+        return CommandResult(code, out.read_text(), err.read_text(), left, seconds)
 
 
 def _run_command(rank: int, master: str, commands: Sequence[Sequence[str]]) -> None:

@@ -23,6 +23,7 @@ from command_runner import (
     only_run,
     status,
 )
+from worlds import run_forked
 
 FAULTY = HERE / "faulty_experiment.py"
 TRAIN = (*ECHELON, "train", f"experiment={FAULTY}:experiment", *TWO)
@@ -83,7 +84,7 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_guilty_rank_has_the_last_word_everywhere(case: Case, tmp_path: Path) -> None:
-    done = command_runner.run([*TRAIN, *case.words], tmp_path)
+    done = run_forked([*TRAIN, *case.words], tmp_path)
     assert done.code == 1, done.err
     assert done.left == []
     folder = only_run(tmp_path)
@@ -115,7 +116,7 @@ def test_the_guilty_rank_has_the_last_word_everywhere(case: Case, tmp_path: Path
 def test_a_rank_alone_says_its_cause_as_well(tmp_path: Path) -> None:
     """Nobody else is there to publish it to, but its agent is."""
     case = Case("error", 0, "step", 5, 4, ERROR)
-    done = command_runner.run([*TRAIN, *case.words, "launch.procs=1"], tmp_path)
+    done = run_forked([*TRAIN, *case.words, "launch.procs=1"], tmp_path)
     assert done.code == 1, done.err
     for text in (done.err, *_logs(only_run(tmp_path))):
         assert text.rstrip().endswith(f"rank 0 on {HOST} failed after step 4: {ERROR}")
@@ -125,7 +126,7 @@ def test_a_rank_alone_says_its_cause_as_well(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_alone_leaves_with_the_code_of_its_fault(tmp_path: Path) -> None:
     words = [*ECHELON, "train", "launch=local", "launch.procs=1", "trainer.profile=1000"]
-    done = command_runner.run(words, tmp_path)
+    done = run_forked(words, tmp_path)
     assert done.code == 2, done.err
     assert "error: trainer.profile=1000, after 5 steps to warm up, but the run has 192" in done.err
 
@@ -134,9 +135,7 @@ def test_a_rank_alone_leaves_with_the_code_of_its_fault(tmp_path: Path) -> None:
 def test_a_slow_rank_is_not_called_hung(tmp_path: Path) -> None:
     """Rank 1 evaluates for longer than the limit, a batch at a time, while rank 0 waits for it."""
     words = ["fault=slow", "on=1", "phase=every-evaluation", "launch.hang_s=4", *SETTINGS]
-    done = command_runner.run(
-        [*TRAIN, *words, "trainer.eval_batch_size=1", "trainer.epochs=1"], tmp_path
-    )
+    done = run_forked([*TRAIN, *words, "trainer.eval_batch_size=1", "trainer.epochs=1"], tmp_path)
     assert done.code == 0, done.err
 
 
@@ -146,7 +145,7 @@ def test_a_slow_rank_is_not_called_hung(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def clean_curve(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
     folder = tmp_path_factory.mktemp("clean")
-    done = command_runner.run([*TRAIN, *SETTINGS], folder)
+    done = run_forked([*TRAIN, *SETTINGS], folder)
     assert done.code == 0, done.err
     return curve(only_run(folder))
 
@@ -167,7 +166,7 @@ def test_a_restart_goes_on_with_the_same_curve(
     case: Case, clean_curve: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     words = [*case.words, "launch.max_restarts=1", f"once={tmp_path}/once"]
-    done = command_runner.run([*TRAIN, *words], tmp_path)
+    done = run_forked([*TRAIN, *words], tmp_path)
     assert done.code == 0, done.err
     assert done.left == []
     assert (tmp_path / "once").exists()  # it did fail
@@ -186,11 +185,11 @@ def test_a_killed_agent_takes_everything_with_it_and_the_same_command_goes_on(
     words = [*TRAIN, *Case("kill agent", 1, "step", 15, 14, "").words]
     words += ["run.name=a", f"once={tmp_path}/once"]
     words += [f"after={tmp_path}/runs/a/snapshots/step-000000010"]
-    done = command_runner.run(words, tmp_path)
+    done = run_forked(words, tmp_path)
     assert done.code == -signal.SIGKILL
     assert done.left == []
     assert status(only_run(tmp_path))["state"] == "running"  # nobody was left to say it
-    again = command_runner.run(words, tmp_path)
+    again = run_forked(words, tmp_path)
     assert again.code == 0, again.err
     assert "resuming run a after step 10" in again.err
     assert curve(only_run(tmp_path)) == clean_curve
@@ -199,7 +198,7 @@ def test_a_killed_agent_takes_everything_with_it_and_the_same_command_goes_on(
 @pytest.mark.slow
 def test_when_the_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) -> None:
     words = Case("error", 1, "step", 5, 4, ERROR).words
-    done = command_runner.run([*TRAIN, *words, "launch.max_restarts=1"], tmp_path)
+    done = run_forked([*TRAIN, *words, "launch.max_restarts=1"], tmp_path)
     assert done.code == 1
     assert done.left == []
     assert done.err.count("starting again") == 1
@@ -373,7 +372,7 @@ def test_a_read_only_folder_is_a_sentence(
 def test_nan_names_the_step_and_the_last_good_snapshot(how: str, tmp_path: Path) -> None:
     case = Case("error", 1, "nan", 8, 8, "the loss is nan at step 8")
     if how == "local":
-        all_done = [command_runner.run([*TRAIN, *case.words, "trainer.save.steps=3"], tmp_path)]
+        all_done = [run_forked([*TRAIN, *case.words, "trainer.save.steps=3"], tmp_path)]
     else:
         all_done = _by_hand(case, tmp_path, "trainer.save.steps=3")
     folder = only_run(tmp_path)
