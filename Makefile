@@ -22,7 +22,7 @@ test: $(READY)  ## everything that runs on a CPU
 
 # Side by side: all of them wait more than they compute.
 slow-here: check
-	$(PYTEST) tests --ignore=tests/cluster -n 2 --dist worksteal -m $(SLOW) < /dev/null
+	$(PYTEST) tests --ignore=tests/cluster -n 3 --dist worksteal -m $(SLOW) < /dev/null
 
 slow-cluster: $(READY)
 	$(PYTEST) tests/cluster -n 2 --dist loadgroup -m $(SLOW) < /dev/null

@@ -290,6 +290,7 @@ def run_forked(command: Sequence[str], folder: Path, **variables: str) -> Comman
 
 
 def _run_command(rank: int, master: str, commands: Sequence[Sequence[str]]) -> None:
+    sys.argv = ["echelon", *commands[rank]]  # code of the user may read it
     raise SystemExit(run_and_report_faults(lambda: run_command(list(commands[rank]))))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import command_runner
 import pytest
 from command_runner import ECHELON, TWO
+from worlds import run_forked
 
 FILE = """
 from dataclasses import dataclass, field
@@ -60,13 +61,13 @@ RECEIVED = (
 def test_every_rank_and_a_resumed_run_receive_the_same_objects(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FILE)
     words = ("experiment=own.py:experiment", *WORDS, "trainer.batch_size=4", "run.name=a")
-    ended = command_runner.run([*ECHELON, "train", *words, *TWO, "trainer.steps=2"], tmp_path)
+    ended = run_forked([*ECHELON, "train", *words, *TWO, "trainer.steps=2"], tmp_path)
     assert ended.code == 0, ended.err
     assert [(tmp_path / f"cfg-{rank}").read_text() for rank in (0, 1)] == [RECEIVED] * 2
     stored = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())["experiment"]
     assert stored["optimizer"] == {"class": "Adam", "lr": 0.1, "betas": [0.0, 0.5]}
     alone = ("launch=inline", "trainer.steps=4")
-    ended = command_runner.run([*ECHELON, "resume", "a", *alone], tmp_path)
+    ended = run_forked([*ECHELON, "resume", "a", *alone], tmp_path)
     assert ended.code == 0, ended.err
     assert (tmp_path / "cfg-one").read_text() == RECEIVED
 

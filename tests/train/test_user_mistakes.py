@@ -981,9 +981,10 @@ def test_data_that_differs_between_ranks(drawn: str, said: str, tmp_path: Path) 
         SHORT, "train_data=(x, x)"
     )
     _write(tmp_path, f"import os, sys, torch\nx = {drawn}\n{of_file}")
-    own = ["experiment=own.py:experiment", "trainer.batch_size=4"]
+    own = [f"experiment={tmp_path / 'own.py'}:experiment", "trainer.batch_size=4"]
     words = [*own, "world_size=2", f"master=127.0.0.1:{command_runner.free_port()}"]
-    commands = [[*ECHELON, "train", f"rank={rank}", *words] for rank in (0, 1)]
-    for done in command_runner.together(commands, tmp_path):
-        assert done.left == []
+    where = f"run.dir={tmp_path / 'runs'}"
+    for done in run_commands(
+        tmp_path, [["train", f"rank={rank}", where, *words] for rank in (0, 1)]
+    ):
         assert f"train_data is not the same on all ranks: {said}" in _sentence(done, ExitCode.USAGE)
