@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_runner import ECHELON, is_a_sentence_and_a_hint, run
+from worlds import run_forked
 
 from echelon.errors import ExitCode
 
@@ -78,7 +79,7 @@ def test_this_machine_trains_and_all_reduces(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_training_looks_first_where_it_is_asked_to(tmp_path: Path) -> None:
     words = ("train", "launch=local", "launch.procs=2", "launch.preflight=true", "samples=64")
-    done = run((*ECHELON, *words, "trainer.epochs=1"), tmp_path)
+    done = run_forked((*ECHELON, *words, "trainer.epochs=1"), tmp_path)
     assert done.code == ExitCode.OK, done.out + done.err
     assert "all-reduce\tgloo, the sum is right" in done.out
     assert "step 2/2" in done.err + done.out

@@ -24,6 +24,7 @@ from command_runner import (
     only_run,
     status,
 )
+from worlds import run_forked
 
 from echelon.cli import run_and_report_faults, run_command
 
@@ -98,7 +99,7 @@ def test_two_processes_leave_a_whole_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_default_is_one_process_where_there_is_no_device(tmp_path: Path) -> None:
-    done = command_runner.run([*TRAIN, "launch=local", *QUICK], tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = run_forked([*TRAIN, "launch=local", *QUICK], tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.code == 0, done.err
     assert done.left == []
     assert [p.name for p in (only_run(tmp_path) / "logs").glob("*.log")] == ["rank-0.log"]

@@ -12,9 +12,17 @@ from statistics import median
 import pytest
 import slow_rank_experiment
 import toy_experiments
-from command_runner import is_a_sentence_and_a_hint, run
+from command_runner import is_a_sentence_and_a_hint
 from slow_rank_experiment import experiment
-from worlds import ECHELON, Trained, losses, snapshot_steps, train_config, train_world
+from worlds import (
+    ECHELON,
+    Trained,
+    losses,
+    run_forked,
+    snapshot_steps,
+    train_config,
+    train_world,
+)
 
 from echelon.config.compose import compose
 from echelon.config.schema import Config, ReplicaConfig, TrainerConfig
@@ -159,7 +167,7 @@ def test_a_stop_within_a_profile(tmp_path: Path) -> None:
         "run.name=a",
     ]
     words += ["trainer.batch_size=5", "trainer.epochs=300"]
-    ended = run([*ECHELON, "train", *words], tmp_path, ECHELON_TEST_FAULT="0:100:TERM")
+    ended = run_forked([*ECHELON, "train", *words], tmp_path, ECHELON_TEST_FAULT="0:100:TERM")
     assert (ended.code, ended.left) == (75, []), ended.err
     assert "after step 101 of 1200; everything is saved" in ended.err
     assert "the run ended within steps 6 to 505: no profile" in ended.err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_runner import ECHELON, metrics, run, started, until
+from worlds import run_forked
 
 from echelon.runs.history import read_history
 from echelon.runs.metrics_summary import load_summary
@@ -30,7 +31,7 @@ def test_a_run_that_was_killed_and_went_on_with_more_processes(tmp_path: Path) -
     assert first.cause == "killed"
     resumed_at = run_folder.find_newest_step()
     words = [*ECHELON, "resume", "a", "launch.procs=3", f"trainer.steps={killed_at + 20}"]
-    done = run(words, tmp_path)
+    done = run_forked(words, tmp_path)
     assert done.code == 0, done.err
     first, second = read_history(run_folder, is_running=False).phases
     assert (first.last_step, first.cause) == (killed_at, "killed"), "written down before the cut"
@@ -47,7 +48,7 @@ def test_one_process_that_failed_and_a_program(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import echelon\ndef experiment(cfg):\n    raise RuntimeError('no data')\n"
     )
-    failed = run([*TRAIN, "experiment=own.py:experiment"], tmp_path)
+    failed = run_forked([*TRAIN, "experiment=own.py:experiment"], tmp_path)
     assert failed.code != 0
     (phase,) = read_history(Run(tmp_path / "runs" / "a"), is_running=False).phases
     assert (phase.launcher, phase.processes, phase.trained_since) == ("inline", 1, None)

@@ -710,13 +710,13 @@ def test_leftovers_go_at_the_next_open(two: Path) -> None:
 def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
     """In a process of its own: it forks, and needs to have one thread."""
     out = tmp_path / "report.json"
-    command = [sys.executable, snapshot_kills.__file__, "--kills", "20", "--flips", "50"]
-    command += ["--most-calls", "25", "--folder", str(tmp_path), "--json", str(out)]
+    command = [sys.executable, snapshot_kills.__file__, "--kills", "8", "--flips", "30"]
+    command += ["--most-calls", "12", "--folder", str(tmp_path), "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     report = json.loads(out.read_text())["found"]
     assert snapshot_kills.bad(report) == 0, done.stdout + done.stderr
-    assert report["random"]["kills"] == 20
-    assert report["operations"]["kills"] == 25
+    assert report["random"]["kills"] == 8
+    assert report["operations"]["kills"] == 12
 
 
 def test_other_threads_run_while_a_snapshot_is_written(tmp_path: Path) -> None:

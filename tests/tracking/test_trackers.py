@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import command_runner
 import pytest
 import wandb_files
 from command_runner import ECHELON, HERE, TWO, CommandResult, only_run
 from wandb_server import ServedRun, Server, serving
-from worlds import Trained, train_world
+from worlds import Trained, run_forked, train_world
 
 from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
@@ -75,10 +74,10 @@ def test_after_a_kill_and_a_resume_there_is_one_run_with_every_number(tmp_path: 
         "ECHELON_TEST_AFTER": str(tmp_path / "runs" / "a" / "snapshots" / "step-000000010"),
     }
     train = [*ECHELON, "train", EXPERIMENT, *TWO, *SIZE, *words, "run.name=a"]
-    killed = command_runner.run(train, tmp_path, **env, **fault)
+    killed = run_forked(train, tmp_path, **env, **fault)
     assert killed.code == 1, killed.err
     assert killed.left == []
-    resumed = command_runner.run([*ECHELON, "resume", "a"], tmp_path, **env)
+    resumed = run_forked([*ECHELON, "resume", "a"], tmp_path, **env)
     assert resumed.code == 0, resumed.err
     assert resumed.left == []
 
