@@ -43,6 +43,7 @@ TITLES = {
     "snapshots": "Saving and reading back 600 MB",
     "reading": "Preparing 20 million ratings",
     "feeding": "Feeding a recommender",
+    "loading": "Loading samples with processes",
     "recommender": "Training a recommender",
     "environments": "Building an environment",
     "on_slurm": "On a Slurm cluster of several hosts",

@@ -521,11 +521,11 @@ DATA_MISTAKES = {
     "a label too high": ("(x, x[:, 0].long() * 7)", "cross_entropy", ("Target 7", "an output")),
     "samples of other shapes": (
         *("[(a[: 1 + i % 2], a[:1]) for i, a in enumerate(x)]", "mse_loss"),
-        ("the samples of the experiment's data differ in shape", "padding"),
+        ("the samples of the experiment's data differ in shape", "padding", "collate_fn="),
     ),
     "samples that are objects": (
         *("[(a, object()) for a in x]", "mse_loss"),
-        ("cannot be put into a batch", "__getitem__"),
+        ("cannot be put into a batch", "__getitem__", "collate_fn="),
     ),
     "one sample for a batch norm": (
         *("(x[:1], x[:1, :1])", "mse_loss"),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
-from zlib import crc32
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from echelon.data.loader_errors import iter_fetched, remove_death_signal
+from echelon.data.batch_structure import move_batch
+from echelon.data.loader_options import describe_loader
 from echelon.data.sample_order import count_batches
+from echelon.data.sample_seeds import derive_seeds
 from echelon.errors import EchelonError, Fault
+
+if TYPE_CHECKING:
+    from echelon.data.sample_fetcher import SampleShare
 
 _COLUMN_TYPES = (Tensor, np.ndarray)
 _BLOCK_BYTES = 8 << 20
@@ -58,8 +60,21 @@ class BatchOrder(Protocol):
     """Which samples this rank takes, batch by batch: `EpochOrder` to train, `EvalOrder` to
     evaluate."""
 
+    @property
+    def seed(self) -> int:
+        """Together with the epoch, what the random numbers of a sample depend on."""
+        ...
+
+    @property
+    def epoch(self) -> int: ...
+
     def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         """Yields the samples of several batches, joined, and the number of samples of each."""
+        ...
+
+    def iter_draws(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yields the same with the numbers that samples are seeded by: their indices, plus a
+        multiple of the size of the data for a sample that comes again."""
         ...
 
 
@@ -75,6 +90,9 @@ class EvalOrder:
     batch_size: int
     rank: int
     world_size: int
+    seed: int = 0
+    epoch: int = -1
+    """Of no training epoch: a sample draws the same random numbers in every evaluation."""
 
     @property
     def max_batches(self) -> int:
@@ -88,6 +106,10 @@ class EvalOrder:
             start = number * self.batch_size
             stop = min(start + self.batch_size, self.size)
             yield torch.arange(start, stop), [stop - start]
+
+    def iter_draws(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yields the same: every sample comes once."""
+        return self.iter_blocks(first_batch)
 
 
 class BatchSource(Protocol):
@@ -104,9 +126,30 @@ class BatchSource(Protocol):
         """Yields this rank's share of every global batch from number `first` on."""
         ...
 
+    def fetch_batch(
+        self, order: BatchOrder, number: int, device: torch.device
+    ) -> Batch | BlockSlice:
+        """Return this rank's share of one global batch, also while others are iterated."""
+        ...
 
-def make_source(data: Any, name: str, workers: int, device: torch.device) -> BatchSource:
-    """Return the source for the data of an experiment; `name` is the field that an error names."""
+    def close(self) -> None:
+        """Ends what serves the source, such as loader processes. A second call does nothing."""
+        ...
+
+
+def make_source(
+    data: Any,
+    name: str,
+    workers: int,
+    device: torch.device,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> BatchSource:
+    """Return the source for the data of an experiment; `name` is the field that an error names.
+
+    `collate_fn` makes a batch of a list of samples, which rows of tensors then are too. `options`
+    are DataLoader's, for the loader processes.
+    """
     if (columns := get_columns(data)) is not None:
         if not all(t.ndim for t in columns):
             raise _make_data_error(
@@ -117,9 +160,16 @@ def make_source(data: Any, name: str, workers: int, device: torch.device) -> Bat
             raise _make_data_error(
                 f"the tensors of {name} have {sizes} rows", "give each one row per sample"
             )
-        source: BatchSource = TensorSource(tuple(_as_tensor(t, name) for t in columns), device)
+        tensors = tuple(_as_tensor(t, name) for t in columns)
+        if collate_fn is None:
+            source: BatchSource = TensorSource(tensors, device)
+        else:
+            from torch.utils.data import TensorDataset
+
+            rows = TensorDataset(*tensors)
+            source = DatasetSource(rows, workers, device, collate_fn, options)
     elif _is_indexable(data):
-        source = DatasetSource(data, workers)
+        source = DatasetSource(data, workers, device, collate_fn, options)
     else:
         raise _make_not_indexable_error(data, name)
     if len(source) == 0:
@@ -166,8 +216,7 @@ def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
     if isinstance(data, DataLoader):
         return _make_data_error(
             f"{name} is a DataLoader, but every process makes its own share of each batch here",
-            "give its dataset, loader.dataset, and set trainer.batch_size and "
-            "trainer.loader_workers",
+            describe_loader(data, name),
         )
     return _make_data_error(
         f"{name} is of type {type(data).__name__}, which has no length or no samples by index",
@@ -235,6 +284,15 @@ class TensorSource:
                 for data, count in zip(pieces, sizes, strict=True):
                     yield Batch(tuple(map(_align_memory, data)) if count else None, count)
 
+    def fetch_batch(
+        self, order: BatchOrder, number: int, device: torch.device
+    ) -> Batch | BlockSlice:
+        """Return this rank's share of one global batch."""
+        return next(self.iter_batches(order, number, device))
+
+    def close(self) -> None:
+        """Does nothing: tensors need no processes."""
+
 
 def _align_memory(piece: Tensor) -> Tensor:
     """Return the tensor at an aligned address, copied where necessary.
@@ -266,87 +324,66 @@ class DatasetSource:
     """Any Dataset with a length, fetched in this process or ahead of time by torch's loader
     processes."""
 
-    def __init__(self, dataset: Any, workers: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        workers: int,
+        device: torch.device | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        from echelon.data.sample_fetcher import LoaderProcesses, SampleFetcher
+
         self.dataset = dataset
-        self.workers = workers
         self.storage_device = torch.device("cpu")
+        self._fetcher = SampleFetcher(dataset, collate_fn)
+        self._processes = (
+            LoaderProcesses(self._fetcher, workers, options or {}, device or self.storage_device)
+            if workers
+            else None
+        )
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def iter_batches(self, order: BatchOrder, first: int, device: torch.device) -> Iterator[Batch]:
         """Yields this rank's shares on the device."""
-        shares = _RankBatchSampler(order, first)
-        fetched = (
-            self._iter_loader(shares, device) if self.workers else map(self._collate_rows, shares)
+        if self._processes is None:
+            for share in self._iter_shares(order, first):
+                yield self._fetch_share(share, device)
+            return
+        fetched = self._processes.iter_batches(
+            share for share in self._iter_shares(order, first) if share.rows
         )
-        for rows, data in zip(shares, fetched, strict=True):
-            yield Batch(_move_to_device(data, device) if rows else None, len(rows))
+        for share in self._iter_shares(order, first):
+            data = move_batch(next(fetched), device) if share.rows else None
+            yield Batch(data, len(share.rows))
 
-    def _collate_rows(self, rows: list[int]) -> Any:
-        """Fetches the samples of one share and collates them as torch's DataLoader does."""
-        from torch.utils.data import default_collate
+    def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:
+        """Return this rank's share of one batch. Loader processes that work on others are left
+        alone."""
+        return self._fetch_share(next(self._iter_shares(order, number)), device)
 
-        if not rows:
-            return None
-        if hasattr(self.dataset, "__getitems__"):
-            return default_collate(self.dataset.__getitems__(rows))
-        return default_collate([self.dataset[i] for i in rows])
+    def close(self) -> None:
+        """Ends the loader processes."""
+        if self._processes is not None:
+            self._processes.close()
 
-    def _iter_loader(self, shares: _RankBatchSampler, device: torch.device) -> Iterator[Any]:
-        """Yields the collated shares from loader processes, and None for an empty share."""
-        from torch.utils.data import DataLoader
+    def _fetch_share(self, share: SampleShare, device: torch.device) -> Batch:
+        """Fetches a share in this process."""
+        data = move_batch(self._fetcher.fetch(share), device) if share.rows else None
+        return Batch(data, len(share.rows))
 
-        previous_handler = signal.getsignal(signal.SIGCHLD)
-        loader = iter(
-            DataLoader(
-                self.dataset,
-                batch_sampler=_NonEmptyBatchSampler(
-                    shares
-                ),  # torch's loader cannot fetch an empty batch
-                num_workers=self.workers,
-                pin_memory=device.type == "cuda",
-                # The loader draws a seed for its workers when it starts, and a resumed run starts
-                # it at another moment. A generator of its own keeps the model's random numbers the
-                # same.
-                generator=torch.Generator().manual_seed(crc32(repr(shares).encode())),
-            )
-        )
-        remove_death_signal(previous_handler)
-        fetched = iter_fetched(loader, self.workers)
-        for rows in shares:
-            yield next(fetched) if rows else None
+    def _iter_shares(self, order: BatchOrder, first: int) -> Iterator[SampleShare]:
+        """Yields the samples of this rank, batch by batch, with their seeds."""
+        from echelon.data.sample_fetcher import SampleShare
 
-
-@dataclass(frozen=True)
-class _RankBatchSampler:
-    """The rows of this rank, batch by batch. Iterating again draws the order again."""
-
-    order: BatchOrder
-    first: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for indices, counts in self.order.iter_blocks(self.first):
-            numbers = indices.tolist()
+        for draws, counts in order.iter_draws(first):
+            rows = (draws % len(self.dataset)).tolist()
+            seeds = derive_seeds(order.seed, order.epoch, draws)
             for stop, count in zip(accumulate(counts), counts, strict=True):
-                yield numbers[stop - count : stop]
-
-
-@dataclass(frozen=True)
-class _NonEmptyBatchSampler:
-    """The shares without the empty ones, which torch's loader cannot fetch."""
-
-    shares: _RankBatchSampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return filter(None, iter(self.shares))
-
-
-def _move_to_device(data: Any, device: torch.device) -> Any:
-    """Moves all tensors of a batch to a device."""
-    if device.type == "cpu":
-        return data
-    return tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), data)
+                begin = stop - count
+                yield SampleShare(rows[begin:stop], seeds[begin:stop])
 
 
 def _make_data_error(what: str, do: str) -> EchelonError:

@@ -8,10 +8,11 @@ fetched: torch looks every five seconds there whether its processes are alive.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -24,6 +25,7 @@ _DEATH = re.compile(
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly)"
     r"(?: with exit code (?P<code>\d+))?"
 )
+_TIMED_OUT = re.compile(r"DataLoader timed out after ([\d.]+) seconds")
 _RAISED_IN_WORKER = "in DataLoader worker process"
 _IN_THIS_PROCESS = "trainer.loader_workers=0 loads in the training process and shows what fails"
 _SIGNAL_HINTS = {
@@ -52,32 +54,51 @@ def _is_from_torch(handler: Any) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("torch.utils.data.")
 
 
-def iter_fetched(loader: Iterator[Any], workers: int) -> Iterator[Any]:
-    """Yield the batches of a DataLoader's iterator, and raise a fault where its process died.
+def iter_fetched(loader: Any, workers: int) -> Iterator[Any]:
+    """Yield the batches of a DataLoader, and raise a fault where one of its processes died.
+
+    Processes that serve several iterations may also have died since the last one.
+    """
+    previous_handler = signal.getsignal(signal.SIGCHLD)
+    with _explain_death(lambda: loader._iterator, workers):
+        iterator = iter(loader)
+    remove_death_signal(previous_handler)
+    while True:
+        with _explain_death(lambda: iterator, workers):
+            batch = next(iterator, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END = object()
+
+
+@contextlib.contextmanager
+def _explain_death(get_iterator: Callable[[], Any], workers: int) -> Iterator[None]:
+    """Raise a fault instead of an error that the death of a loader process caused.
 
     A process that dies while its batch is received breaks a connection, so the error itself may be
     of any kind; whether a process is gone decides.
     """
-    while True:
-        try:
-            batch = next(loader)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:
-            if _RAISED_IN_WORKER in str(error):
-                raise  # the process lives: it has sent the error of a sample
-            processes = getattr(loader, "_workers", [])
-            if not isinstance(error, RuntimeError):
-                ended = wait([process.sentinel for process in processes], _REAP_WAIT_S)
-                for process in processes:
-                    # Its descriptors are closed a moment before its exit code can be read.
-                    if process.sentinel in ended:
-                        process.join()
-            dead = [p for p in processes if p.exitcode]
-            if not dead:
-                raise
-            raise _make_dead_loader_error(dead[0].pid, dead[0].exitcode, workers) from error
-        yield batch
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError) as error:
+        if _RAISED_IN_WORKER in str(error):
+            raise  # the process lives: it has sent the error of a sample
+        if (late := _TIMED_OUT.match(str(error))) is not None:
+            raise _make_timeout_error(late[1]) from error
+        processes = getattr(get_iterator(), "_workers", [])
+        if not isinstance(error, RuntimeError):
+            ended = wait([process.sentinel for process in processes], _REAP_WAIT_S)
+            for process in processes:
+                # Its descriptors are closed a moment before its exit code can be read.
+                if process.sentinel in ended:
+                    process.join()
+        dead = [p for p in processes if p.exitcode]
+        if not dead:
+            raise
+        raise _make_dead_loader_error(dead[0].pid, dead[0].exitcode, workers) from error
 
 
 def explain_dead_loader(error: BaseException, workers: int) -> EchelonError | None:
@@ -108,6 +129,18 @@ def _make_dead_loader_error(pid: object, exit_code: int, workers: int) -> Echelo
             f"a process that loads data (pid {pid}, trainer.loader_workers={workers}) "
             f"{f'was killed by {name}' if name else how}; the training process itself did not fail",
             _SIGNAL_HINTS.get(name, _IN_THIS_PROCESS),
+        ),
+        exit=ExitCode.FAILED,
+    )
+
+
+def _make_timeout_error(seconds: str) -> EchelonError:
+    """Return the error for a batch that did not come in time."""
+    return EchelonError(
+        Fault(
+            f"loader={{'timeout': {seconds}}}, and the loader processes gave no batch for so long",
+            "look at what a sample waits for (trainer.loader_workers=0 shows it), or give more "
+            "time",
         ),
         exit=ExitCode.FAILED,
     )

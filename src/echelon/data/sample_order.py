@@ -178,9 +178,14 @@ def compute_share(
     0's: those of a step in which it saw no sample would stay as they were.
     """
     start = min(batch * batch_size, size)
-    length = min(batch_size, size - start)
+    share = cut_share(min(batch_size, size - start), rank, world_size)
+    return SampleRange(start + share.start, start + share.stop)
+
+
+def cut_share(length: int, rank: int, world_size: int) -> SampleRange:
+    """Return which of the `length` samples of a global batch a rank takes."""
     first, stop = (-(-length * each // world_size) for each in (rank, rank + 1))  # rounded up
-    return SampleRange(start + first, start + stop)
+    return SampleRange(first, stop)
 
 
 def count_batches(size: int, batch_size: int) -> int:
@@ -224,6 +229,15 @@ class EpochOrder:
             stop = self._find_run_end(first_batch, samples)
             yield self._draw_indices(first_batch, stop)
             first_batch, samples = stop, min(4 * samples, self._max_block_samples)
+
+    def iter_draws(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yields the same: no sample comes twice in an epoch, so its index is what it is seeded
+        by."""
+        return self.iter_blocks(first_batch)
+
+    def count_samples(self, batch: int) -> int:
+        """Return the samples of a global batch; the last one of an epoch may have fewer."""
+        return min(self.batch_size, self.size - batch * self.batch_size)
 
     @property
     def _max_block_samples(self) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.data.batches import get_columns
+from echelon.data.loader_options import find_loader_faults
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.sparse_parameters import find_sparse_tables
 
@@ -52,6 +53,7 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
     else:  # a wrapper may replace the parameters, and the optimizer is not to blame for that
         yield from _find_optimizer_faults(experiment.model, experiment.optimizer)
     yield from _find_column_faults(experiment)
+    yield from _find_batch_faults(experiment)
     if isinstance(experiment.loss, type):
         yield Fault(
             f"the experiment's loss is {describe_wrong_type(experiment.loss)}",
@@ -220,6 +222,48 @@ def _find_column_faults(experiment: Experiment) -> Iterator[Fault]:
                 "give (*inputs, target), or say how a batch is used: echelon.Experiment(…, "
                 "predict=lambda model, batch: (model(…), target))",
             )
+
+
+def _find_batch_faults(experiment: Experiment) -> Iterator[Fault]:
+    """Yields what is wrong with how batches are made: collate_fn, samplers and loader."""
+    collate = experiment.collate_fn
+    if collate is not None and (not callable(collate) or not _accepts_arguments(collate, 1)):
+        found = (
+            f"does not take one argument: {_format_signature(collate)}"
+            if callable(collate)
+            else f"is {describe_wrong_type(collate)}"
+        )
+        yield Fault(f"the experiment's collate_fn {found}", "give (list of samples) → batch")
+    for name in ("sampler", "batch_sampler"):
+        if (sampler := getattr(experiment, name)) is not None:
+            yield from _find_sampler_faults(name, sampler)
+    if experiment.sampler is not None and experiment.batch_sampler is not None:
+        yield Fault(
+            "the experiment has both a sampler and a batch_sampler",
+            "give one of them: a batch_sampler gives whole batches",
+        )
+    if experiment.loader is not None:
+        yield from find_loader_faults(experiment.loader)
+
+
+def _find_sampler_faults(name: str, sampler: Any) -> Iterator[Fault]:
+    """Yields what is wrong with a sampler before it is asked for anything."""
+    if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
+        yield Fault(
+            f"the experiment's {name} is {describe_wrong_type(sampler)}",
+            "give what torch's DataLoader takes, such as a torch.utils.data.WeightedRandomSampler",
+        )
+    elif isinstance(sampler, Iterator):
+        yield Fault(
+            f"the experiment's {name} is an iterator, which gives one epoch and is used up",
+            "give an object whose __iter__ begins anew, such as a list or a torch Sampler",
+        )
+    elif getattr(sampler, "num_replicas", 1) != 1:
+        yield Fault(
+            f"the experiment's {name}, a {type(sampler).__name__}, gives the share of one of "
+            f"{sampler.num_replicas} processes, but Echelon cuts the shares itself",
+            "give the sampler of all samples, or leave it out: every epoch is shuffled",
+        )
 
 
 def _has_custom_call(model: nn.Module) -> bool:

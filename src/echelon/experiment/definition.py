@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,20 @@ class Experiment:
 
                     def predict(model, batch):
                         return model(batch["tokens"]).logits, batch["label"]
+
+    collate_fn  Makes a batch of a list of samples, of train_data and eval_data, as for torch's
+                DataLoader. Without it torch's default_collate does.
+    sampler     Gives the indices of train_data in the order of an epoch, as for torch's DataLoader,
+                such as a WeightedRandomSampler. It gives the order of all processes together;
+                Echelon cuts it into batches of trainer.batch_size, and those into shares. It has to
+                give the same order for the same epoch: random, numpy, torch and its own `generator`
+                are seeded before, and its set_epoch(epoch) is called. Without it every epoch is
+                shuffled.
+    batch_sampler  The same with lists of indices, each a batch of all processes together.
+                trainer.batch_size then counts in evaluations only.
+    loader      A dict of further options of torch's DataLoader for trainer.loader_workers
+                processes: multiprocessing_context, persistent_workers (True by default),
+                pin_memory, prefetch_factor, timeout, worker_init_fn.
     """
 
     model: nn.Module
@@ -79,6 +93,10 @@ class Experiment:
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
     scaler: torch.amp.GradScaler | None = None
     predict: Predict | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Iterable[int] | None = None
+    batch_sampler: Iterable[Sequence[int]] | None = None
+    loader: Mapping[str, Any] | None = None
 
 
 def default_predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:

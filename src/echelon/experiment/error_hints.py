@@ -49,13 +49,15 @@ _KNOWN_CAUSES = (
             r"each element in list of batch should be of equal"
         ),
         "the samples of the experiment's data differ in shape",
-        "give every sample the same shape, for example by padding in the Dataset's __getitem__",
+        "give every sample the same shape, for example by padding in the Dataset's __getitem__, "
+        "or make batches yourself: echelon.Experiment(…, collate_fn=…)",
     ),
     (
         re.compile(r"default_collate: batch must contain"),
         "the samples of the experiment's data cannot be put into a batch",
         "return tensors, arrays or numbers from the Dataset's __getitem__, of an image for example "
-        "torchvision.transforms.functional.to_tensor(image)",
+        "torchvision.transforms.functional.to_tensor(image), or make batches yourself: "
+        "echelon.Experiment(…, collate_fn=…)",
     ),
     (
         re.compile(r"Expected more than 1 value per channel when training"),

@@ -229,7 +229,8 @@ class DDPReplica:
         self, data: Any, sample_count: int, total: int, module: nn.Module
     ) -> None:
         """Runs forward and backward over the microbatches; only the last one reduces gradients."""
-        pieces = split_microbatches(data, sample_count, self.accumulate_steps)
+        is_default_collated = self.experiment.collate_fn is None
+        pieces = split_microbatches(data, sample_count, self.accumulate_steps, is_default_collated)
         for i, (piece, count) in enumerate(pieces):
             # DDP averages over ranks, whose shares may differ in size. This weight turns the result
             # into the mean over all samples of the global batch.

@@ -58,19 +58,23 @@ class FillerBatch:
     def __call__(self) -> Any:
         if self._data is None:
             order = _FirstSamplesOrder(min(_FILLER_SAMPLES, len(self._source)))
-            [batch] = self._source.iter_batches(order, 0, self._device)
-            self._data = batch.data
+            self._data = self._source.fetch_batch(order, 0, self._device).data
         return self._data
 
 
 class _FirstSamplesOrder:
     """An order with one batch: the first `count` samples."""
 
+    seed, epoch = 0, -1
+
     def __init__(self, count: int) -> None:
         self.count = count
 
     def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
         yield torch.arange(self.count), [self.count]
+
+    def iter_draws(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
+        return self.iter_blocks(first_batch)
 
 
 class FSDPReplica:
@@ -155,7 +159,10 @@ class FSDPReplica:
         """Runs forward and backward over the microbatches, then all-reduces requests and loss."""
         broadcast_buffers(self._buffers)  # before every step, as DDP does
         reduced = self._copy_requests_to_device(requests)
-        pieces = split_microbatches(batch.data, batch.sample_count, self.accumulate_steps)
+        is_default_collated = self.experiment.collate_fn is None
+        pieces = split_microbatches(
+            batch.data, batch.sample_count, self.accumulate_steps, is_default_collated
+        )
         for i, (data, sample_count) in enumerate(pieces):
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
             # The pass over a filler batch, for which the others wait, must leave no trace.

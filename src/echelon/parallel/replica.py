@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from echelon.data.batch_structure import cut_batch
 
 READBACK_STEPS = {"cpu": 1, "cuda": 16}
 """Steps between two readbacks. Reading makes the host wait for the device, and all ranks must read
@@ -35,30 +36,26 @@ class StepResult(NamedTuple):
     """Mean over the global batch."""
 
 
-def split_microbatches(data: Any, sample_count: int, count: int) -> list[tuple[Any, int]]:
+def split_microbatches(
+    data: Any, sample_count: int, count: int, is_default_collated: bool = True
+) -> list[tuple[Any, int]]:
     """Splits this rank's share into `count` microbatches with their sizes.
 
-    Ranks must agree on the number, so some microbatches may be empty: their data is None.
+    Ranks must agree on the number, so some microbatches may be empty: their data is None. A batch
+    that has no rows to cut is refused, also one whose lists can be read in two ways, which those of
+    torch's default_collate cannot.
     """
     if count == 1 or data is None:
         return [(data, sample_count)] + [(None, 0)] * (count - 1)
-    leaves, structure = tree_flatten(data, is_leaf=_is_value_list)
     pieces: list[tuple[Any, int]] = []
     start = 0
     for i in range(count):
         size = sample_count // count + (i < sample_count % count)
-        columns = [leaf[start : start + size] for leaf in leaves]
-        pieces.append((tree_unflatten(columns, structure) if size else None, size))
-        start += size
+        stop = start + size
+        piece = cut_batch(data, sample_count, start, stop, is_default_collated) if size else None
+        pieces.append((piece, size))
+        start = stop
     return pieces
-
-
-def _is_value_list(node: Any) -> bool:
-    """Return whether a list holds one plain value per sample, such as texts, as torch's
-    default_collate makes."""
-    return isinstance(node, list | tuple) and not any(
-        isinstance(item, Tensor | list | tuple | dict) for item in node
-    )
 
 
 def read_tensors_to_host(pending: list[Tensor]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.config.schema import Config, Interval
 from echelon.data.batches import Batch, BatchSource, BlockSlice
-from echelon.data.sample_order import EpochOrder, count_batches
+from echelon.data.epoch_plan import EpochPlan, TrainOrder
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
@@ -90,6 +90,7 @@ class Training:
     group: RankGroup
     experiment: Experiment
     source: BatchSource
+    plan: EpochPlan
     evaluator: Evaluator | None
     stop: StopSignals
     heartbeat: Heartbeat
@@ -134,9 +135,8 @@ class Training:
     _eval_results: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        trainer = self.config.trainer
-        self.dataset_size = len(self.source)
-        self.steps_per_epoch = count_batches(self.dataset_size, trainer.batch_size)
+        self.dataset_size = self.plan.epoch_samples
+        self.steps_per_epoch = self.plan.count_batches(0)
         self.total_steps = self._count_total_steps()
         self.speed = SpeedMonitor([self.device])
         self._timer_starts = dict.fromkeys(("save", "evaluate"), time.monotonic())
@@ -153,7 +153,7 @@ class Training:
         self._unlogged_losses, self._eval_results = info["losses"], info["results"]
         self._evaluated_step = info["evaluated_step"]
         batch_size = self.config.trainer.batch_size
-        if self.samples % self.dataset_size % batch_size:
+        if self.plan.count_partial_samples(self.samples):
             raise EchelonError(
                 Fault(
                     f"trainer.batch_size={batch_size}, but {self.last_snapshot} was saved after "
@@ -170,9 +170,9 @@ class Training:
         trainer = self.config.trainer
         if trainer.steps is not None:
             return trainer.steps
-        epoch, offset = divmod(self.samples, self.dataset_size)
-        left = ((trainer.epochs or 0) - epoch) * self.steps_per_epoch
-        return self.step + max(0, left - offset // trainer.batch_size)
+        epoch, done = self.plan.locate(self.step, self.samples)
+        left = sum(map(self.plan.count_batches, range(epoch, trainer.epochs or 0)))
+        return self.step + max(0, left - done)
 
     @property
     def has_evaluated(self) -> bool:
@@ -184,27 +184,22 @@ class Training:
     def iter_epoch(self) -> Iterator[tuple[Batch | BlockSlice, int]]:
         """Yields this rank's shares from the current position to the end of the epoch, with global
         batch sizes."""
-        epoch, offset = divmod(self.samples, self.dataset_size)
-        order, batch_size = self.make_order(epoch), self.config.trainer.batch_size
-        first = offset // batch_size
-        left = self.dataset_size - offset
+        epoch, first = self.plan.locate(self.step, self.samples)
+        order = self.make_order(epoch)
         batches = self.source.iter_batches(order, first, self.device)
-        for batch in self.speed.sample_batches(batches, self.replica):
-            total = min(batch_size, left)
-            left -= total
-            yield batch, total
+        for number, batch in enumerate(self.speed.sample_batches(batches, self.replica), first):
+            yield batch, order.count_samples(number)
 
-    def make_order(self, epoch: int) -> EpochOrder:
+    def make_order(self, epoch: int) -> TrainOrder:
         """Return which samples this rank takes in an epoch, batch by batch."""
-        return EpochOrder(
-            self.dataset_size,
-            self.config.trainer.batch_size,
-            self.group.world.rank,
-            self.group.world.size,
-            self.config.seed,
-            epoch,
-            device=self.source.storage_device,
-        )
+        world = self.group.world
+        return self.plan.make_order(epoch, world.rank, world.size, self.source.storage_device)
+
+    def close_sources(self) -> None:
+        """Ends the processes that load data."""
+        self.source.close()
+        if self.evaluator is not None:
+            self.evaluator.source.close()
 
     def count_step(self, total: int) -> None:
         """Advances the position by one step over `total` samples, and lets the heartbeat know."""
@@ -255,7 +250,8 @@ class Training:
     @property
     def epoch(self) -> int:
         """The pass over the data that the last step belongs to, from 1."""
-        return -(-self.samples // self.dataset_size)
+        epoch, done = self.plan.locate(self.step, self.samples)
+        return epoch + (done > 0)
 
     def is_readback_due(self) -> bool:
         """Return whether results are read from the device after this step.
@@ -282,7 +278,10 @@ class Training:
             return True
         if every.steps is not None and self.step % every.steps == 0:
             return True
-        return every.epochs is not None and self.samples % (every.epochs * self.dataset_size) == 0
+        if every.epochs is None:
+            return False
+        epoch, done = self.plan.locate(self.step, self.samples)
+        return done == 0 and epoch % every.epochs == 0
 
     def is_log_due(self) -> bool:
         """Return whether a line of metrics is due for this step."""

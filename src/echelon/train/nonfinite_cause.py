@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from echelon.data.batches import DatasetSource
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import default_predict
 from echelon.experiment.loss_check import compute_loss
@@ -212,17 +211,15 @@ class StepShare(NamedTuple):
 
 def _read_share(t: Training, step: int) -> StepShare | None:
     """Return this rank's share of a step that was made in this process; None if it had none."""
-    size, batch_size, samples = t.dataset_size, t.config.trainer.batch_size, t.samples
+    epoch, first = t.plan.locate(t.step, t.samples)
     for _ in range(t.step - step + 1):
-        seen = samples % size or size
-        samples -= seen % batch_size or min(batch_size, seen)
-    epoch, offset = divmod(samples, size)
+        if first == 0:
+            epoch -= 1
+            first = t.plan.count_batches(epoch)
+        first -= 1
     order = t.make_order(epoch)
-    first = offset // batch_size
     indices, counts = next(iter(order.iter_blocks(first)))
-    is_dataset = isinstance(t.source, DatasetSource)
-    source = DatasetSource(t.source.dataset, 0) if is_dataset else t.source  # type: ignore[attr-defined]
-    batch = next(iter(source.iter_batches(order, first, t.device)))
+    batch = t.source.fetch_batch(order, first, t.device)
     if not counts[0]:
         return None
     return StepShare(batch.data, indices[: counts[0]].tolist())
@@ -277,7 +274,10 @@ def _narrow_down(
     fault = find_fault(share.data, len(share.samples)) or ""
     while len(share.samples) > 1:
         half = -(-len(share.samples) // 2)
-        pieces = split_microbatches(share.data, len(share.samples), 2)
+        try:
+            pieces = split_microbatches(share.data, len(share.samples), 2)
+        except EchelonError:  # such as a batch of graphs
+            break
         samples = (share.samples[:half], share.samples[half:])
         for (data, count), own in zip(pieces, samples, strict=True):
             if found := find_fault(data, count):

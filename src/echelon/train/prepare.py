@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Config
-from echelon.data.batches import EvalOrder, TensorSource, make_source
+from echelon.data.batches import BatchSource, EvalOrder, TensorSource, make_source
+from echelon.data.epoch_plan import make_epoch_plan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import require_no_process_group
@@ -113,14 +114,17 @@ def prepare_training(
 
     # 7. Open the data. It comes after the model, whose memory decides whether the data still fits
     #    on the GPU.
-    source = make_source(experiment.train_data, "train_data", trainer.loader_workers, device)
+    source = _open_data(experiment, "train_data", trainer.loader_workers, device)
+    plan = make_epoch_plan(
+        len(source), trainer.batch_size, config.seed, experiment.sampler, experiment.batch_sampler
+    )
     evaluator = _make_evaluator(experiment, config, group, devices, heartbeat, precision)
     config = resolve_best_metric(config, _get_metrics(evaluator, trainer.best))
 
     # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
     group.wait_for_all("built", _BUILD_TIMEOUT_S)
-    require_same_data(experiment, group)
+    require_same_data(experiment, plan, group)
     group.init_process_group(_choose_backend(device, config.launch.share_devices))
 
     # 9. From here on every rank draws its own random numbers, for dropout and the like.
@@ -135,6 +139,7 @@ def prepare_training(
         group=group,
         experiment=experiment,
         source=source,
+        plan=plan,
         evaluator=evaluator,
         stop=stop,
         heartbeat=heartbeat,
@@ -182,6 +187,14 @@ def prepare_training(
     return training
 
 
+def _open_data(
+    experiment: Experiment, name: str, workers: int, device: torch.device
+) -> BatchSource:
+    """Return the source of train_data or eval_data."""
+    data, collate_fn = getattr(experiment, name), experiment.collate_fn
+    return make_source(data, name, workers, device, collate_fn, experiment.loader)
+
+
 def _place_model(
     experiment: Experiment, config: Config, world: World, is_placed_by_user: bool
 ) -> list[StageDescription]:
@@ -193,9 +206,9 @@ def _place_model(
         return []
     if is_placed_by_user:
         return describe_manual_placement(experiment, world.devices, devices)
-    data = make_source(experiment.train_data, "train_data", 0, cpu)
+    data = _open_data(experiment, "train_data", 0, cpu)
     # Two samples, as some layers do not accept a batch of one.
-    few_samples = next(data.iter_batches(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu))
+    few_samples = data.fetch_batch(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu)
     microbatch_size = config.trainer.batch_size / world.size / config.trainer.accumulate
     return split_model(
         experiment,
@@ -281,7 +294,7 @@ def _make_evaluator(
     if experiment.eval_data is None:
         return None
     first, last = devices[0], devices[-1]
-    source = make_source(experiment.eval_data, "eval_data", config.trainer.loader_workers, first)
+    source = _open_data(experiment, "eval_data", config.trainer.loader_workers, first)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
     return Evaluator(experiment, source, size, group, first, last, heartbeat.beat, precision)
 
@@ -405,15 +418,16 @@ def _format_opening_line(t: Training, stages: Sequence[StageDescription]) -> str
         where = f"{count} × {len(t.group.world.devices)} {kind} ({format_stages(stages)})"
     if t.config.replica.kind == "fsdp":
         where += ", which share the model"
-    batch = t.config.trainer.batch_size
-    what = f"{format_count(t.dataset_size, 'sample')} in batches of {batch:,}"
+    what = f"{format_count(t.dataset_size, 'sample')} in batches of "
+    is_own = t.experiment.batch_sampler is not None
+    what += "the batch_sampler" if is_own else f"{t.config.trainer.batch_size:,}"
     return f"run {t.run.name}: {format_count(t.total_steps, 'step')} over {what} on {where}"
 
 
 def _find_notes(t: Training) -> Iterator[str]:
     """Yields notes about settings that do not have the effect one may expect."""
     trainer = t.config.trainer
-    if trainer.batch_size > t.dataset_size:
+    if t.experiment.batch_sampler is None and trainer.batch_size > t.dataset_size:
         yield (
             f"note: trainer.batch_size={trainer.batch_size}, but there "
             f"{'is' if t.dataset_size == 1 else 'are'} {format_count(t.dataset_size, 'sample')}: "

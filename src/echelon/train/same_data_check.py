@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from echelon.data.batches import get_columns
+from echelon.data.epoch_plan import EpochPlan
+from echelon.data.sampler_plan import SamplerPlan
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
 from echelon.parallel.process_group import RankGroup
@@ -25,12 +27,14 @@ _REMEDY = (
 )
 
 
-def require_same_data(experiment: Experiment, group: RankGroup) -> None:
+def require_same_data(experiment: Experiment, plan: EpochPlan, group: RankGroup) -> None:
     """Raises where the data of the ranks differs in its length, or in the first or last row of its
-    tensors."""
+    tensors; or where a sampler gives another order."""
     if group.store is None:
         return
     own = {name: _summarize_data(getattr(experiment, name)) for name in ("train_data", "eval_data")}
+    if isinstance(plan, SamplerPlan):
+        own[f"the order of the {plan.title}"] = [plan.epoch_samples, plan.compute_digest()]
     rank0 = json.loads(group.share_from_rank0("data", json.dumps(own)))
     faults = [
         Fault(

@@ -153,6 +153,7 @@ class RankWorker:
             self._require_final_snapshot(outcome)
             if world.rank == 0:
                 self._write_final_status(outcome, *start)
+            self.training.close_sources()
             return outcome
         except BaseException as error:
             return self._handle_failure(error)

@@ -1,0 +1,125 @@
+"""What loader processes give: samples per second over whole epochs, and what seeding costs.
+
+    python benchmarks/loading.py [--rounds 9]
+
+A Dataset whose sample takes a fraction of a millisecond of computation and some random numbers, in
+batches of 32 with two loader processes. One epoch is timed from the request of its first batch to
+its last batch. Contestants take turns; a ratio is of two times of one round.
+- DataLoader: torch's, shuffling, with persistent_workers, its start not counted.
+- started anew: the same without persistent_workers.
+- Echelon: what its training loop takes its batches from, its start not counted.
+Seeding is what all three generators cost per sample, in the training process, with the state of its
+own generators brought back after every batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from common import Figure, Result, compute_ratios, make_figure, measure_in_turns
+from echelon.data.batches import DatasetSource
+from echelon.data.sample_order import EpochOrder
+from echelon.data.sample_seeds import derive_seeds, keep_generators, seed_generators
+
+ROUNDS = 9
+SAMPLES = 2048
+BATCH = 32
+WORKERS = 2
+SIDE = 96
+SEEDING_US = 20.0
+SEEDED_BATCHES = 200
+CPU = torch.device("cpu")
+
+_epochs = count()
+
+
+class Pictures(Dataset[Tensor]):
+    """A crop of a picture, blurred and with noise."""
+
+    def __init__(self) -> None:
+        self.picture = torch.rand(3, 2 * SIDE, 2 * SIDE)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        x, y = (int(torch.randint(SIDE, ())) for _ in range(2))
+        crop = self.picture[:, x : x + SIDE, y : y + SIDE]
+        return torch.nn.functional.avg_pool2d(crop, 2) + 0.1 * torch.randn(3, SIDE // 2, SIDE // 2)
+
+
+def time_epoch(make_batches: Callable[[], Iterable[Any]]) -> float:
+    begun = time.perf_counter()
+    for _ in make_batches():
+        pass
+    return time.perf_counter() - begun
+
+
+def iter_echelon(source: DatasetSource) -> Iterable[Any]:
+    order = EpochOrder(SAMPLES, BATCH, 0, 1, seed=0, epoch=next(_epochs))
+    return source.iter_batches(order, 0, CPU)
+
+
+def time_seeding() -> float:
+    """Microseconds per sample."""
+    begun = time.perf_counter()
+    for number in range(SEEDED_BATCHES):
+        with keep_generators():
+            for seed in derive_seeds(0, number, torch.arange(BATCH)):
+                seed_generators(seed)
+    return (time.perf_counter() - begun) / (SEEDED_BATCHES * BATCH) * 1e6
+
+
+def measure(rounds: int = ROUNDS) -> Result:
+    torch.set_num_threads(1)
+    data = Pictures()
+    source = DatasetSource(data, WORKERS)
+    persistent: DataLoader[Tensor] = DataLoader(
+        data, BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True
+    )
+    anew: DataLoader[Tensor] = DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS)
+    seconds = measure_in_turns(
+        {
+            "DataLoader": partial(time_epoch, lambda: persistent),
+            "started anew": partial(time_epoch, lambda: anew),
+            "Echelon": partial(time_epoch, partial(iter_echelon, source)),
+        },
+        rounds,
+    )
+    source.close()
+    rows: list[Figure] = [
+        make_figure(
+            f"an epoch with {WORKERS} loader processes: {who}, × a persistent DataLoader's",
+            compute_ratios(seconds[who], seconds["DataLoader"]),
+            1.0 if who == "Echelon" else None,
+        )
+        for who in ("Echelon", "started anew")
+    ]
+    rows += [
+        make_figure(f"samples per second: {who}", [SAMPLES / s for s in taken], unit="/s")
+        for who, taken in seconds.items()
+    ]
+    seeding = [time_seeding() for _ in range(rounds)]
+    rows.append(make_figure("seeding a sample", seeding, SEEDING_US, "µs"))
+    config = {"rounds": rounds, "batch": BATCH, "samples": SAMPLES, "workers": WORKERS}
+    return {"config": config, "figures": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time the loading of samples")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    for row in measure(parser.parse_args().rounds)["figures"]:
+        print(f"{row['what']:<75}{row['median']:>9} {row['unit']} [{row['min']}–{row['max']}]")
+
+
+if __name__ == "__main__":
+    main()

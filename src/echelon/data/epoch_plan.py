@@ -1,0 +1,105 @@
+"""Which batches every epoch has: a shuffle of the data, or those of the experiment's own sampler.
+
+A plan knows the global order; every rank cuts its share out of it. Of a sampler (`sampler_plan.py`)
+the order is read for a whole epoch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.data.sample_order import EpochOrder, count_batches
+
+
+class TrainOrder(Protocol):
+    """One rank's samples through one epoch; a `BatchOrder` that knows the global batches."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]: ...
+
+    def iter_draws(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]: ...
+
+    def count_samples(self, batch: int) -> int:
+        """Return the samples of a global batch."""
+        ...
+
+
+class EpochPlan(Protocol):
+    """The batches of all epochs."""
+
+    @property
+    def epoch_samples(self) -> int:
+        """The samples of the first epoch."""
+        ...
+
+    def count_batches(self, epoch: int) -> int:
+        """Return the number of batches of an epoch."""
+        ...
+
+    def locate(self, step: int, samples: int) -> tuple[int, int]:
+        """Return the epoch, from 0, and the batch in it that follow so many steps and samples."""
+        ...
+
+    def count_partial_samples(self, samples: int) -> int:
+        """Return by how many samples a position is not at the border of two batches, as it may be
+        where the batch size has changed."""
+        ...
+
+    def make_order(
+        self, epoch: int, rank: int, world_size: int, device: torch.device
+    ) -> TrainOrder:
+        """Return a rank's samples of an epoch, with indices on a device."""
+        ...
+
+
+def make_epoch_plan(
+    size: int, batch_size: int, seed: int, sampler: Any = None, batch_sampler: Any = None
+) -> EpochPlan:
+    """Return the plan of a training over `size` samples. A sampler is read at once, for the first
+    epoch, so that what is wrong with it is found before anything is computed."""
+    if sampler is None and batch_sampler is None:
+        return ShuffledPlan(size, batch_size, seed)
+    from echelon.data.sampler_plan import SamplerPlan
+
+    return SamplerPlan(size, batch_size, seed, sampler, batch_sampler)
+
+
+@dataclass(frozen=True)
+class ShuffledPlan:
+    """Every sample once an epoch, in an order that is drawn anew for each."""
+
+    epoch_samples: int
+    batch_size: int
+    seed: int
+
+    def count_batches(self, epoch: int) -> int:
+        """Return the number of batches, which is the same in every epoch."""
+        return count_batches(self.epoch_samples, self.batch_size)
+
+    def locate(self, step: int, samples: int) -> tuple[int, int]:
+        """Return the epoch and the batch after so many samples; steps may have been of another
+        size."""
+        epoch, offset = divmod(samples, self.epoch_samples)
+        return epoch, offset // self.batch_size
+
+    def count_partial_samples(self, samples: int) -> int:
+        """Return the samples since the last border of two batches."""
+        return samples % self.epoch_samples % self.batch_size
+
+    def make_order(
+        self, epoch: int, rank: int, world_size: int, device: torch.device
+    ) -> EpochOrder:
+        """Return a rank's samples of an epoch."""
+        return EpochOrder(
+            self.epoch_samples, self.batch_size, rank, world_size, self.seed, epoch, device=device
+        )
