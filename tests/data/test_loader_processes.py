@@ -13,7 +13,7 @@ from random_samples import SIZE, ProcessNumbers, RandomSamples
 from torch.utils.data import _utils as loader_utils
 from torch.utils.data import dataloader, get_worker_info
 
-from echelon.data.batches import DatasetSource, EvalOrder, make_source
+from echelon.data.batches import BatchOrder, DatasetSource, EvalOrder, MakeNextOrder, make_source
 from echelon.data.sample_order import EpochOrder
 from echelon.errors import EchelonError, ExitCode
 
@@ -67,6 +67,65 @@ def test_the_processes_serve_every_epoch(source: DatasetSource) -> None:
     assert pids_of(source.iter_batches(EvalOrder(SIZE, 3, 0, 1), 0, CPU)) == first
     source.close()
     assert not any(map(is_running, first))
+
+
+def make_next(last: int, begun: list[int]) -> MakeNextOrder:
+    """The epoch after an order, up to the last; notes which was asked for."""
+
+    def make(current: BatchOrder) -> EpochOrder | None:
+        if current.epoch == last:
+            return None
+        begun.append(current.epoch + 1)
+        return order(current.epoch + 1)
+
+    return make
+
+
+def rows_of(batches: Iterator[Any]) -> list[int]:
+    return [index for batch in batches for index in batch.data[:, 0].tolist()]
+
+
+def test_the_next_epoch_is_fetched_before_it_is_asked_for(source: DatasetSource) -> None:
+    """And what was fetched is what the epoch begins with, also where it was not the right one."""
+    alone = [
+        rows_of(DatasetSource(ProcessNumbers(), 0).iter_batches(order(e), 0, CPU)) for e in range(4)
+    ]
+    begun: list[int] = []
+    for epoch in range(3):
+        batches = source.iter_batches(order(epoch), 0, CPU, make_next(2, begun))
+        assert rows_of(batches) == alone[epoch]
+        assert begun == list(range(1, min(epoch + 1, 2) + 1))
+    begun.clear()
+    assert rows_of(source.iter_batches(order(0), 0, CPU, make_next(3, begun))) == alone[0]
+    assert begun == [1]
+    assert rows_of(source.iter_batches(order(3), 0, CPU)) == alone[3]
+    assert rows_of(source.iter_batches(order(1), 0, CPU, make_next(3, begun))) == alone[1]
+    next(left_early := source.iter_batches(order(2), 0, CPU, make_next(3, begun)))
+    left_early.close()  # type: ignore[attr-defined]
+    assert rows_of(source.iter_batches(order(2), 0, CPU)) == alone[2]
+
+
+def test_epochs_shorter_than_what_is_fetched_ahead(source: DatasetSource) -> None:
+    def short(epoch: int) -> EpochOrder:
+        return EpochOrder(3, 3, 0, 1, 0, epoch)
+
+    rows = [
+        rows_of(source.iter_batches(short(e), 0, CPU, lambda done: short(done.epoch + 1)))
+        for e in range(9)
+    ]
+    assert rows == [
+        rows_of(DatasetSource(ProcessNumbers(), 0).iter_batches(short(e), 0, CPU)) for e in range(9)
+    ]
+
+
+def test_an_error_of_the_next_epoch_waits_for_it(source: DatasetSource) -> None:
+    """It must not cost the end of this one."""
+
+    def fail(current: BatchOrder) -> EpochOrder:
+        raise ValueError("no such epoch")
+
+    assert len(rows_of(source.iter_batches(order(0), 0, CPU, fail))) == SIZE
+    assert len(rows_of(source.iter_batches(order(1), 0, CPU))) == SIZE
 
 
 def test_one_batch_is_fetched_beside_the_processes(source: DatasetSource) -> None:

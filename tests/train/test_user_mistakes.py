@@ -421,6 +421,18 @@ NONSENSE = {
         *(SHORT, "train_data=torch.utils.data.DataLoader(x)"),
         ("DataLoader", "loader.dataset", "trainer.batch_size", "trainer.loader_workers"),
     ),
+    "a loader with parts": (
+        *(SHORT, "train_data=torch.utils.data.DataLoader(x, 4, collate_fn=list, sampler=[1, 1])"),
+        ("collate_fn=loader.collate_fn, sampler=loader.sampler", "trainer.batch_size=4"),
+    ),
+    "a sampler beyond the data": (
+        *(SHORT, f"{SHORT}, sampler=[7, 8]"),
+        ("sampler gives the index 8", "8 samples", "from 0 to 7"),
+    ),
+    "options of the loader": (
+        *(SHORT, f"{SHORT}, loader={{'num_workers': 2, 'prefetch': 4}}"),
+        ("trainer.loader_workers", "no option 'prefetch'", "prefetch_factor"),
+    ),
     "a closure": ("SGD(", "LBFGS(", ("LBFGS", "closure", "trains with")),
     "a plateau": (
         SHORT,

@@ -43,7 +43,8 @@ def _move(node: Any, device: torch.device, title: str) -> Any:
     if isinstance(node, Tensor):
         return node.to(device, non_blocking=True)
     if callable(getattr(node, "to", None)) and not isinstance(node, type):
-        return node.to(device)
+        moved = node.to(device)
+        return node if moved is None else moved  # it may have moved itself, as a module does
     if is_container(node):
         return rebuild(
             node, {key: _move(value, device, f"{title}: {key}") for key, value in iter_items(node)}

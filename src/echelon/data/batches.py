@@ -15,7 +15,6 @@ from torch import Tensor
 from echelon.data.batch_structure import move_batch
 from echelon.data.loader_options import describe_loader
 from echelon.data.sample_order import count_batches
-from echelon.data.sample_seeds import derive_seeds
 from echelon.errors import EchelonError, Fault
 
 if TYPE_CHECKING:
@@ -78,6 +77,10 @@ class BatchOrder(Protocol):
         ...
 
 
+MakeNextOrder = Callable[[BatchOrder], BatchOrder | None]
+"""Returns the order of the epoch after this one, or None where there is none."""
+
+
 @dataclass(frozen=True)
 class EvalOrder:
     """Every world_size-th batch, complete and not shuffled.
@@ -121,9 +124,14 @@ class BatchSource(Protocol):
     """The device on which the samples lie, and on which an order is best drawn."""
 
     def iter_batches(
-        self, order: BatchOrder, first: int, device: torch.device
+        self,
+        order: BatchOrder,
+        first: int,
+        device: torch.device,
+        make_next: MakeNextOrder | None = None,
     ) -> Iterator[Batch | BlockSlice]:
-        """Yields this rank's share of every global batch from number `first` on."""
+        """Yields this rank's share of every global batch from number `first` on. Samples of the
+        order that `make_next` returns may be fetched before it is asked for."""
         ...
 
     def fetch_batch(
@@ -265,10 +273,14 @@ class TensorSource:
         )
 
     def iter_batches(
-        self, order: BatchOrder, first: int, device: torch.device
+        self,
+        order: BatchOrder,
+        first: int,
+        device: torch.device,
+        make_next: MakeNextOrder | None = None,
     ) -> Iterator[Batch | BlockSlice]:
-        """Yields this rank's shares. On a GPU these are slices of blocks, which a CUDA graph can
-        cut out."""
+        """Yields this rank's shares; there is nothing to fetch ahead. On a GPU these are slices of
+        blocks, which a CUDA graph can cut out."""
         for indices, counts in order.iter_blocks(first):
             rows_at_once = max(1, self._block_bytes // max(1, self.row_bytes))
             for rows, sizes in _split_at_max_rows(
@@ -346,23 +358,29 @@ class DatasetSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def iter_batches(self, order: BatchOrder, first: int, device: torch.device) -> Iterator[Batch]:
+    def iter_batches(
+        self,
+        order: BatchOrder,
+        first: int,
+        device: torch.device,
+        make_next: MakeNextOrder | None = None,
+    ) -> Iterator[Batch]:
         """Yields this rank's shares on the device."""
+        from echelon.data.sample_fetcher import iter_shares
+
         if self._processes is None:
-            for share in self._iter_shares(order, first):
+            for share in iter_shares(order, first):
                 yield self._fetch_share(share, device)
             return
-        fetched = self._processes.iter_batches(
-            share for share in self._iter_shares(order, first) if share.rows
-        )
-        for share in self._iter_shares(order, first):
-            data = move_batch(next(fetched), device) if share.rows else None
-            yield Batch(data, len(share.rows))
+        for data, count in self._processes.iter_batches(order, first, make_next):
+            yield Batch(move_batch(data, device) if count else None, count)
 
     def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:
         """Return this rank's share of one batch. Loader processes that work on others are left
         alone."""
-        return self._fetch_share(next(self._iter_shares(order, number)), device)
+        from echelon.data.sample_fetcher import iter_shares
+
+        return self._fetch_share(next(iter_shares(order, number)), device)
 
     def close(self) -> None:
         """Ends the loader processes."""
@@ -371,19 +389,8 @@ class DatasetSource:
 
     def _fetch_share(self, share: SampleShare, device: torch.device) -> Batch:
         """Fetches a share in this process."""
-        data = move_batch(self._fetcher.fetch(share), device) if share.rows else None
-        return Batch(data, len(share.rows))
-
-    def _iter_shares(self, order: BatchOrder, first: int) -> Iterator[SampleShare]:
-        """Yields the samples of this rank, batch by batch, with their seeds."""
-        from echelon.data.sample_fetcher import SampleShare
-
-        for draws, counts in order.iter_draws(first):
-            rows = (draws % len(self.dataset)).tolist()
-            seeds = derive_seeds(order.seed, order.epoch, draws)
-            for stop, count in zip(accumulate(counts), counts, strict=True):
-                begin = stop - count
-                yield SampleShare(rows[begin:stop], seeds[begin:stop])
+        data = move_batch(self._fetcher.fetch(share), device) if share.draws else None
+        return Batch(data, len(share.draws))
 
 
 def _make_data_error(what: str, do: str) -> EchelonError:

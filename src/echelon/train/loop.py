@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.config.schema import Config, Interval
-from echelon.data.batches import Batch, BatchSource, BlockSlice
+from echelon.data.batches import Batch, BatchOrder, BatchSource, BlockSlice
 from echelon.data.epoch_plan import EpochPlan, TrainOrder
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
@@ -186,7 +186,7 @@ class Training:
         batch sizes."""
         epoch, first = self.plan.locate(self.step, self.samples)
         order = self.make_order(epoch)
-        batches = self.source.iter_batches(order, first, self.device)
+        batches = self.source.iter_batches(order, first, self.device, self._make_next_order)
         for number, batch in enumerate(self.speed.sample_batches(batches, self.replica), first):
             yield batch, order.count_samples(number)
 
@@ -194,6 +194,12 @@ class Training:
         """Return which samples this rank takes in an epoch, batch by batch."""
         world = self.group.world
         return self.plan.make_order(epoch, world.rank, world.size, self.source.storage_device)
+
+    def _make_next_order(self, order: BatchOrder) -> TrainOrder | None:
+        """Return the order of the next epoch, or None where the training ends before it."""
+        epoch, done = self.plan.locate(self.step, self.samples)
+        left = sum(map(self.plan.count_batches, range(epoch, order.epoch + 1))) - done
+        return self.make_order(order.epoch + 1) if self.step + left < self.total_steps else None
 
     def close_sources(self) -> None:
         """Ends the processes that load data."""
