@@ -136,7 +136,8 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
     from echelon.data.batches import Batch
     from echelon.experiment.definition import Experiment
     from echelon.experiment.precision import Precision
-    from echelon.parallel.ddp_replica import DDPReplica, _wrap_in_ddp
+    from echelon.parallel.ddp_replica import DDPReplica
+    from echelon.parallel.ddp_wrap import wrap_in_ddp
     from echelon.parallel.replica import StepRequests
     from echelon.runs.heartbeat import Heartbeat
     from echelon.world import detect
@@ -153,7 +154,7 @@ def test_ddp_over_nccl_with_one_rank(tmp_path: Path) -> None:
         experiment, detect({}).world, device, TrainerConfig(), precision, Heartbeat()
     )
     replica.accumulate_steps = 2  # through DDP, which one rank does not need
-    replica._ddp = _wrap_in_ddp(replica._objective, unused_parameters=False, tables=[])
+    replica._ddp = wrap_in_ddp(replica._objective, unused_parameters=False, tables=[])
     data = (torch.ones(4, 2, device=device), torch.ones(4, 1, device=device))
     expected = float(torch.nn.functional.mse_loss(model(data[0]), data[1]))
     replica.step(Batch(data, 4), 4, StepRequests(stop=True))

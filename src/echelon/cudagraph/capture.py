@@ -80,6 +80,11 @@ class StepCapture:
         self.graph.replay(batch)
         return True
 
+    def discard_graph(self) -> None:
+        """Forgets the captured step, because it is not the step any more; it is captured anew
+        after some plain steps."""
+        self.graph, self._steps_seen = None, 0
+
     def _try_capture(self, block_slice: BlockSlice, total: int) -> bool:
         """Return whether the step could be captured; otherwise it is reported once and never tried
         again."""

@@ -47,8 +47,7 @@ def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
         return
     for group in optimizer.param_groups:
         group["fused"] = True
-        if group.get("momentum"):
-            _create_momentum_buffers(optimizer, group["params"])
+    create_momentum_buffers(optimizer)
     # torch's constructors set these two attributes where fused=True is passed.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
@@ -68,15 +67,16 @@ def _can_fuse(group: dict[str, Any]) -> bool:
     )
 
 
-def _create_momentum_buffers(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Creates SGD's momentum buffers as zeros, because the fused step needs them to exist.
+def create_momentum_buffers(optimizer: Optimizer) -> None:
+    """Creates the momentum buffers of a fused SGD as zeros, because its step needs them to exist.
 
     It would leave a buffer unset where the first step is skipped for an overflow, and fails where
     one parameter gets its first gradient later than the others. The first momentum equals the first
     gradient either way, unless it is dampened; therefore groups with dampening are not fused.
     """
-    for p in parameters:
-        if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+    groups = [g for g in optimizer.param_groups if g.get("fused") and g.get("momentum")]
+    for p in [p for group in groups for p in group["params"] if p.requires_grad]:
+        if optimizer.state[p].get("momentum_buffer") is None:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 

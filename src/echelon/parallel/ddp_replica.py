@@ -9,28 +9,30 @@ a collective of its own.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.config.schema import TrainerConfig
 from echelon.data.batches import Batch, BlockSlice
-from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.experiment.definition import Experiment, Predict, default_predict
-from echelon.experiment.loss_check import compute_loss, split_prediction
-from echelon.experiment.optimizer_step import (
-    UnprofiledStep,
-    list_trained_parameters,
-    update_weights,
-)
+from echelon.experiment.definition import Experiment
+from echelon.experiment.optimizer_flags import create_momentum_buffers
+from echelon.experiment.optimizer_step import UnprofiledStep, update_weights
 from echelon.experiment.precision import Precision
 from echelon.experiment.sparse_parameters import find_sparse_tables
+from echelon.experiment.trained_parameters import TrainedParameters
 from echelon.optim import RowMerger
+from echelon.parallel.ddp_wrap import (
+    average_gradients,
+    pause_reduction,
+    require_all_reduced,
+    share_parameter_changes,
+    wrap_in_ddp,
+)
 from echelon.parallel.replica import (
     READBACK_STEPS,
     StepRequests,
@@ -39,20 +41,13 @@ from echelon.parallel.replica import (
     split_microbatches,
 )
 from echelon.parallel.sparse_tables import RowExchange, make_sparse_gradient
+from echelon.parallel.weighted_loss import CHANGE_SLOT, LOSS_SLOT, RESULT_WIDTH, WeightedLoss
 from echelon.runs.heartbeat import Heartbeat
 from echelon.world import World
 
 if TYPE_CHECKING:
     from echelon.cudagraph.capture import StepCapture
     from echelon.monitoring.speed import StepTimestamps
-
-_UNREDUCED_MESSAGE = "Expected to have finished reduction in the prior iteration"
-"""How DDP's message about parameters without a gradient begins."""
-
-
-_MAX_NAMES = 5
-"""Parameters that an error names."""
-
 
 _NO_REQUESTS = StepRequests()
 
@@ -77,27 +72,25 @@ class DDPReplica:
         self._clip = None if most is None else partial(self._clip_gradients, most)
         self.accumulate_steps = trainer.accumulate
         self.world_size = world.size
-        self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
-        self._optimized_parameters = list_trained_parameters(experiment.optimizer)
+        self._parameters = TrainedParameters(experiment.model, experiment.optimizer)
         self._step_optimizer = UnprofiledStep(experiment.optimizer)
         self._unread_rows: list[Tensor] = []
         self.step_timer: StepTimestamps | None = None
         self._unread_requests = StepRequests()
-        tables = find_sparse_tables(experiment.model)
-        self._objective = _WeightedLoss(experiment, device, list(tables.values()), precision)
+        self._objective = WeightedLoss(experiment, device, self._parameters, precision)
         if trainer.compile:
             from echelon.experiment.compilation import CompiledFunction
 
             compiled = CompiledFunction(self._objective.compute_mean_loss, heartbeat)
             self._objective.compute_mean_loss = compiled  # type: ignore[method-assign]
-        self._parameters_with_control = [self._objective.control, *self.parameters]
         self._merge_rows = RowMerger()
+        self._finds_unused_parameters = trainer.unused_parameters
         self._ddp: nn.Module = self._objective
         self._exchange: RowExchange | None = None
-        if world.size > 1:
-            if tables:
-                self._exchange = RowExchange(tables, world.size)
-            self._ddp = _wrap_in_ddp(self._objective, trainer.unused_parameters, list(tables))
+        self._needs_wrapping = False
+        """Whether parameters were frozen or thawed since the model was wrapped."""
+        self._prepare_exchange()
+        self._wrap_model()
         self.capture: StepCapture | None = None
         """Present where the step can be a CUDA graph."""
 
@@ -112,11 +105,14 @@ class DDPReplica:
     @property
     def result_width(self) -> int:
         """How many numbers a step reports: the loss, and with several ranks their requests."""
-        return 1 if self.world_size == 1 else self._objective.control.numel()
+        return 1 if self.world_size == 1 else RESULT_WIDTH
 
     def step(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._keep_requests(requests)
+        if self.capture is not None and self._parameters.have_changed():
+            self._collect_graph_results()
+            self.capture.discard_graph()
         if self.capture is None or not self.capture.try_replay(batch, total):
             self._collect_graph_results()
             self._unread_rows.append(
@@ -125,6 +121,8 @@ class DDPReplica:
             if self.step_timer is not None:
                 self.step_timer.record("reduced")
             self._update_weights()
+            if self._needs_wrapping:
+                self._wrap_model()
         if self.step_timer is not None:
             self.step_timer.record("stepped")
 
@@ -137,8 +135,10 @@ class DDPReplica:
             result = self._run_forward_backward(data, sample_count, total)
         else:
             self._run_microbatches(data, sample_count, total, self._objective)
-            _average_gradients(self._parameters_with_control, self.world_size)
+            average_gradients([self._objective.control, *self._parameters.trained], self.world_size)
             result = self._clone_reduced_control()
+        if self._needs_wrapping or self._parameters.have_changed():
+            raise RuntimeError("the step freezes or thaws parameters")
         self._update_weights()
         return result
 
@@ -148,7 +148,8 @@ class DDPReplica:
 
     def clear_gradients(self) -> None:
         """Drops all gradients, including the one that carries requests and loss."""
-        for p in self._parameters_with_control:
+        self._objective.control.grad = None
+        for p in self._parameters.trained:
             p.grad = None
 
     def abandon_step(self) -> None:
@@ -163,15 +164,15 @@ class DDPReplica:
 
         The norm counts the sum of a row's gradients, not each occurrence of the row in the batch.
         """
-        grads = [p.grad for p in self._optimized_parameters if p.grad is not None]
+        grads = [p.grad for p in self._parameters.optimized if p.grad is not None]
         if not any(grad.is_sparse for grad in grads):
-            nn.utils.clip_grad_norm_(self._optimized_parameters, max_norm)
+            nn.utils.clip_grad_norm_(self._parameters.optimized, max_norm)
             return
         # The norm is of a row's whole gradient, not of its share in every sample.
-        for p in self._optimized_parameters:
+        for p in self._parameters.optimized:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = make_sparse_gradient(*self._merge_rows(p.grad), p)
-        scaled = [p.grad for p in self._optimized_parameters if p.grad is not None]
+        scaled = [p.grad for p in self._parameters.optimized if p.grad is not None]
         scaled = [grad._values() if grad.is_sparse else grad for grad in scaled]
         norms = [norm.to(self.device) for norm in torch._foreach_norm(scaled)]
         factor = (max_norm / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
@@ -219,8 +220,12 @@ class DDPReplica:
         if self.world_size == 1 and self.accumulate_steps == 1:
             loss = self._objective.compute_mean_loss(data)
             self._objective.apply_grad_scaler(loss).backward()  # type: ignore[no-untyped-call]
+            if self._parameters.have_changed():
+                self._follow_changed_parameters()
             return loss.detach()
         self._run_microbatches(data, sample_count, total, self._ddp)
+        if self._is_any_parameter_changed(total):
+            self._follow_changed_parameters()
         if self._exchange is not None:
             self._exchange()
         return self._clone_reduced_control()
@@ -236,156 +241,89 @@ class DDPReplica:
             # into the mean over all samples of the global batch.
             weight = count * self.world_size / total
             last = i + 1 == len(pieces)
-            with nullcontext() if last else _no_sync(module):
+            with nullcontext() if last else pause_reduction(module):
                 loss: Tensor = module(piece, weight)
                 # A rank that hangs before this has fewer beats than the ranks that wait for it.
                 self.heartbeat.beat()
+                if last and module is not self._objective and self._parameters.have_changed():
+                    loss = loss + self._make_frozen_term()
                 if self.step_timer is not None and self.world_size > 1:
                     self.step_timer.watch_backward(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
         if isinstance(module, DistributedDataParallel):
-            _require_all_reduced(module)
+            require_all_reduced(module)
 
     def _clone_reduced_control(self) -> Tensor:
         """Return the requests and the loss of all ranks, which arrived with the gradients."""
         reduced = self._objective.control.grad
         assert reduced is not None
-        return reduced[-1].clone() if self.world_size == 1 else reduced.clone()
+        return reduced[LOSS_SLOT if self.world_size == 1 else slice(RESULT_WIDTH)].clone()
 
+    # --- parameters that were frozen or thawed ---
 
-class _WeightedLoss(nn.Module):
-    """The weighted loss of one rank's share, as a module.
+    def _prepare_exchange(self) -> None:
+        """Prepares the exchange of rows for the tables that are trained now. A collective."""
+        self._tables = find_sparse_tables(self.experiment.model)
+        table_ids = {id(p) for p in self._tables.values()}
+        self._objective.dense = [p for p in self._parameters.trained if id(p) not in table_ids]
+        has_exchange = self.world_size > 1 and self._tables
+        self._exchange = RowExchange(self._tables, self.world_size) if has_exchange else None
 
-    DDP sees one scalar, and every rank has a backward pass, also a rank without a sample.
-    """
+    def _wrap_model(self) -> None:
+        """Wraps the model for the parameters that are trained now. A collective."""
+        self._needs_wrapping = False
+        if self.world_size > 1:
+            self._ddp = self._objective  # the one before removes its hooks when it is freed
+            self._ddp = wrap_in_ddp(
+                self._objective, self._finds_unused_parameters, list(self._tables)
+            )
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        device: torch.device,
-        tables: list[nn.Parameter],
-        precision: Precision,
-    ) -> None:
-        super().__init__()
-        self._precision = precision
-        # Declared first: its gradient then lands in DDP's last bucket, with the model's first
-        # layers, and no bucket waits for it.
-        self.control = nn.Parameter(torch.zeros(len(StepRequests()) + 1, device=device))
-        self._control_values = torch.zeros(len(StepRequests()) + 1, device=device)
-        self._loss_slot = self._control_values[-1]
-        self._sent_requests = StepRequests()
-        self.model = experiment.model
-        self.predict: Predict = experiment.predict or default_predict
-        self.loss = experiment.loss
-        self.scaler = experiment.scaler
-        table_ids = {id(p) for p in tables}
-        trained = [p for p in experiment.model.parameters() if p.requires_grad]
-        self._dense = [p for p in trained if id(p) not in table_ids]
+    def _make_frozen_term(self) -> Tensor:
+        """Return a term of zero that gives parameters which were frozen in this forward pass a
+        gradient: the DDP that was made before waits for one."""
+        frozen = [] if self._finds_unused_parameters else self._parameters.list_frozen_since()
+        dense_ids = {id(p) for p in self._objective.dense}
+        waiting = [p for p in frozen if id(p) in dense_ids]
+        for p in waiting:
+            p.requires_grad_(True)
+        term = self._objective.make_zero_loss(waiting)
+        for p in waiting:
+            p.requires_grad_(False)
+        return term
 
-    def write_requests(self, requests: StepRequests) -> None:
-        """Writes this rank's requests to the device, where the next backward pass sends them."""
-        if requests != self._sent_requests:  # seldom, so the write to the device costs nothing
-            self._control_values[:-1] = torch.tensor([float(w) for w in requests])
-            self._sent_requests = requests
+    def _is_any_parameter_changed(self, total: int) -> bool:
+        """Return whether parameters were frozen or thawed on any rank.
 
-    def compute_mean_loss(self, data: Any) -> Tensor:
-        """Return the mean loss over `data`. This is the function that `trainer.compile`
-        compiles."""
-        if self._precision.half_dtype is None:  # even an empty context costs 1 % of a small step
-            return compute_loss(self.loss, *split_prediction(self.predict(self.model, data)))
-        with self._precision.autocast():
-            return compute_loss(self.loss, *split_prediction(self.predict(self.model, data)))
-
-    def forward(self, data: Any, weight: float) -> Tensor:
-        """Return the scaled loss plus a term whose gradient is the requests and the loss.
-
-        The gradient of `control.dot(values)` with respect to `control` is `values`: so DDP's
-        all-reduce of gradients also averages requests and loss.
+        The ranks' answers came with the gradients. To read them would make a GPU wait, so there
+        they are read only if a rank had no sample and may not have called the user's code.
         """
-        weighted = self._make_zero_loss() if data is None else self.compute_mean_loss(data)
-        if weight != 1.0:  # it usually is, and a product costs 1 % of a small step
-            weighted = weighted * weight
-        self._loss_slot.copy_(weighted.detach())
-        return self.apply_grad_scaler(weighted) + self.control.dot(self._control_values)
+        if self.world_size == 1:
+            return self._parameters.have_changed()
+        if self.device.type == "cpu" or total < self.world_size * self.accumulate_steps:
+            reduced = self._objective.control.grad
+            assert reduced is not None
+            return bool(reduced[CHANGE_SLOT].item())
+        return self._parameters.have_changed()
 
-    def apply_grad_scaler(self, loss: Tensor) -> Tensor:
-        """Return the loss as the backward pass needs it: scaled where there is a gradient
-        scaler."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    def _follow_changed_parameters(self) -> None:
+        """Takes parameters that were thawed into this step and leaves out those that were frozen.
 
-    def _make_zero_loss(self) -> Tensor:
-        """Return a loss of zero that gives every dense parameter a gradient of zeros, from no
-        sample.
-
-        Tables get none: their gradient would be as large as the table.
+        All ranks call it in the same step. What one rank has changed is changed on all: a rank
+        without a sample has not called the user's code.
         """
-        zeros = [(p.flatten()[:1].sum() * 0.0).to(self._control_values.device) for p in self._dense]
-        return torch.stack(zeros).sum() if zeros else torch.zeros_like(self._control_values[0])
-
-
-def _wrap_in_ddp(objective: _WeightedLoss, unused_parameters: bool, tables: list[str]) -> nn.Module:
-    """Wraps the loss in DDP, which ignores the tables, and fixes the order of DDP's buckets."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
-        objective, [f"model.{name}" for name in tables]
-    )
-    ddp = DistributedDataParallel(
-        objective, gradient_as_bucket_view=True, find_unused_parameters=unused_parameters
-    )
-    # DDP orders its buckets by the first backward pass that it sees, and the order decides how sums
-    # round. This pass without samples makes the order the same for a new run and a resumed one.
-    ddp(None, 0.0).backward()
-    for p in objective.parameters():
-        p.grad = None
-    return ddp
-
-
-def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
-
-
-def _require_all_reduced(ddp: DistributedDataParallel) -> None:
-    """Raises a fault where parameters had no part in the loss.
-
-    DDP itself complains in the next forward pass, when this step has been taken and perhaps saved.
-    """
-    try:
-        ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if not str(error).startswith(_UNREDUCED_MESSAGE):
-            raise
-        raise EchelonError(
-            Fault(
-                f"{_name_missing_gradients(ddp)} had no part in the loss of this step, so the "
-                "other processes wait for gradients that never arrive",
-                "set trainer.unused_parameters=true, or freeze them: p.requires_grad_(False)",
-            ),
-            exit=ExitCode.FAILED,
-        ) from error
-
-
-def _name_missing_gradients(ddp: DistributedDataParallel) -> str:
-    """Names the parameters without a gradient.
-
-    Where a batch is computed in microbatches, an earlier one may have given them a gradient; then
-    no name is known.
-    """
-    objective = ddp.module
-    assert isinstance(objective, _WeightedLoss)
-    dense_ids = {id(p) for p in objective._dense}
-    named = objective.model.named_parameters()
-    names = [name for name, p in named if p.grad is None and id(p) in dense_ids]
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"the parameters {', '.join(names[:_MAX_NAMES])}{more}" if names else "some parameters"
-
-
-def _average_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
-    """Averages gradients over the ranks by one all-reduce per dtype, which a CUDA graph can
-    hold."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    for kind in dict.fromkeys(grad.dtype for grad in grads):
-        of_kind = [grad for grad in grads if grad.dtype == kind]
-        flat = torch.cat([grad.reshape(-1) for grad in of_kind]).div_(world_size)
-        dist.all_reduce(flat)
-        pieces = torch.split(flat, [grad.numel() for grad in of_kind])
-        views = [piece.view_as(grad) for piece, grad in zip(pieces, of_kind, strict=True)]
-        torch._foreach_copy_(of_kind, views)
+        known = self._parameters
+        if self.world_size > 1:
+            share_parameter_changes(known, self.device)
+        for p in known.list_frozen_since():
+            p.grad = None
+        thawed = {id(p) for p in known.list_thawed_since()}
+        known.refresh()
+        create_momentum_buffers(self.experiment.optimizer)
+        self._prepare_exchange()
+        self._needs_wrapping = True
+        if self.world_size > 1:  # this step's DDP does not know them
+            new = [p for p in self._objective.dense if id(p) in thawed]
+            for p in new:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            average_gradients(new, self.world_size)

@@ -27,8 +27,9 @@ from echelon.data.batches import Batch, BatchSource, BlockSlice
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction
-from echelon.experiment.optimizer_step import list_trained_parameters, update_weights
+from echelon.experiment.optimizer_step import update_weights
 from echelon.experiment.precision import Precision
+from echelon.experiment.trained_parameters import TrainedParameters, format_parameter_names
 from echelon.parallel.process_group import broadcast_buffers
 from echelon.parallel.replica import (
     READBACK_STEPS,
@@ -98,8 +99,7 @@ class FSDPReplica:
         self.accumulate_steps = trainer.accumulate
         self.world_size = world.size
         self.readback_interval_steps = READBACK_STEPS[device.type]
-        self.parameters = [p for p in experiment.model.parameters() if p.requires_grad]
-        self._optimized_parameters = list_trained_parameters(experiment.optimizer)
+        self._parameters = TrainedParameters(experiment.model, experiment.optimizer)
         self._root: FSDPModule = experiment.model
         self._buffers = list(experiment.model.buffers())
         self._predict = experiment.predict or default_predict
@@ -115,14 +115,32 @@ class FSDPReplica:
         self._run_forward_backward(batch, total, requests)
         if self.step_timer is not None:
             self.step_timer.record("reduced")
+        self._require_unchanged_parameters()
         self._update_weights()
         if self.step_timer is not None:
             self.step_timer.record("stepped")
 
     def _update_weights(self) -> None:
         update_weights(self.experiment, self._clip, self._step_optimizer)
-        for p in self.parameters:
+        for p in self._parameters.trained:
             p.grad = None
+
+    def _require_unchanged_parameters(self) -> None:
+        """Raises where parameters were frozen or thawed: torch keeps for each whole weight whether
+        it is trained, from when it was first gathered, so the change would have no effect."""
+        known = self._parameters
+        changed = [*known.list_frozen_since(), *known.list_thawed_since()]
+        # Inside of a forward pass the flag of the gathered weight was set, and not of the shard.
+        changed += [p for p in known.frozen if p.grad is not None]
+        if changed:
+            raise EchelonError(
+                Fault(
+                    "replica.kind=fsdp, but the experiment froze or thawed "
+                    f"{format_parameter_names(self.experiment.model, changed)} during the training",
+                    "freeze them from the beginning, or leave replica.kind=fsdp out",
+                ),
+                exit=ExitCode.FAILED,
+            )
 
     def _step_optimizer(self) -> None:
         """Steps the optimizer; an optimizer that cannot work on shards becomes a fault."""
@@ -197,10 +215,10 @@ class FSDPReplica:
 
     def _clip_gradients(self, max_norm: float) -> None:
         """Clips by the norm over all shards, which torch returns as a distributed tensor."""
-        grads = [p.grad for p in self._optimized_parameters if p.grad is not None]
+        grads = [p.grad for p in self._parameters.optimized if p.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         total_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(self._optimized_parameters, max_norm, total_norm)
+        nn.utils.clip_grads_with_norm_(self._parameters.optimized, max_norm, total_norm)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from echelon.data.epoch_plan import EpochPlan, TrainOrder
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
+from echelon.experiment.trained_parameters import read_trained_flags, set_trained_flags
 from echelon.monitoring.profiler import StepProfiler
 from echelon.monitoring.readback_schedule import ReadbackSchedule
 from echelon.monitoring.speed import SpeedMonitor
@@ -138,6 +139,7 @@ class Training:
         self.dataset_size = self.plan.epoch_samples
         self.steps_per_epoch = self.plan.count_batches(0)
         self.total_steps = self._count_total_steps()
+        self._built_flags = read_trained_flags(self.experiment.model)
         self.speed = SpeedMonitor([self.device])
         self._timer_starts = dict.fromkeys(("save", "evaluate"), time.monotonic())
 
@@ -152,6 +154,7 @@ class Training:
         )
         self._unlogged_losses, self._eval_results = info["losses"], info["results"]
         self._evaluated_step = info["evaluated_step"]
+        set_trained_flags(self.experiment.model, info.get("changed_parameters", {}))
         batch_size = self.config.trainer.batch_size
         if self.plan.count_partial_samples(self.samples):
             raise EchelonError(
@@ -410,11 +413,18 @@ class Training:
             "results": self._eval_results,
             "evaluated_step": self._evaluated_step,
             "losses": self._unlogged_losses,  # since the last line of metrics
+            "changed_parameters": self._find_changed_parameters(),
             "config": self.config.select_numerics_settings(),
             "fingerprint": self.config.compute_numerics_fingerprint(),
             "world_size": self.group.world.size,
             "wandb_run_id": self.run.read_wandb_id(),
         }
+
+    def _find_changed_parameters(self) -> dict[str, bool]:
+        """Return by name the parameters that the training has frozen or thawed, and whether they
+        are trained now."""
+        flags = read_trained_flags(self.experiment.model)
+        return {name: flag for name, flag in flags.items() if flag != self._built_flags[name]}
 
     def report_saves(self, results: list[SaveResult]) -> None:
         """Reports finished saves: a snapshot goes into the run's status, a failed save becomes a
