@@ -24,7 +24,8 @@ from echelon.data.batches import Batch, make_source
 from echelon.experiment.optimizer_flags import enable_fused_kernels
 from echelon.experiment.precision import Precision
 from echelon.parallel.ddp_replica import DDPReplica
-from echelon.parallel.fsdp_replica import FillerBatch, FSDPReplica
+from echelon.parallel.filler_batch import FillerBatch
+from echelon.parallel.fsdp_replica import FSDPReplica
 from echelon.parallel.fsdp_wrap import shard_model
 from echelon.parallel.layer_blocks import checkpoint_blocks, find_blocks
 from echelon.parallel.replica import StepRequests

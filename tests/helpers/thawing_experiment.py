@@ -99,7 +99,7 @@ class ThawingTable(nn.Module):
 
 def thawing_tables(cfg: ThawingSettings) -> echelon.Experiment:
     model = ThawingTable()
-    optimizer = echelon.optim.RowSGD(model.parameters(), lr=0.5)
+    optimizer = echelon.optim.RowSGD(model.parameters(), lr=0.1)
 
     def count_step(*_: Any) -> None:
         model.steps += 1

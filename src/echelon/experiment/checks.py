@@ -65,6 +65,7 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
             f"{_format_signature(experiment.loss)}",
             "give (output, target) → Tensor",
         )
+    yield from _find_count_faults(experiment.count)
     yield from _find_metric_faults(experiment.metrics)
     schedule, scaler = experiment.schedule, experiment.scaler
     if schedule is not None and not _has_attributes(schedule, "step", *_STATE_METHODS):
@@ -80,6 +81,22 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
         yield Fault(
             f"the experiment's scaler is {describe_wrong_type(scaler)}",
             'give a torch.amp.GradScaler("cuda"), or leave it out',
+        )
+
+
+def _find_count_faults(count: Any) -> Iterator[Fault]:
+    """Yields the fault of a count that is neither "sum" nor a function of output and target."""
+    if count is None or count == "sum":
+        return
+    if not callable(count) or isinstance(count, type):
+        yield Fault(
+            f"the experiment's count is {describe_wrong_type(count)}",
+            'give a function, (output, target) → number, or "sum" for a loss that is a sum',
+        )
+    elif not _accepts_arguments(count, 2):
+        yield Fault(
+            f"the experiment's count does not take two arguments: {_format_signature(count)}",
+            "give (output, target) → number",
         )
 
 

@@ -14,6 +14,8 @@ from echelon.experiment.error_hints import make_batch_type_error
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from echelon.experiment.loss_counts import Count
+
     Metrics = Metric | Mapping[str, Metric]
 
 
@@ -48,8 +50,9 @@ class Experiment:
     optimizer   A torch.optim.Optimizer of the model's parameters. Models with sparse embeddings use
                 echelon.optim.RowAdam or RowSGD.
     loss        A function: loss(output, target) returns a tensor with one number, the mean over the
-                samples of the batch. Every loss of torch.nn.functional does that by default. With a
-                sum instead of a mean, the result would depend on the number of ranks.
+                samples of the batch, as most losses of torch.nn.functional do. For torch's own
+                losses other means are known too: ignore_index, class weights, reduction="sum".
+                For a loss of your own that is another mean, give count.
     train_data  A tuple of tensors or numpy arrays, (*inputs, target), with one row per sample; or
                 a Dataset with a length. Batches of trainer.batch_size are made of it, shuffled anew
                 in every epoch, and fetched ahead by trainer.loader_workers processes.
@@ -82,6 +85,13 @@ class Experiment:
     loader      A dict of further options of torch's DataLoader for trainer.loader_workers
                 processes: multiprocessing_context, persistent_workers (True by default),
                 pin_memory, prefetch_factor, timeout, worker_init_fn.
+    count       What the mean of your own loss is over, where it is not over samples. count(output,
+                target) returns that number, such as the tokens that are not padding. Parts of a
+                batch, which processes and trainer.accumulate make, are then weighted by it. For a
+                loss that is a sum, give "sum".
+
+                    def count(output, target):
+                        return (target != PADDING).sum()
     """
 
     model: nn.Module
@@ -97,6 +107,7 @@ class Experiment:
     sampler: Iterable[int] | None = None
     batch_sampler: Iterable[Sequence[int]] | None = None
     loader: Mapping[str, Any] | None = None
+    count: Count | None = None
 
 
 def default_predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:

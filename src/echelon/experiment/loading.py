@@ -17,6 +17,7 @@ from torch import nn
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.experiment.checks import describe_wrong_type, find_part_faults
 from echelon.experiment.definition import Experiment
+from echelon.experiment.loss_counts import infer_count
 from echelon.experiment.settings_declaration import build_settings
 
 _is_loading = False
@@ -116,6 +117,8 @@ def build_experiment(
         )
     _require_valid(result, entry)
     experiment: Experiment = result
+    # Now, as the loss may be wrapped later and would not be recognised any more.
+    experiment.count = experiment.count or infer_count(experiment.loss)
     return experiment, places_layers
 
 

@@ -9,7 +9,8 @@ a collective of its own.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,19 @@ from echelon.parallel.replica import (
     READBACK_STEPS,
     StepRequests,
     StepResult,
+    compute_part_weight,
     read_tensors_to_host,
     split_microbatches,
 )
 from echelon.parallel.sparse_tables import RowExchange, make_sparse_gradient
-from echelon.parallel.weighted_loss import CHANGE_SLOT, LOSS_SLOT, RESULT_WIDTH, WeightedLoss
+from echelon.parallel.user_collectives import ShapeComparison
+from echelon.parallel.weighted_loss import (
+    CHANGE_SLOT,
+    COUNT_SLOT,
+    LOSS_SLOT,
+    RESULT_WIDTH,
+    WeightedLoss,
+)
 from echelon.runs.heartbeat import Heartbeat
 from echelon.world import World
 
@@ -64,8 +73,10 @@ class DDPReplica:
         trainer: TrainerConfig,
         precision: Precision,
         heartbeat: Heartbeat,
+        get_filler_batch: Callable[[], Any] | None = None,
     ) -> None:
         self.experiment = experiment
+        self._get_filler_batch = get_filler_batch
         self.device = device
         self.heartbeat = heartbeat
         most = trainer.clip
@@ -78,11 +89,16 @@ class DDPReplica:
         self.step_timer: StepTimestamps | None = None
         self._unread_requests = StepRequests()
         self._objective = WeightedLoss(experiment, device, self._parameters, precision)
+        self._is_compiled = trainer.compile
+        self._compared_totals: set[int] = set()
+        """Sizes of batches for which collectives of the user have compared shapes."""
         if trainer.compile:
             from echelon.experiment.compilation import CompiledFunction
 
             compiled = CompiledFunction(self._objective.compute_mean_loss, heartbeat)
             self._objective.compute_mean_loss = compiled  # type: ignore[method-assign]
+            compiled = CompiledFunction(self._objective.compute_loss_sum, heartbeat)
+            self._objective.compute_loss_sum = compiled  # type: ignore[method-assign]
         self._merge_rows = RowMerger()
         self._finds_unused_parameters = trainer.unused_parameters
         self._ddp: nn.Module = self._objective
@@ -172,13 +188,10 @@ class DDPReplica:
         for p in self._parameters.optimized:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = make_sparse_gradient(*self._merge_rows(p.grad), p)
-        scaled = [p.grad for p in self._parameters.optimized if p.grad is not None]
-        scaled = [grad._values() if grad.is_sparse else grad for grad in scaled]
-        norms = [norm.to(self.device) for norm in torch._foreach_norm(scaled)]
+        values = _list_gradient_values(self._parameters.optimized)
+        norms = [norm.to(self.device) for norm in torch._foreach_norm(values)]
         factor = (max_norm / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
-        for device in {grad.device for grad in scaled}:
-            device_grads = [grad for grad in scaled if grad.device == device]
-            torch._foreach_mul_(device_grads, factor.to(device))
+        _scale_gradients(values, factor)
 
     def read_results(self) -> list[StepResult]:
         """Return the results of the steps since the last call. On a GPU this waits for the
@@ -236,13 +249,12 @@ class DDPReplica:
         """Runs forward and backward over the microbatches; only the last one reduces gradients."""
         is_default_collated = self.experiment.collate_fn is None
         pieces = split_microbatches(data, sample_count, self.accumulate_steps, is_default_collated)
+        self._prepare_for_user_collectives(total)
         for i, (piece, count) in enumerate(pieces):
-            # DDP averages over ranks, whose shares may differ in size. This weight turns the result
-            # into the mean over all samples of the global batch.
-            weight = count * self.world_size / total
+            weight = compute_part_weight(self.experiment.count, count, self.world_size, total)
             last = i + 1 == len(pieces)
-            with nullcontext() if last else pause_reduction(module):
-                loss: Tensor = module(piece, weight)
+            with nullcontext() if last else pause_reduction(module), self._fill_in(piece) as given:
+                loss: Tensor = module(given, weight)
                 # A rank that hangs before this has fewer beats than the ranks that wait for it.
                 self.heartbeat.beat()
                 if last and module is not self._objective and self._parameters.have_changed():
@@ -253,11 +265,54 @@ class DDPReplica:
         if isinstance(module, DistributedDataParallel):
             require_all_reduced(module)
 
+    def _prepare_for_user_collectives(self, total: int) -> None:
+        """Lets collectives of the user compare shapes in the first batch of this size, if the
+        ranks cannot share it evenly. A compiled forward pass cannot be watched."""
+        objective = self._objective
+        is_watched = (
+            total % self.world_size != 0
+            and objective.communicates is not False
+            and not self._is_compiled
+            and total not in self._compared_totals
+        )
+        objective.shape_comparison = ShapeComparison(total) if is_watched else None
+        if is_watched:
+            self._compared_totals.add(total)
+
+    @contextmanager
+    def _fill_in(self, piece: Any) -> Iterator[Any]:
+        """Yields the data of a microbatch. Where there is none and the other ranks wait for this
+        one in a collective of the user, that is a filler batch, which leaves no trace."""
+        if piece is not None or not self._objective.communicates or self._get_filler_batch is None:
+            yield piece
+            return
+        buffers = [(b, b.clone()) for b in self.experiment.model.buffers()]
+        tables = [(p, p.grad) for p in self._tables.values()]
+        for p, _ in tables:  # an optimizer of rows would step the rows that the filler looks up
+            p.grad = None
+        yield self._get_filler_batch()
+        for buffer, saved in buffers:
+            buffer.copy_(saved)
+        for p, grad in tables:
+            p.grad = grad
+
     def _clone_reduced_control(self) -> Tensor:
         """Return the requests and the loss of all ranks, which arrived with the gradients."""
         reduced = self._objective.control.grad
         assert reduced is not None
+        if callable(self.experiment.count):
+            self._divide_by_count(reduced)
         return reduced[LOSS_SLOT if self.world_size == 1 else slice(RESULT_WIDTH)].clone()
+
+    def _divide_by_count(self, reduced: Tensor) -> None:
+        """Divides loss and gradients, which were multiplied by what the loss counts, by the count
+        of the whole batch."""
+        counted = reduced[COUNT_SLOT]
+        # On a GPU it is not read, as the host would wait.
+        if counted.device.type == "cpu" and counted.item() == 1.0:  # one for each sample
+            return
+        reduced[LOSS_SLOT].div_(counted)
+        _scale_gradients(_list_gradient_values(self._parameters.trained), 1.0 / counted)
 
     # --- parameters that were frozen or thawed ---
 
@@ -327,3 +382,16 @@ class DDPReplica:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
             average_gradients(new, self.world_size)
+
+
+def _list_gradient_values(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of parameters; of a sparse one, the values of its rows."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def _scale_gradients(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients by a number, which is a tensor on one of their devices."""
+    for device in {grad.device for grad in grads}:
+        device_grads = [grad for grad in grads if grad.device == device]
+        torch._foreach_mul_(device_grads, factor.to(device))

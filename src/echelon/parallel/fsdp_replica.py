@@ -23,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from echelon.config.schema import TrainerConfig
-from echelon.data.batches import Batch, BatchSource, BlockSlice
+from echelon.data.batches import Batch, BlockSlice
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction
+from echelon.experiment.loss_counts import compute_loss_sum
 from echelon.experiment.optimizer_step import update_weights
 from echelon.experiment.precision import Precision
 from echelon.experiment.trained_parameters import TrainedParameters, format_parameter_names
@@ -35,6 +36,7 @@ from echelon.parallel.replica import (
     READBACK_STEPS,
     StepRequests,
     StepResult,
+    compute_part_weight,
     read_tensors_to_host,
     split_microbatches,
 )
@@ -44,38 +46,8 @@ from echelon.world import World
 if TYPE_CHECKING:
     from echelon.monitoring.speed import StepTimestamps
 
-_FILLER_SAMPLES = 2
-"""One sample is too few for layers that compute a variance over the batch."""
-
-
-class FillerBatch:
-    """What a rank without a sample computes instead: the first samples of the data, with weight
-    zero."""
-
-    def __init__(self, source: BatchSource, device: torch.device) -> None:
-        self._source, self._device = source, device
-        self._data: Any = None
-
-    def __call__(self) -> Any:
-        if self._data is None:
-            order = _FirstSamplesOrder(min(_FILLER_SAMPLES, len(self._source)))
-            self._data = self._source.fetch_batch(order, 0, self._device).data
-        return self._data
-
-
-class _FirstSamplesOrder:
-    """An order with one batch: the first `count` samples."""
-
-    seed, epoch = 0, -1
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def iter_blocks(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
-        yield torch.arange(self.count), [self.count]
-
-    def iter_draws(self, first_batch: int = 0) -> Iterator[tuple[Tensor, list[int]]]:
-        return self.iter_blocks(first_batch)
+_LOSS_SLOT = len(StepRequests())
+_COUNT_SLOT = _LOSS_SLOT + 1
 
 
 class FSDPReplica:
@@ -106,7 +78,7 @@ class FSDPReplica:
         self._get_filler_batch = get_filler_batch
         self._precision = precision
         self._sent_requests = StepRequests()
-        self._request_buffer = torch.zeros(len(StepRequests()) + 1, device=device)
+        self._request_buffer = torch.zeros(_COUNT_SLOT + 1, device=device)
         self._unread_rows: list[Tensor] = []
         self.step_timer: StepTimestamps | None = None
 
@@ -185,31 +157,49 @@ class FSDPReplica:
             self._root.set_requires_gradient_sync(i + 1 == len(pieces))
             # The pass over a filler batch, for which the others wait, must leave no trace.
             saved_buffers = [] if sample_count else [buffer.clone() for buffer in self._buffers]
-            # torch averages over ranks; this weight turns the result into the mean over all samples
-            # of the global batch, as in `DDPReplica`.
-            weight = sample_count * self.world_size / total
-            loss = self._compute_loss(data if sample_count else self._get_filler_batch()) * weight
+            weight = compute_part_weight(
+                self.experiment.count, sample_count, self.world_size, total
+            )
+            loss, count = self._compute_loss(data if sample_count else self._get_filler_batch())
+            loss = loss * weight
             # A rank that hangs before this has fewer beats than the ranks that wait for it.
             self.heartbeat.beat()
-            reduced[-1] += loss.detach() / self.world_size
+            if sample_count:  # the loss of a filler batch need not be finite
+                reduced[_LOSS_SLOT] += loss.detach() / self.world_size
+                reduced[_COUNT_SLOT] += count * weight / self.world_size
             scaler = self.experiment.scaler
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             for buffer, was in zip(self._buffers, saved_buffers, strict=False):
                 buffer.copy_(was)
         dist.all_reduce(reduced)
-        self._unread_rows.append(reduced)
+        if callable(self.experiment.count):
+            reduced[_LOSS_SLOT].div_(reduced[_COUNT_SLOT])
+            self._divide_gradients(reduced[_COUNT_SLOT])
+        self._unread_rows.append(reduced[:_COUNT_SLOT])
 
-    def _compute_loss(self, data: Any) -> Tensor:
-        """Return the mean loss over `data`."""
+    def _divide_gradients(self, counted: Tensor) -> None:
+        """Divides the gradients, which were multiplied by what the loss counts, by the count of the
+        whole batch."""
+        for p in self._parameters.trained:
+            if isinstance(p.grad, DTensor):
+                p.grad.to_local().div_(counted)
+
+    def _compute_loss(self, data: Any) -> tuple[Tensor, Tensor | float]:
+        """Return the mean loss over `data` and 1, or the loss times what it counts and the
+        count."""
+        loss, count = self.experiment.loss, self.experiment.count
         with self._precision.autocast():
             with explain_weights_outside_model():
                 output, target = split_prediction(self._predict(self.experiment.model, data))
-            return compute_loss(self.experiment.loss, output, target).float()
+            if callable(count):
+                weighted, number = compute_loss_sum(loss, count, output, target)
+                return weighted.float(), number
+            return compute_loss(loss, output, target).float(), 1.0
 
     def _copy_requests_to_device(self, requests: StepRequests) -> Tensor:
-        """Return a copy of this rank's requests on the device, with room for the loss."""
+        """Return a copy of this rank's requests on the device, with room for loss and count."""
         if requests != self._sent_requests:  # seldom, so the write to the device costs nothing
-            self._request_buffer[:-1] = torch.tensor([float(w) for w in requests])
+            self._request_buffer[:_LOSS_SLOT] = torch.tensor([float(w) for w in requests])
             self._sent_requests = requests
         return self._request_buffer.clone()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.batch_structure import cut_batch
+from echelon.experiment.loss_counts import Count
 
 READBACK_STEPS = {"cpu": 1, "cuda": 16}
 """Steps between two readbacks. Reading makes the host wait for the device, and all ranks must read
@@ -34,6 +35,22 @@ class StepResult(NamedTuple):
     requests: StepRequests
     loss: float
     """Mean over the global batch."""
+
+
+def compute_part_weight(
+    count: Count | None, sample_count: int, world_size: int, total: int
+) -> float:
+    """Return the weight of the loss of one part of a global batch of `total` samples.
+
+    Gradients are averaged over ranks, whose shares may differ in size. The weight turns that into
+    the mean over all samples, or the sum. Where the loss counts something else, it is multiplied by
+    that count, and divided by the count of all parts when it is known.
+    """
+    if not sample_count:
+        return 0.0
+    if count == "sum":
+        return float(world_size)
+    return (1 if callable(count) else sample_count) * world_size / total
 
 
 def split_microbatches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,16 +10,19 @@ from torch import Tensor, nn
 
 from echelon.experiment.definition import Experiment, Predict, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction
+from echelon.experiment.loss_counts import compute_loss_sum
 from echelon.experiment.precision import Precision
 from echelon.experiment.trained_parameters import TrainedParameters
 from echelon.parallel.replica import StepRequests
+from echelon.parallel.user_collectives import ShapeComparison, count_collectives
 
-# What the parameter that nobody trains carries: the requests of a rank, its loss, and whether
-# parameters were frozen or thawed on it.
+# What the parameter that nobody trains carries: the requests of a rank, its loss, whether
+# parameters were frozen or thawed on it, and what its loss counts.
 LOSS_SLOT = len(StepRequests())
 RESULT_WIDTH = LOSS_SLOT + 1
 CHANGE_SLOT = RESULT_WIDTH
-_CONTROL_WIDTH = CHANGE_SLOT + 1
+COUNT_SLOT = CHANGE_SLOT + 1
+_CONTROL_WIDTH = COUNT_SLOT + 1
 
 
 class WeightedLoss(nn.Module):
@@ -42,12 +46,18 @@ class WeightedLoss(nn.Module):
         self.control = nn.Parameter(torch.zeros(_CONTROL_WIDTH, device=device))
         self._control_values = torch.zeros(_CONTROL_WIDTH, device=device)
         self._loss_slot = self._control_values[LOSS_SLOT]
+        self._count_slot = self._control_values[COUNT_SLOT]
         self._sent_requests = StepRequests()
         self._has_sent_change = False
         self.model = experiment.model
         self.predict: Predict = experiment.predict or default_predict
         self.loss = experiment.loss
+        self.count = experiment.count
         self.scaler = experiment.scaler
+        self.communicates: bool | None = None
+        """Whether code of the user calls collectives; None: it has not been called yet."""
+        self.shape_comparison: ShapeComparison | None = None
+        """For a step whose shares differ: compares shapes in collectives of the user."""
         self.dense: list[nn.Parameter] = []
         """The trained parameters whose gradients DDP averages."""
 
@@ -65,16 +75,31 @@ class WeightedLoss(nn.Module):
         with self._precision.autocast():
             return compute_loss(self.loss, *split_prediction(self.predict(self.model, data)))
 
+    def compute_loss_sum(self, data: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss over `data` times what it counts, and the count; compiled as well."""
+        assert callable(self.count)
+        with self._precision.autocast():
+            output, target = split_prediction(self.predict(self.model, data))
+            return compute_loss_sum(self.loss, self.count, output, target)
+
     def forward(self, data: Any, weight: float) -> Tensor:
         """Return the scaled loss plus a term whose gradient is the requests and the loss.
 
         The gradient of `control.dot(values)` with respect to `control` is `values`: so DDP's
         all-reduce of gradients also averages requests and loss.
         """
-        weighted = self.make_zero_loss(self.dense) if data is None else self.compute_mean_loss(data)
+        if data is None:
+            weighted, count = self.make_zero_loss(self.dense), None
+        elif self.communicates is False:
+            weighted, count = self._compute(data)
+        else:
+            weighted, count = self._compute_with_collectives(data)
         if weight != 1.0:  # it usually is, and a product costs 1 % of a small step
             weighted = weighted * weight
-        self._loss_slot.copy_(weighted.detach())
+        # The loss of a filler batch need not be finite.
+        self._loss_slot.copy_(weighted.detach()) if weight else self._loss_slot.zero_()
+        if callable(self.count):
+            self._count_slot.fill_(0.0) if count is None else self._count_slot.copy_(count * weight)
         if self._trained_parameters.have_changed():
             self._control_values[CHANGE_SLOT] = 1.0
             self._has_sent_change = True
@@ -82,6 +107,21 @@ class WeightedLoss(nn.Module):
             self._control_values[CHANGE_SLOT] = 0.0
             self._has_sent_change = False
         return self.apply_grad_scaler(weighted) + self.control.dot(self._control_values)
+
+    def _compute(self, data: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss over `data`, or the loss times what it counts and the count."""
+        if callable(self.count):
+            return self.compute_loss_sum(data)
+        return self.compute_mean_loss(data), None
+
+    def _compute_with_collectives(self, data: Any) -> tuple[Tensor, Tensor | None]:
+        """Computes the same, and finds out whether code of the user communicates with other
+        ranks."""
+        before = count_collectives()
+        with self.shape_comparison or nullcontext():
+            result = self._compute(data)
+        self.communicates = bool(self.communicates) or count_collectives() != before
+        return result
 
     def apply_grad_scaler(self, loss: Tensor) -> Tensor:
         """Return the loss as the backward pass needs it: scaled where there is a gradient

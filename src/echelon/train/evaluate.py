@@ -7,6 +7,7 @@ them once at the end and merges them in the order of the batches, whichever rank
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,12 +20,13 @@ from echelon.data.batches import BatchSource, EvalOrder
 from echelon.experiment.checks import get_named_metrics, is_metrics_factory
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction, update_metric
+from echelon.experiment.loss_counts import read_count
 from echelon.experiment.module_modes import use_eval_mode
 from echelon.experiment.precision import Precision
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 
 BatchStatistics = list[dict[str, Tensor]]
-"""For each batch, named tensors: the loss, the number of samples, the states of the metrics."""
+"""For each batch, named tensors: the loss, what its mean is over, the states of the metrics."""
 
 
 class Evaluator:
@@ -91,11 +93,7 @@ class Evaluator:
                 with self.explain_errors():
                     output, target = split_prediction(predict(self.experiment.model, batch.data))
                 loss = compute_loss(self.experiment.loss, output, target)
-            loss = loss.double() * batch.sample_count
-            batch_statistics = {
-                "loss": loss.cpu(),
-                "samples": torch.tensor(float(batch.sample_count)).double(),
-            }
+            batch_statistics = self._weigh_loss(loss, batch.sample_count, output, target)
             for name, metric in self.metrics.items():
                 if can_merge_states(metric):
                     metric.reset()
@@ -110,6 +108,17 @@ class Evaluator:
                 predict(self.experiment.model, self.get_filler_batch())
         self.send_heartbeat()  # also for a rank without a batch: a rank that hangs has fewer beats
         return statistics
+
+    def _weigh_loss(
+        self, loss: Tensor, sample_count: int, output: Any, target: Any
+    ) -> dict[str, Tensor]:
+        """Return the loss of a batch times what its mean is over, and that count."""
+        if not callable(self.experiment.count):
+            count = torch.tensor(float(sample_count)).double()
+            return {"loss": (loss.double() * sample_count).cpu(), "count": count}
+        count = read_count(self.experiment.count, output, target).double().cpu()
+        # The mean over nothing is not a number.
+        return {"loss": (loss.double().cpu() * count).where(count > 0, 0.0), "count": count}
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -131,8 +140,8 @@ class Evaluator:
         count = sum(map(len, rank_statistics))
         in_order = [rank_statistics[i % size][i // size] for i in range(count)]
         loss = sum(float(batch_statistics["loss"]) for batch_statistics in in_order)
-        samples = sum(float(found["samples"]) for found in in_order)
-        results = {"loss": loss / samples}
+        counted = sum(float(found["count"]) for found in in_order)
+        results = {"loss": loss / counted if counted else math.nan}
         for name, metric in self.metrics.items():
             metric.reset()
             if can_merge_states(metric):

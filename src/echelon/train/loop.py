@@ -107,6 +107,8 @@ class Training:
     writer: SnapshotWriter | DistributedSnapshotWriter | None = None
     collect_state: Callable[[Experiment, OptimizerFlags, RankGroup], dict[str, Any]] = collect_state
 
+    check_first_batch: Callable[[Training, Batch | BlockSlice, int], None] | None = None
+    """Called once, on all ranks, before the first step of the run."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first step of this start."""
     step: int = 0
@@ -191,7 +193,11 @@ class Training:
         order = self.make_order(epoch)
         batches = self.source.iter_batches(order, first, self.device, self._make_next_order)
         for number, batch in enumerate(self.speed.sample_batches(batches, self.replica), first):
-            yield batch, order.count_samples(number)
+            total = order.count_samples(number)
+            if self.check_first_batch is not None:
+                self.check_first_batch(self, batch, total)
+                self.check_first_batch = None
+            yield batch, total
 
     def make_order(self, epoch: int) -> TrainOrder:
         """Return which samples this rank takes in an epoch, batch by batch."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import default_predict
 from echelon.experiment.loss_check import compute_loss
+from echelon.experiment.loss_counts import read_count
 from echelon.experiment.optimizer_step import list_trained_parameters
 from echelon.experiment.precision import Precision
 from echelon.parallel.process_group import broadcast_buffers
@@ -343,6 +344,9 @@ class _StepProbe:
         with self._precision.autocast():
             output, target = predict(self._experiment.model, data)
             loss = compute_loss(self._experiment.loss, output, target)
+        count = self._experiment.count
+        if callable(count) and not read_count(count, output, target):
+            return None  # a mean over nothing, which a whole batch may contain
         if not math.isfinite(number := float(loss.detach())):
             return faults[0] if faults else f"the loss function gives {number}"
         if self._experiment.scaler is not None:  # it skips steps whose gradients overflow

@@ -27,6 +27,7 @@ from echelon.experiment.precision import Precision
 from echelon.monitoring.profiler import create_profiler
 from echelon.monitoring.speed import create_speed_monitor
 from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.filler_batch import FillerBatch
 from echelon.parallel.model_parallel import (
     SampleBatch,
     StageDescription,
@@ -167,8 +168,9 @@ def prepare_training(
     if is_sharded:
         _shard_training(training, blocks, precision)
     else:
+        get_filler_batch = FillerBatch(source, device)
         training.replica = replica = DDPReplica(
-            experiment, world, device, trainer, precision, heartbeat
+            experiment, world, device, trainer, precision, heartbeat, get_filler_batch
         )
         replica.capture = _make_capture(training, replica)
     enter_train_mode(experiment.model)
@@ -364,11 +366,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
     writes everything.
     """
     # Imported here, as torch's FSDP takes a while to import and other runs do not need it.
-    from echelon.parallel.fsdp_replica import (
-        FillerBatch,
-        FSDPReplica,
-        explain_weights_outside_model,
-    )
+    from echelon.parallel.fsdp_replica import FSDPReplica, explain_weights_outside_model
     from echelon.parallel.fsdp_wrap import shard_model
     from echelon.snapshot.distributed_writer import (
         DistributedSnapshotWriter,

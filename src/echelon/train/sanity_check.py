@@ -31,7 +31,7 @@ def check_evaluation(t: Training) -> None:
         return
     t.heartbeat.suspend()
     t.is_evaluating = t.is_sanity_check = True
-    with _leave_no_trace(t):
+    with leave_no_trace(t):
         results = t.evaluator.evaluate_first_batches(steps)
     t.is_evaluating = t.is_sanity_check = False
     # A metric with several results has names that only a result shows.
@@ -42,7 +42,7 @@ def check_evaluation(t: Training) -> None:
 
 
 @contextlib.contextmanager
-def _leave_no_trace(t: Training) -> Iterator[None]:
+def leave_no_trace(t: Training) -> Iterator[None]:
     """Brings back random states and buffers, and lets nothing be compiled for these batches."""
     devices = get_process_devices(t.group.world)
     rng_row = pack_rng_state(*devices)

@@ -53,6 +53,7 @@ from echelon.tracking.summary import (
     render_summary,
 )
 from echelon.train.loop import Training, train
+from echelon.train.loss_parts_check import check_loss_of_parts
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import prepare_training
 from echelon.train.sanity_check import check_evaluation
@@ -143,6 +144,8 @@ class RankWorker:
                     best_is=self.training.config.trainer.best_is,
                 )
             check_evaluation(self.training)
+            if self.training.step == 0:
+                self.training.check_first_batch = check_loss_of_parts
             start = (self.training.step, time.monotonic())
             if world.rank == 0:
                 record_training(self.run, self.training.step, self.training.samples)
