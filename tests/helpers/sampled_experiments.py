@@ -26,6 +26,8 @@ class SampledSettings:
     batch: str = ""
     """``dataclass``, ``graph`` (which moves itself and cannot be cut), or a tuple."""
     dropout: float = 0.0
+    sums: bool = False
+    """Whether the loss is a sum, in a way that Echelon does not know."""
 
 
 class Augmented(Dataset[Any]):
@@ -95,6 +97,10 @@ class Growing:
         return iter(torch.randperm(self.count).tolist())
 
 
+def sum_squares(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).sum()
+
+
 def sampled(cfg: SampledSettings) -> echelon.Experiment:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(cfg.dropout), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -104,7 +110,8 @@ def sampled(cfg: SampledSettings) -> echelon.Experiment:
         padded = batch.padded if isinstance(batch, Graphs) else batch
         if isinstance(padded, tuple):
             padded = Padded(*padded)
-        trace(batch=life.steps + 1, samples=padded.numbers.tolist())
+        if model.training:
+            trace(batch=life.steps + 1, samples=padded.numbers.tolist())
         return model(padded.x).squeeze(-1), padded.y
 
     weights = [1.0 + 9.0 * (index % 4 == 0) for index in range(SAMPLES)]
@@ -115,7 +122,7 @@ def sampled(cfg: SampledSettings) -> echelon.Experiment:
     return echelon.Experiment(
         model=model,
         optimizer=optimizer,
-        loss=nn.functional.mse_loss,
+        loss=sum_squares if cfg.sums else nn.functional.mse_loss,
         train_data=Augmented(),
         predict=predict,
         collate_fn={"dataclass": pad, "graph": pad_graphs}.get(cfg.batch, pad_columns),

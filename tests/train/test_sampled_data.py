@@ -94,6 +94,10 @@ def test_a_dataclass_is_accumulated_and_a_graph_refused(tmp_path: Path) -> None:
         train(tmp_path, 2, "batch=dataclass", "trainer.accumulate=2", name="cut")
     )
     assert losses(cut.run) == pytest.approx(losses(whole.run), rel=1e-5)
+    noticed = require_finished(
+        train(tmp_path, 1, "batch=dataclass", "sums=true", "trainer.steps=1", name="sums")
+    )
+    assert "is the sum of the losses of its halves" in noticed.said
     graphs = require_finished(train(tmp_path, 1, "batch=graph", name="graphs"))
     assert losses(graphs.run) == losses(whole.run)
     refused = train(tmp_path, 1, "batch=graph", "trainer.accumulate=2", name="refused")

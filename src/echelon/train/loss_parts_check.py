@@ -12,10 +12,9 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.data.batches import Batch, BlockSlice
+from echelon.errors import EchelonError
 from echelon.experiment.definition import default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction
 from echelon.experiment.loss_counts import Count, read_count
@@ -61,12 +60,14 @@ def check_loss_of_parts(t: Training, batch: Batch | BlockSlice, total: int) -> N
 def _compare_halves(t: Training, batch: Batch | BlockSlice) -> str | None:
     """Return the warning about a share and its halves, or None where there is nothing to say."""
     data, count = batch.data, batch.sample_count
-    if not _has_one_row_per_sample(data, count):
+    try:
+        pieces = split_microbatches(data, count, 2, t.experiment.collate_fn is None)
+    except EchelonError:  # such as a batch of graphs, which trainer.accumulate refuses
         return None
     devices = get_process_devices(t.group.world)
     rng_row = pack_rng_state(*devices)
     whole = _compute_part(t, data, count)
-    halves = [_compute_part(t, *piece) for piece in split_microbatches(data, count, 2)]
+    halves = [_compute_part(t, *piece) for piece in pieces]
     if whole is None or not torch.equal(pack_rng_state(*devices), rng_row):
         return None
     known = [half for half in halves if half is not None]
@@ -119,12 +120,4 @@ def describe_difference(
     return (
         f"warning: the loss of the first batch is {rule}: the numbers will depend on the number of "
         f"processes and on trainer.accumulate; {remedy}"
-    )
-
-
-def _has_one_row_per_sample(data: Any, sample_count: int) -> bool:
-    """Return whether a batch consists of tensors that can be cut sample by sample."""
-    leaves = tree_leaves(data)
-    return bool(leaves) and all(
-        isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == sample_count for leaf in leaves
     )
