@@ -282,7 +282,7 @@ def test_the_loop_fits_one_screen() -> None:
 
     lines = inspect.getsource(train).splitlines()
     assert len(lines) <= 40
-    calls = [f"t.{name}(" for name in ("replica.step", "schedule_log_line", "evaluate", "save")]
+    calls = [f"t.{name}(" for name in ("replica.step", "schedule_log_line", "save", "evaluate")]
     found = [next(i for i, line in enumerate(lines) if call in line) for call in calls]
     stop_check = next(i for i, line in enumerate(lines) if "if requests.stop" in line)
     assert [*found, stop_check] == sorted([*found, stop_check]), "in this order"

@@ -21,6 +21,7 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
 
     echelon.main          makes a file runnable from the command line; it never returns
     echelon.Experiment    the parts to train, which an experiment function returns
+    echelon.TrainingInfo  what an experiment function may know of its training
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load          returns the trained model of a run with its weights, for inference
     echelon.load_weights  returns the weights of a snapshot, for another program
@@ -43,16 +44,27 @@ if TYPE_CHECKING:
     from echelon import optim
     from echelon.commands.train import main
     from echelon.experiment.definition import Experiment
+    from echelon.experiment.training_info import TrainingInfo
     from echelon.python_api import submit
     from echelon.snapshot.load_model import load
     from echelon.snapshot.reader import load_weights
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "__version__", "load", "load_weights", "main", "optim", "submit"]
+__all__ = [
+    "Experiment",
+    "TrainingInfo",
+    "__version__",
+    "load",
+    "load_weights",
+    "main",
+    "optim",
+    "submit",
+]
 
 
 _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
+    "TrainingInfo": "echelon.experiment.training_info",
     "load": "echelon.snapshot.load_model",
     "load_weights": "echelon.snapshot.reader",
     "main": "echelon.commands.train",

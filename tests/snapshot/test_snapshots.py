@@ -329,6 +329,66 @@ def test_killed_at_any_change_of_names_of_a_replacement(tmp_path: Path) -> None:
     assert seen == {(1, 2, 3), (1, 2), (1, 2, 33)}
 
 
+# Evaluated after it was saved ----------------------------------------------------------------
+
+
+def test_an_evaluation_is_added_to_its_snapshot(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, best=(1,))
+    writer = SnapshotWriter(tmp_path, keep_last=1, resumed_step=2)
+    writer.save(3, tiny(3), {"step": 3, "best": 0.5, "results": {}})
+    writer.record_evaluation(3, {"best": 0.25, "results": {"loss": 0.25}}, is_best=True)
+    assert only(writer.close()).error is None
+    snapshot = verify_snapshot(tmp_path / "step-000000003")
+    assert snapshot.info == {"step": 3, "best": 0.25, "results": {"loss": 0.25}}
+    assert snapshot.is_best
+    assert find_best(tmp_path) == snapshot.folder
+    assert steps(tmp_path) == [3], "the best one of before is no longer kept"
+    path = snapshot.folder / "evaluation.json"
+    path.write_bytes(path.read_bytes().replace(b"0.25", b"0.26"))
+    assert found(tmp_path) == (None, {3: "evaluation.json: checksum differs"})
+
+
+def test_an_evaluation_of_what_was_not_saved_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    writer = SnapshotWriter(tmp_path, resumed_step=1)  # 2 is from before the return to 1
+    writer.record_evaluation(2, {"best": 0.25}, is_best=True)
+    writer.record_evaluation(3, {"best": 0.25}, is_best=True)
+    assert writer.close() == []
+    assert verify_snapshot(tmp_path / "step-000000002").info == {"step": 2}
+    assert find_best(tmp_path) is None
+
+
+def test_killed_at_any_change_of_names_while_an_evaluation_is_added(tmp_path: Path) -> None:
+    """A snapshot with the evaluation, or one without, to which it can be added again."""
+    save(tmp_path / "source", 1, 2, best=(1,))
+    seen = set()
+    for k in range(1, 1000):
+        root = snapshot_kills.fresh(tmp_path / "source", tmp_path / "target")
+
+        def once(pipe: int, root: Path = root, k: int = k) -> None:
+            writer = SnapshotWriter(root, 9, resumed_step=2)
+            snapshot_kills.kill_at_operation(k, ("open", "write", "replace", "unlink", "fsync"))
+            writer.record_evaluation(2, {"best": 0.5}, is_best=True)
+            writer.close()
+
+        child, reader = snapshot_kills.forked(once)
+        _, status = os.waitpid(child, 0)
+        os.close(reader)
+        assert found(root) == (2, {})
+        is_added = "best" in verify_snapshot(root / "step-000000002").info
+        writer = SnapshotWriter(root, 9, resumed_step=2)
+        assert find_best(root) == root / f"step-00000000{2 if is_added else 1}"
+        writer.record_evaluation(2, {"best": 0.5}, is_best=True)
+        assert writer.close() == []
+        assert verify_snapshot(root / "step-000000002").info["best"] == 0.5
+        assert find_best(root) == root / "step-000000002"
+        seen.add(is_added)
+        if not os.WIFSIGNALED(status):
+            break
+    assert status == 0
+    assert seen == {False, True}
+
+
 # Damage --------------------------------------------------------------------------------------
 
 FILES = ("model.pt", "rng.pt", "state.json", "manifest.json")

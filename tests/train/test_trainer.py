@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from dataclasses import replace
@@ -27,6 +26,7 @@ from worlds import (
 from echelon.config.schema import Config
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import find_best
+from echelon.snapshot.reader import verify_snapshot
 from echelon.train import worker
 from echelon.train.worker import train_in_process
 
@@ -139,7 +139,7 @@ def test_a_snapshot_holds_the_whole_state(tmp_path: Path) -> None:
     random_of_ranks = parts["rng"]["ranks"]
     assert len(random_of_ranks) == 2
     assert not random_of_ranks[0].equal(random_of_ranks[1])
-    info = json.loads((trained.run.snapshots_folder / "step-000000006" / "state.json").read_text())
+    info = verify_snapshot(trained.run.snapshots_folder / "step-000000006").info
     config = trained.run.read_config()
     expected = {
         "step": 6,

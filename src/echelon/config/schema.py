@@ -119,6 +119,17 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class EarlyStopConfig:
+    """Ends a training whose evaluated number has stopped getting better."""
+
+    metric: str | None = None
+    """The number to look at; default: the one that `trainer.best` names."""
+    patience: int | None = None
+    """Evaluations in a row that may be no better than the best one before the run is finished;
+    default: it never ends early."""
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The training loop: how long, with which batch, and how often to log, evaluate and save."""
 
@@ -148,6 +159,11 @@ class TrainerConfig:
     best_is: str = "auto"
     """Whether the best value is the `min` or the `max`; `auto` knows it of the loss, of the metrics
     of torchmetrics, and of common names such as accuracy or rmse."""
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    """When the run is finished before its last step."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999. The average
+    is evaluated, and `echelon.load` gives it; the training goes on with the weights themselves."""
     log_steps: int = 10
     """Steps between two lines of metrics."""
     resume: str = "auto"
@@ -303,6 +319,7 @@ _NUMERICS_KEYS = (
     "seed",
     "trainer.batch_size",
     "trainer.clip",
+    "trainer.ema",
     "trainer.schedule",
     "trainer.warmup_steps",
     "trainer.precision",

@@ -31,14 +31,18 @@ from echelon.config.typed_values import CLASS_KEY
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "trainer": (schema.TrainerConfig,),
+    "trainer": (schema.TrainerConfig, schema.EarlyStopConfig),
     "replica": (schema.ReplicaConfig,),
     "launch": (schema.LaunchConfig,),
     "track": (schema.TrackConfig, schema.WandbConfig, schema.TensorBoardConfig),
     "run": (schema.RunConfig,),
 }
 """The groups of settings in the order in which they are printed, with their classes."""
-_PREFIXES = {"WandbConfig": "track.wandb.", "TensorBoardConfig": "track.tensorboard."}
+_PREFIXES = {
+    "EarlyStopConfig": "trainer.early_stop.",
+    "WandbConfig": "track.wandb.",
+    "TensorBoardConfig": "track.tensorboard.",
+}
 _MOST_USED = (
     *("experiment", "trainer.epochs", "trainer.batch_size", "trainer.schedule"),
     *("trainer.precision", "launch", "launch.procs", "track", "run.name", "seed"),

@@ -97,6 +97,12 @@ def _check_fsdp(config: Config) -> Iterator[Fault]:
     """Yield faults of settings that FSDP does not support."""
     if config.replica.kind != "fsdp":
         return
+    if config.trainer.ema is not None:
+        yield Fault(
+            f"trainer.ema={config.trainer.ema}, but replica.kind=fsdp keeps shards of the weights, "
+            "which are not averaged",
+            "leave one of the two out",
+        )
     if config.trainer.capture == "always":
         yield Fault(
             "trainer.capture=always, but replica.kind=fsdp has no step that can be captured",
@@ -119,6 +125,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "trainer.batch_size": (t.batch_size, 1),
         "trainer.accumulate": (t.accumulate, 1),
         "trainer.eval_batch_size": (t.eval_batch_size, 1),
+        "trainer.early_stop.patience": (t.early_stop.patience, 1),
         "trainer.log_steps": (t.log_steps, 1),
         "trainer.keep_last": (t.keep_last, 1),
         "trainer.warmup_steps": (t.warmup_steps, 0),
@@ -149,6 +156,10 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
     }.items():
         if positive is not None and positive <= 0:
             yield Fault(f"{key}={positive} is not above 0", f"set {key} to a positive number")
+    if t.ema is not None and not 0 < t.ema < 1:
+        yield Fault(
+            f"trainer.ema={t.ema} is not between 0 and 1", "set a decay such as trainer.ema=0.999"
+        )
     for name, every in {"evaluate": t.evaluate, "save": t.save}.items():
         yield from _check_interval(f"trainer.{name}", every)
     if t.epochs is None and t.steps is None:

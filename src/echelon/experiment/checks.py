@@ -67,6 +67,8 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
         )
     yield from _find_count_faults(experiment.count)
     yield from _find_metric_faults(experiment.metrics)
+    yield from _find_evaluate_faults(experiment)
+    yield from _find_state_faults(experiment.state)
     schedule, scaler = experiment.schedule, experiment.scaler
     if schedule is not None and not _has_attributes(schedule, "step", *_STATE_METHODS):
         yield Fault(
@@ -309,6 +311,47 @@ def _format_signature(function: Callable[..., Any]) -> str:
     """Formats a function with its parameters, such as `Net.forward(x, mask)`."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{name}{inspect.signature(function)}"
+
+
+# --- an evaluation and state of the experiment's own ---
+
+
+def _find_evaluate_faults(experiment: Experiment) -> Iterator[Fault]:
+    evaluate = experiment.evaluate
+    if evaluate is None:
+        return
+    if not callable(evaluate) or not _accepts_arguments(evaluate, 2):
+        found = _format_signature(evaluate) if callable(evaluate) else describe_wrong_type(evaluate)
+        yield Fault(
+            f"the experiment's evaluate does not take a model and batches: it is {found}",
+            "give (model, batches) → {name: (sum, count)}",
+        )
+    if experiment.metrics is not None:
+        yield Fault(
+            "the experiment has metrics and an evaluate of its own, which takes their place",
+            "leave one of the two out",
+        )
+
+
+def _find_state_faults(state: Any) -> Iterator[Fault]:
+    if state is None:
+        return
+    if not isinstance(state, Mapping):
+        yield Fault(
+            f"the experiment's state is {describe_wrong_type(state)}", "give {name: part, …}"
+        )
+        return
+    for name, part in state.items():
+        if not isinstance(name, str) or name.startswith("trainer."):
+            yield Fault(
+                f"the experiment's state has a part named {name!r}",
+                "give it another name, as a text; those that begin with trainer. are Echelon's",
+            )
+        if not _has_attributes(part, *_STATE_METHODS):
+            yield Fault(
+                f"the experiment's state {name!r} is {describe_wrong_type(part)}",
+                "give an object with state_dict() and load_state_dict(state)",
+            )
 
 
 # --- metrics ---

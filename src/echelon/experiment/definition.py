@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
+Evaluate = Callable[[nn.Module, Iterator[Any]], Mapping[str, tuple[Any, Any]]]
 
 
 @dataclass
@@ -28,8 +29,9 @@ class Experiment:
 
     An experiment function returns an Experiment. Its first parameter is the settings object. With a
     second parameter named `devices`, it also receives the devices of its process, to place layers
-    on them. The function is called once in every process, so it must build the same parts on each
-    rank: random numbers are seeded alike everywhere before the call.
+    on them; with one named `training`, an echelon.TrainingInfo: epochs, steps, rank. The function
+    is called once in every process, so it must build the same parts on each rank: random numbers
+    are seeded alike everywhere before the call.
 
         def experiment(cfg):
             model = Net(cfg.width)
@@ -62,7 +64,8 @@ class Experiment:
                 accepted. It is called only where something is evaluated, so that nothing else waits
                 for the import of torchmetrics.
     schedule    A learning-rate schedule of your own (torch.optim.lr_scheduler). It is stepped once
-                per optimizer step. Without it, trainer.schedule and trainer.warmup_steps decide.
+                per optimizer step, not per epoch: echelon.TrainingInfo counts the steps. Without
+                it, trainer.schedule and trainer.warmup_steps decide.
     scaler      A torch.amp.GradScaler for half precision. It scales the loss, and skips a step
                 whose gradients overflow. With trainer.precision=fp16 one is made for you.
     predict     predict(model, batch) returns (output, target). Without it a batch is
@@ -92,6 +95,26 @@ class Experiment:
 
                     def count(output, target):
                         return (target != PADDING).sum()
+    evaluate    An evaluation of your own, in the place of loss and metrics: evaluate(model,
+                batches) is called on every rank, with the model in eval mode and an iterator over
+                this rank's batches of eval_data; without eval_data there are none. It returns the
+                sum over its samples and their count for each number. Sums and counts of all ranks
+                are added, and divided:
+
+                    def evaluate(model, batches):
+                        right = samples = 0
+                        for images, labels in batches:
+                            views = model(images) + model(images.flip(-1))
+                            right += (views.argmax(1) == labels).sum()
+                            samples += len(labels)
+                        return {"accuracy": (right, samples)}
+
+                Set trainer.best to one of its names, unless there is a "loss" among them.
+    state       More that belongs to a snapshot, by name: {"replay": buffer}. Each part has
+                state_dict() and load_state_dict(), as torch's Stateful; their content is dicts,
+                lists, tuples, numbers, texts and tensors. Rank 0's parts are saved, and restored on
+                every rank, so they must be equal on all ranks. Where they are not, saving fails
+                with a sentence.
     """
 
     model: nn.Module
@@ -108,6 +131,8 @@ class Experiment:
     batch_sampler: Iterable[Sequence[int]] | None = None
     loader: Mapping[str, Any] | None = None
     count: Count | None = None
+    evaluate: Evaluate | None = None
+    state: Mapping[str, Any] | None = None
 
 
 def default_predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from echelon.experiment.checks import describe_wrong_type, find_part_faults
 from echelon.experiment.definition import Experiment
 from echelon.experiment.loss_counts import infer_count
 from echelon.experiment.settings_declaration import build_settings
+from echelon.experiment.training_info import TrainingInfo, find_info_parameter
 
 _is_loading = False
 
@@ -99,22 +100,27 @@ def accepts_devices(function: Callable[..., Any]) -> bool:
 
 
 def build_experiment(
-    entry: str, settings: Mapping[str, Any], devices: tuple[torch.device, ...]
+    entry: str,
+    settings: Mapping[str, Any],
+    devices: tuple[torch.device, ...],
+    get_info: Callable[[], TrainingInfo],
 ) -> tuple[Experiment, bool]:
     """Calls the experiment function with its settings and checks what it returns.
 
-    Returns the experiment, and whether it has placed its layers itself.
+    `get_info` is called only where the function wants to know of its training. Returns the
+    experiment, and whether it has placed its layers itself.
     """
     function = load_function(entry)
     cfg = build_settings(function, settings)
     places_layers = accepts_devices(function)
+    given: dict[str, Any] = {"devices": devices} if places_layers else {}
+    if info_parameter := find_info_parameter(function):
+        given[info_parameter] = get_info()
     own_parameters = _find_settings_parameters(function, entry)
-    if own_parameters and next(iter(inspect.signature(function).parameters)) == "devices":
-        result = function(devices, cfg)
+    if own_parameters and next(iter(inspect.signature(function).parameters)) in given:
+        result = function(**given, **{own_parameters[0]: cfg})
     else:
-        result = function(
-            *([cfg] if own_parameters else []), **({"devices": devices} if places_layers else {})
-        )
+        result = function(*([cfg] if own_parameters else []), **given)
     _require_valid(result, entry)
     experiment: Experiment = result
     # Now, as the loss may be wrapped later and would not be recognised any more.
@@ -123,16 +129,18 @@ def build_experiment(
 
 
 def _find_settings_parameters(function: Callable[..., Any], entry: str) -> list[str]:
-    """Return the parameters besides `devices`: one for the settings, or none."""
+    """Return the parameters besides those for the devices and for a TrainingInfo: one for the
+    settings, or none."""
     parameters = inspect.signature(function).parameters.values()
-    own = [p for p in parameters if p.name != "devices"]
+    others = ("devices", find_info_parameter(function))
+    own = [p for p in parameters if p.name not in others]
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     more = [p.name for p in own[1:] if p.default is p.empty and p.kind not in any_number]
     if more:
         raise _make_usage_error(
             f"experiment={entry} takes {', '.join(map(repr, more))}, which it is not given",
-            "take the settings, and devices where it places layers: "
-            f"def {entry.rpartition(':')[2]}(cfg, devices): …",
+            "take the settings, devices where it places layers, and training where it needs to "
+            f"know of its training: def {entry.rpartition(':')[2]}(cfg, devices, training): …",
         )
     return [p.name for p in own]
 

@@ -22,6 +22,7 @@ from echelon.config.scalar_types import format_path
 from echelon.config.settings_classes import is_settings_class, list_union_members
 from echelon.config.typed_values import ValueConverter, ValueProblem
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.training_info import find_info_parameter
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
@@ -126,7 +127,8 @@ def find_settings_class(function: Callable[..., Any]) -> type | None:
 
 def _find_settings_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:
     parameters = inspect.signature(function).parameters.values()
-    return next((p for p in parameters if p.name != "devices"), None)
+    others = ("devices", find_info_parameter(function))
+    return next((p for p in parameters if p.name not in others), None)
 
 
 def _read_hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:

@@ -17,6 +17,8 @@ def describe_finished_run(run: Run, config: Config, resumed: Config, typed: str)
     """
     if config.program or resumed.trainer.resume != "auto" or _is_longer(config, resumed):
         return None
+    if config.trainer.early_stop != resumed.trainer.early_stop:
+        return None
     if find_differences(config.select_numerics_settings(), resumed.select_numerics_settings()):
         return None
     step, saved_step = FolderFacts.read(run).step, run.find_newest_step()

@@ -29,7 +29,7 @@ from echelon.parallel.process_group import RankGroup
 from echelon.snapshot.manifest import ManifestEntry
 from echelon.snapshot.shards import extract_own_shard, format_shard_name, gather_full_tensors
 from echelon.snapshot.staging_buffer import StagingBuffer
-from echelon.snapshot.state import collect_parts, pack_rng_state
+from echelon.snapshot.state import collect_parts, is_extra_state, pack_rng_state
 from echelon.snapshot.writer import (
     SaveError,
     SaveResult,
@@ -67,9 +67,13 @@ def collect_shards(
     rank. A collective; rank 0 also gets the random states of all ranks."""
     world = group.world
     rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
+    trees = collect_parts(experiment, optimizer_flags)
+    if world.rank != 0:  # it need not have the keys of rank 0's, and could not be joined with it
+        weights = trees["model"].items()
+        trees["model"] = {k: None if is_extra_state(k) else v for k, v in weights}
     parts = {
         format_shard_name(name, world.rank, world.size): extract_own_shard(tree, world.rank)
-        for name, tree in collect_parts(experiment, optimizer_flags).items()
+        for name, tree in trees.items()
     }
     return parts | ({"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {})
 
@@ -107,6 +111,11 @@ class DistributedSnapshotWriter:
             self._writer.save(step, parts, info, is_best, shared_save)
         else:
             self._save_own_shards(hidden, parts)
+
+    def record_evaluation(self, step: int, info: Mapping[str, Any], is_best: bool) -> None:
+        """Add to a snapshot what an evaluation has found since; rank 0 does it alone."""
+        if self._writer is not None:
+            self._writer.record_evaluation(step, info, is_best)
 
     def take_results(self) -> list[SaveResult]:
         """Return how saves ended since the last call; empty on ranks other than 0."""

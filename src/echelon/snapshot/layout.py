@@ -15,6 +15,12 @@ from pathlib import Path
 MANIFEST_FILE = "manifest.json"
 """Written last: a folder without one is not a snapshot."""
 STATE_FILE = "state.json"
+STATE_PART = "state"
+"""The part with what belongs to a run beside model and optimizer, by name."""
+EMA_NAME = "trainer.ema"
+"""The name there of the average of the weights."""
+EVALUATION_FILE = "evaluation.json"
+"""What an evaluation of the snapshot found, where it was made after the snapshot was saved."""
 BEST_LINK = "best"
 """A relative symlink to the best of the snapshots beside it, so that it can be opened as a
 folder and stays right when the run is moved."""

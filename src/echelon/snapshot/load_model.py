@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.loading import build_experiment
+from echelon.experiment.training_info import make_training_info
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import BEST_LINK, find_best, format_folder_name
 from echelon.snapshot.manifest import InvalidSnapshotError
@@ -19,6 +21,7 @@ from echelon.snapshot.reader import (
     describe_existing_snapshots,
     find_newest_of_run,
     find_run_folder,
+    load_trained_weights,
     verify_snapshot,
 )
 from echelon.snapshot.state import load_model, pack_rng_state, restore_rng_state, seed_all
@@ -37,7 +40,8 @@ def load(
 
     The model is built by the run's own experiment function with the settings of the run, so the
     function's file must still be there, and its data is opened as in a training. The weights are
-    whole, whatever number of processes trained them.
+    whole, whatever number of processes trained them. With trainer.ema they are the average, which
+    was evaluated.
 
     Parameters:
 
@@ -60,14 +64,15 @@ def load(
                 "load the files that the program itself has written",
             )
         )
-    weights = _choose_snapshot(found, snapshot).load_part("model")
+    weights = load_trained_weights(_choose_snapshot(found, snapshot))
     place = torch.device(device)
     rng_row = pack_rng_state()
     try:
         seed_all(config.seed)  # as in a training, so that the experiment draws what it drew there
         entry = found.get_entry_point(config, node=0)
         devices = (place,) * config.replica.devices
-        experiment, _ = build_experiment(entry, config.experiment_settings, devices)
+        get_info = partial(make_training_info, config, 0, 1, found.folder)
+        experiment, _ = build_experiment(entry, config.experiment_settings, devices, get_info)
     finally:
         restore_rng_state(rng_row)
     load_model(experiment, weights)

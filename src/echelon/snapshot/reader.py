@@ -5,7 +5,8 @@ A snapshot is a folder ``ROOT/step-000000123/`` with one file per part (``model.
 ``torch.load(path, weights_only=True)``; ``state.json`` (the position of the run and other JSON);
 and ``manifest.json``, written last, with the size and checksum of every other file. A folder is a
 snapshot if all of this verifies. Files that the manifest does not name (an editor's, NFS's) are
-ignored.
+ignored. A snapshot that was evaluated after it was saved also has ``evaluation.json``; its values
+replace those of ``state.json``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import torch
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.snapshot.layout import (
+    EMA_NAME,
+    EVALUATION_FILE,
     EXAMPLE_FOLDER,
     STATE_FILE,
+    STATE_PART,
     list_snapshots,
     resolve_best,
 )
@@ -45,7 +49,7 @@ class Snapshot:
     folder: Path
     step: int
     info: dict[str, Any]
-    """What the caller of ``Writer.save`` gave."""
+    """What the caller of ``SnapshotWriter.save`` gave, with what ``record_evaluation`` changed."""
     part_files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of every part: itself, or one of each rank, where the ranks held it together."""
     is_best: bool = False
@@ -115,7 +119,8 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
         model.load_state_dict(echelon.load_weights("latest"))
         model.load_state_dict(echelon.load_weights("runs/NAME/snapshots/best"))
 
-    The weights are whole, whatever number of ranks wrote them. The files are mapped into memory, so
+    The weights are whole, whatever number of ranks wrote them. Of a run with trainer.ema they are
+    the average, which was evaluated. The files are mapped into memory, so
     values are read from the disk only when they are used.
 
     Parameters:
@@ -141,8 +146,17 @@ def load_weights(folder: str | Path) -> dict[str, torch.Tensor]:
             snapshot = verify_snapshot(path)
     except InvalidSnapshotError as error:
         raise _make_no_snapshot_error(path, str(error)) from None
-    weights: dict[str, torch.Tensor] = snapshot.load_part("model")
-    return weights
+    return load_trained_weights(snapshot)
+
+
+def load_trained_weights(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the state of the model that was evaluated: with `trainer.ema` the average of the
+    weights, otherwise the weights themselves."""
+    weights: dict[str, Any] = snapshot.load_part("model")
+    averages = (
+        snapshot.load_part(STATE_PART).get(EMA_NAME, {}) if STATE_PART in snapshot.parts else {}
+    )
+    return weights | averages
 
 
 def find_newest_of_run(root: Path) -> Snapshot:
@@ -201,11 +215,18 @@ def verify_snapshot(folder: Path) -> Snapshot:
     for name, entry in manifest.files.items():
         check_size(folder / name, entry.size_bytes)
     check_checksums(folder, manifest.files)
-    info = convert_read_errors(STATE_FILE, lambda: json.loads((folder / STATE_FILE).read_bytes()))
-    if not isinstance(info, dict):
-        raise InvalidSnapshotError(f"{STATE_FILE}: not a JSON object")
+    info = _read_info(folder, STATE_FILE)
+    if EVALUATION_FILE in manifest.files:
+        info |= _read_info(folder, EVALUATION_FILE)
     try:
         pieces = group_shard_names(name[:-3] for name in manifest.files if name.endswith(".pt"))
     except ValueError as error:
         raise InvalidSnapshotError(str(error)) from None
     return Snapshot(folder, manifest.step, info, pieces, manifest.is_best)
+
+
+def _read_info(folder: Path, name: str) -> dict[str, Any]:
+    info = convert_read_errors(name, lambda: json.loads((folder / name).read_bytes()))
+    if not isinstance(info, dict):
+        raise InvalidSnapshotError(f"{name}: not a JSON object")
+    return info

@@ -90,6 +90,8 @@ def gather_full_tensors(tree: Any, keep: bool) -> Any:
 def join_shards(trees: Sequence[Any]) -> Any:
     """Return the tree that was cut into these, which are in the order of ranks."""
     first = trees[0]
+    if all(tree is None for tree in trees[1:]):  # what rank 0 alone has written
+        return first
     if isinstance(first, Mapping):
         if _ROWS_KEY in first:
             return _join_rows(trees)

@@ -238,6 +238,20 @@ def _to_plain_tree(tree: Any, leaf: Callable[[torch.Tensor], torch.Tensor], path
     return _to_plain_scalar(tree, path)
 
 
+def find_unsavable_values(tree: Any, path: TreePath) -> list[Fault]:
+    """Return the fault of the first value in a tree that a file cannot hold, if there is one."""
+    try:
+        _to_plain_tree(tree, lambda tensor: tensor, path)
+    except EchelonError as error:
+        return list(error.faults)
+    return []
+
+
+def to_plain_tree(tree: Any, path: TreePath) -> Any:
+    """Return the same tree in plain types, with its tensors on the CPU."""
+    return _to_plain_tree(tree, lambda tensor: tensor.cpu(), path)
+
+
 def _to_plain_scalar(value: Any, path: TreePath) -> Any:
     """Return the built-in value of a scalar; a subclass (an IntEnum, a numpy.float64) becomes
     its base."""

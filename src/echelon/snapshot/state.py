@@ -12,13 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
-from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
+from echelon.experiment.schedule_length import load_schedule_state
 from echelon.parallel.model_parallel import get_process_devices
+from echelon.parallel.packed_tree import pack_tree
 from echelon.parallel.process_group import RankGroup
+from echelon.snapshot.layout import EMA_NAME, STATE_PART
+from echelon.snapshot.staging_buffer import find_unsavable_values, to_plain_tree
+
+_EXTRA_STATE = "_extra_state"
+"""How torch ends the key of what a module returns from `get_extra_state`."""
 
 # --- random numbers of one rank, as one row of bytes of fixed length ---
 
@@ -76,6 +84,7 @@ def collect_state(
     """Return the parts of a snapshot on rank 0 and an empty dict on other ranks. A collective,
     for the random states."""
     rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
+    _require_equal_parts(experiment, group)
     if group.world.rank != 0:
         return {}
     return {**collect_parts(experiment, optimizer_flags), "rng": {"ranks": torch.stack(rng_rows)}}
@@ -92,7 +101,70 @@ def collect_parts(experiment: Experiment, optimizer_flags: OptimizerFlags) -> di
         optimizer["schedule"] = experiment.schedule.state_dict()
     if experiment.scaler is not None:
         optimizer["scaler"] = experiment.scaler.state_dict()
-    return {"model": experiment.model.state_dict(), "optimizer": optimizer}
+    parts = {"model": experiment.model.state_dict(), "optimizer": optimizer}
+    if experiment.state:
+        parts[STATE_PART] = {name: part.state_dict() for name, part in experiment.state.items()}
+    return parts
+
+
+def _require_equal_parts(experiment: Experiment, group: RankGroup) -> None:
+    """Raise EchelonError on all ranks where a part of the experiment's state differs between them:
+    rank 0's would be restored on all. A collective."""
+    if not experiment.state or group.world.size == 1:
+        return
+    rows = {
+        name: pack_tree(to_plain_tree(part.state_dict(), (STATE_PART, name)))
+        for name, part in experiment.state.items()
+        if name != EMA_NAME  # which is made of the weights, and equal as they are
+    }
+    digests = {name: xxhash.xxh3_128_hexdigest(row.numpy().data) for name, row in rows.items()}
+    of_ranks = group.gather_json(digests)
+    differing = [name for name in digests if len({found.get(name) for found in of_ranks}) > 1]
+    if names := group.broadcast_json(differing):
+        raise EchelonError(
+            *(
+                Fault(
+                    f"the experiment's state {name!r} differs between the ranks, but a snapshot "
+                    "keeps rank 0's for all",
+                    "let it depend on what is equal on all ranks, such as the weights, or gather "
+                    "what each rank has",
+                )
+                for name in names
+            ),
+            exit=ExitCode.FAILED,
+        )
+
+
+def require_savable(experiment: Experiment) -> None:
+    """Raise EchelonError with everything that a snapshot could not hold, or not bring back: what
+    modules keep as extra state, the experiment's state, and that of a schedule of its own."""
+    faults = []
+    for name, module in experiment.model.named_modules():
+        kind = type(module)
+        if kind.get_extra_state is nn.Module.get_extra_state:
+            continue
+        if kind.set_extra_state is nn.Module.set_extra_state:
+            faults.append(
+                Fault(
+                    f"{kind.__name__} has get_extra_state but no set_extra_state, so a snapshot of "
+                    "it could never be loaded",
+                    "write both, or neither",
+                )
+            )
+        where = ("model", f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
+        faults += find_unsavable_values(module.get_extra_state(), where)
+    for name, part in (experiment.state or {}).items():
+        faults += find_unsavable_values(part.state_dict(), (STATE_PART, name))
+    if experiment.schedule is not None:
+        faults += find_unsavable_values(experiment.schedule.state_dict(), ("schedule",))
+    if faults:
+        raise EchelonError(*faults)
+
+
+def is_extra_state(key: str) -> bool:
+    """Return whether a key of a model's state is that of what a module returned from
+    `get_extra_state`."""
+    return key == _EXTRA_STATE or key.endswith(f".{_EXTRA_STATE}")
 
 
 def restore_state(
@@ -119,18 +191,66 @@ def restore_state(
     rates = [group["lr"] for group in experiment.optimizer.param_groups]
     experiment.optimizer.load_state_dict(state)
     if experiment.schedule is not None and "schedule" in optimizer:
-        experiment.schedule.load_state_dict(optimizer["schedule"])
+        load_schedule_state(experiment.schedule, optimizer["schedule"])
     elif is_explicit:  # a schedule that is new begins with the experiment's rates
         for settings, rate in zip(experiment.optimizer.param_groups, rates, strict=True):
             settings["lr"] = rate
     if experiment.scaler is not None and "scaler" in optimizer:
         experiment.scaler.load_state_dict(optimizer["scaler"])
+    _restore_own_parts(experiment, _broadcast_tree(parts.get(STATE_PART), group), is_explicit)
     rng = _broadcast_tree(parts.get("rng"), group)["ranks"]
     if len(rng) == group.world.size:  # another number of ranks draws anew
         restore_rng_state(rng[group.world.rank], *get_process_devices(group.world))
 
 
-def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:
+def _restore_own_parts(
+    experiment: Experiment, saved: Mapping[str, Any] | None, is_explicit: bool
+) -> None:
+    """Load the parts of the experiment's state. With a snapshot that a person gave by its path,
+    parts that it does not have begin as they were built."""
+    own, saved = experiment.state or {}, saved or {}
+    faults = []
+    if not is_explicit:
+        faults += [
+            Fault(
+                f"the snapshot has no state {name!r}, which the experiment has now",
+                "leave it out, or start a run of another name",
+            )
+            for name in own.keys() - saved.keys()
+        ]
+        faults += [
+            Fault(
+                f"the snapshot has state {name!r}, which the experiment no longer has",
+                suggest_nearest(name, own) if own else "give it back to the experiment",
+            )
+            for name in saved.keys() - own.keys()
+        ]
+    for name in own.keys() & saved.keys():
+        try:
+            own[name].load_state_dict(saved[name])
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            faults.append(
+                Fault(
+                    f"the experiment's state {name!r} cannot be loaded from the snapshot: {what}",
+                    "build it as it was, or start a run of another name",
+                )
+            )
+    if faults:
+        raise EchelonError(*sorted(faults))
+
+
+def share_extra_state(experiment: Experiment, weights: Mapping[str, Any], group: RankGroup) -> None:
+    """Load the extra state of rank 0's weights on the other ranks. A collective.
+
+    DDP and FSDP broadcast parameters and buffers, and nothing else.
+    """
+    found = _broadcast_tree({k: v for k, v in weights.items() if is_extra_state(k)}, group)
+    if found and group.world.rank != 0:
+        experiment.model.load_state_dict(found, strict=False)
+
+
+def load_model(experiment: Experiment, weights: Mapping[str, Any]) -> None:
     """Load weights into the experiment's model. Raises EchelonError with every key and shape
     that does not fit."""
     own_state = experiment.model.state_dict()
@@ -149,7 +269,7 @@ def load_model(experiment: Experiment, weights: Mapping[str, Tensor]) -> None:
             "build the model as it was, or start a run of another name",
         )
         for key in own_state.keys() & weights.keys()
-        if own_state[key].shape != weights[key].shape
+        if not is_extra_state(key) and own_state[key].shape != weights[key].shape
     ]
     if faults:
         raise EchelonError(*sorted(faults, key=lambda f: f.what))
@@ -196,10 +316,14 @@ def _rebuild_tree(node: Any, tensors: Any, group: RankGroup) -> Any:
     if kind == "tensor":
         shape, dtype = value
         own_tensor = next(tensors, None)
-        empty = (
-            torch.empty(shape, dtype=getattr(torch, dtype)) if own_tensor is None else own_tensor
+        tensor = (
+            torch.empty(shape, dtype=getattr(torch, dtype))
+            if own_tensor is None
+            else own_tensor.contiguous()
         )
-        return group.broadcast(empty.contiguous())
+        if tensor.numel():  # as bytes, because gloo does not know every dtype
+            group.broadcast(tensor.reshape(-1).view(torch.uint8))
+        return tensor
     if kind == "map":
         return {
             _rebuild_tree(k, tensors, group): _rebuild_tree(v, tensors, group) for k, v in value

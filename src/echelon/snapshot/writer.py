@@ -26,6 +26,7 @@ import torch
 from echelon.errors import EchelonError, Fault
 from echelon.snapshot.layout import (
     BEST_LINK,
+    EVALUATION_FILE,
     MANIFEST_FILE,
     STATE_FILE,
     find_best,
@@ -92,6 +93,16 @@ class _PendingSave:
     shared_save: ShardedSave | None
 
 
+@dataclass(frozen=True)
+class _PendingEvaluation:
+    """What is to be added to a snapshot after the thread that saves it has ended."""
+
+    step: int
+    info: bytes
+    is_best: bool
+    save_thread: threading.Thread | None
+
+
 class SnapshotWriter:
     """Writes the snapshots of one run in the background, on rank 0 alone.
 
@@ -147,6 +158,19 @@ class SnapshotWriter:
         # Not a daemon: a process that ends by itself finishes the snapshot it began.
         self._thread = threading.Thread(
             target=self._write_in_background, args=(draft,), name=f"save-{step}"
+        )
+        self._thread.start()
+
+    def record_evaluation(self, step: int, info: Mapping[str, Any], is_best: bool) -> None:
+        """Add to the snapshot of a step what an evaluation has found since, and mark it if it is
+        the best; in the background, after the save of this step.
+
+        Values of ``info`` replace those that the snapshot has. Nothing happens where the step
+        could not be saved.
+        """
+        draft = _PendingEvaluation(step, _encode_info(info), is_best, self._thread)
+        self._thread = threading.Thread(
+            target=self._record_in_background, args=(draft,), name=f"evaluated-{step}"
         )
         self._thread.start()
 
@@ -221,6 +245,29 @@ class SnapshotWriter:
             message = f"step {pending.step} is saved, but tidying up failed: {reason}"
             return SaveResult(pending.step, folder, message, duration_s, was_present)
         return SaveResult(pending.step, folder, None, duration_s, was_present)
+
+    def _record_in_background(self, pending: _PendingEvaluation) -> None:
+        """Body of the thread: add the evaluation, mark the best snapshot and remove old ones."""
+        if pending.save_thread is not None:
+            pending.save_thread.join()
+        begun_s = time.monotonic()
+        folder = self._root / format_folder_name(pending.step)
+        if folder in self._abandoned_folders or not folder.is_dir():
+            return  # the save has failed, and its result says why
+        try:
+            _add_evaluation(folder, pending)
+            if pending.is_best:
+                _mark_best(folder)
+            _remove_old_snapshots(self._root, pending.step, self._keep_last)
+        except Exception as error:  # a thread that dies in silence would look like a success
+            reason = (
+                describe_save_error(self._root, error)
+                if isinstance(error, OSError)
+                else f"{type(error).__name__}: {error}"
+            )
+            message = f"step {pending.step} is saved, but its evaluation is not noted: {reason}"
+            duration_s = time.monotonic() - begun_s
+            self._results.append(SaveResult(pending.step, folder, message, duration_s))
 
     def _make_failed_result(self, step: int, begun_s: float, reason: str) -> SaveResult:
         """Return the result of a failed save; it names the snapshot that is still valid."""
@@ -355,6 +402,21 @@ def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
     finally:
         if replaced is not None:
             _delete(replaced)
+
+
+def _add_evaluation(folder: Path, pending: _PendingEvaluation) -> None:
+    """Add the file of the evaluation to a snapshot. The manifest is replaced last and as a whole,
+    so that a kill at any moment leaves a snapshot with the evaluation or one without."""
+    manifest = read_manifest(folder)
+    if EVALUATION_FILE in manifest.files:
+        return
+    path = folder / EVALUATION_FILE
+    path.unlink(missing_ok=True)  # of a start that was killed before it replaced the manifest
+    entry = _write_bytes(path, pending.info)
+    flush_to_disk(folder)
+    complete = Manifest(manifest.step, pending.is_best, {**manifest.files, EVALUATION_FILE: entry})
+    with replace_file(folder / MANIFEST_FILE, durable=True) as temporary:
+        temporary.write_bytes(render_manifest(complete))
 
 
 def make_hidden_path(root: Path, step: int) -> Path:

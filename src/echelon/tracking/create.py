@@ -24,13 +24,16 @@ _WANDB_MARGIN_S = 10.0
 """How much longer than wandb's own timeouts to wait for it at the end."""
 
 
-def create_trackers(config: Config, run: Run, step: int) -> tuple[Tracker, ...]:
-    """Return the trackers of rank 0 for a run that continues after ``step``.
+def create_trackers(
+    config: Config, run: Run, step: int, is_evaluation_left: bool = False
+) -> tuple[Tracker, ...]:
+    """Return the trackers of rank 0 for a run that continues after ``step``, or with the evaluation
+    of this step where that is left.
 
     The writer of metrics.jsonl is always the first: the others are brought up to date from its
     lines, so they must be truncated to ``step`` before a tracker starts.
     """
-    metrics_file = MetricsFile(run, step)
+    metrics_file = MetricsFile(run, step, is_evaluation_left)
     trackers: list[Tracker] = [metrics_file]
     if _uses_wandb(config, os.environ):
         trackers.append(_create_wandb_tracker(config, run, metrics_file))

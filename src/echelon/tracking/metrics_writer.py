@@ -28,16 +28,17 @@ _SUMMARY_INTERVAL_S = 5.0
 
 class MetricsFile:
     """Appends lines to metrics.jsonl, and keeps summary.json for lists. A run that resumes from a
-    step removes the lines after that step first, because the training will write them again."""
+    step removes the lines after that step first, because the training will write them again. So it
+    does with the evaluation of the step itself, where that will be made again."""
 
-    def __init__(self, run: Run, resumed_step: int) -> None:
+    def __init__(self, run: Run, resumed_step: int, is_evaluation_left: bool = False) -> None:
         self._run = run
         self._summary = MetricsSummary()
         self._last_bytes = b""
         """Those before the position of the summary."""
         path = run.metrics_file
         if path.exists():
-            self._truncate_after(path, resumed_step)
+            self._truncate_after(path, resumed_step, is_evaluation_left)
         self._file: IO[bytes] = path.open("ab")
         self._write_summary()
 
@@ -64,11 +65,17 @@ class MetricsFile:
             self._file.close()
         return {}
 
-    def _truncate_after(self, path: Path, step: int) -> None:
+    def _truncate_after(self, path: Path, step: int, is_evaluation_left: bool) -> None:
         """Rewrite the file without the lines after a step."""
+
+        def is_kept(line: MetricsLine) -> bool:
+            own_step = line.get("step", 0)
+            is_repeated = is_evaluation_left and any(key.startswith("eval_") for key in line)
+            return own_step < step or (own_step == step and not is_repeated)
+
         with replace_file(path) as temporary, temporary.open("wb") as file:
             for line in iterate_metrics(path):
-                if line.get("step", 0) <= step:
+                if is_kept(line):
                     text = _encode_line(line)
                     file.write(text)
                     self._count_line(line, text)

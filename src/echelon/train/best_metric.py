@@ -19,49 +19,64 @@ def resolve_best_metric(config: Config, metrics: Mapping[str, Any] | None) -> Co
     whether more or less of it is better.
     """
     name, best_is = config.trainer.best, config.trainer.best_is
-    if name == "loss":
-        found = "min" if best_is == "auto" else best_is
-    elif metrics is None:
-        raise EchelonError(
-            Fault(
-                f"trainer.best={name}, but the experiment has no eval_data, so nothing is "
-                "evaluated",
-                "give it eval_data, or leave trainer.best out",
-            )
-        )
-    else:
-        owner = _find_owner(name, metrics)
-        found = _find_best_is(name, owner, metrics[owner]) if best_is == "auto" else best_is
+    found = find_direction(name, metrics, "trainer.best") if best_is == "auto" else best_is
+    if best_is != "auto" and name != "loss":
+        _require_owner(name, metrics, "trainer.best")
     return replace(config, trainer=replace(config.trainer, best_is=found))
 
 
-def make_unknown_best_error(name: str, known: Iterable[str]) -> EchelonError:
-    """Return the error for a `trainer.best` that is not among the evaluated numbers."""
-    what = f"trainer.best={name}, but no such number is evaluated"
+def find_direction(name: str, metrics: Mapping[str, Any] | None, setting: str) -> str:
+    """Return whether the best value of an evaluated number is its `min` or its `max`.
+
+    `setting` is the one that names the number. Raises a fault where no evaluation gives it, and
+    where nobody knows what is better.
+    """
+    if name == "loss":
+        return "min"
+    owner = _require_owner(name, metrics, setting)
+    assert metrics is not None
+    return _find_best_is(name, owner, metrics[owner], setting)
+
+
+def make_unknown_best_error(
+    name: str, known: Iterable[str], setting: str = "trainer.best"
+) -> EchelonError:
+    """Return the error for a setting that names a number which is not evaluated."""
+    what = f"{setting}={name}, but no such number is evaluated"
     return EchelonError(Fault(what, suggest_nearest(name, known)))
 
 
-def _find_owner(name: str, metrics: Mapping[str, Any]) -> str:
+def _require_owner(name: str, metrics: Mapping[str, Any] | None, setting: str) -> str:
     """Return the name of the metric that gives this number: a metric with several results, such as
     one per class, gives `NAME_0`, `NAME_1`, …"""
+    if metrics is None:
+        raise EchelonError(
+            Fault(
+                f"{setting}={name}, but the experiment has no eval_data, so nothing is evaluated",
+                f"give it eval_data, or leave {setting} out",
+            )
+        )
     owners = [known for known in metrics if name == known or name.startswith(f"{known}_")]
     if not owners:
-        raise make_unknown_best_error(name, ["loss", *metrics])
+        raise make_unknown_best_error(name, ["loss", *metrics], setting)
     return max(owners, key=len)
 
 
-def _find_best_is(name: str, owner: str, metric: Any) -> str:
+def _find_best_is(name: str, owner: str, metric: Any, setting: str) -> str:
     """Return what torchmetrics knows of the metric, otherwise what the name says."""
     result = name.removeprefix(owner)  # of a metric with several results, each has its own name
     higher = getattr(metric, "higher_is_better", None)
     by_metric = {True: "max", False: "min"}.get(higher) if isinstance(higher, bool) else None
     found = guess_best_is(result) or by_metric or guess_best_is(name)
     if found is None:
+        is_best = setting == "trainer.best"
         raise EchelonError(
             Fault(
-                f"trainer.best={name}, but neither {type(metric).__name__} nor the name says "
+                f"{setting}={name}, but neither {type(metric).__name__} nor the name says "
                 "whether more or less of it is better",
-                "say it: trainer.best_is=max, or trainer.best_is=min",
+                "say it: trainer.best_is=max, or trainer.best_is=min"
+                if is_best
+                else f"set trainer.best={name} and trainer.best_is, and leave {setting} out",
             )
         )
     return found

@@ -6,27 +6,32 @@ them once at the end and merges them in the order of the batches, whichever rank
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.data.batches import BatchSource, EvalOrder
+from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import get_named_metrics, is_metrics_factory
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction, update_metric
 from echelon.experiment.loss_counts import read_count
 from echelon.experiment.module_modes import use_eval_mode
 from echelon.experiment.precision import Precision
+from echelon.parallel.model_parallel import get_process_devices
+from echelon.parallel.packed_tree import UnpackableValueError, pack_tree, to_device, unpack_tree
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.snapshot.state import pack_rng_state, restore_rng_state
+from echelon.train.own_evaluation import convert_to_totals, join_totals
 
-BatchStatistics = list[dict[str, Tensor]]
-"""For each batch, named tensors: the loss, what its mean is over, the states of the metrics."""
+BatchStatistics = list[dict[str, Any]]
+"""For each batch, by name: the loss, what its mean is over, the states of the metrics, and the
+output and target where a metric needs them. They are trees of tensors and plain values."""
 
 
 class Evaluator:
@@ -35,7 +40,7 @@ class Evaluator:
     def __init__(
         self,
         experiment: Experiment,
-        source: BatchSource,
+        source: BatchSource | None,
         batch_size: int,
         group: RankGroup,
         device: torch.device,
@@ -51,25 +56,71 @@ class Evaluator:
         self.output_device = output_device
         self.send_heartbeat = send_heartbeat
         world = group.world
-        self.order = EvalOrder(len(source), batch_size, world.rank, world.size)
+        size = 0 if source is None else len(source)
+        self.order = EvalOrder(size, batch_size, world.rank, world.size)
         self._metrics: dict[str, Any] | None = None
         self.get_filler_batch: Callable[[], Any] | None = None
         """For a sharded model, which no rank can compute alone: what a rank computes while others
         have one batch more."""
         self.explain_errors: Callable[[], AbstractContextManager[None]] = nullcontext
         """For a sharded model: explains what a predict cannot do with shards."""
+        self.use_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Puts the weights that are evaluated in the place of those that are trained."""
 
     def __call__(self) -> dict[str, float]:
-        """Return the loss and the metrics by name, on every rank. All ranks take part."""
-        # Running averages differ between ranks until the next step. A snapshot has rank 0's, and
-        # the results are to be those of the model in the snapshot.
-        broadcast_buffers(list(self.experiment.model.buffers()))
-        with use_eval_mode(self.experiment.model):
-            statistics = self._evaluate_batches()
-        gathered = self.group.gather(_pack_statistics(statistics))
-        results = self._merge([_unpack_statistics(raw) for raw in gathered]) if gathered else None
+        """Return the loss and the metrics by name, on every rank. All ranks take part.
+
+        Random states and buffers are brought back: a snapshot of this step may have been saved
+        before, and a run that resumes from it does not evaluate again.
+        """
+        model = self.experiment.model
+        with self.use_weights(), preserve_state(model, get_process_devices(self.group.world)):
+            # Running averages differ between ranks until the next step. A snapshot has rank 0's,
+            # and the results are to be those of the model in the snapshot.
+            broadcast_buffers(list(model.buffers()))
+            with use_eval_mode(model):
+                has_own = self.experiment.evaluate is not None
+                results = self._run_own_evaluation() if has_own else self._evaluate_metrics()
         shared_results: dict[str, float] = self.group.broadcast_json(results)
         return shared_results
+
+    @torch.no_grad()
+    def _run_own_evaluation(self) -> dict[str, float] | None:
+        """Return on rank 0 what the experiment's own `evaluate` found on all ranks, None on
+        others."""
+        assert self.experiment.evaluate is not None
+        with self.precision.autocast():
+            returned = self.experiment.evaluate(self.experiment.model, self._iter_batch_data())
+        self.send_heartbeat()
+        gathered = self.group.gather_json(convert_to_totals(returned))
+        return join_totals(gathered) if gathered else None
+
+    def _iter_batch_data(self) -> Iterator[Any]:
+        """Yields this rank's batches; none where the experiment has no eval_data."""
+        if self.source is not None:
+            for batch in self.source.iter_batches(self.order, 0, self.device):
+                yield batch.data
+                self.send_heartbeat()
+
+    def _evaluate_metrics(self) -> dict[str, float] | None:
+        """Return the loss and the metrics on rank 0, None on others."""
+        gathered = self.group.gather(self._pack_statistics(self._evaluate_batches()))
+        return self._merge([unpack_tree(row) for row in gathered]) if gathered else None
+
+    def _pack_statistics(self, statistics: BatchStatistics) -> Tensor:
+        """Return the statistics as one row of bytes. What cannot be sent is a fault of the
+        experiment."""
+        try:
+            return pack_tree(statistics)
+        except UnpackableValueError as error:
+            kinds = ", ".join(sorted({type(metric).__name__ for metric in self.metrics.values()}))
+            raise EchelonError(
+                Fault(
+                    f"the metrics ({kinds}) are computed on rank 0, which needs the outputs and "
+                    f"targets of all batches for them, but these hold {error}",
+                    "let predict return tensors, numbers and texts, in dicts, lists and tuples",
+                )
+            ) from None
 
     def evaluate_first_batches(self, count: int) -> dict[str, float]:
         """Return the same for the first `count` batches of every rank, and resets the metrics. All
@@ -88,6 +139,7 @@ class Evaluator:
         """Return the statistics of this rank's batches."""
         predict = self.experiment.predict or default_predict
         statistics: BatchStatistics = []
+        assert self.source is not None
         for batch in self.source.iter_batches(self.order, 0, self.device):
             with self.precision.autocast():
                 with self.explain_errors():
@@ -100,7 +152,11 @@ class Evaluator:
                     update_metric(name, metric, output, target)
                     batch_statistics |= _read_metric_state(name, metric)
                 else:
-                    batch_statistics |= {"output": output.cpu(), "target": target.cpu()}
+                    host = torch.device("cpu")
+                    batch_statistics |= {
+                        "output": to_device(output, host),
+                        "target": to_device(target, host),
+                    }
             statistics.append(batch_statistics)
             self.send_heartbeat()
         if self.get_filler_batch is not None and len(statistics) < self.order.max_batches:
@@ -111,7 +167,7 @@ class Evaluator:
 
     def _weigh_loss(
         self, loss: Tensor, sample_count: int, output: Any, target: Any
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Return the loss of a batch times what its mean is over, and that count."""
         if not callable(self.experiment.count):
             count = torch.tensor(float(sample_count)).double()
@@ -128,9 +184,7 @@ class Evaluator:
             named = get_named_metrics(given() if is_metrics_factory(given) else given)
             self._metrics = {k: metric.to(self.output_device) for k, metric in named.items()}
             for metric in self._metrics.values():
-                metric.sync_on_compute = metric._to_sync = (
-                    False  # rank 0 computes alone, so torchmetrics must not communicate
-                )
+                _disable_sync(metric)
         return self._metrics
 
     def _merge(self, rank_statistics: list[BatchStatistics]) -> dict[str, float]:
@@ -148,10 +202,10 @@ class Evaluator:
                 self._merge_states(name, metric, in_order)
             else:
                 for found in in_order:
-                    where = self.output_device
-                    update_metric(
-                        name, metric, found["output"].to(where), found["target"].to(where)
+                    output, target = (
+                        to_device(found[key], self.output_device) for key in ("output", "target")
                     )
+                    update_metric(name, metric, output, target)
             results |= _flatten_result(name, metric.compute())
         return results
 
@@ -167,81 +221,96 @@ class Evaluator:
             merged = metric.metric_state
 
 
+@contextmanager
+def preserve_state(model: nn.Module, devices: tuple[torch.device, ...]) -> Iterator[None]:
+    """Brings back the random states of this rank and the buffers of the model."""
+    rng_row = pack_rng_state(*devices)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    yield
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    restore_rng_state(rng_row, *devices)
+
+
 def can_merge_states(metric: Any) -> bool:
-    """Return whether torchmetrics can merge a metric's states. If not, rank 0 replays all outputs
-    in order."""
-    return metric.full_state_update is False and not metric.dist_sync_on_step
+    """Return whether the states that a metric had after each batch can be merged. If not, rank 0
+    replays all outputs in order.
+
+    torchmetrics can merge means and functions of a metric's own too, but not so that any number of
+    batches gives the same result. A metric that wraps others keeps nothing itself.
+    """
+    from torchmetrics.utilities import data as reductions
+
+    exact = (
+        reductions.dim_zero_sum,
+        reductions.dim_zero_max,
+        reductions.dim_zero_min,
+        reductions.dim_zero_cat,
+    )
+    return (
+        metric.full_state_update is False
+        and not metric.dist_sync_on_step
+        and len(_find_metrics(metric)) == 1
+        and all(
+            reduction in exact or (reduction is None and isinstance(metric._defaults[key], list))
+            for key, reduction in metric._reductions.items()
+        )
+    )
 
 
-def _read_metric_state(name: str, metric: Any) -> dict[str, Tensor]:
-    """Return a metric's state after one batch; list states are joined, as torchmetrics does to
-    merge."""
+def _find_metrics(metric: Any) -> list[Any]:
+    """Return a metric and those that it wraps."""
+    return [part for part in metric.modules() if hasattr(part, "sync_on_compute")]
+
+
+def _disable_sync(metric: Any) -> None:
+    """Lets a metric compute without the other ranks, as rank 0 computes alone."""
+    for part in _find_metrics(metric):
+        part.sync_on_compute = part._to_sync = False
+
+
+def _read_metric_state(name: str, metric: Any) -> dict[str, Any]:
+    """Return a copy of a metric's state after one batch. Lists stay lists: what is in them may be
+    of unequal shapes."""
+    host = torch.device("cpu")
     return {
-        f"{name}/{key}": (torch.cat(value) if isinstance(value, list) else value).cpu().clone()
+        f"{name}/{key}": value.cpu().clone()
+        if isinstance(value, Tensor)
+        else to_device(value, host)
         for key, value in metric.metric_state.items()
-        if not (isinstance(value, list) and not value)
     }
 
 
 def _build_metric_state(
-    name: str, metric: Any, batch_statistics: Mapping[str, Tensor], device: torch.device
+    name: str, metric: Any, batch_statistics: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Return a metric's state from the statistics of a batch."""
-    state: dict[str, Any] = {}
-    for key, default in metric._defaults.items():
-        value = batch_statistics.get(f"{name}/{key}")
-        if isinstance(default, list):
-            state[key] = [] if value is None else [value.to(device)]
-        else:
-            state[key] = default if value is None else value.to(device)
-    return state
+    return {key: to_device(batch_statistics[f"{name}/{key}"], device) for key in metric._defaults}
 
 
 def _flatten_result(name: str, value: Any) -> dict[str, float]:
-    """Return a metric's result as numbers by name; a metric may return a mapping or a tensor of
-    several."""
+    """Return a metric's result as numbers by name. A metric may return a mapping, a list or a
+    tensor of several."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        value = value.flatten().tolist()
     if isinstance(value, Mapping):
-        return {f"{name}_{k}": float(v) for k, v in value.items()}
-    if isinstance(value, Tensor) and value.numel() > 1:
-        return {f"{name}_{i}": float(v) for i, v in enumerate(value.flatten())}
-    return {name: float(value)}
+        named = {f"{name}_{key}": part for key, part in value.items()}
+    elif isinstance(value, list | tuple):
+        named = {f"{name}_{i}": part for i, part in enumerate(value)}
+    else:
+        return {name: _as_number(name, value)}
+    return {
+        k: number for key, part in named.items() for k, number in _flatten_result(key, part).items()
+    }
 
 
-# --- as one row of bytes: a JSON header of known length, then the tensors ---
-
-
-def _pack_statistics(statistics: BatchStatistics) -> Tensor:
-    """Packs statistics into one row of bytes: the length of a header, a JSON header, the
-    tensors."""
-    header = [
-        [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in found.items()]
-        for found in statistics
-    ]
-    text = json.dumps(header).encode()
-    body = b"".join(
-        t.reshape(-1).view(torch.uint8).numpy().tobytes()
-        for found in statistics
-        for t in found.values()
-    )
-    raw = bytearray(len(text).to_bytes(8, "little") + text + body)
-    return torch.frombuffer(raw, dtype=torch.uint8)
-
-
-def _unpack_statistics(row: Tensor) -> BatchStatistics:
-    """Return the statistics that `_pack_statistics` packed."""
-    raw = bytearray(row.numpy().tobytes())
-    length = int.from_bytes(raw[:8], "little")
-    at = 8 + length
-    statistics: BatchStatistics = []
-    for found in json.loads(raw[8:at]):
-        batch: dict[str, Tensor] = {}
-        for key, dtype_name, shape in found:
-            dtype = getattr(torch, dtype_name)
-            size = torch.Size(shape).numel() * dtype.itemsize
-            batch[key] = torch.empty(shape, dtype=dtype)
-            if size:
-                piece = torch.frombuffer(raw[at : at + size], dtype=torch.uint8)
-                batch[key] = piece.view(dtype).reshape(shape)
-            at += size
-        statistics.append(batch)
-    return statistics
+def _as_number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise EchelonError(
+            Fault(
+                f"the metric gives {name} as a {type(value).__name__}, which is not a number",
+                "let its compute return numbers, or a dict of them",
+            )
+        ) from None

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +36,12 @@ from echelon.snapshot.writer import SaveResult, SnapshotWriter
 from echelon.tracking.progress import TrainingDisplay
 from echelon.tracking.tracker import Tracker, is_better
 from echelon.train.best_metric import make_unknown_best_error
+from echelon.train.early_stop import EarlyStop
 from echelon.train.evaluate import Evaluator
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import make_nonfinite_error
 from echelon.train.stop_signals import StopSignals
+from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from echelon.parallel.fsdp_replica import FSDPReplica
@@ -49,26 +52,30 @@ _TREND_STEPS = 32
 
 
 def train(t: Training) -> ExitCode:
-    """Trains until the last step: step, log, evaluate, save, stop check, in this order.
+    """Trains until the last step: step, log, save, evaluate, stop check, in this order.
 
-    The order matters: a snapshot must contain the result of an evaluation that was due at the same
-    step, and a run that is stopped must have saved before it leaves. Returns `Exit.PREEMPTED` where
-    a stop was requested, otherwise `Exit.OK`.
+    The order matters: an evaluation that fails must not lose what was trained, and a run that is
+    stopped must have saved before it leaves. What an evaluation finds is added to the snapshot of
+    its step afterwards. Returns `Exit.PREEMPTED` where a stop was requested, otherwise `Exit.OK`.
     """
+    t.finish_evaluation()
     while t.step < t.total_steps:
         for batch, total in t.iter_epoch():
             t.schedule.set_rates(t.step)
             t.replica.step(batch, total, t.collect_requests())
+            if t.average is not None:
+                t.average.update()
             t.count_step(total)
             if t.is_log_due():
                 t.schedule_log_line()
             if not t.is_readback_due():
                 continue
             requests = t.read_results()
-            if t.is_due(t.config.trainer.evaluate) or requests.evaluate:
+            evaluates = t.is_due(t.config.trainer.evaluate) or requests.evaluate
+            if t.is_due(t.config.trainer.save) or requests.save or requests.stop:
+                t.save(is_evaluation_left=evaluates)
+            if evaluates:
                 t.evaluate()
-            if t.is_due(t.config.trainer.save) or requests.save or requests.stop or t.is_best_new:
-                t.save()
             if requests.stop:
                 return ExitCode.PREEMPTED
             if t.step == t.total_steps:
@@ -98,6 +105,8 @@ class Training:
     device: torch.device
     optimizer_flags: OptimizerFlags
     finite_check: FiniteCheck
+    early_stop: EarlyStop | None = None
+    average: WeightAverage | None = None
     schedule: LRSchedule = field(init=False)
     replica: DDPReplica | FSDPReplica = field(init=False)
     speed: SpeedMonitor = field(init=False)
@@ -117,12 +126,13 @@ class Training:
     samples: int = 0
     """Samples of all ranks since the beginning: the one number that says where a run is."""
     best_value: float | None = None
-    is_best_new: bool = False
     last_snapshot: str | None = None
     """The folder of the newest snapshot that is on disk."""
     saved_step: int | None = None
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
+    is_evaluation_left: bool = False
+    """Whether this step is saved, but the evaluation that was due after it is not made yet."""
     is_evaluating: bool = False
     """Stays True if an evaluation fails, so that a report of the failure can say so."""
     is_sanity_check: bool = False
@@ -157,6 +167,12 @@ class Training:
         self._unlogged_losses, self._eval_results = info["losses"], info["results"]
         self._evaluated_step = info["evaluated_step"]
         set_trained_flags(self.experiment.model, info.get("changed_parameters", {}))
+        is_own = Path(info["folder"]).parent == self.run.snapshots_folder
+        self.is_evaluation_left = (
+            is_own and self.evaluator is not None and info.get("evaluation_left", False)
+        )
+        if self.early_stop is not None:
+            self.early_stop.load_state_dict(info.get("early_stop") or {})
         batch_size = self.config.trainer.batch_size
         if self.plan.count_partial_samples(self.samples):
             raise EchelonError(
@@ -168,6 +184,7 @@ class Training:
                 )
             )
         self.total_steps = self.schedule.total_steps = self._count_total_steps()
+        self._stop_early_if_due()
 
     def _count_total_steps(self) -> int:
         """Return the steps made so far, perhaps with another batch size, plus those left in the
@@ -213,7 +230,7 @@ class Training:
     def close_sources(self) -> None:
         """Ends the processes that load data."""
         self.source.close()
-        if self.evaluator is not None:
+        if self.evaluator is not None and self.evaluator.source is not None:
             self.evaluator.source.close()
 
     def count_step(self, total: int) -> None:
@@ -354,51 +371,90 @@ class Training:
         self.screen.update_progress(line)
         self.report_saves(self.writer.take_results() if self.writer else [])
 
+    def finish_evaluation(self) -> None:
+        """Evaluates the step that the run resumes from, where it ended before it had done so."""
+        if self.is_evaluation_left:
+            self.evaluate()
+
     def evaluate(self) -> None:
-        """Evaluates, unless this step has been evaluated already, and notes a new best value."""
+        """Evaluates, unless this step has been evaluated already.
+
+        The results are added to the snapshot of this step. Where it was not saved, it is saved now
+        if it is the best.
+        """
         if self.evaluator is None or self._evaluated_step == self.step:
             return
-        self._evaluated_step = self.step
         self.heartbeat.suspend()
+        if self.is_evaluation_left:
+            self._wait_for_save()
         self.is_evaluating = True
         results = self.evaluator()
-        self.is_evaluating = False
-        self._eval_results = results
-        self._update_best(results)
+        self.is_evaluating = self.is_evaluation_left = False
+        self._eval_results, self._evaluated_step = results, self.step
+        is_best = self._update_best(results)
+        if self.early_stop is not None:
+            self.early_stop.record_results(results)
         if self.trackers:
             numbers = {f"eval_{k}": v for k, v in results.items()}
             self._log_to_trackers({"step": self.step, "epoch": self.epoch, **numbers})
             shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
             print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
+        self._stop_early_if_due()
         self.heartbeat.beat()
+        if self.saved_step != self.step and is_best:
+            self.save(is_best=True)
+        elif self.saved_step == self.step and self.writer is not None:
+            self.writer.record_evaluation(self.step, self._describe_evaluation(), is_best)
         self.speed.restart_interval(self.step, self.samples)
+
+    def _stop_early_if_due(self) -> None:
+        """Makes this step the last one where `trainer.early_stop` asks for it."""
+        if self.early_stop is None or not self.early_stop.is_reached:
+            return
+        if self.group.world.rank == 0 and self.step < self.total_steps:
+            reason = self.early_stop.describe()
+            print(
+                f"finished early after step {self.step} of {self.total_steps}: {reason}",
+                file=sys.stderr,
+            )
+        self.total_steps = self.step
+
+    def _wait_for_save(self) -> None:
+        """Waits on all ranks until the snapshot of this step is on disk: an evaluation may end any
+        of them, even without a word."""
+        self.report_saves(self.writer.wait() if self.writer is not None else [])
+        self.group.is_any_true(False)
 
     def _log_to_trackers(self, line: MetricsLine) -> None:
         """Gives a line of metrics to all trackers."""
         for tracker in self.trackers:
             tracker.log(line)
 
-    def _update_best(self, results: dict[str, float]) -> None:
-        """Compares the number that `trainer.best` names with the best so far."""
+    def _update_best(self, results: dict[str, float]) -> bool:
+        """Return whether the number that `trainer.best` names is the best so far, and keep it
+        then."""
         name = self.config.trainer.best
         if name not in results:
             raise make_unknown_best_error(name, results)
         if is_better(results[name], self.best_value, self.config.trainer.best_is):
-            self.best_value, self.is_best_new = results[name], True
+            self.best_value = results[name]
+            return True
+        return False
 
-    def save(self) -> None:
-        """Saves a snapshot, unless this step has been saved already. All ranks take part."""
+    def save(self, is_evaluation_left: bool = False, is_best: bool = False) -> None:
+        """Saves a snapshot, unless this step has been saved already. All ranks take part.
+
+        `is_evaluation_left` is set where an evaluation of this step follows.
+        """
         if self.step in (0, self.saved_step):
             return
-        self.saved_step = self.step
+        self.saved_step, self.unsaved_reason = self.step, None
+        self.is_evaluation_left = is_evaluation_left and self.evaluator is not None
         self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_state(self.experiment, self.optimizer_flags, self.group)
         self._require_finite(parts)
         if self.writer is not None:
-            self.writer.save(
-                self.step, parts, self._build_snapshot_info(), is_best=self.is_best_new
-            )
-        self.is_best_new = False
+            self.writer.save(self.step, parts, self._build_snapshot_info(), is_best)
         self.heartbeat.beat()
 
     def _require_finite(self, parts: dict[str, Any]) -> None:
@@ -415,15 +471,23 @@ class Training:
         return {
             "step": self.step,
             "samples": self.samples,
-            "best": self.best_value,
-            "results": self._eval_results,
-            "evaluated_step": self._evaluated_step,
             "losses": self._unlogged_losses,  # since the last line of metrics
             "changed_parameters": self._find_changed_parameters(),
             "config": self.config.select_numerics_settings(),
             "fingerprint": self.config.compute_numerics_fingerprint(),
             "world_size": self.group.world.size,
             "wandb_run_id": self.run.read_wandb_id(),
+            **self._describe_evaluation(),
+        }
+
+    def _describe_evaluation(self) -> dict[str, Any]:
+        """Return what a snapshot says of the last evaluation."""
+        return {
+            "best": self.best_value,
+            "results": self._eval_results,
+            "evaluated_step": self._evaluated_step,
+            "evaluation_left": self.is_evaluation_left,
+            "early_stop": None if self.early_stop is None else self.early_stop.state_dict(),
         }
 
     def _find_changed_parameters(self) -> dict[str, bool]:
@@ -439,6 +503,8 @@ class Training:
             if saved.folder is not None:
                 self.last_snapshot = str(saved.folder)
                 self.run.update_status(step=self.step, snapshot=str(saved.folder))
+            elif saved.step == self.step:
+                self.unsaved_reason = saved.error
             if saved.error is not None:
                 what = saved.error if saved.folder else f"not saved: {saved.error}"
                 print(f"warning: {what}", file=sys.stderr)

@@ -3,8 +3,10 @@ replica."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,8 @@ from echelon.experiment.optimizer_flags import (
     move_state_to_parameters,
 )
 from echelon.experiment.precision import Precision
+from echelon.experiment.schedule_length import find_epoch_schedule_notes, require_long_schedule
+from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.monitoring.profiler import create_profiler
 from echelon.monitoring.speed import create_speed_monitor
 from echelon.parallel.ddp_replica import DDPReplica
@@ -41,19 +45,28 @@ from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import FiniteCheck
-from echelon.snapshot.state import load_model, restore_state, seed_all
+from echelon.snapshot.layout import EMA_NAME, STATE_PART
+from echelon.snapshot.state import (
+    load_model,
+    require_savable,
+    restore_state,
+    seed_all,
+    share_extra_state,
+)
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
-from echelon.train.best_metric import resolve_best_metric
+from echelon.train.best_metric import find_direction, resolve_best_metric
+from echelon.train.early_stop import EarlyStop
 from echelon.train.evaluate import Evaluator
 from echelon.train.loop import Training
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
-from echelon.train.resume import choose_snapshot
+from echelon.train.resume import choose_snapshot, find_resume_position
 from echelon.train.same_data_check import require_same_data
 from echelon.train.stop_signals import StopSignals
+from echelon.train.weight_average import WeightAverage
 from echelon.utils.text import format_count
 from echelon.world import World
 
@@ -87,9 +100,14 @@ def prepare_training(
     #    draw the same data.
     seed_all(config.seed)
     entry = run.get_entry_point(config, world.node_rank)
-    experiment, is_placed_by_user = build_experiment(entry, config.experiment_settings, devices)
+    experiment, is_placed_by_user = build_experiment(
+        entry, config.experiment_settings, devices, partial(_make_training_info, config, run, group)
+    )
 
     # 2. Check what can be checked without computing.
+    require_savable(experiment)
+    if config.replica.kind == "fsdp":
+        _require_no_own_parts(experiment)
     if world.size > 1:
         require_no_process_group()
         _require_no_complex_parameters(experiment.model)
@@ -121,6 +139,7 @@ def prepare_training(
     )
     evaluator = _make_evaluator(experiment, config, group, devices, heartbeat, precision)
     config = resolve_best_metric(config, _get_metrics(evaluator, trainer.best))
+    early_stop = _make_early_stop(config, evaluator)
 
     # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
@@ -147,10 +166,15 @@ def prepare_training(
         device=device,
         optimizer_flags=optimizer_flags,
         finite_check=FiniteCheck(experiment),
+        early_stop=early_stop,
     )
+    if trainer.ema is not None:
+        training.average = WeightAverage(experiment.model, trainer.ema)
+        experiment.state = {**(experiment.state or {}), EMA_NAME: training.average}
     training.first_weights = copy_first_weights(experiment.model)
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
     _restore_snapshot(training)
+    require_long_schedule(experiment.schedule, training.total_steps)
 
     # 11. Now that the first step is known: profiler and snapshot writer. Fused kernels are enabled
     #     after the restore, because a snapshot brings step counts to the CPU.
@@ -173,6 +197,10 @@ def prepare_training(
             experiment, world, device, trainer, precision, heartbeat, get_filler_batch
         )
         replica.capture = _make_capture(training, replica)
+    if training.average is not None:
+        training.average.begin()
+        if evaluator is not None:
+            evaluator.use_weights = training.average.use_averages
     enter_train_mode(experiment.model)
 
     # 13. What the user can get wrong has been checked: announce the run, open
@@ -180,7 +208,7 @@ def prepare_training(
     if world.rank == 0:
         for line in (_format_opening_line(training, stages), *_find_notes(training)):
             _print_message(line)
-        training.trackers = create_trackers(config, run, training.step)
+        training.trackers = create_trackers(config, run, training.step, training.is_evaluation_left)
         training.screen = create_progress_display(
             config.track.progress, training.total_steps, training.step
         )
@@ -195,6 +223,20 @@ def _open_data(
     """Return the source of train_data or eval_data."""
     data, collate_fn = getattr(experiment, name), experiment.collate_fn
     return make_source(data, name, workers, device, collate_fn, experiment.loader)
+
+
+def _make_training_info(config: Config, run: Run, group: RankGroup) -> TrainingInfo:
+    """Return what the experiment may know of its training. All ranks take part: rank 0 alone reads
+    the position in the snapshot that the run will continue from."""
+    world, position = group.world, [0, 0]
+    if world.rank == 0:
+        position = find_resume_position(config, run)
+        if group.store is not None:
+            group.set_value("position", json.dumps(position))
+    group.wait_for_all("at its snapshot", _BUILD_TIMEOUT_S)
+    if world.rank != 0:
+        position = json.loads(group.get_value("position"))
+    return make_training_info(config, world.rank, world.size, run.folder, *position)
 
 
 def _place_model(
@@ -231,6 +273,29 @@ def _require_no_complex_parameters(model: nn.Module) -> None:
         for name, p in model.named_parameters()
         if p.is_complex()
     ]
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _require_no_own_parts(experiment: Experiment) -> None:
+    """Raises a fault for each part that cannot work with shards of a model."""
+    faults = []
+    if experiment.evaluate is not None:
+        faults.append(
+            Fault(
+                "the experiment has an evaluate of its own, but with replica.kind=fsdp every rank "
+                "takes part in every forward pass, and the ranks have unequal numbers of batches",
+                "give eval_data and metrics instead, or set replica.kind=ddp",
+            )
+        )
+    if experiment.state:
+        faults.append(
+            Fault(
+                f"the experiment has state ({', '.join(experiment.state)}), which "
+                "replica.kind=fsdp cannot shard",
+                "leave it out, or set replica.kind=ddp",
+            )
+        )
     if faults:
         raise EchelonError(*faults)
 
@@ -292,11 +357,14 @@ def _make_evaluator(
     heartbeat: Heartbeat,
     precision: Precision,
 ) -> Evaluator | None:
-    """Return the evaluator, or None where the experiment has no data to evaluate by."""
-    if experiment.eval_data is None:
+    """Return the evaluator, or None where the experiment has neither data to evaluate by nor an
+    evaluation of its own."""
+    if experiment.eval_data is None and experiment.evaluate is None:
         return None
     first, last = devices[0], devices[-1]
-    source = _open_data(experiment, "eval_data", config.trainer.loader_workers, first)
+    source = None
+    if experiment.eval_data is not None:
+        source = _open_data(experiment, "eval_data", config.trainer.loader_workers, first)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
     return Evaluator(experiment, source, size, group, first, last, heartbeat.beat, precision)
 
@@ -306,7 +374,29 @@ def _get_metrics(evaluator: Evaluator | None, best: str) -> Mapping[str, Any] | 
     loss decides, as nothing need be known of them then."""
     if evaluator is None:
         return None
+    if evaluator.experiment.evaluate is not None:
+        return {best: evaluator.experiment.evaluate}  # its names are known when it has run
     return evaluator.metrics if best != "loss" else {}
+
+
+def _make_early_stop(config: Config, evaluator: Evaluator | None) -> EarlyStop | None:
+    """Return what ends the training early, where `trainer.early_stop` asks for it."""
+    trainer = config.trainer
+    name, patience = trainer.early_stop.metric or trainer.best, trainer.early_stop.patience
+    if patience is None:
+        return None
+    if evaluator is None:
+        raise EchelonError(
+            Fault(
+                f"trainer.early_stop.patience={patience}, but the experiment has no eval_data, so "
+                "nothing is evaluated",
+                "give it eval_data, or leave trainer.early_stop out",
+            )
+        )
+    if name == trainer.best:
+        return EarlyStop(name, trainer.best_is, patience)
+    metrics = _get_metrics(evaluator, name)
+    return EarlyStop(name, find_direction(name, metrics, "trainer.early_stop.metric"), patience)
 
 
 def _restore_snapshot(training: Training) -> None:
@@ -321,18 +411,20 @@ def _restore_snapshot(training: Training) -> None:
         else None
     )
     info: dict[str, Any] | None = None
+    weights: dict[str, Any] = {}
     if snapshot is not None:
         info = {**snapshot.info, "folder": str(snapshot.folder)}
-        load_model(
-            training.experiment, snapshot.load_part("model")
-        )  # DDP and FSDP broadcast the weights
+        weights = snapshot.load_part("model")
+        load_model(training.experiment, weights)  # DDP and FSDP broadcast the weights
     # Only rank 0 sees a damaged snapshot. The others wait in the store, which can report a failure,
     # before they enter a collective, which cannot.
     group.wait_for_all("restored", _BUILD_TIMEOUT_S)
     info = group.broadcast_json(info)
     if info is None:
         return
-    parts = {p: snapshot.load_part(p) for p in ("optimizer", "rng")} if snapshot else {}
+    share_extra_state(training.experiment, weights, group)
+    names = ("optimizer", "rng", STATE_PART)
+    parts = {p: snapshot.load_part(p) for p in names if p in snapshot.parts} if snapshot else {}
     given = training.config.trainer.resume != "auto"
     restore_state(training.experiment, training.optimizer_flags, parts, group, given)
     training.restore_progress(info)
@@ -392,6 +484,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
         t.experiment, world, t.device, trainer, precision, t.heartbeat, get_filler_batch
     )
     if t.evaluator is not None:
+        assert t.evaluator.source is not None
         t.evaluator.get_filler_batch = FillerBatch(t.evaluator.source, t.device)
         t.evaluator.explain_errors = explain_weights_outside_model
     if is_folder_shared(run.snapshots_folder, t.group):
@@ -430,6 +523,10 @@ def _find_notes(t: Training) -> Iterator[str]:
             f"note: trainer.batch_size={trainer.batch_size}, but there "
             f"{'is' if t.dataset_size == 1 else 'are'} {format_count(t.dataset_size, 'sample')}: "
             "every step takes all of them"
+        )
+    if trainer.steps is None:
+        yield from find_epoch_schedule_notes(
+            t.experiment.schedule, trainer.epochs or 0, t.steps_per_epoch
         )
     if trainer.precision == "tf32" and t.device.type == "cpu":
         yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"

@@ -48,6 +48,20 @@ def choose_snapshot(
     return snapshot
 
 
+def find_resume_position(config: Config, run: Run) -> list[int]:
+    """Return the step and the samples of the snapshot that a run will continue from; zeros where it
+    starts anew. Faults are left to `choose_snapshot`. Only rank 0 calls it."""
+    resume = config.trainer.resume
+    if resume in ("auto", "never"):
+        snapshot, _ = find_newest(run.snapshots_folder)
+    else:
+        try:
+            snapshot = verify_snapshot(resolve_best(Path(resume)))
+        except InvalidSnapshotError:
+            snapshot = None
+    return [0, 0] if snapshot is None else [snapshot.info["step"], snapshot.info["samples"]]
+
+
 def _open_given_snapshot(
     path: Path,
     config: Config,

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 
 from echelon.parallel.model_parallel import get_process_devices
-from echelon.snapshot.state import pack_rng_state, restore_rng_state
 from echelon.train.best_metric import make_unknown_best_error
+from echelon.train.evaluate import preserve_state
 from echelon.train.loop import Training
 
 
@@ -45,17 +45,13 @@ def check_evaluation(t: Training) -> None:
 def leave_no_trace(t: Training) -> Iterator[None]:
     """Brings back random states and buffers, and lets nothing be compiled for these batches."""
     devices = get_process_devices(t.group.world)
-    rng_row = pack_rng_state(*devices)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in t.experiment.model.buffers()]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(preserve_state(t.experiment.model, devices))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # A metric may warn about so few samples; the evaluation proper repeats what matters.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UserWarning)
         yield
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    restore_rng_state(rng_row, *devices)
     if t.device.type == "cuda":
         torch.cuda.empty_cache()  # batches of another size would leave the memory in other pieces
