@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, WeightedRandomSampler
-from toy_experiments import Life, trace
+from toy_experiments import Life, own_rank, trace
 
 import echelon
 
@@ -21,8 +22,10 @@ SAMPLES = 17
 @dataclass
 class SampledSettings:
     order: str = ""
-    """``weighted`` (a sampler), ``buckets`` (a batch sampler), ``growing`` (a curriculum), or a
-    shuffle."""
+    """``weighted`` (a sampler), ``buckets`` (a batch sampler), ``growing`` (a curriculum),
+    ``shares`` (a mistake: of one rank), or a shuffle."""
+    bad_sample: int = -1
+    """One that is not finite."""
     batch: str = ""
     """``dataclass``, ``graph`` (which moves itself and cannot be cut), or a tuple."""
     dropout: float = 0.0
@@ -33,11 +36,15 @@ class SampledSettings:
 class Augmented(Dataset[Any]):
     """Inputs of different lengths with noise from all three generators."""
 
+    def __init__(self, bad_sample: int) -> None:
+        self.bad_sample = bad_sample
+
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
         noise = random.gauss(0, 0.3) + np.random.randn() * 0.3 + torch.randn(2 + index % 3) * 0.3
+        noise[0] += math.inf if index == self.bad_sample else 0.0
         return index, noise + index / SAMPLES, torch.tensor(index % 5 / 5)
 
 
@@ -118,12 +125,13 @@ def sampled(cfg: SampledSettings) -> echelon.Experiment:
     samplers: dict[str, Any] = {
         "weighted": WeightedRandomSampler(weights, 14),
         "growing": Growing(),
+        "shares": range(own_rank(), SAMPLES - 1, 2),
     }
     return echelon.Experiment(
         model=model,
         optimizer=optimizer,
         loss=sum_squares if cfg.sums else nn.functional.mse_loss,
-        train_data=Augmented(),
+        train_data=Augmented(cfg.bad_sample),
         predict=predict,
         collate_fn={"dataclass": pad, "graph": pad_graphs}.get(cfg.batch, pad_columns),
         sampler=samplers.get(cfg.order),

@@ -74,6 +74,8 @@ def test_augmentation_does_not_depend_on_processes_or_kills(tmp_path: Path) -> N
 def test_curves_and_batches_are_the_same_at_any_world_size(tmp_path: Path, order: str) -> None:
     words = (f"order={order}",)
     whole = require_finished(train(tmp_path, 1, *words, name="whole", trace=True))
+    which = "the batch_sampler" if order == "buckets" else "5"
+    assert f"samples in batches of {which} on one process" in whole.said
     batches = global_batches(tmp_path / "trace-whole-1")
     assert len(losses(whole.run)) == len(batches)
     other = require_finished(
@@ -104,3 +106,21 @@ def test_a_dataclass_is_accumulated_and_a_graph_refused(tmp_path: Path) -> None:
     assert refused.codes == [1]
     assert "a batch is a Graphs, which cannot be cut into pieces of its 5 samples" in refused.said
     assert "Traceback" not in refused.said
+
+
+def test_a_sampler_that_gives_shares_is_refused(tmp_path: Path) -> None:
+    refused = train(tmp_path, 2, "order=shares", name="shares")
+    assert refused.codes == [2, 2], refused.said
+    said = "".join(rank.output for rank in refused.ranks)
+    assert "the order of the experiment's sampler is not the same on all ranks" in said
+    assert "every rank cuts out its own share" in said
+
+
+@pytest.mark.parametrize(("order", "world_size"), [("buckets", 2), ("weighted", 1)])
+def test_a_sample_that_is_not_finite_is_found_in_any_order(
+    tmp_path: Path, order: str, world_size: int
+) -> None:
+    """The share of the step is read again: the same samples, with the same random numbers."""
+    failed = train(tmp_path, world_size, f"order={order}", "bad_sample=4", name="bad")
+    assert set(failed.codes) == {1}, failed.said
+    assert "sample 4 of train_data has inf in column 1" in failed.said

@@ -57,7 +57,8 @@ class Experiment:
                 For a loss of your own that is another mean, give count.
     train_data  A tuple of tensors or numpy arrays, (*inputs, target), with one row per sample; or
                 a Dataset with a length. Batches of trainer.batch_size are made of it, shuffled anew
-                in every epoch, and fetched ahead by trainer.loader_workers processes.
+                in every epoch, and fetched ahead by trainer.loader_workers processes. What a sample
+                draws from random, numpy and torch depends on the seed, the epoch and the sample.
     eval_data   The data for evaluation, of the same kinds. Without it nothing is evaluated.
     metrics     A torchmetrics.Metric, or several as {name: Metric}. They are updated with
                 (output, target) of every batch of eval_data. A function that returns them is also

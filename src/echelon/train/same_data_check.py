@@ -25,6 +25,10 @@ _REMEDY = (
     "read it from a file, or draw it inside the experiment's function: every process has the same "
     "seed there"
 )
+_ORDER = "the order of the experiment's sampler"
+_SAMPLER_REMEDY = (
+    "let it give the order of all samples, from the epoch alone; every rank cuts out its own share"
+)
 
 
 def require_same_data(experiment: Experiment, plan: EpochPlan, group: RankGroup) -> None:
@@ -33,13 +37,15 @@ def require_same_data(experiment: Experiment, plan: EpochPlan, group: RankGroup)
     if group.store is None:
         return
     own = {name: _summarize_data(getattr(experiment, name)) for name in ("train_data", "eval_data")}
-    if isinstance(plan, SamplerPlan):
-        own[f"the order of the {plan.title}"] = [plan.epoch_samples, plan.compute_digest()]
+    own[_ORDER] = (
+        [plan.epoch_samples, plan.compute_digest()] if isinstance(plan, SamplerPlan) else [0, ""]
+    )
     rank0 = json.loads(group.share_from_rank0("data", json.dumps(own)))
     faults = [
         Fault(
-            f"{name} is not the same on all ranks: {_describe_difference(own[name], rank0[name])}",
-            _REMEDY,
+            f"{name} is not the same on all ranks: "
+            f"{_describe_difference(name, own[name], rank0[name])}",
+            _SAMPLER_REMEDY if name == _ORDER else _REMEDY,
         )
         for name in own
         if own[name] != rank0[name]
@@ -72,8 +78,10 @@ def _read_bytes(rows: Any) -> bytes:
     return raw
 
 
-def _describe_difference(own: list[Any], rank0: list[Any]) -> str:
-    """Says how this rank's data differs from rank 0's."""
+def _describe_difference(name: str, own: list[Any], rank0: list[Any]) -> str:
+    """Says how this rank's data, or the order of it, differs from rank 0's."""
     if own[0] != rank0[0]:
         return f"{own[0]:,} samples here, {rank0[0]:,} on rank 0"
+    if name == _ORDER:
+        return "the first epoch has another one than on rank 0"
     return "its first or last sample is another one than on rank 0"
