@@ -36,6 +36,7 @@ from pictures import draw
 RESULTS = HERE / "results"
 TITLES = {
     "steps": "What a training step costs",
+    "own_loops": "What a session costs in a loop of one's own",
     "startup": "From the command to the first step, and memory",
     "restart": "From a killed worker to the next step",
     "cli": "What a command that needs no torch costs",

@@ -15,7 +15,16 @@ from pathlib import Path
 
 import command_runner
 import pytest
-from command_runner import EXAMPLES, TORCHRUN, CommandResult, curve, evaluations, only_run, status
+from command_runner import (
+    EXAMPLES,
+    TORCHRUN,
+    TWO,
+    CommandResult,
+    curve,
+    evaluations,
+    only_run,
+    status,
+)
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
@@ -53,6 +62,17 @@ def _trained(done: CommandResult, folder: Path, steps: int) -> Path:
 
 def test_train(examples: Path) -> None:
     _trained(command_runner.run([PYTHON, "train.py"], examples), examples, steps=3 * 64)
+
+
+def test_a_loop_of_ones_own_on_two_processes(examples: Path) -> None:
+    words = [PYTHON, "own_loop.py", *TWO, "samples=512", "trainer.epochs=2"]
+    done = command_runner.run(words, examples)
+    assert done.code == 0, done.err
+    run = only_run(examples)
+    told = status(run)
+    assert (told["state"], told["step"], told["total_steps"]) == ("finished", 8, 8)
+    assert "epoch 2: a made point is [" in done.err
+    assert done.err.count("epoch 1: a made point") == 1
 
 
 def test_train_with_overrides(examples: Path) -> None:

@@ -22,6 +22,7 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
     echelon.main          makes a file runnable from the command line; it never returns
     echelon.Experiment    the parts to train, which an experiment function returns
     echelon.TrainingInfo  what an experiment function may know of its training
+    echelon.Session       what a function with a training loop of its own is given
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load          returns the trained model of a run with its weights, for inference
     echelon.load_weights  returns the weights of a snapshot, for another program
@@ -48,10 +49,12 @@ if TYPE_CHECKING:
     from echelon.python_api import submit
     from echelon.snapshot.load_model import load
     from echelon.snapshot.reader import load_weights
+    from echelon.train.session import Session
 
 __version__ = "0.1.0"
 __all__ = [
     "Experiment",
+    "Session",
     "TrainingInfo",
     "__version__",
     "load",
@@ -65,6 +68,7 @@ __all__ = [
 _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
     "TrainingInfo": "echelon.experiment.training_info",
+    "Session": "echelon.train.session",
     "load": "echelon.snapshot.load_model",
     "load_weights": "echelon.snapshot.reader",
     "main": "echelon.commands.train",

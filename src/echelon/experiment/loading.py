@@ -18,7 +18,7 @@ from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.experiment.checks import describe_wrong_type, find_part_faults
 from echelon.experiment.definition import Experiment
 from echelon.experiment.loss_counts import infer_count
-from echelon.experiment.settings_declaration import build_settings
+from echelon.experiment.settings_declaration import build_settings, list_provided_parameters
 from echelon.experiment.training_info import TrainingInfo, find_info_parameter
 
 _is_loading = False
@@ -94,12 +94,18 @@ def _is_from_file(module: types.ModuleType, path: Path) -> bool:
     return file is not None and Path(file).resolve() == path.resolve()
 
 
+def takes_session(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a loop of its own, instead of returning an Experiment."""
+    return "session" in inspect.signature(function).parameters
+
+
 def accepts_devices(function: Callable[..., Any]) -> bool:
     """Return whether the experiment places its layers itself."""
     return "devices" in inspect.signature(function).parameters
 
 
 def build_experiment(
+    function: Callable[..., Any],
     entry: str,
     settings: Mapping[str, Any],
     devices: tuple[torch.device, ...],
@@ -110,30 +116,34 @@ def build_experiment(
     `get_info` is called only where the function wants to know of its training. Returns the
     experiment, and whether it has placed its layers itself.
     """
-    function = load_function(entry)
-    cfg = build_settings(function, settings)
-    places_layers = accepts_devices(function)
-    given: dict[str, Any] = {"devices": devices} if places_layers else {}
+    given: dict[str, Any] = {"devices": devices} if accepts_devices(function) else {}
     if info_parameter := find_info_parameter(function):
         given[info_parameter] = get_info()
-    own_parameters = _find_settings_parameters(function, entry)
-    if own_parameters and next(iter(inspect.signature(function).parameters)) in given:
-        result = function(**given, **{own_parameters[0]: cfg})
-    else:
-        result = function(*([cfg] if own_parameters else []), **given)
+    result = call_function(function, entry, settings, **given)
     _require_valid(result, entry)
     experiment: Experiment = result
     # Now, as the loss may be wrapped later and would not be recognised any more.
     experiment.count = experiment.count or infer_count(experiment.loss)
-    return experiment, places_layers
+    return experiment, accepts_devices(function)
+
+
+def call_function(
+    function: Callable[..., Any], entry: str, settings: Mapping[str, Any], **provided: Any
+) -> Any:
+    """Calls a user's function with its settings object and with `provided`, in whatever order it
+    takes them."""
+    cfg = build_settings(function, settings)
+    own_parameters = _find_settings_parameters(function, entry)
+    if own_parameters and next(iter(inspect.signature(function).parameters)) in provided:
+        return function(**provided, **{own_parameters[0]: cfg})
+    return function(*([cfg] if own_parameters else []), **provided)
 
 
 def _find_settings_parameters(function: Callable[..., Any], entry: str) -> list[str]:
-    """Return the parameters besides those for the devices and for a TrainingInfo: one for the
-    settings, or none."""
+    """Return the parameters besides those that are provided: one for the settings, or none."""
     parameters = inspect.signature(function).parameters.values()
-    others = ("devices", find_info_parameter(function))
-    own = [p for p in parameters if p.name not in others]
+    provided = list_provided_parameters(function)
+    own = [p for p in parameters if p.name not in provided]
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     more = [p.name for p in own[1:] if p.default is p.empty and p.kind not in any_number]
     if more:

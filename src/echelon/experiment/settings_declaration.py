@@ -125,10 +125,17 @@ def find_settings_class(function: Callable[..., Any]) -> type | None:
     return None
 
 
+def list_provided_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the parameters of a user's function that are not settings: the devices, a session, and
+    that for a TrainingInfo."""
+    info = find_info_parameter(function)
+    return ["devices", "session", *([info] if info else [])]
+
+
 def _find_settings_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:
     parameters = inspect.signature(function).parameters.values()
-    others = ("devices", find_info_parameter(function))
-    return next((p for p in parameters if p.name not in others), None)
+    provided = list_provided_parameters(function)
+    return next((p for p in parameters if p.name not in provided), None)
 
 
 def _read_hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.experiment.loading import build_experiment
+from echelon.experiment.loading import build_experiment, load_function, takes_session
 from echelon.experiment.training_info import make_training_info
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import BEST_LINK, find_best, format_folder_name
@@ -70,9 +70,20 @@ def load(
     try:
         seed_all(config.seed)  # as in a training, so that the experiment draws what it drew there
         entry = found.get_entry_point(config, node=0)
+        function = load_function(entry)
+        if takes_session(function):
+            raise EchelonError(
+                Fault(
+                    f"{entry} has a training loop of its own, and calling it would train again",
+                    f"build the model yourself: model.load_state_dict(echelon.load_weights("
+                    f"{os.fspath(run)!r}))",
+                )
+            )
         devices = (place,) * config.replica.devices
         get_info = partial(make_training_info, config, 0, 1, found.folder)
-        experiment, _ = build_experiment(entry, config.experiment_settings, devices, get_info)
+        experiment, _ = build_experiment(
+            function, entry, config.experiment_settings, devices, get_info
+        )
     finally:
         restore_rng_state(rng_row)
     load_model(experiment, weights)

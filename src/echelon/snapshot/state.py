@@ -179,7 +179,7 @@ def restore_state(
     ``is_explicit`` is set for a snapshot that a person gave by its path: then settings that the
     experiment has changed since win over those in the snapshot.
     """
-    optimizer = _broadcast_tree(parts.get("optimizer"), group)
+    optimizer = broadcast_tree(parts.get("optimizer"), group)
     state, saved_settings = (
         optimizer["optimizer"],
         optimizer.get("settings", optimizer_flags.settings),
@@ -197,8 +197,8 @@ def restore_state(
             settings["lr"] = rate
     if experiment.scaler is not None and "scaler" in optimizer:
         experiment.scaler.load_state_dict(optimizer["scaler"])
-    _restore_own_parts(experiment, _broadcast_tree(parts.get(STATE_PART), group), is_explicit)
-    rng = _broadcast_tree(parts.get("rng"), group)["ranks"]
+    _restore_own_parts(experiment, broadcast_tree(parts.get(STATE_PART), group), is_explicit)
+    rng = broadcast_tree(parts.get("rng"), group)["ranks"]
     if len(rng) == group.world.size:  # another number of ranks draws anew
         restore_rng_state(rng[group.world.rank], *get_process_devices(group.world))
 
@@ -245,7 +245,7 @@ def share_extra_state(experiment: Experiment, weights: Mapping[str, Any], group:
 
     DDP and FSDP broadcast parameters and buffers, and nothing else.
     """
-    found = _broadcast_tree({k: v for k, v in weights.items() if is_extra_state(k)}, group)
+    found = broadcast_tree({k: v for k, v in weights.items() if is_extra_state(k)}, group)
     if found and group.world.rank != 0:
         experiment.model.load_state_dict(found, strict=False)
 
@@ -279,7 +279,7 @@ def load_model(experiment: Experiment, weights: Mapping[str, Any]) -> None:
 # --- a tree of plain data and tensors from rank 0 to all ---
 
 
-def _broadcast_tree(tree: Any, group: RankGroup) -> Any:
+def broadcast_tree(tree: Any, group: RankGroup) -> Any:
     """Return rank 0's tree of plain data and tensors on every rank."""
     if group.world.size == 1:
         return tree

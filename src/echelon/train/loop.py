@@ -518,6 +518,10 @@ class Training:
         self.report_saves(results)
         self.screen.close()
 
+    def close_screen(self) -> None:
+        """Leaves the terminal to others."""
+        self.screen.close()
+
     def close_trackers(self, outcome: ExitCode) -> dict[str, str]:
         """Closes the trackers and returns what they have to show, such as a link.
 

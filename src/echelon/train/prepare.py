@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from echelon.data.epoch_plan import make_epoch_plan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import require_no_process_group
-from echelon.experiment.loading import build_experiment
+from echelon.experiment.loading import build_experiment, load_function
 from echelon.experiment.module_modes import enter_train_mode
 from echelon.experiment.optimizer_flags import (
     OptimizerFlags,
@@ -44,8 +44,9 @@ from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
-from echelon.snapshot.finite_check import FiniteCheck
+from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.layout import EMA_NAME, STATE_PART
+from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.state import (
     load_model,
     require_savable,
@@ -73,9 +74,22 @@ from echelon.world import World
 if TYPE_CHECKING:
     from echelon.cudagraph.capture import StepCapture
 
-_BUILD_TIMEOUT_S = 3600.0
+BUILD_TIMEOUT_S = 3600.0
 """Ranks may take very different times to prepare data. A failure is reported at once all the
 same."""
+
+
+def load_training_function(config: Config, run: Run, world: World) -> Callable[..., Any]:
+    """Return the user's function, which builds an experiment or has a loop of its own.
+
+    Its file is imported with this process's device chosen, and with the same random numbers on all
+    ranks, because both the file and the function may draw weights and data.
+    """
+    device = get_process_devices(world)[0]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    seed_all(config.seed)
+    return load_function(run.get_entry_point(config, world.node_rank))
 
 
 def prepare_training(
@@ -85,23 +99,25 @@ def prepare_training(
     stop: StopSignals,
     heartbeat: Heartbeat,
     output: OutputTee,
+    function: Callable[..., Any],
 ) -> Training:
-    """Return a training that is ready for its first step.
+    """Return a training of the experiment function that is ready for its first step.
 
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
     trainer, world = config.trainer, group.world
     devices = get_process_devices(world)
     device = devices[0]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
-    # 1. Build the experiment. All ranks have the same seed here, so they build the same weights and
-    #    draw the same data.
-    seed_all(config.seed)
+    # 1. Build the experiment. All ranks have the same seed here (`load_training_function`), so they
+    #    build the same weights and draw the same data.
     entry = run.get_entry_point(config, world.node_rank)
     experiment, is_placed_by_user = build_experiment(
-        entry, config.experiment_settings, devices, partial(_make_training_info, config, run, group)
+        function,
+        entry,
+        config.experiment_settings,
+        devices,
+        partial(_make_training_info, config, run, group),
     )
 
     # 2. Check what can be checked without computing.
@@ -143,9 +159,9 @@ def prepare_training(
 
     # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
-    group.wait_for_all("built", _BUILD_TIMEOUT_S)
+    group.wait_for_all("built", BUILD_TIMEOUT_S)
     require_same_data(experiment, plan, group)
-    group.init_process_group(_choose_backend(device, config.launch.share_devices))
+    group.init_process_group(choose_backend(device, config.launch.share_devices))
 
     # 9. From here on every rank draws its own random numbers, for dropout and the like.
     seed_all(config.seed + 1 + world.rank)
@@ -233,7 +249,7 @@ def _make_training_info(config: Config, run: Run, group: RankGroup) -> TrainingI
         position = find_resume_position(config, run)
         if group.store is not None:
             group.set_value("position", json.dumps(position))
-    group.wait_for_all("at its snapshot", _BUILD_TIMEOUT_S)
+    group.wait_for_all("at its snapshot", BUILD_TIMEOUT_S)
     if world.rank != 0:
         position = json.loads(group.get_value("position"))
     return make_training_info(config, world.rank, world.size, run.folder, *position)
@@ -340,7 +356,7 @@ def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
     return None
 
 
-def _choose_backend(device: torch.device, share_devices: bool) -> str:
+def choose_backend(device: torch.device, share_devices: bool) -> str:
     """Return NCCL for tensors on GPUs and gloo for those on the CPU.
 
     NCCL refuses two ranks on one GPU, so ranks that share devices use gloo for everything.
@@ -405,8 +421,13 @@ def _restore_snapshot(training: Training) -> None:
     Only rank 0 reads files; the others receive the state from it.
     """
     group, run = training.group, training.run
+
+    def find_flaw(snapshot: Snapshot) -> str | None:
+        names = training.finite_check.find_nonfinite_in_snapshot(snapshot)
+        return f"not finite: {format_tensor_names(names)}" if names else None
+
     snapshot = (
-        choose_snapshot(training.config, run, training.finite_check, _print_message)
+        choose_snapshot(training.config, run, find_flaw, _print_message)
         if group.world.rank == 0
         else None
     )
@@ -418,7 +439,7 @@ def _restore_snapshot(training: Training) -> None:
         load_model(training.experiment, weights)  # DDP and FSDP broadcast the weights
     # Only rank 0 sees a damaged snapshot. The others wait in the store, which can report a failure,
     # before they enter a collective, which cannot.
-    group.wait_for_all("restored", _BUILD_TIMEOUT_S)
+    group.wait_for_all("restored", BUILD_TIMEOUT_S)
     info = group.broadcast_json(info)
     if info is None:
         return

@@ -9,30 +9,27 @@ from echelon.config.schema import Config, find_differences
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.create import require_same_settings, require_snapshots_kept
 from echelon.runs.run_folder import Run
-from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.layout import EXAMPLE_FOLDER, resolve_best
 from echelon.snapshot.manifest import InvalidSnapshotError
 from echelon.snapshot.reader import Snapshot, find_newest, verify_snapshot
 
+FindFlaw = Callable[[Snapshot], str | None]
+"""Return why a snapshot that is intact is not to be used, or None."""
+
 
 def choose_snapshot(
-    config: Config, run: Run, finite_check: FiniteCheck, report: Callable[[str], None]
+    config: Config, run: Run, find_flaw: FindFlaw, report: Callable[[str], None]
 ) -> Snapshot | None:
     """Return the snapshot to continue from, or None to start anew. Only rank 0 calls it.
 
     With `trainer.resume=auto` it is the newest intact snapshot of the run; damaged ones, and those
-    with weights that are not finite, are reported and skipped. A run whose snapshots are all lost
+    in which `find_flaw` finds one, are reported and skipped. A run whose snapshots are all lost
     is refused. With a path it is the snapshot there, of any run.
 
     With `trainer.resume=never` an older run of the name was set aside, so a snapshot in the folder
     is of this very run, which is being restarted.
     """
     resume = config.trainer.resume
-
-    def find_flaw(snapshot: Snapshot) -> str | None:
-        names = finite_check.find_nonfinite_in_snapshot(snapshot)
-        return f"not finite: {format_tensor_names(names)}" if names else None
-
     if resume not in ("auto", "never"):
         return _open_given_snapshot(Path(resume), config, find_flaw, report)
     snapshot, damaged = find_newest(run.snapshots_folder, find_flaw)
@@ -65,7 +62,7 @@ def find_resume_position(config: Config, run: Run) -> list[int]:
 def _open_given_snapshot(
     path: Path,
     config: Config,
-    find_flaw: Callable[[Snapshot], str | None],
+    find_flaw: FindFlaw,
     report: Callable[[str], None],
 ) -> Snapshot:
     """Return the snapshot at a path. Settings that differ from it are reported, as the user wants

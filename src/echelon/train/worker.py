@@ -31,6 +31,7 @@ from echelon.experiment.error_hints import (
     explain_process_group_error,
     suggest_remedy,
 )
+from echelon.experiment.loading import call_function, takes_session
 from echelon.experiment.loss_check import PartInputError
 from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
@@ -55,8 +56,11 @@ from echelon.tracking.summary import (
 from echelon.train.loop import Training, train
 from echelon.train.loss_parts_check import check_loss_of_parts
 from echelon.train.output_tee import OutputTee
-from echelon.train.prepare import prepare_training
+from echelon.train.prepare import load_training_function, prepare_training
+from echelon.train.prepare_session import prepare_session
 from echelon.train.sanity_check import check_evaluation
+from echelon.train.session import Session
+from echelon.train.session_engine import SessionEngine, SessionStopped
 from echelon.train.stop_signals import StopSignals
 from echelon.world import World, detect
 
@@ -109,7 +113,7 @@ class RankWorker:
         self.rank = 0
         self.group: RankGroup | None = None
         self.run: Run | None = None
-        self.training: Training | None = None
+        self.training: Training | SessionEngine | None = None
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
 
@@ -133,23 +137,12 @@ class RankWorker:
                 self._start_heartbeat(self.run, world)
             if world.rank == 0:
                 self._open_run(self.run, world)
-            self.training = prepare_training(
-                self.config, self.run, self.group, self.stop, self.heartbeat, self.output
-            )
-            if world.rank == 0:
-                self.training.on_first_step = partial(record_first_step, self.run)
-                self.run.update_status(
-                    step=self.training.step,
-                    total_steps=self.training.total_steps,
-                    best_is=self.training.config.trainer.best_is,
-                )
-            check_evaluation(self.training)
-            if self.training.step == 0:
-                self.training.check_first_batch = check_loss_of_parts
-            start = (self.training.step, time.monotonic())
-            if world.rank == 0:
-                record_training(self.run, self.training.step, self.training.samples)
-            outcome = train(self.training)
+            function = load_training_function(self.config, self.run, world)
+            if takes_session(function):
+                outcome, start = self._run_session(function, world)
+            else:
+                outcome, start = self._run_experiment(function, world)
+            assert self.training is not None
             self.group.barrier_before_exit()
             self.has_left_group = True
             self.training.close_writer()
@@ -167,6 +160,53 @@ class RankWorker:
             self.output.close()
             if self.run is not None:
                 release_run_folder(self.run)
+
+    def _run_experiment(
+        self, function: Callable[..., Any], world: World
+    ) -> tuple[ExitCode, tuple[int, float]]:
+        """Train the experiment that the function builds; returns how it ended, and the step and
+        the time at which it began."""
+        assert self.run is not None
+        assert self.group is not None
+        training = self.training = prepare_training(
+            self.config, self.run, self.group, self.stop, self.heartbeat, self.output, function
+        )
+        if world.rank == 0:
+            training.on_first_step = partial(record_first_step, self.run)
+            self.run.update_status(
+                step=training.step,
+                total_steps=training.total_steps,
+                best_is=training.config.trainer.best_is,
+            )
+        check_evaluation(training)
+        if training.step == 0:
+            training.check_first_batch = check_loss_of_parts
+        start = (training.step, time.monotonic())
+        if world.rank == 0:
+            record_training(self.run, training.step, training.samples)
+        return train(training), start
+
+    def _run_session(
+        self, function: Callable[..., Any], world: World
+    ) -> tuple[ExitCode, tuple[int, float]]:
+        """Call the function that has a loop of its own; returns the same."""
+        assert self.run is not None
+        assert self.group is not None
+        engine = self.training = prepare_session(
+            self.config, self.run, self.group, self.stop, self.heartbeat, self.output
+        )
+        start = (engine.step, time.monotonic())
+        if world.rank == 0:
+            engine.on_first_step = partial(record_first_step, self.run)
+            record_training(self.run, engine.step, engine.samples)
+        entry = self.run.get_entry_point(self.config, world.node_rank)
+        settings = self.config.experiment_settings
+        try:
+            call_function(function, entry, settings, session=Session(engine))
+            engine.finish()
+        except SessionStopped:
+            return ExitCode.PREEMPTED, start
+        return ExitCode.OK, start
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
@@ -251,7 +291,7 @@ class RankWorker:
         # First: a loader process of the experiment's own that dies now must not raise in here.
         remove_death_signal()
         if self.training is not None:
-            self.training.screen.close()
+            self.training.close_screen()
         failure = self._find_cause(error)
         if self.group is not None:
             self.group.publish_failure(failure, wait_for_readers=not self.has_left_group)
@@ -295,9 +335,8 @@ class RankWorker:
             if peer_failure is not None:
                 return peer_failure
         if self.group is not None and (full := find_out_of_memory(error)):
-            error = explain_out_of_memory(
-                full, self.config, self.group.world, self.run, self.training
-            )
+            training = self.training if isinstance(self.training, Training) else None
+            error = explain_out_of_memory(full, self.config, self.group.world, self.run, training)
             part_error = None
         elif part_error is None and (mistake := self._explain_mistake(error)):
             error = mistake
@@ -317,7 +356,7 @@ class RankWorker:
         location = failures.find_last_user_line(error)
         if location and (fault := explain_process_group_error(error, location)):
             return EchelonError(fault)
-        if self.training is None or isinstance(error, EchelonError):
+        if not isinstance(self.training, Training) or isinstance(error, EchelonError):
             return None
         if failures.is_from_user_code(error):
             return None

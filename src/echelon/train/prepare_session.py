@@ -1,0 +1,87 @@
+"""Builds what a training function with a loop of its own needs on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from echelon.config.schema import Config, ReplicaConfig, TrainerConfig, flatten
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.error_hints import require_no_process_group
+from echelon.parallel.model_parallel import get_process_devices
+from echelon.parallel.process_group import RankGroup
+from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.run_folder import Run
+from echelon.train.output_tee import OutputTee
+from echelon.train.prepare import BUILD_TIMEOUT_S, choose_backend
+from echelon.train.resume import choose_snapshot
+from echelon.train.session_engine import SessionEngine
+from echelon.train.stop_signals import StopSignals
+
+_USED_SETTINGS = (
+    *("epochs", "steps", "batch_size", "save.", "keep_last", "log_steps", "resume"),
+    *("eval_batch_size", "loader_workers"),
+)
+"""Settings of `trainer` that a session reads. What the others set is up to the loop."""
+_INSTEAD = {
+    "trainer.clip": "give it to the step: session.step(optimizer, clip=…)",
+    "trainer.best": "call session.best(NAME=…) where the loop evaluates",
+    "trainer.best_is": "say it in the loop: session.best(NAME=…, higher_is_better=True)",
+    "trainer.schedule": "step a torch.optim.lr_scheduler in the loop",
+    "trainer.warmup_steps": "step a torch.optim.lr_scheduler in the loop",
+    "trainer.precision": "compute under torch.autocast in the loop",
+    "trainer.compile": "call torch.compile(model) in the function",
+}
+
+
+def prepare_session(
+    config: Config,
+    run: Run,
+    group: RankGroup,
+    stop: StopSignals,
+    heartbeat: Heartbeat,
+    output: OutputTee,
+) -> SessionEngine:
+    """Return the engine of a session whose function is about to be called.
+
+    The process group is opened here, because the function brings its parts to all ranks.
+    """
+    _require_used_settings(config)
+    device = get_process_devices(group.world)[0]
+    if group.world.size > 1:
+        require_no_process_group()
+    group.wait_for_all("built", BUILD_TIMEOUT_S)
+    group.init_process_group(choose_backend(device, config.launch.share_devices))
+    snapshot = None
+    info: dict[str, Any] | None = None
+    if group.world.rank == 0:
+        # A session never saves weights that are not finite, so what is intact can be used.
+        snapshot = choose_snapshot(config, run, lambda snapshot: None, _print_message)
+        info = None if snapshot is None else snapshot.info
+    group.wait_for_all("restored", BUILD_TIMEOUT_S)
+    info = group.broadcast_json(info) or {}
+    return SessionEngine(config, run, group, stop, heartbeat, output, device, snapshot, info)
+
+
+def _require_used_settings(config: Config) -> None:
+    """Raise a fault for every setting of the training that nothing reads in a loop of one's own."""
+    given = flatten({"trainer": dataclasses.asdict(config.trainer)})
+    given |= flatten({"replica": dataclasses.asdict(config.replica)})
+    usual = flatten({"trainer": dataclasses.asdict(TrainerConfig())})
+    usual |= flatten({"replica": dataclasses.asdict(ReplicaConfig())})
+    used = tuple(f"trainer.{name}" for name in _USED_SETTINGS)
+    faults = [
+        Fault(
+            f"{key}={value} has no effect on a loop of your own",
+            _INSTEAD.get(key, "leave it out, or return an echelon.Experiment"),
+        )
+        for key, value in given.items()
+        if value != usual.get(key) and not key.startswith(used)
+    ]
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _print_message(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,60 @@
+"""Where a training on rank 0 puts its numbers and snapshots: trackers, progress bar, writer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from echelon.errors import ExitCode
+from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.metrics_file import MetricsLine
+from echelon.runs.run_folder import Run
+from echelon.snapshot.writer import SaveResult, SnapshotWriter
+from echelon.tracking.progress import TrainingDisplay
+from echelon.tracking.tracker import Tracker
+
+
+@dataclass
+class RunOutput:
+    """The open files and displays of a run. On ranks other than 0 there are none."""
+
+    run: Run
+    heartbeat: Heartbeat
+    trackers: tuple[Tracker, ...] = ()
+    screen: TrainingDisplay = field(default_factory=TrainingDisplay)
+    writer: SnapshotWriter | None = None
+    unsaved_reason: str | None = None
+    """Why the last state of the run could not be saved."""
+
+    def log(self, line: MetricsLine) -> None:
+        """Give a line of metrics to all trackers."""
+        for tracker in self.trackers:
+            tracker.log(line)
+
+    def report_saves(self, results: list[SaveResult]) -> None:
+        """Report finished saves: a snapshot goes into the run's status, a failed save becomes a
+        warning."""
+        for saved in results:
+            if saved.folder is not None:
+                self.run.update_status(step=saved.step, snapshot=str(saved.folder))
+            if saved.error is not None:
+                what = saved.error if saved.folder else f"not saved: {saved.error}"
+                print(f"warning: {what}", file=sys.stderr)
+
+    def close_writer(self, step: int) -> None:
+        """Wait until the last snapshot is on disk. Why that of `step` is not, is kept."""
+        self.heartbeat.suspend()
+        results = self.writer.close() if self.writer is not None else []
+        if results and results[-1].step == step and results[-1].folder is None:
+            self.unsaved_reason = results.pop().error
+        self.report_saves(results)
+        self.screen.close()
+
+    def close_trackers(self, outcome: ExitCode) -> dict[str, str]:
+        """Close the trackers and return what they have to show, such as a link.
+
+        It comes after everything else, as a server may be slow. A second call does nothing.
+        """
+        self.heartbeat.suspend()
+        closing, self.trackers = self.trackers, ()
+        return {title: text for t in closing for title, text in t.close(outcome).items()}

@@ -1,0 +1,360 @@
+"""`Session`, the public class by which a training loop of the user's own runs at any scale."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.optimizer_step import UnprofiledStep
+from echelon.parallel.gradient_reducer import GradientReducer
+from echelon.parallel.row_gather import gather_rows
+from echelon.runs.metric_direction import guess_best_is
+from echelon.train.session_engine import CONTROL_SIZE, SessionEngine
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be saved: torch's `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data and tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Set the state."""
+
+
+class Session:
+    """One process's part in a training whose loop you write yourself.
+
+    A function that takes a parameter named `session` receives it from `echelon.main`:
+
+        def train(cfg, session):
+            model = Net(cfg.width)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr)
+            session.prepare(model, optimizer)
+            for x, y in session.batches(data):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                session.backward(loss)
+                session.step(optimizer)
+                session.log(loss=loss)
+
+        if __name__ == "__main__":
+            echelon.main(train)
+
+    It runs as `python file.py launch=local launch.procs=4`, and everywhere else that an Experiment
+    runs. Every process executes the same loop over its own share of each batch. The gradients are
+    those of the whole batch at any number of processes, snapshots are saved and resumed between two
+    iterations, and a stop by signal ends the loop there.
+
+    rank, world_size    which process this is, of how many
+    device              where its tensors belong
+    is_main_process     whether it is rank 0, which alone writes files
+    folder              the folder of the run, the same for all processes
+    completed_steps     iterations of the loop that are over, those before a resume included
+    epoch               the pass over the data that the current batch belongs to, from 1
+    total_steps         iterations of the whole loop, once it has begun
+    """
+
+    def __init__(self, engine: SessionEngine) -> None:
+        self._engine = engine
+        self._reducers: dict[int, GradientReducer] = {}
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        """Those of every optimizer, by its id."""
+        self._steps: dict[int, UnprofiledStep] = {}
+        self._grad_norm: Tensor | None = None
+        world = engine.group.world
+        self.rank, self.world_size = world.rank, world.size
+        self.device = engine.device
+        self.is_main_process = world.rank == 0
+        self.folder: Path = engine.run.folder
+
+    @property
+    def completed_steps(self) -> int:
+        """Iterations of the loop that are over."""
+        return self._engine.step
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the current batch belongs to, from 1."""
+        return self._engine.epoch
+
+    @property
+    def total_steps(self) -> int:
+        """Iterations of the whole loop."""
+        return self._engine.total_steps
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradients of the last step that was given `clip`, before it clipped."""
+        if self._grad_norm is None:
+            raise EchelonError(
+                Fault(
+                    "session.grad_norm is read, but no step has measured it",
+                    "give the step a limit: session.step(optimizer, clip=1.0), or clip=math.inf "
+                    "to measure alone",
+                )
+            )
+        return self._grad_norm
+
+    # --- what is trained ---
+
+    def prepare(self, *parts: Any) -> Any:
+        """Bring models to this process's device and restore all parts from the snapshot, if the run
+        has one. Returns the same objects: one, or a tuple of them.
+
+        Parts are modules, optimizers and learning-rate schedulers, in the same order on every rank
+        and in every start. Modules come before the optimizers of their parameters. The modules are
+        not wrapped: call them as before.
+        """
+        if not parts:
+            raise EchelonError(Fault("session.prepare is given nothing", "give it the model"))
+        for part in parts:
+            if not isinstance(part, Stateful):
+                raise EchelonError(
+                    Fault(
+                        f"session.prepare is given {type(part).__name__}, which has no state_dict",
+                        "give it modules, optimizers and schedulers; data goes to session.batches",
+                    )
+                )
+        for part in parts:
+            if isinstance(part, nn.Module):
+                part.to(self.device)
+                self._engine.parts.add_module(part)
+            elif isinstance(part, torch.optim.Optimizer):
+                self._add_optimizer(part)
+            else:
+                self._engine.parts.add_part("schedule", part)
+        return parts[0] if len(parts) == 1 else parts
+
+    def register(self, **parts: Stateful) -> None:
+        """Save these with every snapshot, and restore them now if the run has one: weight averages,
+        replay buffers, counters; anything with `state_dict` and `load_state_dict`.
+
+        The state of rank 0 is saved, and all ranks receive it. It consists of tensors, numbers,
+        texts, lists, tuples and dicts, as a snapshot cannot hold objects.
+        """
+        faults = [
+            Fault(
+                f"session.register is given {name} of type {type(part).__name__}, which has no "
+                "state_dict and load_state_dict",
+                "give it both methods, or keep the numbers in a module's buffers",
+            )
+            for name, part in parts.items()
+            if not isinstance(part, Stateful)
+        ]
+        if faults:
+            raise EchelonError(*faults)
+        for name, part in parts.items():
+            self._engine.parts.add_part(name, part, is_numbered=False)
+
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        known = self._engine.parts.parameter_ids
+        foreign = sum(id(p) not in known for p in parameters)
+        if foreign:
+            raise EchelonError(
+                Fault(
+                    f"{type(optimizer).__name__} trains {foreign} parameters of a module that the "
+                    "session does not have",
+                    "prepare the module first: session.prepare(model, optimizer)",
+                )
+            )
+        self._engine.parts.add_part("optimizer", optimizer)
+        self._parameters[id(optimizer)] = parameters
+        self._steps[id(optimizer)] = UnprofiledStep(optimizer)
+        if self.world_size > 1:
+            trained = [p for p in parameters if p.requires_grad]
+            self._reducers[id(optimizer)] = GradientReducer(trained, CONTROL_SIZE)
+
+    # --- the loop ---
+
+    def batches(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        **loader: Any,
+    ) -> Iterator[Any]:
+        """Yield this process's share of every batch, on its device, in an order that is the same at
+        any number of processes and after any resume.
+
+        data         a tuple of tensors or arrays with a row per sample, or a Dataset with a length
+        batch_size   samples of all processes together; default: trainer.batch_size
+        epochs       passes over the data; default: trainer.epochs
+        steps        batches in all, in place of epochs; default: trainer.steps
+        loader       arguments as of torch's DataLoader: num_workers (default:
+                     trainer.loader_workers), collate_fn, sampler and batch_sampler, which give the
+                     order of all processes together, prefetch_factor, pin_memory, timeout, …
+
+        The end of an iteration is where state is saved, and where a stop takes effect. There is one
+        loop in a run; `every` says when an epoch ends.
+        """
+        return self._engine.iter_batches(data, batch_size, epochs, steps, **loader)
+
+    def steps(self, count: int | None = None) -> Iterator[int]:
+        """Yield the numbers of `count` iterations that need no data, from 1; default:
+        trainer.steps. For the rest it is as `batches`."""
+        return self._engine.iter_steps(count)
+
+    def eval_batches(self, data: Any, batch_size: int | None = None) -> Iterator[Any]:
+        """Yield this process's share of every batch of evaluation data, in order; default size:
+        trainer.eval_batch_size.
+
+        All processes have equally many batches. Collect results with `gather`, which knows how many
+        samples of a share count: a share must not be empty, so where the samples do not suffice it
+        has one that does not count.
+        """
+        return self._engine.iter_eval_batches(data, batch_size)
+
+    def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
+        """Compute gradients of a loss that is a mean over this process's share of the batch.
+
+        The gradients add up to those of the mean over the whole batch. `count` is the number of
+        things the mean is over, where these are not the samples: tokens, or the sum of class
+        weights. Calls add their gradients, as in torch.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                + ("" if loss.requires_grad else " without a gradient")
+                if isinstance(loss, Tensor)
+                else f"{type(loss).__name__}"
+            )
+            raise EchelonError(
+                Fault(
+                    f"session.backward is given {what} in step {self.completed_steps + 1}",
+                    "give it the loss: a tensor with one number that depends on the parameters",
+                )
+            )
+        weight = self._engine.compute_weight(count)
+        self._engine.heartbeat.beat()
+        if isinstance(weight, Tensor) or weight != 1.0:
+            loss = loss * weight
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+        """Sum the gradients of the optimizer's parameters over all processes, clip them to a total
+        norm, step, and clear them."""
+        parameters = self._parameters.get(id(optimizer))
+        if parameters is None:
+            raise EchelonError(
+                Fault(
+                    f"session.step is given an optimizer ({type(optimizer).__name__}) that the "
+                    "session does not have",
+                    "prepare it: session.prepare(model, optimizer)",
+                )
+            )
+        if self.world_size > 1:
+            self._engine.agree_in_step(self._reducers[id(optimizer)].reduce)
+        else:
+            self._engine.note_step()
+        if all(p.grad is None for p in parameters):
+            raise EchelonError(
+                Fault(
+                    f"no parameter of {type(optimizer).__name__} has a gradient in step "
+                    f"{self.completed_steps + 1}",
+                    "call session.backward(loss) before session.step",
+                )
+            )
+        if clip is not None:
+            self._grad_norm = nn.utils.clip_grad_norm_(parameters, clip)
+        self._steps[id(optimizer)]()
+        for p in parameters:
+            p.grad = None
+
+    # --- between ---
+
+    def every(self, steps: int | None = None, epochs: int | None = None) -> bool:
+        """Return whether something is due in this iteration: every so many steps, or in the last
+        batch of every so many epochs. The last iteration of the loop is always due."""
+        if steps is None and epochs is None:
+            raise EchelonError(
+                Fault("session.every is given no interval", "write session.every(epochs=1)")
+            )
+        return self._engine.is_due(steps, epochs)
+
+    def log(self, **values: Any) -> None:
+        """Log numbers for metrics.jsonl and the trackers: tensors with one number, ints, floats.
+
+        A line is written every trainer.log_steps iterations, with the mean over these iterations
+        and over all processes, weighted by their samples, or by the `count` of the last backward.
+        """
+        numbers = {name: _read_number(name, value, self) for name, value in values.items()}
+        self._engine.add_metrics(numbers)
+
+    def best(self, higher_is_better: bool | None = None, **value: float | Tensor) -> bool:
+        """Log the result of an evaluation, and mark this iteration's snapshot where it is the best
+        so far. Returns whether it is. Every process gives the same number; rank 0's counts.
+
+            session.best(accuracy=evaluate(model))
+
+        The direction is known of common names such as accuracy or loss.
+        """
+        if len(value) != 1:
+            raise EchelonError(
+                Fault(
+                    f"session.best is given {len(value)} numbers",
+                    "give the one that decides, and log the others: session.best(accuracy=0.9)",
+                )
+            )
+        [(name, given)] = value.items()
+        direction = guess_best_is(name)
+        if higher_is_better is not None:
+            direction = "max" if higher_is_better else "min"
+        if direction is None:
+            raise EchelonError(
+                Fault(
+                    f"session.best({name}=…): the name does not say whether more or less of it is "
+                    "better",
+                    f"say it: session.best({name}=…, higher_is_better=True)",
+                )
+            )
+        number = _read_number(name, given, self)
+        return self._engine.record_best(name, float(number), direction)
+
+    def stop(self) -> None:
+        """End the loop on all processes, as a run that is finished: after this iteration where it
+        is called before `step`, and otherwise after the next one."""
+        self._engine.request_finish()
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all processes' shares as one tensor; gradients flow back through it.
+
+        Rows that do not count, of a process without a sample, are left out.
+        """
+        count = self._engine.share_count
+        return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0 alone."""
+        if self.is_main_process:
+            print(*values, file=sys.stderr)
+
+
+def _read_number(name: str, value: Any, session: Session) -> float | Tensor:
+    """Return a number as it is; a tensor stays on its device, as reading it would make a GPU
+    wait."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.item() if value.device.type == "cpu" else value.detach()
+    if isinstance(value, (int, float)):
+        return float(value)
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # of numpy
+        number = value.item()
+        if isinstance(number, (int, float)) and math.isfinite(number):
+            return float(number)
+    what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+    raise EchelonError(
+        Fault(
+            f"{name} is no number: {type(value).__name__}, {what} (rank {session.rank}, step "
+            f"{session.completed_steps + 1})",
+            f"log one number, such as {name}={name}.mean()",
+        )
+    )

@@ -1,0 +1,516 @@
+"""What a session does between two iterations of a user's loop: it counts, agrees, logs and saves.
+
+The end of an iteration is the one place where state is collected and where ranks agree on a stop.
+What a rank asks for travels with the gradients of the iteration; only an iteration without a step
+of an optimizer needs a message of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.config.schema import Config
+from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
+from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
+from echelon.data.loader_options import find_loader_faults
+from echelon.data.sample_order import EpochOrder
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.run_folder import Run
+from echelon.snapshot.reader import Snapshot
+from echelon.snapshot.state import pack_rng_state, restore_rng_state, seed_all
+from echelon.snapshot.writer import SnapshotWriter
+from echelon.tracking.create import create_trackers
+from echelon.tracking.progress import create_progress_display
+from echelon.tracking.tracker import is_better
+from echelon.train.output_tee import OutputTee
+from echelon.train.run_output import RunOutput
+from echelon.train.session_metrics import MetricSums, merge_sums
+from echelon.train.session_parts import RNG_PART, SessionParts
+from echelon.train.stop_signals import StopSignals
+from echelon.utils.text import format_count
+
+CONTROL_SIZE = 3
+_STOP, _SAVE, _FINISH = range(CONTROL_SIZE)
+_READ_STEPS = {"cpu": 1, "cuda": 8}
+"""How many iterations pass until requests are read from the device, which makes it wait."""
+
+
+class SessionStopped(BaseException):
+    """Ends a user's loop after a stop was asked for and everything is saved. Not an Exception, so
+    that code which catches those does not go on."""
+
+
+class Share(NamedTuple):
+    """This rank's part of one batch."""
+
+    data: Any
+    sample_count: int
+    """Samples that count; 0 where there is one only so that the loop has something to work on."""
+    total: int
+    """Samples of all ranks."""
+
+
+class SessionEngine:
+    """The state of a session on one rank; the public class `Session` talks to the user."""
+
+    profile = None
+    is_sanity_check = False
+    on_first_step: Callable[[], None] | None = None
+    """Called once, on rank 0, after the first iteration of this start."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        group: RankGroup,
+        stop: StopSignals,
+        heartbeat: Heartbeat,
+        output_tee: OutputTee,
+        device: torch.device,
+        snapshot: Snapshot | None,
+        info: dict[str, Any],
+    ) -> None:
+        self.config, self.run, self.group = config, run, group
+        self.heartbeat, self.device = heartbeat, device
+        self.output = RunOutput(run, heartbeat)
+        self.parts = SessionParts(group, snapshot, info.get("parts", []), int(info.get("step", 0)))
+        self.step = self.first_step = int(info.get("step", 0))
+        self.samples = int(info.get("samples", 0))
+        self.total_steps = 0
+        self.best_value: float | None = info.get("best")
+        self.last_snapshot: str | None = None
+        self.is_finished = bool(info.get("is_finished", False))
+        """Whether the loop of a resumed run had ended by itself."""
+        self._stop, self._output_tee = stop, output_tee
+        self._metrics = MetricSums()
+        self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
+        self._share = Share(None, 1, 1)
+        self._plan: EpochPlan | None = None
+        """Of the data; None for a loop without."""
+        self._sources: list[BatchSource] = []
+        self._requests = [False] * CONTROL_SIZE
+        self._is_best = False
+        self._log_weight: float | Tensor = 1.0
+        self._agreed: list[bool] | None = None
+        """What was asked for before the step of this iteration."""
+        self._is_agreed = False
+        """Whether that is what any rank has asked for."""
+        self._saved_step = self.step if info else None
+        self._next_save_s = time.monotonic() + 60 * (config.trainer.save.minutes or 0)
+        self._line_begun = (time.monotonic(), self.step, self.samples)
+
+    # --- the loop ---
+
+    def iter_batches(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        num_workers: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        **loader: Any,
+    ) -> Iterator[Any]:
+        """Yield the data of this rank's shares; see `Session.batches`."""
+        trainer = self.config.trainer
+        size = trainer.batch_size if batch_size is None else batch_size
+        workers = trainer.loader_workers if num_workers is None else num_workers
+        _require_positive(batch_size=size, epochs=epochs, steps=steps)
+        if faults := list(find_loader_faults(loader)):
+            raise EchelonError(*faults)
+        source = make_source(data, "data", workers, self.device, collate_fn, loader)
+        self._sources.append(source)
+        plan = make_epoch_plan(len(source), size, self.config.seed, sampler, batch_sampler)
+        if size < self.group.world.size and batch_sampler is None:
+            raise EchelonError(
+                Fault(
+                    f"batch_size={size}, but there are {self.group.world.size} processes",
+                    "give every process a sample of each batch: a larger batch size, or fewer "
+                    "processes",
+                )
+            )
+        if plan.count_partial_samples(self.samples):
+            raise EchelonError(
+                Fault(
+                    f"batch_size={size}, but the snapshot was saved after {self.samples} samples, "
+                    "in the middle of a batch of this size",
+                    "keep the batch size, or use a snapshot from the end of an epoch",
+                )
+            )
+        self._plan = plan
+        if steps is None and epochs is None:
+            steps, epochs = trainer.steps, trainer.epochs
+        if steps is None:
+            epoch, done = plan.locate(self.step, self.samples)
+            left = sum(map(plan.count_batches, range(epoch, epochs or 0)))
+            steps = self.step + max(0, left - done)
+        cut = "the batch_sampler" if batch_sampler is not None else f"{size:,}"
+        self._begin_loop(steps, f"{format_count(len(source), 'sample')} in batches of {cut}")
+        return self._run_loop(self._iter_shares(source, plan))
+
+    def iter_steps(self, count: int | None) -> Iterator[int]:
+        """Yield the numbers of iterations; see `Session.steps`."""
+        steps = self.config.trainer.steps if count is None else count
+        if steps is None:
+            raise EchelonError(
+                Fault("session.steps has no number", "give one: session.steps(1000)")
+            )
+        _require_positive(steps=steps)
+        self._begin_loop(steps, "")
+        world = self.group.world.size
+        return self._run_loop(Share(n + 1, 1, world) for n in range(self.step, steps))
+
+    def iter_eval_batches(self, data: Any, batch_size: int | None) -> Iterator[Any]:
+        """Yield this rank's share of every batch, in order; see `Session.eval_batches`."""
+        trainer, world = self.config.trainer, self.group.world
+        size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
+        source = make_source(data, "data", trainer.loader_workers, self.device)
+        order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
+        before = self._share
+        self.heartbeat.suspend()
+        try:
+            for batch in source.iter_batches(order, 0, self.device):
+                self._share = self._fill_share(source, batch, size)
+                yield self._share.data
+                self.heartbeat.beat()
+        finally:
+            self._share = before
+            source.close()
+
+    def _iter_shares(self, source: BatchSource, plan: EpochPlan) -> Iterator[Share]:
+        world = self.group.world
+        while True:
+            epoch, first = plan.locate(self.step, self.samples)
+            order = plan.make_order(epoch, world.rank, world.size, source.storage_device)
+            batches = source.iter_batches(order, first, self.device)
+            for number, batch in enumerate(batches, first):
+                yield self._fill_share(source, batch, order.count_samples(number))
+
+    def _fill_share(self, source: BatchSource, batch: Batch | BlockSlice, total: int) -> Share:
+        """Return a share as the loop gets it: without a sample of its own, this rank works on the
+        first one of the data, which does not count."""
+        if batch.sample_count:
+            return Share(batch.data, batch.sample_count, total)
+        order = EpochOrder(len(source), 1, 0, 1, 0, 0, shuffle=False)
+        spare = source.fetch_batch(order, 0, self.device)
+        return Share(spare.data, 0, total)
+
+    def _begin_loop(self, total_steps: int, what: str) -> None:
+        """Check the parts, restore random numbers, and open trackers: once, before iteration 1."""
+        if self.parts.is_complete:
+            raise EchelonError(
+                Fault(
+                    "the session has had its loop already",
+                    "write one loop over all epochs: session.every(epochs=1) says when one ends",
+                )
+            )
+        self.parts.require_same()
+        self.parts.is_complete = True
+        self.total_steps = total_steps
+        # From here on every rank draws its own random numbers, for dropout and the like.
+        seed_all(self.config.seed + 1 + self.group.world.rank)
+        rows = self.parts.load_rng_rows()
+        if rows is not None and len(rows) == self.group.world.size:  # another number draws anew
+            restore_rng_state(rows[self.group.world.rank], self.device)
+        if self.group.world.rank == 0:
+            self._open_output(what)
+        self.heartbeat.step = self.step
+        self._line_begun = (time.monotonic(), self.step, self.samples)
+
+    def _open_output(self, what: str) -> None:
+        trainer, size = self.config.trainer, self.group.world.size
+        where = f"{size} processes ({self.device.type})" if size > 1 else "one process"
+        over = f" over {what}" if what else ""
+        steps = format_count(self.total_steps, "step")
+        print(f"run {self.run.name}: {steps}{over} on {where}", file=sys.stderr)
+        self.output.writer = SnapshotWriter(
+            self.run.snapshots_folder, trainer.keep_last, resumed_step=self.step
+        )
+        self.output.trackers = create_trackers(self.config, self.run, self.step)
+        self.output.screen = create_progress_display(
+            self.config.track.progress, self.total_steps, self.step
+        )
+        self._output_tee.set_line_printer(self.output.screen.show)
+        self.run.update_status(step=self.step, total_steps=self.total_steps)
+
+    def _run_loop(self, shares: Iterator[Share]) -> Iterator[Any]:
+        """Yield the data of the shares; what follows a `yield` is the end of an iteration."""
+        while self.step < self.total_steps and not self.is_finished:
+            self._share = next(shares)
+            self._log_weight = self._share.sample_count
+            try:
+                yield self._share.data
+            except GeneratorExit:  # the loop was left with `break`: it ends here, and is finished
+                self._end_iteration(is_left=True)
+                raise
+            self._end_iteration()
+        self.is_finished = True
+        self.save()
+
+    def _end_iteration(self, is_left: bool = False) -> None:
+        """Count the iteration, and do what is due; `is_left` where the user's loop ends here."""
+        self.step += 1
+        self.samples += self._share.total if self._plan is not None else 0
+        self.heartbeat.step = self.step
+        self.heartbeat.beat()
+        if self.on_first_step is not None:
+            self.on_first_step()
+            self.on_first_step = None
+        is_stopped, is_save_due, is_finished = self._agree()
+        broadcast_buffers(self.parts.buffers)
+        self.is_finished = is_finished or is_left or self.step == self.total_steps
+        if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
+            self._write_log_line()
+        every = self.config.trainer.save
+        is_due = self._is_due_after(self.step, self.samples, every.steps, every.epochs)
+        if is_save_due or is_stopped or self._is_best or is_due or self.is_finished:
+            self.save()
+        if is_stopped and not self.is_finished:
+            raise SessionStopped
+
+    # --- what the ranks agree on ---
+
+    @property
+    def share_count(self) -> int:
+        """Samples of this rank's share that count."""
+        return self._share.sample_count
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the current batch belongs to, from 1."""
+        return 1 if self._plan is None else 1 + self._plan.locate(self.step, self.samples)[0]
+
+    def compute_weight(self, count: float | Tensor | None) -> float | Tensor:
+        """Return the weight of this rank's mean in the mean over all ranks; the sum of all ranks'
+        weights is 1."""
+        share = self._share
+        if count is None:
+            return share.sample_count / share.total
+        own = count if share.sample_count else 0.0
+        self._log_weight = own
+        if self.group.world.size == 1:
+            return 1.0
+        total = torch.as_tensor(own, dtype=torch.float64, device=_get_device(count)).clone()
+        dist.all_reduce(total)
+        if not isinstance(count, Tensor) and not float(total):
+            raise EchelonError(
+                Fault(
+                    f"session.backward is given count=0 on every rank in step {self.step + 1}",
+                    "leave out a batch that counts nothing",
+                )
+            )
+        return own / total if isinstance(count, Tensor) else float(own) / float(total)
+
+    def request_finish(self) -> None:
+        """Ask all ranks to end the loop."""
+        self._requests[_FINISH] = True
+
+    def note_step(self) -> None:
+        """Note what this process, which is alone, has asked for before a step: what it asks for
+        later waits for the next iteration, as with several."""
+        if self._agreed is None:
+            self._collect_requests()
+            self._agreed = list(self._requests)
+
+    def agree_in_step(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Sum the gradients of an optimizer with `reduce`, and the ranks' requests with them.
+
+        What is asked for later in the iteration waits for the next one, at any world size.
+        """
+        is_first = self._agreed is None
+        self._collect_requests()
+        control = torch.tensor([float(asked) if is_first else 0.0 for asked in self._requests])
+        if self.device.type == "cpu":
+            control = reduce(control)
+        else:
+            # Read from a GPU it would make the GPU wait, so it crosses beside the gradients.
+            work = dist.all_reduce(control, async_op=True) if is_first else None
+            reduce(torch.zeros(CONTROL_SIZE))
+            if work is not None:
+                work.wait()
+        if is_first:
+            self._agreed, self._is_agreed = [bool(value) for value in control.tolist()], True
+
+    def _agree(self) -> list[bool]:
+        """Return what any rank has asked for: stop, save, finish."""
+        self.note_step()  # where the iteration had none
+        assert self._agreed is not None
+        if self.group.world.size > 1 and not self._is_agreed:
+            control = torch.tensor([float(asked) for asked in self._agreed])
+            dist.all_reduce(control)
+            self._agreed = [bool(value) for value in control.tolist()]
+        agreed, self._agreed, self._is_agreed = self._agreed, None, False
+        if self.group.world.size == 1:
+            agreed[_STOP] = self._stop.is_requested
+        if agreed[_SAVE]:
+            self._requests[_SAVE] = False
+            self._next_save_s = time.monotonic() + 60 * (self.config.trainer.save.minutes or 0)
+        return agreed
+
+    def _collect_requests(self) -> None:
+        """Note a signal, which may reach any rank, and the timer of rank 0."""
+        minutes = self.config.trainer.save.minutes
+        self._requests[_STOP] |= self._stop.is_requested
+        if minutes is not None and self.group.world.rank == 0:
+            self._requests[_SAVE] |= time.monotonic() >= self._next_save_s
+
+    # --- what is due, and numbers ---
+
+    def is_due(self, steps: int | None, epochs: int | None) -> bool:
+        """Return whether something is due in the current iteration."""
+        total = self._share.total if self._plan is not None else 0
+        return self._is_due_after(self.step + 1, self.samples + total, steps, epochs)
+
+    def _is_due_after(self, step: int, samples: int, steps: int | None, epochs: int | None) -> bool:
+        """Return whether something is due after a step, at that position in the data."""
+        if step == self.total_steps or (steps is not None and step % steps == 0):
+            return True
+        if epochs is None or self._plan is None:
+            return False
+        epoch, batch = self._plan.locate(step, samples)
+        return batch == 0 and epoch % epochs == 0
+
+    def add_metrics(self, numbers: dict[str, float | Tensor]) -> None:
+        """Add to the means of the next line of metrics, weighted by this rank's samples, or by what
+        the mean of its loss is over."""
+        if self._share.sample_count:  # what a rank computes without a sample of its own is nothing
+            self._metrics.add(numbers, self._log_weight)
+
+    def record_best(self, name: str, value: float, best_is: str) -> bool:
+        """Log the result of an evaluation and keep it where it is the best; the same on all
+        ranks."""
+        value = float(self.group.broadcast(torch.tensor([value], dtype=torch.float64)))
+        if is_better(value, self.best_value, best_is):
+            self.best_value, self._is_best = value, True
+        if self.group.world.rank == 0:
+            line = {"step": self.step + 1, "epoch": self.epoch, f"eval_{name}": value}
+            self.output.log(line)
+            print(f"evaluated in step {self.step + 1}: {name} {value:.5g}", file=sys.stderr)
+        return self._is_best
+
+    def _count_epochs(self) -> int:
+        """Return the pass over the data that the last iteration belongs to, from 1."""
+        if self._plan is None:
+            return 1
+        epoch, batch = self._plan.locate(self.step, self.samples)
+        return max(1, epoch + (batch > 0))
+
+    def _write_log_line(self) -> None:
+        sums = merge_sums(self._metrics.gather(self.group))
+        self._metrics.clear()
+        if self.group.world.rank != 0:
+            return
+        begun_s, step, samples = self._line_begun
+        self._line_begun = (time.monotonic(), self.step, self.samples)
+        seconds = max(1e-9, self._line_begun[0] - begun_s)
+        optimizer = self.parts.optimizer
+        line = {
+            "step": self.step,
+            "epoch": self._count_epochs(),
+            "samples": self.samples,
+            **{name: total / weight for name, (total, weight) in sums.items() if weight},
+            **({"lr": optimizer.param_groups[0]["lr"]} if optimizer is not None else {}),
+            **(
+                {"samples_per_s": (self.samples - samples) / seconds}
+                if self._plan is not None
+                else {}
+            ),
+            "step_ms": 1e3 * seconds / max(1, self.step - step),
+            "time": round(time.time(), 3),
+        }
+        self.output.log(line)
+        if "loss" in line:
+            self.output.screen.update_progress(line)
+        if self.output.writer is not None:
+            self.output.report_saves(self.output.writer.take_results())
+
+    # --- snapshots ---
+
+    def save(self) -> None:
+        """Save a snapshot, unless this step has been saved already. All ranks take part."""
+        if self.step in (0, self._saved_step):
+            return
+        self._saved_step = self.step
+        self.heartbeat.suspend()
+        self.parts.require_finite(self.step)
+        rng_rows = self.group.gather(pack_rng_state(self.device))
+        metrics = self._metrics.gather(self.group)
+        if self.group.world.rank == 0:
+            assert self.output.writer is not None
+            parts = self.parts.collect_state()
+            parts[RNG_PART] = {"ranks": torch.stack(rng_rows)}
+            info = {
+                "step": self.step,
+                "samples": self.samples,
+                "best": self.best_value,
+                "metrics": metrics,
+                "parts": self.parts.names,
+                "is_finished": self.is_finished and self.step < self.total_steps,
+                "config": self.config.select_numerics_settings(),
+                "fingerprint": self.config.compute_numerics_fingerprint(),
+                "world_size": self.group.world.size,
+                "wandb_run_id": self.run.read_wandb_id(),
+            }
+            self.output.writer.save(self.step, parts, info, is_best=self._is_best)
+        self._is_best = False
+        self.heartbeat.beat()
+
+    # --- the end, as the worker asks for it ---
+
+    @property
+    def unsaved_reason(self) -> str | None:
+        """Why the last state of the run could not be saved."""
+        return self.output.unsaved_reason
+
+    def close_writer(self) -> None:
+        """Wait until the last snapshot is on disk."""
+        self.output.close_writer(self.step)
+
+    def close_trackers(self, outcome: ExitCode) -> dict[str, str]:
+        """Close the trackers and return what they have to show."""
+        return self.output.close_trackers(outcome)
+
+    def close_sources(self) -> None:
+        """End the processes that load data."""
+        for source in self._sources:
+            source.close()
+
+    def close_screen(self) -> None:
+        """Leave the terminal to others."""
+        self.output.screen.close()
+
+    def finish(self) -> None:
+        """End a session whose function has returned."""
+        if not self.parts.is_complete:
+            raise EchelonError(
+                Fault(
+                    "the training function returned without a loop",
+                    "iterate over session.batches(data) or session.steps(count)",
+                )
+            )
+        self.save()
+
+
+def _require_positive(**given: int | None) -> None:
+    faults = [
+        Fault(f"{name}={value}", f"give {name} of 1 or more")
+        for name, value in given.items()
+        if value is not None and (not isinstance(value, int) or value < 1)
+    ]
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _get_device(count: Any) -> torch.device | None:
+    return count.device if isinstance(count, Tensor) else None

@@ -1,0 +1,55 @@
+"""What a user's loop logs, until a line of metrics is due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from echelon.parallel.process_group import RankGroup
+
+RankSums = dict[str, list[float]]
+"""The sum and the weight of what one rank has logged, by name."""
+
+
+class MetricSums:
+    """Sums of logged numbers and of their weights, by name.
+
+    Tensors stay on their device until a line is due, as reading them would make a GPU wait.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float | Tensor]] = {}
+
+    def restore(self, of_ranks: Sequence[RankSums], rank: int, world_size: int) -> None:
+        """Continue from the sums of a snapshot. On another number of ranks, rank 0 has them all."""
+        if len(of_ranks) == world_size:
+            self._sums = {name: list(pair) for name, pair in of_ranks[rank].items()}
+        elif rank == 0:
+            self._sums = {name: list(pair) for name, pair in merge_sums(of_ranks).items()}
+
+    def add(self, numbers: Mapping[str, float | Tensor], weight: float | Tensor) -> None:
+        """Add numbers of one iteration."""
+        for name, value in numbers.items():
+            total, weights = self._sums.get(name, (0.0, 0.0))
+            exact = value.double() if isinstance(value, Tensor) else value
+            self._sums[name] = [total + exact * weight, weights + weight]
+
+    def gather(self, group: RankGroup) -> list[RankSums]:
+        """Return the sums of every rank on rank 0, and nothing on other ranks. A collective."""
+        own = {name: [float(total), float(n)] for name, (total, n) in self._sums.items()}
+        return [own] if group.world.size == 1 else group.gather_json(own)
+
+    def clear(self) -> None:
+        """Begin the next line."""
+        self._sums = {}
+
+
+def merge_sums(of_ranks: Iterable[RankSums]) -> RankSums:
+    """Return the sums over all ranks."""
+    sums: RankSums = {}
+    for of_rank in of_ranks:
+        for name, (total, weight) in of_rank.items():
+            known = sums.get(name, [0.0, 0.0])
+            sums[name] = [known[0] + total, known[1] + weight]
+    return sums

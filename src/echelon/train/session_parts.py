@@ -1,0 +1,181 @@
+"""What a user's loop trains, as parts of its snapshots: modules, optimizers, and whatever else has
+a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.sparse_parameters import find_sparse_tables
+from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.snapshot.finite_check import are_all_finite
+from echelon.snapshot.reader import Snapshot
+from echelon.snapshot.state import broadcast_tree
+
+RNG_PART = "rng"
+"""The part of a snapshot with the random numbers of all ranks."""
+
+
+class SessionParts:
+    """The parts by name, in the order in which they came.
+
+    A part is restored when it comes, if the run continues from a snapshot: rank 0 has read it, and
+    the others receive it.
+    """
+
+    def __init__(
+        self, group: RankGroup, snapshot: Snapshot | None, saved_parts: list[str], step: int
+    ) -> None:
+        self._group, self._snapshot = group, snapshot
+        self._saved_parts, self._step = saved_parts, step
+        self._parts: dict[str, Any] = {}
+        self._modules: list[nn.Module] = []
+        self.parameter_ids: set[int] = set()
+        self.buffers: list[Tensor] = []
+        """Of all modules. They are rank 0's after every iteration."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        """The first one."""
+        self.is_complete = False
+        """Whether the loop has begun, so that nothing can be added."""
+
+    def add_module(self, module: nn.Module) -> None:
+        """Add a module: its weights are the same on every rank from here on."""
+        if self._group.world.size > 1 and (tables := find_sparse_tables(module)):
+            raise EchelonError(
+                Fault(
+                    f"{next(iter(tables))} has sparse gradients, which a loop of your own trains "
+                    "on one process alone",
+                    "make the embedding with sparse=False, or return an echelon.Experiment",
+                )
+            )
+        self.add_part("model", module)
+        self._modules.append(module)
+        self.parameter_ids |= {id(p) for p in module.parameters()}
+        self.buffers += list(module.buffers())
+        broadcast_buffers([p.detach() for p in module.parameters()])
+        broadcast_buffers(list(module.buffers()))
+
+    def add_part(self, name: str, part: Any, is_numbered: bool = True) -> None:
+        """Add a part of the snapshots, and restore it if there is one.
+
+        Parts of one kind are numbered from the second on: model, model-2.
+        """
+        if self.is_complete:
+            raise EchelonError(
+                Fault(
+                    f"{name} comes to the session after its loop has begun",
+                    "prepare and register everything before session.batches",
+                )
+            )
+        count = sum(known.partition("-")[0] == name for known in self._parts)
+        if count and not is_numbered:
+            raise EchelonError(
+                Fault(f"{name} is registered twice", "give every part a name of its own")
+            )
+        if name == RNG_PART:
+            raise EchelonError(
+                Fault(f"{name} is the name of the random numbers", "give the part another name")
+            )
+        if self.optimizer is None and isinstance(part, torch.optim.Optimizer):
+            self.optimizer = part
+        key = f"{name}-{count + 1}" if count else name
+        self._parts[key] = part
+        if key in self._saved_parts:
+            state = self._snapshot.load_part(key) if self._snapshot is not None else None
+            _load_part(key, part, broadcast_tree(state, self._group), self._step)
+
+    def require_same(self) -> None:
+        """Raise where ranks have different parts, or other ones than the snapshot."""
+        names = list(self._parts)
+        of_ranks = self._group.gather_json(names)
+        others = [(rank, other) for rank, other in enumerate(of_ranks) if other != names]
+        if different := self._group.broadcast_json(others[:1]):
+            [(rank, other)] = different
+            raise EchelonError(
+                Fault(
+                    f"rank {rank} has the parts {', '.join(other)}, and not those of rank 0",
+                    "prepare and register the same parts in the same order on every rank",
+                )
+            )
+        if self._saved_parts and sorted(self._saved_parts) != sorted(names):
+            gone = [n for n in self._saved_parts if n not in names]
+            new = [n for n in names if n not in self._saved_parts]
+            raise EchelonError(
+                *(
+                    Fault(
+                        f"the snapshot of step {self._step} has the part {n}, the session does not",
+                        "prepare and register what the run was begun with",
+                    )
+                    for n in gone
+                ),
+                *(
+                    Fault(
+                        f"the session has the part {n}, the snapshot of step {self._step} does not",
+                        "start anew with it: trainer.resume=never",
+                    )
+                    for n in new
+                ),
+            )
+
+    def load_rng_rows(self) -> Tensor | None:
+        """Return the random states of the ranks that saved the snapshot; None without one."""
+        if not self._saved_parts:
+            return None
+        part = self._snapshot.load_part(RNG_PART) if self._snapshot is not None else None
+        rows: Tensor = broadcast_tree(part, self._group)["ranks"]
+        return rows
+
+    def collect_state(self) -> dict[str, Any]:
+        """Return the state of every part."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts."""
+        return list(self._parts)
+
+    def require_finite(self, step: int) -> None:
+        """Raise on all ranks where a weight is not finite: it could never be resumed."""
+        bad = [
+            name
+            for module in self._modules
+            for name, parameter in module.named_parameters()
+            if not are_all_finite([parameter.detach()])
+        ]
+        if self._group.is_any_true(bool(bad)):
+            names = ", ".join(bad[:3]) or "weights of another rank"
+            raise EchelonError(
+                Fault(
+                    f"the state after step {step} is not finite ({names}) and was not saved",
+                    "continue from the snapshot before with a smaller learning rate, or find the "
+                    "batch: torch.autograd.set_detect_anomaly(True)",
+                )
+            )
+
+
+def _load_part(key: str, part: Any, state: Any, step: int) -> None:
+    """Give a part its state; what does not fit becomes a fault."""
+    try:
+        part.load_state_dict(_move_like(state, part.state_dict()))
+    except Exception as error:
+        first = " ".join(str(error).split())[:300]
+        raise EchelonError(
+            Fault(
+                f"{key} ({type(part).__name__}) cannot be restored from the snapshot of step "
+                f"{step}: {first}",
+                "build it as it was, or start anew: trainer.resume=never",
+            )
+        ) from error
+
+
+def _move_like(state: Any, example: Any) -> Any:
+    """Return the state with its tensors on the devices that those of the example are on: a part
+    that only keeps what it is given would otherwise find itself on the CPU."""
+    if isinstance(state, Tensor) and isinstance(example, Tensor):
+        return state.to(example.device)
+    if isinstance(state, dict) and isinstance(example, dict):
+        return {k: _move_like(v, example.get(k)) for k, v in state.items()}
+    return state

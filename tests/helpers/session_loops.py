@@ -1,0 +1,276 @@
+"""Training loops of one's own that the tests run, over a session.
+
+The faults of `toy_experiments.Life` happen to them as well: after an optimizer's step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from toy_experiments import FEATURES, Life, trace
+
+import echelon
+
+
+@dataclass
+class Settings:
+    samples: int = 17
+    lr: float = 0.05
+    batch_norm: bool = False
+    dropout: float = 0.0
+    mistake: str = ""
+    stop_at: int = 0
+    leave_at: int = 0
+    noise: bool = False
+
+
+def make_data(samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, FEATURES, generator=generator)
+    y = x @ torch.arange(1.0, FEATURES + 1) + 0.1 * torch.randn(samples, generator=generator)
+    return torch.arange(samples), x, y
+
+
+def make_model(cfg: Settings) -> nn.Sequential:
+    between = nn.BatchNorm1d(8) if cfg.batch_norm else nn.Identity()
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), between, nn.Tanh(), nn.Dropout(cfg.dropout), nn.Linear(8, 1)
+    )
+
+
+class WeightAverage:
+    """A part with a state of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = copy.deepcopy(model.state_dict())
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for name, value in model.state_dict().items():
+            self.weights[name] = 0.9 * self.weights[name] + 0.1 * value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights, self.updates = dict(state["weights"]), state["updates"]
+
+
+def regression(cfg: Settings, session: echelon.Session) -> None:
+    """One model, one optimizer, a scheduler, an average of the weights, an evaluation."""
+    model = make_model(cfg)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    session.prepare(model, optimizer, schedule)
+    average = WeightAverage(model)
+    session.register(average=average)
+    life = Life(optimizer)
+    life.steps = session.completed_steps
+    for numbers, x, y in session.batches(make_data(cfg.samples)):
+        trace(batch=session.completed_steps + 1, samples=numbers.tolist())
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        session.step(optimizer, clip=5.0)
+        average.update(model)
+        session.log(loss=loss, grad_norm=session.grad_norm)
+        if session.every(epochs=1):
+            schedule.step()
+            session.best(error=evaluate(model, cfg, session), higher_is_better=False)
+        if session.completed_steps + 1 == cfg.stop_at:
+            session.stop()
+        if session.completed_steps + 1 == cfg.leave_at:
+            break
+
+
+def evaluate(model: nn.Module, cfg: Settings, session: echelon.Session) -> Tensor:
+    """The error over the samples, none of them twice."""
+    model.eval()
+    errors = []
+    with torch.no_grad():
+        for _, x, y in session.eval_batches(make_data(cfg.samples), batch_size=6):
+            errors.append(session.gather((model(x).squeeze(1) - y).abs()))
+    model.train()
+    found = torch.cat(errors)
+    assert len(found) == cfg.samples, len(found)
+    return found.mean()
+
+
+def adversaries(cfg: Settings, session: echelon.Session) -> None:
+    """Two models and two optimizers: one judges what the other makes, in turn."""
+    maker, judge = nn.Linear(3, FEATURES), nn.Linear(FEATURES, 1)
+    makes, judges = (torch.optim.Adam(m.parameters(), lr=cfg.lr) for m in (maker, judge))
+    session.prepare(maker, judge, makes, judges)
+    Life(makes)
+    score = nn.functional.binary_cross_entropy_with_logits
+    for numbers, x, _ in session.batches(make_data(cfg.samples)):
+        # What is drawn for a sample is the same on any rank.
+        noise = torch.sin(numbers.unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0], device=x.device))
+        judge.zero_grad()
+        real = judge(x).squeeze(1)
+        loss_real = score(real, torch.ones_like(real))
+        session.backward(loss_real)
+        fake = judge(maker(noise).detach()).squeeze(1)
+        loss_fake = score(fake, torch.zeros_like(fake))
+        session.backward(loss_fake)
+        session.step(judges)
+        fooled = judge(maker(noise)).squeeze(1)
+        loss = score(fooled, torch.ones_like(fooled))
+        session.backward(loss)
+        session.step(makes)
+        session.log(loss=loss, judge_loss=loss_real + loss_fake)
+
+
+def tokens(cfg: Settings, session: echelon.Session) -> None:
+    """A mean over tokens, of which samples have different numbers."""
+    model = nn.Linear(FEATURES, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    for numbers, x, _ in session.batches(make_data(cfg.samples)):
+        places = torch.arange(3, device=x.device)
+        target = (numbers.unsqueeze(1) + places) % 4
+        target[places > numbers.unsqueeze(1) % 3] = -100
+        scores = model(x).unsqueeze(1).expand(-1, 3, -1).reshape(-1, 4)
+        loss = nn.functional.cross_entropy(scores, target.reshape(-1), ignore_index=-100)
+        count = int((target != -100).sum())
+        session.backward(loss, count=count)
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+def contrast(cfg: Settings, session: echelon.Session) -> None:
+    """Every sample is compared with those of all ranks."""
+    model = nn.Linear(FEATURES, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    for numbers, x, _ in session.batches(make_data(cfg.samples)):
+        own = model(x)
+        everyone, everyones = session.gather(own), session.gather(numbers)
+        target = (numbers.unsqueeze(1) == everyones).float().argmax(1)
+        loss = nn.functional.cross_entropy(own @ everyone.T, target)
+        session.backward(loss)
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples that are dicts, and noise that is drawn for each of them."""
+
+    def __init__(self, samples: int) -> None:
+        self.columns = make_data(samples)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, x, y = (column[index] for column in self.columns)
+        return {"number": number, "x": x + 0.1 * torch.randn(FEATURES), "y": y}
+
+
+def join_rows(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def sampled(cfg: Settings, session: echelon.Session) -> None:
+    """A Dataset, a sampler that takes some samples more often, a collate_fn, loader processes."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    Life(optimizer).steps = session.completed_steps
+    weights = torch.arange(1.0, cfg.samples + 1).tolist()
+    sampler = torch.utils.data.WeightedRandomSampler(weights, cfg.samples)
+    data = Rows(cfg.samples)
+    for batch in session.batches(data, collate_fn=join_rows, sampler=sampler):
+        loss = nn.functional.mse_loss(model(batch["x"]).squeeze(1), batch["y"])
+        session.backward(loss)
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+def policy(cfg: Settings, session: echelon.Session) -> None:
+    """No data: every rank plays for itself."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    for step in session.steps():
+        played = torch.full((1, 2), float(step))
+        session.backward(model(played).square().mean())
+        session.step(optimizer)
+        session.log(loss=float(step))
+
+
+def mistaken(cfg: Settings, session: echelon.Session) -> None:
+    """What a person may get wrong, by name."""
+    model, other = nn.Linear(FEATURES, 1), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    mistake = cfg.mistake
+    if mistake == "foreign":
+        session.prepare(other, optimizer)
+    if mistake == "nothing":
+        session.prepare()
+    if mistake == "data":
+        session.prepare(make_data(3))
+    if mistake == "no state":
+        session.register(buffer=[1, 2])  # type: ignore[arg-type]
+    session.prepare(model, optimizer)
+    if mistake == "unequal" and session.rank == 1:
+        session.register(extra=WeightAverage(model))
+    if mistake == "no loop":
+        return
+    if mistake == "batch size":
+        session.batches(make_data(8), batch_size=0)
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        if mistake == "late":
+            session.prepare(other)
+        if mistake == "second loop":
+            session.batches(make_data(8))
+        if mistake == "number":
+            session.backward(loss.item())  # type: ignore[arg-type]
+        if mistake == "rows":
+            session.backward(model(x))
+        if mistake != "no backward":
+            session.backward(loss)
+        if mistake == "norm":
+            session.grad_norm  # noqa: B018
+        if mistake == "stranger":
+            session.step(torch.optim.SGD(other.parameters(), lr=1.0))
+        session.step(optimizer)
+        if mistake == "text":
+            session.log(loss="high")
+        if mistake == "best":
+            session.best(flumph=1.0)
+        if mistake == "interval":
+            session.every()
+
+
+def nonfinite(cfg: Settings, session: echelon.Session) -> None:
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    session.prepare(model, optimizer)
+    for _, x, _ in session.batches(make_data(cfg.samples)):
+        session.backward(model(x).square().mean())
+        session.step(optimizer)
+
+
+def without_early_sends(cfg: Settings, session: echelon.Session) -> None:
+    """`regression`, but its gradients are computed in two passes now and then."""
+    model = make_model(cfg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    is_plain = os.environ.get("ECHELON_TEST_PLAIN") == "1"
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        if session.completed_steps % 3 == 2 and not is_plain:
+            session.backward(loss / 2)
+            loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+            session.backward(loss / 2)
+        else:
+            session.backward(loss)
+        session.step(optimizer)
+        session.log(loss=loss)

@@ -1,0 +1,273 @@
+"""Loops of one's own over a session: the same numbers at any world size and after any end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import session_loops
+import torch
+from toy_experiments import FEATURES
+from worlds import (
+    Trained,
+    differing,
+    global_batches,
+    losses,
+    metrics,
+    snapshot_steps,
+    state_at,
+    train_world,
+)
+
+import echelon
+from echelon.errors import EchelonError, ExitCode
+from echelon.runs.status import read_run_status
+
+pytestmark = pytest.mark.slow
+
+BATCHES = ("trainer.batch_size=5", "trainer.epochs=3")
+"""17 samples: four steps an epoch, the last one of two samples, which three ranks share."""
+STEPS = 12
+
+
+def run_loop(
+    folder: Path,
+    world_size: int,
+    *words: str,
+    loop: Callable[..., Any] = session_loops.regression,
+    name: str = "a",
+    **env: str,
+) -> Trained:
+    return train_world(
+        folder,
+        world_size,
+        *(words or BATCHES),
+        name=name,
+        experiment=loop,
+        env=env,
+        end_together="KILL" in env.get("ECHELON_TEST_FAULT", ""),
+    )
+
+
+def read_columns(trained: Trained) -> list[dict[str, float]]:
+    """Every line of metrics without what depends on the machine."""
+    return [{k: v for k, v in line.items() if k != "epoch"} for line in metrics(trained.run)]
+
+
+def require_close(a: Trained, b: Trained, step: int = STEPS, limit: float = 1e-5) -> None:
+    ours, theirs = state_at(a.run, step), state_at(b.run, step)
+    for part in ours.keys() - {"rng"}:
+        compare_trees(ours[part], theirs[part], limit, part)
+    assert losses(a.run) == pytest.approx(losses(b.run), rel=limit, abs=limit)
+
+
+def compare_trees(a: Any, b: Any, limit: float, path: str) -> None:
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit, msg=path)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            compare_trees(a[key], b[key], limit, f"{path}/{key}")
+    elif isinstance(a, (list, tuple)):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            compare_trees(x, y, limit, f"{path}/{i}")
+    elif isinstance(a, float):
+        assert a == pytest.approx(b, rel=limit, abs=limit), path
+    else:
+        assert a == b, path
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        session_loops.regression,
+        session_loops.adversaries,
+        session_loops.tokens,
+        session_loops.contrast,
+        session_loops.without_early_sends,
+        session_loops.sampled,
+    ],
+)
+def test_the_same_numbers_at_any_world_size(loop: Callable[..., Any], tmp_path: Path) -> None:
+    ended = [
+        run_loop(tmp_path, world_size, loop=loop, name=f"of-{world_size}")
+        for world_size in (1, 2, 3)
+    ]
+    for trained in ended:
+        assert set(trained.codes) == {0}, trained.said
+        assert len(losses(trained.run)) == STEPS
+        require_close(trained, ended[0])
+
+
+def test_a_loop_is_what_torch_does_with_it(tmp_path: Path) -> None:
+    """One process alone, without the session: to the bit."""
+    trained = run_loop(tmp_path, 1, *BATCHES, loop=session_loops.tokens)
+    assert trained.codes == [0], trained.said
+    torch.manual_seed(0)
+    model = torch.nn.Linear(FEATURES, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    numbers, x, _ = session_loops.make_data(17)
+    for rows in read_batches(tmp_path):
+        target = (numbers[rows].unsqueeze(1) + torch.arange(3)) % 4
+        target[torch.arange(3) > numbers[rows].unsqueeze(1) % 3] = -100
+        scores = model(x[rows]).unsqueeze(1).expand(-1, 3, -1).reshape(-1, 4)
+        torch.nn.functional.cross_entropy(scores, target.reshape(-1), ignore_index=-100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert differing(state_at(trained.run, STEPS)["model"], model.state_dict()) == []
+
+
+def read_batches(folder: Path) -> list[list[int]]:
+    """The samples of every step, from another loop over the same data."""
+    trace = folder / "trace"
+    trace.mkdir()
+    ended = run_loop(folder, 1, *BATCHES, name="traced", ECHELON_TEST_TRACE=str(trace))
+    assert ended.codes == [0], ended.said
+    return [list(batch) for batch in global_batches(trace)]
+
+
+def test_every_sample_once_in_an_epoch(tmp_path: Path, traced: Path) -> None:
+    ended = run_loop(tmp_path, 3, ECHELON_TEST_TRACE=str(traced))
+    assert set(ended.codes) == {0}, ended.said
+    batches = global_batches(traced)
+    assert len(batches) == STEPS
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("step", [1, 6, 11])
+def test_killed_anywhere_it_goes_on_to_the_bit(step: int, world_size: int, tmp_path: Path) -> None:
+    every = ("trainer.save.steps=1", "trainer.log_steps=5")
+    words = ("samples=20", *BATCHES, *every, "dropout=0.3", "batch_norm=true")
+    whole = run_loop(tmp_path, world_size, *words, name="whole")
+    assert set(whole.codes) == {0}, whole.said
+    fault = f"{world_size - 1}:{step}:KILL"
+    killed = run_loop(tmp_path, world_size, *words, ECHELON_TEST_FAULT=fault)
+    assert -9 in killed.codes
+    resumed = run_loop(tmp_path, world_size, *words)
+    assert set(resumed.codes) == {0}, resumed.said
+    assert metrics(resumed.run) == metrics(whole.run)
+    assert differing(state_at(resumed.run, STEPS), state_at(whole.run, STEPS)) == []
+
+
+def test_loader_processes_change_nothing(tmp_path: Path) -> None:
+    """Two of them at two ranks, killed, and gone on with alone."""
+    whole = run_loop(tmp_path, 1, loop=session_loops.sampled, name="whole")
+    words = (*BATCHES, "trainer.loader_workers=2", "trainer.save.steps=1")
+    killed = run_loop(
+        tmp_path, 2, *words, loop=session_loops.sampled, ECHELON_TEST_FAULT="1:5:KILL"
+    )
+    assert -9 in killed.codes
+    ended = run_loop(tmp_path, 1, *BATCHES, loop=session_loops.sampled)
+    assert ended.codes == [0], ended.said
+    require_close(ended, whole)
+
+
+def test_stopped_at_one_size_it_goes_on_at_others(tmp_path: Path) -> None:
+    whole = run_loop(tmp_path, 1, name="whole")
+    for size, step in ((1, 3), (3, 5), (2, 9)):
+        stopped = run_loop(tmp_path, size, ECHELON_TEST_FAULT=f"{size - 1}:{step}:TERM")
+        assert set(stopped.codes) == {ExitCode.PREEMPTED}, stopped.said
+        assert "everything is saved" in stopped.said
+        assert snapshot_steps(stopped.run)[-1] in (step, step + 1)
+        assert read_run_status(stopped.run).state == "preempted"
+    ended = run_loop(tmp_path, 3)
+    assert set(ended.codes) == {0}, ended.said
+    assert len(losses(ended.run)) == STEPS
+    require_close(ended, whole)
+    best = (ended.run.snapshots_folder / "best").resolve().name
+    assert best == (whole.run.snapshots_folder / "best").resolve().name
+
+
+@pytest.mark.parametrize("how", ["stop_at", "leave_at"])
+def test_a_loop_that_ends_early_is_finished_at_any_size(how: str, tmp_path: Path) -> None:
+    """A stop after the step of an iteration takes effect with the next one; `break` at once."""
+    last = 6 if how == "stop_at" else 5
+    ended = [run_loop(tmp_path, size, *BATCHES, f"{how}=5", name=f"of-{size}") for size in (1, 2)]
+    for trained in ended:
+        assert set(trained.codes) == {0}, trained.said
+        assert read_run_status(trained.run).state == "finished"
+        assert snapshot_steps(trained.run)[-1] == last
+        require_close(trained, ended[0], last)
+    again = run_loop(tmp_path, 1, *BATCHES, f"{how}=5", name="of-1")
+    assert again.codes == [0]
+    assert snapshot_steps(again.run)[-1] == last
+
+
+def test_steps_without_data(tmp_path: Path) -> None:
+    for size in (1, 2):
+        ended = run_loop(
+            tmp_path, size, "trainer.steps=7", loop=session_loops.policy, name=f"of-{size}"
+        )
+        assert set(ended.codes) == {0}, ended.said
+        assert losses(ended.run) == [float(n) for n in range(1, 8)]
+        assert snapshot_steps(ended.run) == [7]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("foreign", "parameters of a module that the session does not have"),
+        ("nothing", "session.prepare is given nothing"),
+        ("data", "session.prepare is given tuple, which has no state_dict"),
+        ("no state", "session.register is given buffer of type list"),
+        ("no loop", "the training function returned without a loop"),
+        ("batch size", "batch_size=0"),
+        ("late", "model comes to the session after its loop has begun"),
+        ("second loop", "the session has had its loop already"),
+        ("number", "session.backward is given float in step 1"),
+        ("rows", "session.backward is given a tensor of shape (8, 1)"),
+        ("no backward", "no parameter of SGD has a gradient in step 1"),
+        ("norm", "session.grad_norm is read, but no step has measured it"),
+        ("stranger", "session.step is given an optimizer (SGD) that the session does not have"),
+        ("text", "loss is no number: str, 'high' (rank 0, step 1)"),
+        ("best", "session.best(flumph=…): the name does not say"),
+        ("interval", "session.every is given no interval"),
+    ],
+)
+def test_a_mistake_is_a_sentence(mistake: str, said: str, tmp_path: Path) -> None:
+    words = ("trainer.batch_size=8", f"mistake='{mistake}'")
+    ended = run_loop(tmp_path, 1, *words, loop=session_loops.mistaken)
+    assert ended.codes == [ExitCode.USAGE], ended.said
+    assert said in ended.said
+    assert "  hint: " in ended.said
+    assert "Traceback" not in ended.said
+
+
+def test_ranks_with_different_parts(tmp_path: Path) -> None:
+    words = ("trainer.batch_size=8", "mistake=unequal")
+    ended = run_loop(tmp_path, 2, *words, loop=session_loops.mistaken)
+    assert "rank 1 has the parts model, optimizer, extra" in ended.said
+    assert 0 not in ended.codes
+
+
+def test_the_weights_of_a_loop_are_loaded_without_it(tmp_path: Path) -> None:
+    trained = run_loop(tmp_path, 1, "trainer.epochs=1", loop=session_loops.tokens)
+    folder = str(trained.run.folder)
+    model = torch.nn.Linear(FEATURES, 4)
+    model.load_state_dict(echelon.load_weights(folder))
+    with pytest.raises(EchelonError, match="has a training loop of its own"):
+        echelon.load(folder)
+
+
+def test_another_part_than_in_the_snapshot(tmp_path: Path) -> None:
+    assert run_loop(tmp_path, 1, "trainer.epochs=1", loop=session_loops.tokens).codes == [0]
+    ended = run_loop(tmp_path, 1, "trainer.epochs=2", loop=session_loops.contrast)
+    assert ended.codes != [0]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    ended = run_loop(tmp_path, 2, *BATCHES, loop=session_loops.nonfinite)
+    assert 0 not in ended.codes
+    assert "is not finite (weight, bias) and was not saved" in ended.said
+    assert snapshot_steps(ended.run) == []
+
+
+def test_settings_that_a_loop_does_not_read(tmp_path: Path) -> None:
+    words = (*BATCHES, "trainer.clip=1", "trainer.schedule=cosine", "replica.checkpoint=true")
+    ended = run_loop(tmp_path, 1, *words)
+    assert ended.codes == [ExitCode.USAGE]
+    for setting in words[2:]:
+        assert setting.replace("=1", "=1.0").replace("=true", "=True") in ended.said
+    assert "session.step(optimizer, clip=…)" in ended.said
