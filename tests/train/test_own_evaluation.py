@@ -337,6 +337,10 @@ def test_a_run_that_gets_no_better_is_finished(tmp_path: Path) -> None:
     [
         (("eval_samples=0",), "trainer.early_stop.patience=1, but the experiment has no eval_data"),
         (("trainer.early_stop.metric=los",), "trainer.early_stop.metric=los, but no such number"),
+        (
+            ("metrics=true", "trainer.early_stop.metric=mae_0"),  # known when it was evaluated
+            "trainer.early_stop.metric=mae_0, but no such number",
+        ),
     ],
 )
 def test_an_early_end_by_what_is_not_evaluated(

@@ -252,6 +252,12 @@ def to_plain_tree(tree: Any, path: TreePath) -> Any:
     return _to_plain_tree(tree, lambda tensor: tensor.cpu(), path)
 
 
+def copy_from_file(tree: Any) -> Any:
+    """Return the same tree with tensors of its own. Those of a snapshot are mapped, and would hold
+    on to a file that is removed later."""
+    return _to_plain_tree(tree, lambda tensor: tensor.clone(), ())
+
+
 def _to_plain_scalar(value: Any, path: TreePath) -> Any:
     """Return the built-in value of a scalar; a subclass (an IntEnum, a numpy.float64) becomes
     its base."""

@@ -23,7 +23,7 @@ from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.packed_tree import pack_tree
 from echelon.parallel.process_group import RankGroup
 from echelon.snapshot.layout import EMA_NAME, STATE_PART
-from echelon.snapshot.staging_buffer import find_unsavable_values, to_plain_tree
+from echelon.snapshot.staging_buffer import copy_from_file, find_unsavable_values, to_plain_tree
 
 _EXTRA_STATE = "_extra_state"
 """How torch ends the key of what a module returns from `get_extra_state`."""
@@ -227,7 +227,7 @@ def _restore_own_parts(
         ]
     for name in own.keys() & saved.keys():
         try:
-            own[name].load_state_dict(saved[name])
+            own[name].load_state_dict(copy_from_file(saved[name]))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             faults.append(
@@ -273,7 +273,8 @@ def load_model(experiment: Experiment, weights: Mapping[str, Any]) -> None:
     ]
     if faults:
         raise EchelonError(*sorted(faults, key=lambda f: f.what))
-    experiment.model.load_state_dict(weights)
+    kept = {k: copy_from_file(v) if is_extra_state(k) else v for k, v in weights.items()}
+    experiment.model.load_state_dict(kept)
 
 
 # --- a tree of plain data and tensors from rank 0 to all ---

@@ -19,10 +19,14 @@ class EarlyStop:
         self._best: float | None = None
         self._worse_count = 0
 
-    def record_results(self, results: Mapping[str, float]) -> None:
-        """Takes the results of an evaluation."""
+    def require_metric(self, results: Mapping[str, float]) -> None:
+        """Raises a fault where an evaluation does not give the number."""
         if self._metric not in results:
             raise make_unknown_best_error(self._metric, results, "trainer.early_stop.metric")
+
+    def record_results(self, results: Mapping[str, float]) -> None:
+        """Takes the results of an evaluation."""
+        self.require_metric(results)
         value = results[self._metric]
         if is_better(value, self._best, self._best_is):
             self._best, self._worse_count = value, 0

@@ -3,9 +3,8 @@ replica."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Config
-from echelon.data.batches import BatchSource, EvalOrder, TensorSource, make_source
+from echelon.data.batches import EvalOrder, TensorSource
 from echelon.data.epoch_plan import make_epoch_plan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
@@ -27,7 +26,6 @@ from echelon.experiment.optimizer_flags import (
 )
 from echelon.experiment.precision import Precision
 from echelon.experiment.schedule_length import find_epoch_schedule_notes, require_long_schedule
-from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.monitoring.profiler import create_profiler
 from echelon.monitoring.speed import create_speed_monitor
 from echelon.parallel.ddp_replica import DDPReplica
@@ -44,27 +42,23 @@ from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
-from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
-from echelon.snapshot.layout import EMA_NAME, STATE_PART
-from echelon.snapshot.reader import Snapshot
-from echelon.snapshot.state import (
-    load_model,
-    require_savable,
-    restore_state,
-    seed_all,
-    share_extra_state,
-)
+from echelon.snapshot.finite_check import FiniteCheck
+from echelon.snapshot.layout import EMA_NAME
+from echelon.snapshot.state import require_savable, seed_all
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
-from echelon.train.best_metric import find_direction, resolve_best_metric
-from echelon.train.early_stop import EarlyStop
-from echelon.train.evaluate import Evaluator
 from echelon.train.loop import Training
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
-from echelon.train.resume import choose_snapshot, find_resume_position
+from echelon.train.prepare_evaluation import (
+    make_early_stop,
+    make_evaluator,
+    open_data,
+    resolve_best,
+)
+from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
 from echelon.train.same_data_check import require_same_data
 from echelon.train.stop_signals import StopSignals
 from echelon.train.weight_average import WeightAverage
@@ -73,10 +67,6 @@ from echelon.world import World
 
 if TYPE_CHECKING:
     from echelon.cudagraph.capture import StepCapture
-
-BUILD_TIMEOUT_S = 3600.0
-"""Ranks may take very different times to prepare data. A failure is reported at once all the
-same."""
 
 
 def load_training_function(config: Config, run: Run, world: World) -> Callable[..., Any]:
@@ -117,7 +107,7 @@ def prepare_training(
         entry,
         config.experiment_settings,
         devices,
-        partial(_make_training_info, config, run, group),
+        partial(find_training_info, config, run, group),
     )
 
     # 2. Check what can be checked without computing.
@@ -149,13 +139,13 @@ def prepare_training(
 
     # 7. Open the data. It comes after the model, whose memory decides whether the data still fits
     #    on the GPU.
-    source = _open_data(experiment, "train_data", trainer.loader_workers, device)
+    source = open_data(experiment, "train_data", trainer.loader_workers, device)
     plan = make_epoch_plan(
         len(source), trainer.batch_size, config.seed, experiment.sampler, experiment.batch_sampler
     )
-    evaluator = _make_evaluator(experiment, config, group, devices, heartbeat, precision)
-    config = resolve_best_metric(config, _get_metrics(evaluator, trainer.best))
-    early_stop = _make_early_stop(config, evaluator)
+    evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
+    config = resolve_best(config, evaluator)
+    early_stop = make_early_stop(config, evaluator)
 
     # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
@@ -189,7 +179,7 @@ def prepare_training(
         experiment.state = {**(experiment.state or {}), EMA_NAME: training.average}
     training.first_weights = copy_first_weights(experiment.model)
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
-    _restore_snapshot(training)
+    restore_snapshot(training, _print_message)
     require_long_schedule(experiment.schedule, training.total_steps)
 
     # 11. Now that the first step is known: profiler and snapshot writer. Fused kernels are enabled
@@ -233,28 +223,6 @@ def prepare_training(
     return training
 
 
-def _open_data(
-    experiment: Experiment, name: str, workers: int, device: torch.device
-) -> BatchSource:
-    """Return the source of train_data or eval_data."""
-    data, collate_fn = getattr(experiment, name), experiment.collate_fn
-    return make_source(data, name, workers, device, collate_fn, experiment.loader)
-
-
-def _make_training_info(config: Config, run: Run, group: RankGroup) -> TrainingInfo:
-    """Return what the experiment may know of its training. All ranks take part: rank 0 alone reads
-    the position in the snapshot that the run will continue from."""
-    world, position = group.world, [0, 0]
-    if world.rank == 0:
-        position = find_resume_position(config, run)
-        if group.store is not None:
-            group.set_value("position", json.dumps(position))
-    group.wait_for_all("at its snapshot", BUILD_TIMEOUT_S)
-    if world.rank != 0:
-        position = json.loads(group.get_value("position"))
-    return make_training_info(config, world.rank, world.size, run.folder, *position)
-
-
 def _place_model(
     experiment: Experiment, config: Config, world: World, is_placed_by_user: bool
 ) -> list[StageDescription]:
@@ -266,7 +234,7 @@ def _place_model(
         return []
     if is_placed_by_user:
         return describe_manual_placement(experiment, world.devices, devices)
-    data = _open_data(experiment, "train_data", 0, cpu)
+    data = open_data(experiment, "train_data", 0, cpu)
     # Two samples, as some layers do not accept a batch of one.
     few_samples = data.fetch_batch(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu)
     microbatch_size = config.trainer.batch_size / world.size / config.trainer.accumulate
@@ -363,92 +331,6 @@ def choose_backend(device: torch.device, share_devices: bool) -> str:
     """
     on_gpu = device.type == "cuda" and not share_devices
     return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-
-
-def _make_evaluator(
-    experiment: Experiment,
-    config: Config,
-    group: RankGroup,
-    devices: Sequence[torch.device],
-    heartbeat: Heartbeat,
-    precision: Precision,
-) -> Evaluator | None:
-    """Return the evaluator, or None where the experiment has neither data to evaluate by nor an
-    evaluation of its own."""
-    if experiment.eval_data is None and experiment.evaluate is None:
-        return None
-    first, last = devices[0], devices[-1]
-    source = None
-    if experiment.eval_data is not None:
-        source = _open_data(experiment, "eval_data", config.trainer.loader_workers, first)
-    size = config.trainer.eval_batch_size or config.trainer.batch_size
-    return Evaluator(experiment, source, size, group, first, last, heartbeat.beat, precision)
-
-
-def _get_metrics(evaluator: Evaluator | None, best: str) -> Mapping[str, Any] | None:
-    """Return the metrics by name; None where nothing is evaluated. They are not created where the
-    loss decides, as nothing need be known of them then."""
-    if evaluator is None:
-        return None
-    if evaluator.experiment.evaluate is not None:
-        return {best: evaluator.experiment.evaluate}  # its names are known when it has run
-    return evaluator.metrics if best != "loss" else {}
-
-
-def _make_early_stop(config: Config, evaluator: Evaluator | None) -> EarlyStop | None:
-    """Return what ends the training early, where `trainer.early_stop` asks for it."""
-    trainer = config.trainer
-    name, patience = trainer.early_stop.metric or trainer.best, trainer.early_stop.patience
-    if patience is None:
-        return None
-    if evaluator is None:
-        raise EchelonError(
-            Fault(
-                f"trainer.early_stop.patience={patience}, but the experiment has no eval_data, so "
-                "nothing is evaluated",
-                "give it eval_data, or leave trainer.early_stop out",
-            )
-        )
-    if name == trainer.best:
-        return EarlyStop(name, trainer.best_is, patience)
-    metrics = _get_metrics(evaluator, name)
-    return EarlyStop(name, find_direction(name, metrics, "trainer.early_stop.metric"), patience)
-
-
-def _restore_snapshot(training: Training) -> None:
-    """Restores state and position from the snapshot that this run continues from, if there is one.
-
-    Only rank 0 reads files; the others receive the state from it.
-    """
-    group, run = training.group, training.run
-
-    def find_flaw(snapshot: Snapshot) -> str | None:
-        names = training.finite_check.find_nonfinite_in_snapshot(snapshot)
-        return f"not finite: {format_tensor_names(names)}" if names else None
-
-    snapshot = (
-        choose_snapshot(training.config, run, find_flaw, _print_message)
-        if group.world.rank == 0
-        else None
-    )
-    info: dict[str, Any] | None = None
-    weights: dict[str, Any] = {}
-    if snapshot is not None:
-        info = {**snapshot.info, "folder": str(snapshot.folder)}
-        weights = snapshot.load_part("model")
-        load_model(training.experiment, weights)  # DDP and FSDP broadcast the weights
-    # Only rank 0 sees a damaged snapshot. The others wait in the store, which can report a failure,
-    # before they enter a collective, which cannot.
-    group.wait_for_all("restored", BUILD_TIMEOUT_S)
-    info = group.broadcast_json(info)
-    if info is None:
-        return
-    share_extra_state(training.experiment, weights, group)
-    names = ("optimizer", "rng", STATE_PART)
-    parts = {p: snapshot.load_part(p) for p in names if p in snapshot.parts} if snapshot else {}
-    given = training.config.trainer.resume != "auto"
-    restore_state(training.experiment, training.optimizer_flags, parts, group, given)
-    training.restore_progress(info)
 
 
 def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:

@@ -14,7 +14,8 @@ from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
 from echelon.train.output_tee import OutputTee
-from echelon.train.prepare import BUILD_TIMEOUT_S, choose_backend
+from echelon.train.prepare import choose_backend
+from echelon.train.restore import BUILD_TIMEOUT_S
 from echelon.train.resume import choose_snapshot
 from echelon.train.session_engine import SessionEngine
 from echelon.train.stop_signals import StopSignals

@@ -37,6 +37,8 @@ def check_evaluation(t: Training) -> None:
     # A metric with several results has names that only a result shows.
     if t.config.trainer.best not in results:
         raise make_unknown_best_error(t.config.trainer.best, results)
+    if t.early_stop is not None:
+        t.early_stop.require_metric(results)
     t.heartbeat.beat()
     t.speed.restart_interval(t.step, t.samples)
 

@@ -1,0 +1,70 @@
+"""Where a training continues: its position before the experiment is built, its state afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from echelon.config.schema import Config
+from echelon.experiment.training_info import TrainingInfo, make_training_info
+from echelon.parallel.process_group import RankGroup
+from echelon.runs.run_folder import Run
+from echelon.snapshot.finite_check import format_tensor_names
+from echelon.snapshot.layout import STATE_PART
+from echelon.snapshot.reader import Snapshot
+from echelon.snapshot.state import load_model, restore_state, share_extra_state
+from echelon.train.loop import Training
+from echelon.train.resume import choose_snapshot, find_resume_position
+
+BUILD_TIMEOUT_S = 3600.0
+"""Ranks may take very different times to prepare data. A failure is reported at once all the
+same."""
+
+
+def find_training_info(config: Config, run: Run, group: RankGroup) -> TrainingInfo:
+    """Return what the experiment may know of its training. All ranks take part: rank 0 alone reads
+    the position in the snapshot that the run will continue from."""
+    world, position = group.world, [0, 0]
+    if world.rank == 0:
+        position = find_resume_position(config, run)
+        if group.store is not None:
+            group.set_value("position", json.dumps(position))
+    group.wait_for_all("at its snapshot", BUILD_TIMEOUT_S)
+    if world.rank != 0:
+        position = json.loads(group.get_value("position"))
+    return make_training_info(config, world.rank, world.size, run.folder, *position)
+
+
+def restore_snapshot(training: Training, report: Callable[[str], None]) -> None:
+    """Restores state and position from the snapshot that this run continues from, if there is one.
+
+    Only rank 0 reads files, and reports what it found; the others receive the state from it.
+    """
+    group, run = training.group, training.run
+
+    def find_flaw(snapshot: Snapshot) -> str | None:
+        names = training.finite_check.find_nonfinite_in_snapshot(snapshot)
+        return f"not finite: {format_tensor_names(names)}" if names else None
+
+    snapshot = (
+        choose_snapshot(training.config, run, find_flaw, report) if group.world.rank == 0 else None
+    )
+    info: dict[str, Any] | None = None
+    weights: dict[str, Any] = {}
+    if snapshot is not None:
+        info = {**snapshot.info, "folder": str(snapshot.folder)}
+        weights = snapshot.load_part("model")
+        load_model(training.experiment, weights)  # DDP and FSDP broadcast the weights
+    # Only rank 0 sees a damaged snapshot. The others wait in the store, which can report a failure,
+    # before they enter a collective, which cannot.
+    group.wait_for_all("restored", BUILD_TIMEOUT_S)
+    info = group.broadcast_json(info)
+    if info is None:
+        return
+    share_extra_state(training.experiment, weights, group)
+    names = ("optimizer", "rng", STATE_PART)
+    parts = {p: snapshot.load_part(p) for p in names if p in snapshot.parts} if snapshot else {}
+    given = training.config.trainer.resume != "auto"
+    restore_state(training.experiment, training.optimizer_flags, parts, group, given)
+    training.restore_progress(info)
