@@ -76,3 +76,36 @@ def tables(cfg: Settings) -> Experiment:
     model = Dots()
     optimizer = getattr(optim, cfg.optimizer)(model.parameters(), lr=0.01)
     return Experiment(model, optimizer, nn.functional.mse_loss, (users, items, stars))
+
+
+class ThawingNet(Net):
+    """Its first layer is frozen until it is evaluated after a step, so between two steps."""
+
+    def __init__(self, cfg: Settings) -> None:
+        super().__init__(cfg)
+        self.first.requires_grad_(False)
+        self.first_sum = float(self.last.weight.sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and float(self.last.weight.sum()) != self.first_sum:
+            self.first.requires_grad_(True)
+        return super().forward(x)
+
+
+def thawing(cfg: Settings) -> Experiment:
+    parts = experiment(cfg)
+    model = ThawingNet(cfg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    columns = tuple(t[:64] for t in parts.train_data)
+    return Experiment(model, optimizer, nn.functional.mse_loss, parts.train_data, eval_data=columns)
+
+
+def classes(cfg: Settings) -> Experiment:
+    """Samples that are ignored: the loss is a mean over the others."""
+    parts = experiment(cfg)
+    x, y = parts.train_data
+    target = (y.squeeze(1) > 0).long()
+    target[::3] = -100
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Experiment(model, optimizer, nn.functional.cross_entropy, (x, target))

@@ -65,6 +65,23 @@ def test_tables_are_captured(optimizer: str, tmp_path: Path) -> None:
     assert captured == pytest.approx(losses(tmp_path, "cpu"), rel=2e-3)
 
 
+def test_what_is_thawed_between_two_steps_is_captured_anew(tmp_path: Path) -> None:
+    words = [f"experiment={EXPERIMENTS}:thawing", "trainer.evaluate.steps=30"]
+    captured, plain = both(tmp_path, *words)
+    frozen, _ = train(tmp_path, "frozen", words[0], "trainer.evaluate.steps=1000")
+    assert captured == pytest.approx(plain, rel=1e-4, abs=1e-6)
+    assert captured[:30] == pytest.approx(frozen[:30], rel=1e-4, abs=1e-6)
+    assert captured[40:] != pytest.approx(frozen[40:], rel=1e-2)
+
+
+def test_what_a_loss_counts_is_captured(tmp_path: Path) -> None:
+    words = [f"experiment={EXPERIMENTS}:classes"]
+    captured, plain = both(tmp_path, *words, "trainer.accumulate=2")
+    whole, _ = train(tmp_path, "whole", *words)
+    assert captured == pytest.approx(plain, rel=1e-4, abs=1e-6)
+    assert captured == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
 def test_a_run_repeats_itself(tmp_path: Path) -> None:
     words = [f"experiment={EXPERIMENTS}:tables", "optimizer=RowAdam", "trainer.capture=always"]
     assert train(tmp_path, "a", *words)[0] == train(tmp_path, "b", *words)[0]
