@@ -14,6 +14,7 @@ import echelon
 @dataclass
 class GatherSettings:
     samples: int = 7
+    eval_samples: int = 0
     has_table: bool = False
     """Whether the model has a table with sparse gradients."""
 
@@ -39,7 +40,14 @@ def gathering(cfg: GatherSettings) -> echelon.Experiment:
     model = Scorer(cfg)
     rows = torch.arange(cfg.samples) % 5
     optimizer = echelon.optim.RowAdam(model.parameters(), lr=0.1)
-    return echelon.Experiment(model, optimizer, gathered_loss, (rows, rows.float()))
+    seen = rows[: cfg.eval_samples]
+    return echelon.Experiment(
+        model,
+        optimizer,
+        gathered_loss,
+        (rows, rows.float()),
+        eval_data=(seen, seen.float()) if cfg.eval_samples else None,
+    )
 
 
 def gathered_loss(output: Tensor, target: Tensor) -> Tensor:

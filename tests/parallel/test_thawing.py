@@ -107,9 +107,10 @@ def test_a_run_that_was_killed_goes_on_with_what_was_thawed(
     assert differing(state_at(again.run, 15), state_at(whole.run, 15)) == []
 
 
-def test_a_sharded_model_refuses_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["forward", "schedule"])
+def test_a_sharded_model_refuses_by_name(tmp_path: Path, where: str) -> None:
     ended = train_world(
-        tmp_path, 2, *WORDS, "replica.kind=fsdp", "where=schedule", experiment=thawing
+        tmp_path, 2, *WORDS, "replica.kind=fsdp", f"where={where}", experiment=thawing
     )
     assert 1 in ended.codes, ended.codes
     assert "froze or thawed the parameters body.0.weight, body.0.bias during" in ended.said

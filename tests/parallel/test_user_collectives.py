@@ -45,3 +45,16 @@ def test_shares_of_different_sizes_are_named(
     assert f"exchanges tensors of different shapes between its processes: {shapes}" in ended.said
     assert "hint: pad them" in ended.said
     assert "Traceback" not in ended.said
+
+
+@pytest.mark.parametrize(("samples", "codes"), [(10, {1}), (8, {0})])
+def test_an_evaluation_that_is_not_shared_evenly_is_named(
+    tmp_path: Path, samples: int, codes: set[int]
+) -> None:
+    """Before the first step; else rank 0 would wait in its second batch for rank 1."""
+    words = ("trainer.batch_size=2", "trainer.epochs=1", "samples=12", f"eval_samples={samples}")
+    ended = train_world(tmp_path, 2, *words, experiment=gathering)
+    assert set(ended.codes) == codes, ended.said
+    refused = "10 samples in batches of 2 cannot be shared evenly by 2 processes" in ended.said
+    assert refused == (codes == {1})
+    assert "Traceback" not in ended.said

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.batches import BatchSource, EvalOrder
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.checks import get_named_metrics, is_metrics_factory
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction, update_metric
@@ -26,6 +26,7 @@ from echelon.experiment.precision import Precision
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.packed_tree import UnpackableValueError, pack_tree, to_device, unpack_tree
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.parallel.user_collectives import count_collectives
 from echelon.snapshot.state import pack_rng_state, restore_rng_state
 from echelon.train.own_evaluation import convert_to_totals, join_totals
 
@@ -57,7 +58,7 @@ class Evaluator:
         self.send_heartbeat = send_heartbeat
         world = group.world
         size = 0 if source is None else len(source)
-        self.order = EvalOrder(size, batch_size, world.rank, world.size)
+        self.order = self._whole_order = EvalOrder(size, batch_size, world.rank, world.size)
         self._metrics: dict[str, Any] | None = None
         self.get_filler_batch: Callable[[], Any] | None = None
         """For a sharded model, which no rank can compute alone: what a rank computes while others
@@ -125,7 +126,7 @@ class Evaluator:
     def evaluate_first_batches(self, count: int) -> dict[str, float]:
         """Return the same for the first `count` batches of every rank, and resets the metrics. All
         ranks take part."""
-        whole = self.order
+        whole = self._whole_order
         size = min(whole.size, count * whole.batch_size * whole.world_size)
         self.order = replace(whole, size=size)
         results = self()
@@ -140,11 +141,14 @@ class Evaluator:
         predict = self.experiment.predict or default_predict
         statistics: BatchStatistics = []
         assert self.source is not None
+        collectives_before = count_collectives()
         for batch in self.source.iter_batches(self.order, 0, self.device):
             with self.precision.autocast():
                 with self.explain_errors():
                     output, target = split_prediction(predict(self.experiment.model, batch.data))
                 loss = compute_loss(self.experiment.loss, output, target)
+            if not statistics and count_collectives() != collectives_before:
+                self._require_even_batches()
             batch_statistics = self._weigh_loss(loss, batch.sample_count, output, target)
             for name, metric in self.metrics.items():
                 if can_merge_states(metric):
@@ -164,6 +168,23 @@ class Evaluator:
                 predict(self.experiment.model, self.get_filler_batch())
         self.send_heartbeat()  # also for a rank without a batch: a rank that hangs has fewer beats
         return statistics
+
+    def _require_even_batches(self) -> None:
+        """Raises where code of the user calls collectives and the ranks have not all the same
+        number of batches of one size: the others would wait for a rank that has no batch left."""
+        order = self._whole_order  # also where only the first batches are evaluated
+        is_even = order.size % (order.batch_size * order.world_size) == 0
+        if is_even or self.get_filler_batch is not None:  # a sharded model has its own collectives
+            return
+        raise EchelonError(
+            Fault(
+                "the experiment exchanges tensors between its processes in an evaluation, but its "
+                f"{order.size} samples in batches of {order.batch_size} cannot be shared evenly by "
+                f"{order.world_size} processes",
+                "let it do so in training alone: if torch.is_grad_enabled(): …",
+            ),
+            exit=ExitCode.FAILED,
+        )
 
     def _weigh_loss(
         self, loss: Tensor, sample_count: int, output: Any, target: Any
