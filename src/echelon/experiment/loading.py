@@ -149,8 +149,9 @@ def _find_settings_parameters(function: Callable[..., Any], entry: str) -> list[
     if more:
         raise _make_usage_error(
             f"experiment={entry} takes {', '.join(map(repr, more))}, which it is not given",
-            "take the settings, devices where it places layers, and training where it needs to "
-            f"know of its training: def {entry.rpartition(':')[2]}(cfg, devices, training): …",
+            "take the settings, `devices` where it places layers, `training` where it needs to "
+            "know of its training, or `session` for a loop of its own: def "
+            f"{entry.rpartition(':')[2]}(cfg, devices): …",
         )
     return [p.name for p in own]
 
