@@ -23,6 +23,7 @@ from echelon.parallel.packed_tree import UnpackableValueError, pack_tree, unpack
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import find_best
 from echelon.snapshot.reader import verify_snapshot
+from echelon.train.evaluate import can_merge_states
 
 SHORT = (
     "trainer.batch_size=5",  # four steps per epoch
@@ -319,6 +320,25 @@ def test_an_output_that_cannot_be_sent_is_named_before_the_first_step(
     assert "but these hold a builtins.object" in ended.said
     assert "let predict return tensors, numbers and texts" in ended.said
     assert "Traceback" not in ended.said
+
+
+@pytest.mark.parametrize(
+    ("metric", "can_merge"),
+    [
+        (torchmetrics.MeanAbsoluteError(), True),
+        (MergedDetections(), True),
+        (Detections(), False),
+        (torchmetrics.PearsonCorrCoef(), False),
+        (MeanOfBatches(), False),
+        (MinMaxMetric(Share()), False),
+        (Share() + Share(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_sums_extremes_and_lists_are_merged(
+    metric: torchmetrics.Metric, can_merge: bool
+) -> None:
+    assert can_merge_states(metric) is can_merge
 
 
 # --- what is sent between ranks ---

@@ -27,6 +27,8 @@ from worlds import (
 )
 
 import echelon
+from echelon.config.schema import Config, EarlyStopConfig, ReplicaConfig, TrainerConfig
+from echelon.config.validate import find_faults
 from echelon.errors import EchelonError
 from echelon.experiment.checks import find_part_faults
 from echelon.runs.run_folder import Run
@@ -351,6 +353,21 @@ def test_an_early_end_by_what_is_not_evaluated(
     assert ended.codes == [2], ended.said
     assert said in ended.said
     assert metrics(ended.run) == []
+
+
+def test_settings_that_cannot_hold_are_all_named() -> None:
+    trainer = TrainerConfig(ema=1.0, early_stop=EarlyStopConfig(patience=0))
+    config = Config(trainer=trainer, replica=ReplicaConfig(kind="fsdp"))
+    found = [fault.what for fault in find_faults(config)]
+    assert "trainer.early_stop.patience=0 is below 1" in found
+    assert "trainer.ema=1.0 is not between 0 and 1" in found
+    assert any(what.startswith("trainer.ema=1.0, but replica.kind=fsdp") for what in found)
+
+
+def test_an_average_is_a_setting_that_changes_numbers() -> None:
+    bare, averaged = Config(), Config(trainer=TrainerConfig(ema=0.9))
+    assert bare.compute_numerics_fingerprint() != averaged.compute_numerics_fingerprint()
+    assert "trainer.ema" not in bare.select_numerics_settings(), "as in snapshots of before"
 
 
 def test_what_is_counted() -> None:
