@@ -126,6 +126,21 @@ def adversaries(cfg: Settings, session: echelon.Session) -> None:
         session.log(loss=loss, judge_loss=loss_real + loss_fake)
 
 
+def thawing(cfg: Settings, session: echelon.Session) -> None:
+    """The first layer is frozen at first, the last one in the end."""
+    model = make_model(cfg)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=0.9)
+    session.prepare(model, optimizer)
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        model[0].requires_grad_(session.completed_steps >= 3)
+        model[-1].requires_grad_(session.completed_steps < 8)
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        session.step(optimizer, clip=5.0)
+        session.log(loss=loss)
+
+
 def tokens(cfg: Settings, session: echelon.Session) -> None:
     """A mean over tokens, of which samples have different numbers."""
     model = nn.Linear(FEATURES, 4)

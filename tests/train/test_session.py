@@ -84,6 +84,7 @@ def compare_trees(a: Any, b: Any, limit: float, path: str) -> None:
     [
         session_loops.regression,
         session_loops.adversaries,
+        session_loops.thawing,
         session_loops.tokens,
         session_loops.contrast,
         session_loops.without_early_sends,

@@ -38,8 +38,16 @@ class GradientReducer:
         self._sends_early = False
         self._is_late = False
         """Whether a gradient changed after its bucket had left."""
-        for p in parameters:
+        self._hooks = [
             p.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+            for p in parameters
+        ]
+
+    def close(self) -> None:
+        """Wait for what is under way, and note no gradient any more."""
+        self._drop_sent()
+        for hook in self._hooks:
+            hook.remove()
 
     def reduce(self, control: Tensor) -> Tensor:
         """Replace every gradient by its sum over all ranks, and return the sums of `control`, on

@@ -65,6 +65,8 @@ class Session:
     def __init__(self, engine: SessionEngine) -> None:
         self._engine = engine
         self._reducers: dict[int, GradientReducer] = {}
+        self._trained_flags: dict[int, list[bool]] = {}
+        """For which parameters a reducer was made; the loop may freeze and thaw them."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
         """Those of every optimizer, by its id."""
         self._steps: dict[int, UnprofiledStep] = {}
@@ -170,8 +172,16 @@ class Session:
         self._parameters[id(optimizer)] = parameters
         self._steps[id(optimizer)] = UnprofiledStep(optimizer)
         if self.world_size > 1:
-            trained = [p for p in parameters if p.requires_grad]
-            self._reducers[id(optimizer)] = GradientReducer(trained, CONTROL_SIZE)
+            self._make_reducer(optimizer)
+
+    def _make_reducer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the reducer for the parameters of an optimizer that are trained now."""
+        key = id(optimizer)
+        self._trained_flags[key] = [p.requires_grad for p in self._parameters[key]]
+        if before := self._reducers.get(key):
+            before.close()
+        trained = [p for p in self._parameters[key] if p.requires_grad]
+        self._reducers[key] = GradientReducer(trained, CONTROL_SIZE)
 
     # --- the loop ---
 
@@ -253,6 +263,9 @@ class Session:
                 )
             )
         if self.world_size > 1:
+            flags = [p.requires_grad for p in parameters]
+            if flags != self._trained_flags[id(optimizer)] and any(flags):
+                self._make_reducer(optimizer)
             self._engine.agree_in_step(self._reducers[id(optimizer)].reduce)
         else:
             self._engine.note_step()
