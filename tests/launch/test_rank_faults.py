@@ -69,8 +69,8 @@ CASES = (
     Case("kill", 1, "build", 0, None, KILLED),
     Case("kill", 1, "step", 1, 0, KILLED),
     Case("kill", 0, "step", 5, 4, KILLED),
-    Case("kill", 1, "evaluation", 10, None, KILLED),
-    Case("kill", 0, "save", 10, None, KILLED),
+    Case("kill", 1, "evaluation", 10, 10, KILLED),
+    Case("kill", 0, "save", 10, 10, KILLED),
     Case("segv", 1, "step", 5, 4, "killed by SIGSEGV"),
     Case("kill fork server", 1, "step", 5, -1, "killed with all others"),
     # The limit is longer than a busy machine keeps every rank from running.

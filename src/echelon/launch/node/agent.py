@@ -328,7 +328,7 @@ class NodeAgent(SimpleElasticAgent):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)
         rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
-        step = sign.step if sign.beats else None
+        step = sign.step if sign.beats or sign.step else None  # no beats: also in an evaluation
         cause = failures.make_failure_from_exit_code(failed[silent_rank], rank, step)
         if self._fork_server.is_gone:
             together = "killed with all others, as the process was that had started them"
