@@ -77,10 +77,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
     return found
 
 
-def train_fragile(folder: Path, ranks: int, evaluation: str = "") -> Trained:
+def train_fragile(folder: Path, ranks: int, evaluation: str = "", *words: str) -> Trained:
     env = {"ECHELON_TEST_EVALUATION": evaluation} if evaluation else {}
     is_killed = evaluation.endswith("KILL")  # a rank that raises tells the others itself
-    return train_world(folder, ranks, *SHORT, experiment=fragile, env=env, end_together=is_killed)
+    return train_world(
+        folder, ranks, *SHORT, *words, experiment=fragile, env=env, end_together=is_killed
+    )
 
 
 def require_equal(run: Run, whole: Run) -> None:
@@ -114,6 +116,17 @@ def test_an_evaluation_that_fails_loses_no_step(
     assert f"resuming run a after step {step}" in again.said
     assert f"evaluated after step {step}: " in again.said
     require_equal(again.run, whole[ranks])
+
+
+@pytest.mark.slow
+def test_shards_are_saved_before_their_evaluation(tmp_path: Path) -> None:
+    failed = train_fragile(tmp_path, 2, "1:8:KILL", "replica.kind=fsdp")
+    assert failed.codes[1] == -signal.SIGKILL, failed.said
+    assert snapshot_steps(failed.run) == [4, 8]
+    again = train_fragile(tmp_path, 2, "", "replica.kind=fsdp")
+    assert again.codes == [0, 0], again.said
+    whole = train_world(tmp_path, 2, *SHORT, "replica.kind=fsdp", name="whole", experiment=fragile)
+    require_equal(again.run, whole.run)
 
 
 @pytest.mark.slow
