@@ -20,7 +20,7 @@ from torch import nn
 class Greedy(nn.Linear):
     passes = 0
     def forward(self, x):
-        Greedy.passes += 1
+        Greedy.passes += self.training  # not in the check of the loss before the first step
         if Greedy.passes == 9:
             torch.empty({bytes}, dtype=torch.uint8, device=x.device)
         return super().forward(x)
