@@ -17,9 +17,15 @@ accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_ac
 CONFIG = Config(track=TrackConfig(tensorboard=TensorBoardConfig(use=True)))
 
 
-def write(run: Run, step: int, lines: list[dict[str, Any]], config: Config = CONFIG) -> None:
+def write(
+    run: Run,
+    step: int,
+    lines: list[dict[str, Any]],
+    config: Config = CONFIG,
+    is_evaluation_left: bool = False,
+) -> None:
     run.folder.mkdir(exist_ok=True)
-    made = create_trackers(config, run, step)
+    made = create_trackers(config, run, step, is_evaluation_left)
     for line in lines:
         for tracker in made:
             tracker.log(line)
@@ -49,6 +55,16 @@ def test_every_number_is_a_curve(tmp_path: Path) -> None:
     assert [e.wall_time for e in read(folder).Scalars("train/loss")] == [1001.0, 1002.0]
     [config] = read(folder).Tensors("config")
     assert '"batch_size": 32' in config.tensor_proto.string_val[0].decode()
+
+
+def test_an_evaluation_that_is_made_again_is_there_once(tmp_path: Path) -> None:
+    """The run was killed after the event was written, and before its snapshot knew of it."""
+    run, evaluated = Run(tmp_path / "a"), {"step": 2, "epoch": 1, "eval_mae": 2.0}
+    write(run, 0, [at(1, 0.5), at(2, 0.25), evaluated])
+    write(run, 2, [evaluated], is_evaluation_left=True)
+    folder = run.folder / "tensorboard"
+    assert curve(folder, "train/loss") == [(1, 0.5), (2, 0.25)]
+    assert curve(folder, "eval/mae") == [(2, 2.0)]
 
 
 def test_what_comes_again_after_a_resume_takes_the_place_of_what_was(tmp_path: Path) -> None:

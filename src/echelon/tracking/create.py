@@ -38,7 +38,9 @@ def create_trackers(
     if _uses_wandb(config, os.environ):
         trackers.append(_create_wandb_tracker(config, run, metrics_file))
     if config.track.tensorboard.use:
-        trackers.append(_create_tensorboard_tracker(config, run, step, metrics_file))
+        # The evaluation may be in its files already: then they are purged from its step on.
+        whole_step = step - 1 if is_evaluation_left else step
+        trackers.append(_create_tensorboard_tracker(config, run, whole_step, metrics_file))
     return tuple(trackers)
 
 
