@@ -122,6 +122,14 @@ def test_the_counts_of_torch_are_known(kind: str) -> None:
     torch.testing.assert_close(total / counted, loss(output, target))
 
 
+def test_what_is_ignored_by_default_is_not_counted() -> None:
+    count = infer_count(nn.functional.cross_entropy)
+    assert callable(count)
+    for target, expected in (([0, 3, 1], 3), ([0, -100, 1], 2), ([-100, -100], 0), ([], 0)):
+        output = torch.zeros(len(target), 4)
+        assert read_count(count, output, torch.tensor(target, dtype=torch.int64)) == expected
+
+
 def test_probabilities_count_once_a_row() -> None:
     count = infer_count(nn.functional.cross_entropy)
     assert callable(count)

@@ -70,6 +70,10 @@ def _count_targets(output: Tensor, target: Tensor, weight: Tensor | None, ignore
     """Return what torch divides a sum over classes by."""
     if target.is_floating_point():  # probabilities of all classes: every row counts as one
         return output.numel() // output.shape[min(1, output.dim() - 1)]
+    # Classes begin at 0. One operator less in each small step, in which nothing is ignored.
+    may_have_none = weight is None and ignored < 0 and target.numel() > 0 and _is_readable(target)
+    if may_have_none and target.min().item() >= 0:
+        return target.numel()
     is_counted = target != ignored
     if weight is None:
         return is_counted.sum()
@@ -77,30 +81,33 @@ def _count_targets(output: Tensor, target: Tensor, weight: Tensor | None, ignore
     return (weight[target.where(is_counted, 0)] * is_counted).sum()
 
 
-def compute_loss_sum(
+def compute_counted_loss(
     loss: Callable[[Any, Any], Any], count: CountFunction, output: Any, target: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the loss times its count, and the count.
+) -> tuple[Tensor, float | Tensor]:
+    """Return the mean loss of a part of a batch, and the number that the mean is over.
 
-    A part of a batch may have nothing to count. Its mean is then 0 / 0, and so are its gradients;
-    both are taken as zero.
+    A part may have nothing to count. Its mean is then 0 / 0, and so are its gradients; both are
+    taken as zero.
     """
     number = read_count(count, output, target)
-    is_counted = number > 0
+    if not isinstance(number, Tensor) and number > 0:
+        return compute_loss(loss, output, target), number
+    is_counted = torch.as_tensor(number) > 0
     guarded = tree_map_only(Tensor, lambda t: _guard_gradient(t, is_counted), output)
     value = compute_loss(loss, guarded, target)
-    weighted = value * number.to(value.device)
-    return weighted.where(is_counted.to(value.device), 0.0), number
+    return value.where(is_counted.to(value.device), 0.0), number
 
 
-def read_count(count: CountFunction, output: Any, target: Any) -> Tensor:
-    """Return the count of a batch as a scalar tensor; raises a fault where it is not a number."""
+def read_count(count: CountFunction, output: Any, target: Any) -> float | Tensor:
+    """Return the count of a batch; raises a fault where it is not a number.
+
+    A tensor on a GPU stays there, as reading it would make the host wait.
+    """
     value = count(output, target)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().reshape(()).float()
     if isinstance(value, int | float):
-        device = next((t.device for t in (output, target) if isinstance(t, Tensor)), None)
-        return torch.full((), float(value), device=device)
+        return float(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value) if _is_readable(value) else value.detach().reshape(()).float()
     what = (
         f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -109,6 +116,11 @@ def read_count(count: CountFunction, output: Any, target: Any) -> Tensor:
     raise EchelonError(
         Fault(f"the experiment's count returned {what}", _COUNT_REMEDY), exit=ExitCode.USAGE
     )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Return whether a number can be read from a tensor without waiting for a device."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _guard_gradient(output: Tensor, is_counted: Tensor) -> Tensor:

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from echelon.monitoring.speed import StepTimestamps
 
 _NO_REQUESTS = StepRequests()
+_ROUNDING = 5e-7
+"""Of a sum of the ranks' parts of one, in float32."""
 
 
 class DDPReplica:
@@ -97,8 +99,8 @@ class DDPReplica:
 
             compiled = CompiledFunction(self._objective.compute_mean_loss, heartbeat)
             self._objective.compute_mean_loss = compiled  # type: ignore[method-assign]
-            compiled = CompiledFunction(self._objective.compute_loss_sum, heartbeat)
-            self._objective.compute_loss_sum = compiled  # type: ignore[method-assign]
+            compiled = CompiledFunction(self._objective.compute_counted_loss, heartbeat)
+            self._objective.compute_counted_loss = compiled  # type: ignore[method-assign]
         self._merge_rows = RowMerger()
         self._finds_unused_parameters = trainer.unused_parameters
         self._ddp: nn.Module = self._objective
@@ -308,8 +310,8 @@ class DDPReplica:
         """Divides loss and gradients, which were multiplied by what the loss counts, by the count
         of the whole batch."""
         counted = reduced[COUNT_SLOT]
-        # On a GPU it is not read, as the host would wait.
-        if counted.device.type == "cpu" and counted.item() == 1.0:  # one for each sample
+        # One for each sample, up to rounding. On a GPU it is not read, as the host would wait.
+        if counted.device.type == "cpu" and abs(counted.item() - 1.0) < _ROUNDING:
             return
         reduced[LOSS_SLOT].div_(counted)
         _scale_gradients(_list_gradient_values(self._parameters.trained), 1.0 / counted)

@@ -27,7 +27,7 @@ from echelon.data.batches import Batch, BlockSlice
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction
-from echelon.experiment.loss_counts import compute_loss_sum
+from echelon.experiment.loss_counts import compute_counted_loss
 from echelon.experiment.optimizer_step import update_weights
 from echelon.experiment.precision import Precision
 from echelon.experiment.trained_parameters import TrainedParameters, format_parameter_names
@@ -161,12 +161,13 @@ class FSDPReplica:
                 self.experiment.count, sample_count, self.world_size, total
             )
             loss, count = self._compute_loss(data if sample_count else self._get_filler_batch())
-            loss = loss * weight
+            factor = weight * count
+            loss = loss * factor
             # A rank that hangs before this has fewer beats than the ranks that wait for it.
             self.heartbeat.beat()
             if sample_count:  # the loss of a filler batch need not be finite
                 reduced[_LOSS_SLOT] += loss.detach() / self.world_size
-                reduced[_COUNT_SLOT] += count * weight / self.world_size
+                reduced[_COUNT_SLOT] += factor / self.world_size
             scaler = self.experiment.scaler
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             for buffer, was in zip(self._buffers, saved_buffers, strict=False):
@@ -184,16 +185,15 @@ class FSDPReplica:
             if isinstance(p.grad, DTensor):
                 p.grad.to_local().div_(counted)
 
-    def _compute_loss(self, data: Any) -> tuple[Tensor, Tensor | float]:
-        """Return the mean loss over `data` and 1, or the loss times what it counts and the
-        count."""
+    def _compute_loss(self, data: Any) -> tuple[Tensor, float | Tensor]:
+        """Return the mean loss over `data` and the number it is over; 1 where that is known."""
         loss, count = self.experiment.loss, self.experiment.count
         with self._precision.autocast():
             with explain_weights_outside_model():
                 output, target = split_prediction(self._predict(self.experiment.model, data))
             if callable(count):
-                weighted, number = compute_loss_sum(loss, count, output, target)
-                return weighted.float(), number
+                value, number = compute_counted_loss(loss, count, output, target)
+                return value.float(), number
             return compute_loss(loss, output, target).float(), 1.0
 
     def _copy_requests_to_device(self, requests: StepRequests) -> Tensor:

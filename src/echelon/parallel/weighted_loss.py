@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.experiment.definition import Experiment, Predict, default_predict
 from echelon.experiment.loss_check import compute_loss, split_prediction
-from echelon.experiment.loss_counts import compute_loss_sum
+from echelon.experiment.loss_counts import compute_counted_loss
 from echelon.experiment.precision import Precision
 from echelon.experiment.trained_parameters import TrainedParameters
 from echelon.parallel.replica import StepRequests
@@ -48,6 +48,7 @@ class WeightedLoss(nn.Module):
         self._loss_slot = self._control_values[LOSS_SLOT]
         self._count_slot = self._control_values[COUNT_SLOT]
         self._sent_requests = StepRequests()
+        self._sent_factor: float | None = None
         self._has_sent_change = False
         self.model = experiment.model
         self.predict: Predict = experiment.predict or default_predict
@@ -75,12 +76,15 @@ class WeightedLoss(nn.Module):
         with self._precision.autocast():
             return compute_loss(self.loss, *split_prediction(self.predict(self.model, data)))
 
-    def compute_loss_sum(self, data: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss over `data` times what it counts, and the count; compiled as well."""
+    def compute_counted_loss(self, data: Any) -> tuple[Tensor, float | Tensor]:
+        """Return the mean loss over `data` and the number it is over; compiled as well."""
         assert callable(self.count)
+        if self._precision.half_dtype is None:
+            prediction = split_prediction(self.predict(self.model, data))
+            return compute_counted_loss(self.loss, self.count, *prediction)
         with self._precision.autocast():
-            output, target = split_prediction(self.predict(self.model, data))
-            return compute_loss_sum(self.loss, self.count, output, target)
+            prediction = split_prediction(self.predict(self.model, data))
+            return compute_counted_loss(self.loss, self.count, *prediction)
 
     def forward(self, data: Any, weight: float) -> Tensor:
         """Return the scaled loss plus a term whose gradient is the requests and the loss.
@@ -88,18 +92,22 @@ class WeightedLoss(nn.Module):
         The gradient of `control.dot(values)` with respect to `control` is `values`: so DDP's
         all-reduce of gradients also averages requests and loss.
         """
+        count: float | Tensor = 1.0
         if data is None:
-            weighted, count = self.make_zero_loss(self.dense), None
+            weighted = self.make_zero_loss(self.dense)
         elif self.communicates is False:
             weighted, count = self._compute(data)
         else:
             weighted, count = self._compute_with_collectives(data)
-        if weight != 1.0:  # it usually is, and a product costs 1 % of a small step
-            weighted = weighted * weight
+        factor = weight * count if isinstance(count, float) else weight * count.to(weighted.device)
+        # It usually is 1, and a product costs 1 % of a small step.
+        if isinstance(factor, Tensor) or factor != 1.0:
+            weighted = weighted * factor
         # The loss of a filler batch need not be finite.
         self._loss_slot.copy_(weighted.detach()) if weight else self._loss_slot.zero_()
-        if callable(self.count):
-            self._count_slot.fill_(0.0) if count is None else self._count_slot.copy_(count * weight)
+        if callable(self.count) and (isinstance(factor, Tensor) or factor != self._sent_factor):
+            self._count_slot.fill_(factor)
+            self._sent_factor = None if isinstance(factor, Tensor) else factor
         if self._trained_parameters.have_changed():
             self._control_values[CHANGE_SLOT] = 1.0
             self._has_sent_change = True
@@ -108,13 +116,13 @@ class WeightedLoss(nn.Module):
             self._has_sent_change = False
         return self.apply_grad_scaler(weighted) + self.control.dot(self._control_values)
 
-    def _compute(self, data: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the mean loss over `data`, or the loss times what it counts and the count."""
+    def _compute(self, data: Any) -> tuple[Tensor, float | Tensor]:
+        """Return the mean loss over `data` and the number it is over; 1 where that is known."""
         if callable(self.count):
-            return self.compute_loss_sum(data)
-        return self.compute_mean_loss(data), None
+            return self.compute_counted_loss(data)
+        return self.compute_mean_loss(data), 1.0
 
-    def _compute_with_collectives(self, data: Any) -> tuple[Tensor, Tensor | None]:
+    def _compute_with_collectives(self, data: Any) -> tuple[Tensor, float | Tensor]:
         """Computes the same, and finds out whether code of the user communicates with other
         ranks."""
         before = count_collectives()

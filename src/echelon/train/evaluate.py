@@ -193,7 +193,8 @@ class Evaluator:
         if not callable(self.experiment.count):
             count = torch.tensor(float(sample_count)).double()
             return {"loss": (loss.double() * sample_count).cpu(), "count": count}
-        count = read_count(self.experiment.count, output, target).double().cpu()
+        number = read_count(self.experiment.count, output, target)
+        count = torch.as_tensor(number).double().cpu()
         # The mean over nothing is not a number.
         return {"loss": (loss.double().cpu() * count).where(count > 0, 0.0), "count": count}
 
