@@ -84,10 +84,10 @@ class ThawingNet(Net):
     def __init__(self, cfg: Settings) -> None:
         super().__init__(cfg)
         self.first.requires_grad_(False)
-        self.first_sum = float(self.last.weight.sum())
+        self.untrained = self.last.weight.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training and float(self.last.weight.sum()) != self.first_sum:
+        if not self.training and not torch.equal(self.last.weight.detach().cpu(), self.untrained):
             self.first.requires_grad_(True)
         return super().forward(x)
 

@@ -71,7 +71,7 @@ def test_what_is_thawed_between_two_steps_is_captured_anew(tmp_path: Path) -> No
     frozen, _ = train(tmp_path, "frozen", words[0], "trainer.evaluate.steps=1000")
     assert captured == pytest.approx(plain, rel=1e-4, abs=1e-6)
     assert captured[:30] == pytest.approx(frozen[:30], rel=1e-4, abs=1e-6)
-    assert captured[40:] != pytest.approx(frozen[40:], rel=1e-4)
+    assert captured[40:] != pytest.approx(frozen[40:], rel=1e-2)
 
 
 def test_what_a_loss_counts_is_captured(tmp_path: Path) -> None:
