@@ -60,10 +60,6 @@ def _trained(done: CommandResult, folder: Path, steps: int) -> Path:
     return run
 
 
-def test_train(examples: Path) -> None:
-    _trained(command_runner.run([PYTHON, "train.py"], examples), examples, steps=3 * 64)
-
-
 def test_a_loop_of_ones_own_on_two_processes(examples: Path) -> None:
     words = [PYTHON, "own_loop.py", *TWO, "samples=512", "trainer.epochs=2"]
     done = command_runner.run(words, examples)
@@ -122,10 +118,10 @@ def test_multigpu_torchrun(examples: Path) -> None:
     assert len(evaluations(run)) == 10
 
 
-@pytest.mark.parametrize("more", [[], ["--local_world_size", "1"]], ids=["plain", "local size"])
-def test_multinode_two_agents(more: list[str], examples: Path) -> None:
+def test_multinode_two_agents(examples: Path) -> None:
+    size = ("--local_world_size", "1")
     endpoint = f"localhost:{command_runner.free_port()}"
-    commands = [[*TORCHRUN, *_typed_on(node, endpoint), "multinode.py", *more] for node in range(2)]
+    commands = [[*TORCHRUN, *_typed_on(node, endpoint), "multinode.py", *size] for node in range(2)]
     first, second = command_runner.together(commands, examples)
     assert second.code == 0, second.err
     assert second.left == []

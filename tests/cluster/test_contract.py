@@ -96,8 +96,9 @@ LAUNCHERS = (
     Launcher("slurm", 2, _typed(*SLURM), _cancel),
     Launcher("ssh", 2, _by_ssh, _terminate_first),
 )
-ANY = pytest.mark.parametrize("launcher", LAUNCHERS[1:], ids=lambda each: each.name)
-"""What one process does is shown by `tests/train`; here it goes on with what others began."""
+ANY = pytest.mark.parametrize("launcher", LAUNCHERS[2:], ids=lambda each: each.name)
+"""What happens on one machine is shown by `tests/train` and `tests/launch`; here it goes on with what
+others began."""
 
 
 def _next(launcher: Launcher) -> Launcher:
