@@ -97,7 +97,7 @@ LAUNCHERS = (
     Launcher("ssh", 2, _by_ssh, _terminate_first),
 )
 ANY = pytest.mark.parametrize("launcher", LAUNCHERS[2:], ids=lambda each: each.name)
-"""What happens on one machine is shown by `tests/train` and `tests/launch`; here it goes on with what
+"""What one machine does is shown by `tests/train` and `tests/launch`; here one goes on with what
 others began."""
 
 

@@ -170,12 +170,14 @@ def logs(run: Run, ranks: int) -> list[str]:
     return [run.get_rank_log_file(rank).read_text() for rank in range(ranks)]
 
 
-_NOISE = re.compile(r"step \d+/|\[W.*hostname of the client socket")
+_NOISE = re.compile(
+    r"step \d+/|\[W.*hostname of the client socket|waiting for rank |rank \d+ waits "
+)
 
 
 def normalize_log(text: str) -> list[str]:
-    """A log without what differs from time to time: numbers, how often progress was shown, and
-    what torch says of hosts that have no name."""
+    """A log without what differs from time to time: numbers, how often progress was shown, that a
+    rank had to wait for another, and what torch says of hosts that have no name."""
     lines = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
     return [re.sub(r"[\d.]+|[▁▂▃▄▅▆▇█]+", "#", line) for line in lines if line]
 
