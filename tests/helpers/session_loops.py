@@ -26,6 +26,7 @@ class Settings:
     mistake: str = ""
     stop_at: int = 0
     leave_at: int = 0
+    leave_before: int = 0
     noise: bool = False
 
 
@@ -73,11 +74,15 @@ def regression(cfg: Settings, session: echelon.Session) -> None:
     life = Life(optimizer)
     life.steps = session.completed_steps
     for numbers, x, y in session.batches(make_data(cfg.samples)):
+        if session.completed_steps + 1 == cfg.leave_before:
+            break
         trace(batch=session.completed_steps + 1, samples=numbers.tolist())
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
         session.backward(loss)
         session.step(optimizer, clip=5.0)
         average.update(model)
+        if session.completed_steps + 1 == int(os.environ.get("ECHELON_TEST_ERROR_AT", "0")):
+            raise ValueError("in the middle of an iteration")
         session.log(loss=loss, grad_norm=session.grad_norm)
         if session.every(epochs=1):
             schedule.step()

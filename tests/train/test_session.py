@@ -196,6 +196,29 @@ def test_a_loop_that_ends_early_is_finished_at_any_size(how: str, tmp_path: Path
     assert snapshot_steps(again.run)[-1] == last
 
 
+def test_left_before_its_step_an_iteration_does_not_count(tmp_path: Path) -> None:
+    ended = [
+        run_loop(tmp_path, size, *BATCHES, "leave_before=5", name=f"of-{size}") for size in (1, 2)
+    ]
+    for trained in ended:
+        assert set(trained.codes) == {0}, trained.said
+        assert snapshot_steps(trained.run)[-1] == 4
+        require_close(trained, ended[0], 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_within_an_iteration_saves_nothing_of_it(world_size: int, tmp_path: Path) -> None:
+    words = (*BATCHES, "trainer.save.steps=1")
+    failed = run_loop(tmp_path, world_size, *words, ECHELON_TEST_ERROR_AT="6")
+    assert set(failed.codes) == {ExitCode.FAILED}, failed.said
+    assert "ValueError: in the middle of an iteration" in failed.said
+    assert snapshot_steps(failed.run)[-1] == 5
+    assert read_run_status(failed.run).state == "failed"
+    resumed, whole = (run_loop(tmp_path, world_size, *words, name=name) for name in ("a", "whole"))
+    assert metrics(resumed.run) == metrics(whole.run)
+    assert differing(state_at(resumed.run, STEPS), state_at(whole.run, STEPS)) == []
+
+
 def test_steps_without_data(tmp_path: Path) -> None:
     for size in (1, 2):
         ended = run_loop(

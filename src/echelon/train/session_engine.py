@@ -64,6 +64,8 @@ class SessionEngine:
 
     profile = None
     is_sanity_check = False
+    is_abandoned = False
+    """Whether an error has ended the loop."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first iteration of this start."""
 
@@ -251,12 +253,27 @@ class SessionEngine:
             self._log_weight = self._share.sample_count
             try:
                 yield self._share.data
-            except GeneratorExit:  # the loop was left with `break`: it ends here, and is finished
-                self._end_iteration(is_left=True)
+            except GeneratorExit:
+                self._leave_loop()
                 raise
             self._end_iteration()
         self.is_finished = True
         self.save()
+
+    def _leave_loop(self) -> None:
+        """End a loop that was left with `break`: it is finished, and an iteration counts if it made
+        a step.
+
+        A loop that is left by an error looks the same once its frame is freed; then nothing of the
+        iteration may be saved.
+        """
+        if self.is_abandoned:
+            return
+        if self._agreed is not None:
+            self._end_iteration(is_left=True)
+        else:
+            self.is_finished = True
+            self.save()
 
     def _end_iteration(self, is_left: bool = False) -> None:
         """Count the iteration, and do what is due; `is_left` where the user's loop ends here."""
