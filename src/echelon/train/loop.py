@@ -27,25 +27,21 @@ from echelon.monitoring.speed import SpeedMonitor
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.replica import StepRequests, StepResult
-from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_file import MetricsLine
-from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.state import collect_state
-from echelon.snapshot.writer import SaveResult, SnapshotWriter
-from echelon.tracking.progress import TrainingDisplay
-from echelon.tracking.tracker import Tracker, is_better
+from echelon.tracking.tracker import is_better
 from echelon.train.best_metric import make_unknown_best_error
 from echelon.train.early_stop import EarlyStop
 from echelon.train.evaluate import Evaluator
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import make_nonfinite_error
+from echelon.train.run_output import RunOutput
 from echelon.train.stop_signals import StopSignals
 from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from echelon.parallel.fsdp_replica import FSDPReplica
-    from echelon.snapshot.distributed_writer import DistributedSnapshotWriter
 
 _TREND_STEPS = 32
 """Losses that are kept to say how the loss went before it was not finite."""
@@ -85,23 +81,17 @@ def train(t: Training) -> ExitCode:
     return ExitCode.OK
 
 
-@dataclass
-class Training:
-    """A run in progress on one rank.
-
-    Only rank 0 has trackers and a progress bar. Only rank 0 has a snapshot writer, unless the model
-    is sharded.
-    """
+@dataclass(kw_only=True)
+class Training(RunOutput):
+    """A run in progress on one rank."""
 
     config: Config
-    run: Run
     group: RankGroup
     experiment: Experiment
     source: BatchSource
     plan: EpochPlan
     evaluator: Evaluator | None
     stop: StopSignals
-    heartbeat: Heartbeat
     device: torch.device
     optimizer_flags: OptimizerFlags
     finite_check: FiniteCheck
@@ -111,26 +101,18 @@ class Training:
     replica: DDPReplica | FSDPReplica = field(init=False)
     speed: SpeedMonitor = field(init=False)
     profile: StepProfiler | None = None
-    trackers: tuple[Tracker, ...] = ()
-    screen: TrainingDisplay = field(default_factory=TrainingDisplay)
-    writer: SnapshotWriter | DistributedSnapshotWriter | None = None
     collect_state: Callable[[Experiment, OptimizerFlags, RankGroup], dict[str, Any]] = collect_state
 
     check_first_batch: Callable[[Training, Batch | BlockSlice, int], None] | None = None
     """Called once, on all ranks, before the first step of the run."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first step of this start."""
-    step: int = 0
     resumed_step: int = 0
     """The step that this process began after."""
     samples: int = 0
     """Samples of all ranks since the beginning: the one number that says where a run is."""
     best_value: float | None = None
-    last_snapshot: str | None = None
-    """The folder of the newest snapshot that is on disk."""
     saved_step: int | None = None
-    unsaved_reason: str | None = None
-    """Why the last state of the run could not be saved."""
     is_evaluation_left: bool = False
     """Whether this step is saved, but the evaluation that was due after it is not made yet."""
     is_evaluating: bool = False
@@ -367,7 +349,7 @@ class Training:
         if not self.trackers:
             return
         line["loss"] = sum(losses) / len(losses)
-        self._log_to_trackers(line)
+        self.log_to_trackers(line)
         self.screen.update_progress(line)
         self.report_saves(self.writer.take_results() if self.writer else [])
 
@@ -396,7 +378,7 @@ class Training:
             self.early_stop.record_results(results)
         if self.trackers:
             numbers = {f"eval_{k}": v for k, v in results.items()}
-            self._log_to_trackers({"step": self.step, "epoch": self.epoch, **numbers})
+            self.log_to_trackers({"step": self.step, "epoch": self.epoch, **numbers})
             shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
             print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
         self._stop_early_if_due()
@@ -424,11 +406,6 @@ class Training:
         of them, even without a word."""
         self.report_saves(self.writer.wait() if self.writer is not None else [])
         self.group.is_any_true(False)
-
-    def _log_to_trackers(self, line: MetricsLine) -> None:
-        """Gives a line of metrics to all trackers."""
-        for tracker in self.trackers:
-            tracker.log(line)
 
     def _update_best(self, results: dict[str, float]) -> bool:
         """Return whether the number that `trainer.best` names is the best so far, and keep it
@@ -495,41 +472,6 @@ class Training:
         are trained now."""
         flags = read_trained_flags(self.experiment.model)
         return {name: flag for name, flag in flags.items() if flag != self._built_flags[name]}
-
-    def report_saves(self, results: list[SaveResult]) -> None:
-        """Reports finished saves: a snapshot goes into the run's status, a failed save becomes a
-        warning."""
-        for saved in results:
-            if saved.folder is not None:
-                self.last_snapshot = str(saved.folder)
-                self.run.update_status(step=self.step, snapshot=str(saved.folder))
-            elif saved.step == self.step:
-                self.unsaved_reason = saved.error
-            if saved.error is not None:
-                what = saved.error if saved.folder else f"not saved: {saved.error}"
-                print(f"warning: {what}", file=sys.stderr)
-
-    def close_writer(self) -> None:
-        """Waits until the last snapshot is on disk. One that failed is left in `unsaved_reason`."""
-        self.heartbeat.suspend()
-        results = self.writer.close() if self.writer is not None else []
-        if results and results[-1].step == self.step and results[-1].folder is None:
-            self.unsaved_reason = results.pop().error
-        self.report_saves(results)
-        self.screen.close()
-
-    def close_screen(self) -> None:
-        """Leaves the terminal to others."""
-        self.screen.close()
-
-    def close_trackers(self, outcome: ExitCode) -> dict[str, str]:
-        """Closes the trackers and returns what they have to show, such as a link.
-
-        It comes after everything else, as a server may be slow. A second call does nothing.
-        """
-        self.heartbeat.suspend()
-        closing, self.trackers = self.trackers, ()
-        return {title: text for t in closing for title, text in t.close(outcome).items()}
 
 
 _NO_REQUESTS = StepRequests()

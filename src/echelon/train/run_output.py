@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from echelon.errors import ExitCode
 from echelon.runs.heartbeat import Heartbeat
@@ -13,20 +14,31 @@ from echelon.snapshot.writer import SaveResult, SnapshotWriter
 from echelon.tracking.progress import TrainingDisplay
 from echelon.tracking.tracker import Tracker
 
+if TYPE_CHECKING:
+    from echelon.snapshot.distributed_writer import DistributedSnapshotWriter
 
-@dataclass
+
+@dataclass(kw_only=True)
 class RunOutput:
-    """The open files and displays of a run. On ranks other than 0 there are none."""
+    """The open files and displays of a run: what the loop of an Experiment and the loop of a
+    session have in common.
+
+    Only rank 0 has trackers and a progress bar. Only rank 0 has a snapshot writer, unless the model
+    is sharded.
+    """
 
     run: Run
     heartbeat: Heartbeat
     trackers: tuple[Tracker, ...] = ()
     screen: TrainingDisplay = field(default_factory=TrainingDisplay)
-    writer: SnapshotWriter | None = None
+    writer: SnapshotWriter | DistributedSnapshotWriter | None = None
+    step: int = 0
+    last_snapshot: str | None = None
+    """The folder of the newest snapshot that is on disk."""
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
 
-    def log(self, line: MetricsLine) -> None:
+    def log_to_trackers(self, line: MetricsLine) -> None:
         """Give a line of metrics to all trackers."""
         for tracker in self.trackers:
             tracker.log(line)
@@ -36,18 +48,25 @@ class RunOutput:
         warning."""
         for saved in results:
             if saved.folder is not None:
-                self.run.update_status(step=saved.step, snapshot=str(saved.folder))
+                self.last_snapshot = str(saved.folder)
+                self.run.update_status(step=self.step, snapshot=str(saved.folder))
+            elif saved.step == self.step:
+                self.unsaved_reason = saved.error
             if saved.error is not None:
                 what = saved.error if saved.folder else f"not saved: {saved.error}"
                 print(f"warning: {what}", file=sys.stderr)
 
-    def close_writer(self, step: int) -> None:
-        """Wait until the last snapshot is on disk. Why that of `step` is not, is kept."""
+    def close_writer(self) -> None:
+        """Wait until the last snapshot is on disk. One that failed is left in `unsaved_reason`."""
         self.heartbeat.suspend()
         results = self.writer.close() if self.writer is not None else []
-        if results and results[-1].step == step and results[-1].folder is None:
+        if results and results[-1].step == self.step and results[-1].folder is None:
             self.unsaved_reason = results.pop().error
         self.report_saves(results)
+        self.screen.close()
+
+    def close_screen(self) -> None:
+        """Leave the terminal to others."""
         self.screen.close()
 
     def close_trackers(self, outcome: ExitCode) -> dict[str, str]:

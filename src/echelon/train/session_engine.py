@@ -21,7 +21,7 @@ from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
 from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
 from echelon.data.loader_options import find_loader_faults
 from echelon.data.sample_order import EpochOrder
-from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.errors import EchelonError, Fault
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
@@ -59,7 +59,7 @@ class Share(NamedTuple):
     """Samples of all ranks."""
 
 
-class SessionEngine:
+class SessionEngine(RunOutput):
     """The state of a session on one rank; the public class `Session` talks to the user."""
 
     profile = None
@@ -81,15 +81,13 @@ class SessionEngine:
         snapshot: Snapshot | None,
         info: dict[str, Any],
     ) -> None:
-        self.config, self.run, self.group = config, run, group
-        self.heartbeat, self.device = heartbeat, device
-        self.output = RunOutput(run, heartbeat)
+        super().__init__(run=run, heartbeat=heartbeat, step=int(info.get("step", 0)))
+        self.config, self.group, self.device = config, group, device
         self.parts = SessionParts(group, snapshot, info.get("parts", []), int(info.get("step", 0)))
         self.step = self.first_step = int(info.get("step", 0))
         self.samples = int(info.get("samples", 0))
         self.total_steps = 0
         self.best_value: float | None = info.get("best")
-        self.last_snapshot: str | None = None
         self.is_finished = bool(info.get("is_finished", False))
         """Whether the loop of a resumed run had ended by itself."""
         self._stop, self._output_tee = stop, output_tee
@@ -236,14 +234,14 @@ class SessionEngine:
         over = f" over {what}" if what else ""
         steps = format_count(self.total_steps, "step")
         print(f"run {self.run.name}: {steps}{over} on {where}", file=sys.stderr)
-        self.output.writer = SnapshotWriter(
+        self.writer = SnapshotWriter(
             self.run.snapshots_folder, trainer.keep_last, resumed_step=self.step
         )
-        self.output.trackers = create_trackers(self.config, self.run, self.step)
-        self.output.screen = create_progress_display(
+        self.trackers = create_trackers(self.config, self.run, self.step)
+        self.screen = create_progress_display(
             self.config.track.progress, self.total_steps, self.step
         )
-        self._output_tee.set_line_printer(self.output.screen.show)
+        self._output_tee.set_line_printer(self.screen.show)
         self.run.update_status(step=self.step, total_steps=self.total_steps)
 
     def _run_loop(self, shares: Iterator[Share]) -> Iterator[Any]:
@@ -412,7 +410,7 @@ class SessionEngine:
             self.best_value, self._is_best = value, True
         if self.group.world.rank == 0:
             line = {"step": self.step + 1, "epoch": self.epoch, f"eval_{name}": value}
-            self.output.log(line)
+            self.log_to_trackers(line)
             print(f"evaluated in step {self.step + 1}: {name} {value:.5g}", file=sys.stderr)
         return self._is_best
 
@@ -446,11 +444,11 @@ class SessionEngine:
             "step_ms": 1e3 * seconds / max(1, self.step - step),
             "time": round(time.time(), 3),
         }
-        self.output.log(line)
+        self.log_to_trackers(line)
         if "loss" in line:
-            self.output.screen.update_progress(line)
-        if self.output.writer is not None:
-            self.output.report_saves(self.output.writer.take_results())
+            self.screen.update_progress(line)
+        if self.writer is not None:
+            self.report_saves(self.writer.take_results())
 
     # --- snapshots ---
 
@@ -464,7 +462,7 @@ class SessionEngine:
         rng_rows = self.group.gather(pack_rng_state(self.device))
         metrics = self._metrics.gather(self.group)
         if self.group.world.rank == 0:
-            assert self.output.writer is not None
+            assert self.writer is not None
             parts = self.parts.collect_state()
             parts[RNG_PART] = {"ranks": torch.stack(rng_rows)}
             info = {
@@ -479,33 +477,16 @@ class SessionEngine:
                 "world_size": self.group.world.size,
                 "wandb_run_id": self.run.read_wandb_id(),
             }
-            self.output.writer.save(self.step, parts, info, is_best=self._is_best)
+            self.writer.save(self.step, parts, info, is_best=self._is_best)
         self._is_best = False
         self.heartbeat.beat()
 
     # --- the end, as the worker asks for it ---
 
-    @property
-    def unsaved_reason(self) -> str | None:
-        """Why the last state of the run could not be saved."""
-        return self.output.unsaved_reason
-
-    def close_writer(self) -> None:
-        """Wait until the last snapshot is on disk."""
-        self.output.close_writer(self.step)
-
-    def close_trackers(self, outcome: ExitCode) -> dict[str, str]:
-        """Close the trackers and return what they have to show."""
-        return self.output.close_trackers(outcome)
-
     def close_sources(self) -> None:
         """End the processes that load data."""
         for source in self._sources:
             source.close()
-
-    def close_screen(self) -> None:
-        """Leave the terminal to others."""
-        self.output.screen.close()
 
     def finish(self) -> None:
         """End a session whose function has returned."""
