@@ -238,14 +238,24 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
     if mistake == "no state":
         session.register(buffer=[1, 2])  # type: ignore[arg-type]
     session.prepare(model, optimizer)
+    if mistake == "twice":
+        session.prepare(model)
     if mistake == "unequal" and session.rank == 1:
         session.register(extra=WeightAverage(model))
     if mistake == "no loop":
         return
     if mistake == "batch size":
         session.batches(make_data(8), batch_size=0)
-    for _, x, y in session.batches(make_data(cfg.samples)):
+    orders: dict[str, dict[str, Any]] = {
+        "shuffle": {"shuffle": False},
+        "index": {"batch_sampler": [[0, 99]]},
+    }
+    for _, x, y in session.batches(make_data(cfg.samples), **orders.get(mistake, {})):
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        if mistake == "count":
+            session.backward(loss, count=-1)
+        if mistake == "row":
+            session.gather(loss)
         if mistake == "late":
             session.prepare(other)
         if mistake == "second loop":
@@ -267,6 +277,8 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.best(flumph=1.0)
         if mistake == "interval":
             session.every()
+        if mistake == "zero":
+            session.every(epochs=0)
 
 
 def nonfinite(cfg: Settings, session: echelon.Session) -> None:

@@ -40,7 +40,7 @@ def train(
         name=name,
         experiment=sampled,
         env=env,
-        end_together=True,
+        end_together=bool(fault),
     )
 
 

@@ -64,11 +64,6 @@ class GradientReducer:
         self._prepare_next_step()
         return self._buckets[-1].control.clone()
 
-    def forget(self) -> None:
-        """Begin anew, after gradients were cleared by somebody else."""
-        self._drop_sent()
-        self._prepare_next_step()
-
     def _note_gradient(self, parameter: Tensor) -> None:
         """Count a gradient, and send the buckets that are complete; called by autograd."""
         key = id(parameter)

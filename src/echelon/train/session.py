@@ -64,12 +64,8 @@ class Session:
 
     def __init__(self, engine: SessionEngine) -> None:
         self._engine = engine
-        self._reducers: dict[int, GradientReducer] = {}
-        self._trained_flags: dict[int, list[bool]] = {}
-        """For which parameters a reducer was made; the loop may freeze and thaw them."""
-        self._parameters: dict[int, list[nn.Parameter]] = {}
-        """Those of every optimizer, by its id."""
-        self._steps: dict[int, UnprofiledStep] = {}
+        self._optimizers: dict[int, _PreparedOptimizer] = {}
+        """By the id of each."""
         self._grad_norm: Tensor | None = None
         world = engine.group.world
         self.rank, self.world_size = world.rank, world.size
@@ -169,19 +165,9 @@ class Session:
                 )
             )
         self._engine.parts.add_part("optimizer", optimizer)
-        self._parameters[id(optimizer)] = parameters
-        self._steps[id(optimizer)] = UnprofiledStep(optimizer)
+        self._optimizers[id(optimizer)] = prepared = _PreparedOptimizer(optimizer, parameters)
         if self.world_size > 1:
-            self._make_reducer(optimizer)
-
-    def _make_reducer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the reducer for the parameters of an optimizer that are trained now."""
-        key = id(optimizer)
-        self._trained_flags[key] = [p.requires_grad for p in self._parameters[key]]
-        if before := self._reducers.get(key):
-            before.close()
-        trained = [p for p in self._parameters[key] if p.requires_grad]
-        self._reducers[key] = GradientReducer(trained, CONTROL_SIZE)
+            prepared.update_reducer()
 
     # --- the loop ---
 
@@ -244,6 +230,13 @@ class Session:
                     "give it the loss: a tensor with one number that depends on the parameters",
                 )
             )
+        if not (count is None or isinstance(count, Tensor)) and not 0 <= count < math.inf:
+            raise EchelonError(
+                Fault(
+                    f"session.backward is given count={count} in step {self.completed_steps + 1}",
+                    "give the number of things that the mean is over",
+                )
+            )
         weight = self._engine.compute_weight(count)
         self._engine.heartbeat.beat()
         if isinstance(weight, Tensor) or weight != 1.0:
@@ -253,23 +246,20 @@ class Session:
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
         """Sum the gradients of the optimizer's parameters over all processes, clip them to a total
         norm, step, and clear them."""
-        parameters = self._parameters.get(id(optimizer))
-        if parameters is None:
+        prepared = self._optimizers.get(id(optimizer))
+        if prepared is None:
             raise EchelonError(
                 Fault(
-                    f"session.step is given an optimizer ({type(optimizer).__name__}) that the "
-                    "session does not have",
+                    f"session.step is given {type(optimizer).__name__}, which is no optimizer that "
+                    "the session has",
                     "prepare it: session.prepare(model, optimizer)",
                 )
             )
-        if self.world_size > 1:
-            flags = [p.requires_grad for p in parameters]
-            if flags != self._trained_flags[id(optimizer)] and any(flags):
-                self._make_reducer(optimizer)
-            self._engine.agree_in_step(self._reducers[id(optimizer)].reduce)
+        if self.world_size > 1 and (reducer := prepared.update_reducer()) is not None:
+            self._engine.agree_in_step(reducer.reduce)
         else:
             self._engine.note_step()
-        if all(p.grad is None for p in parameters):
+        if all(p.grad is None for p in prepared.parameters):
             raise EchelonError(
                 Fault(
                     f"no parameter of {type(optimizer).__name__} has a gradient in step "
@@ -278,9 +268,9 @@ class Session:
                 )
             )
         if clip is not None:
-            self._grad_norm = nn.utils.clip_grad_norm_(parameters, clip)
-        self._steps[id(optimizer)]()
-        for p in parameters:
+            self._grad_norm = nn.utils.clip_grad_norm_(prepared.parameters, clip)
+        prepared.step()
+        for p in prepared.parameters:
             p.grad = None
 
     # --- between ---
@@ -288,9 +278,13 @@ class Session:
     def every(self, steps: int | None = None, epochs: int | None = None) -> bool:
         """Return whether something is due in this iteration: every so many steps, or in the last
         batch of every so many epochs. The last iteration of the loop is always due."""
-        if steps is None and epochs is None:
+        given = [number for number in (steps, epochs) if number is not None]
+        if not given or min(given) < 1:
             raise EchelonError(
-                Fault("session.every is given no interval", "write session.every(epochs=1)")
+                Fault(
+                    f"session.every is given steps={steps}, epochs={epochs}, which is no interval",
+                    "write session.every(epochs=1)",
+                )
             )
         return self._engine.is_due(steps, epochs)
 
@@ -343,6 +337,14 @@ class Session:
 
         Rows that do not count, of a process without a sample, are left out.
         """
+        if not isinstance(rows, Tensor) or not rows.ndim:
+            raise EchelonError(
+                Fault(
+                    f"session.gather is given {type(rows).__name__} without rows in step "
+                    f"{self.completed_steps + 1}",
+                    "give it a tensor with a row per sample of this process's share",
+                )
+            )
         count = self._engine.share_count
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
 
@@ -350,6 +352,29 @@ class Session:
         """Print on rank 0 alone."""
         if self.is_main_process:
             print(*values, file=sys.stderr)
+
+
+class _PreparedOptimizer:
+    """An optimizer of the session, and the reducer of its gradients."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.step = UnprofiledStep(optimizer)
+        self._reducer: GradientReducer | None = None
+        self._trained_flags: list[bool] = []
+        """For which parameters the reducer was made."""
+
+    def update_reducer(self) -> GradientReducer | None:
+        """Return the reducer for the parameters that are trained now, as the loop may freeze and
+        thaw them; None if all are frozen."""
+        flags = [p.requires_grad for p in self.parameters]
+        if flags != self._trained_flags:
+            if self._reducer is not None:
+                self._reducer.close()
+            trained = [p for p in self.parameters if p.requires_grad]
+            self._reducer = GradientReducer(trained, CONTROL_SIZE) if trained else None
+            self._trained_flags = flags
+        return self._reducer
 
 
 def _read_number(name: str, value: Any, session: Session) -> float | Tensor:

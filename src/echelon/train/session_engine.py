@@ -64,8 +64,6 @@ class SessionEngine(RunOutput):
 
     profile = None
     is_sanity_check = False
-    is_abandoned = False
-    """Whether an error has ended the loop."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first iteration of this start."""
 
@@ -83,8 +81,7 @@ class SessionEngine(RunOutput):
     ) -> None:
         super().__init__(run=run, heartbeat=heartbeat, step=int(info.get("step", 0)))
         self.config, self.group, self.device = config, group, device
-        self.parts = SessionParts(group, snapshot, info.get("parts", []), int(info.get("step", 0)))
-        self.step = self.first_step = int(info.get("step", 0))
+        self.parts = SessionParts(group, snapshot, info.get("parts", []), self.step)
         self.samples = int(info.get("samples", 0))
         self.total_steps = 0
         self.best_value: float | None = info.get("best")
@@ -94,6 +91,7 @@ class SessionEngine(RunOutput):
         self._metrics = MetricSums()
         self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
         self._share = Share(None, 1, 1)
+        self._is_in_iteration = False
         self._plan: EpochPlan | None = None
         """Of the data; None for a loop without."""
         self._sources: list[BatchSource] = []
@@ -245,36 +243,23 @@ class SessionEngine(RunOutput):
         self.run.update_status(step=self.step, total_steps=self.total_steps)
 
     def _run_loop(self, shares: Iterator[Share]) -> Iterator[Any]:
-        """Yield the data of the shares; what follows a `yield` is the end of an iteration."""
+        """Yield the data of the shares; what follows a `yield` is the end of an iteration.
+
+        Nothing is done where the loop is left: `break` and an error look the same from here, and
+        the iteration of an error must not be saved. `finish` ends that of a `break`.
+        """
         while self.step < self.total_steps and not self.is_finished:
             self._share = next(shares)
             self._log_weight = self._share.sample_count
-            try:
-                yield self._share.data
-            except GeneratorExit:
-                self._leave_loop()
-                raise
+            self._is_in_iteration = True
+            yield self._share.data
             self._end_iteration()
         self.is_finished = True
         self.save()
 
-    def _leave_loop(self) -> None:
-        """End a loop that was left with `break`: it is finished, and an iteration counts if it made
-        a step.
-
-        A loop that is left by an error looks the same once its frame is freed; then nothing of the
-        iteration may be saved.
-        """
-        if self.is_abandoned:
-            return
-        if self._agreed is not None:
-            self._end_iteration(is_left=True)
-        else:
-            self.is_finished = True
-            self.save()
-
     def _end_iteration(self, is_left: bool = False) -> None:
         """Count the iteration, and do what is due; `is_left` where the user's loop ends here."""
+        self._is_in_iteration = False
         self.step += 1
         self.samples += self._share.total if self._plan is not None else 0
         self.heartbeat.step = self.step
@@ -489,7 +474,8 @@ class SessionEngine(RunOutput):
             source.close()
 
     def finish(self) -> None:
-        """End a session whose function has returned."""
+        """End a session whose function has returned, perhaps from within its loop: then it is
+        finished, and the iteration counts if it made a step."""
         if not self.parts.is_complete:
             raise EchelonError(
                 Fault(
@@ -497,6 +483,9 @@ class SessionEngine(RunOutput):
                     "iterate over session.batches(data) or session.steps(count)",
                 )
             )
+        if self._is_in_iteration and self._agreed is not None:
+            self._end_iteration(is_left=True)
+        self.is_finished = True
         self.save()
 
 

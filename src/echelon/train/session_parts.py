@@ -70,6 +70,13 @@ class SessionParts:
                     "prepare and register everything before session.batches",
                 )
             )
+        if any(part is known for known in self._parts.values()):
+            raise EchelonError(
+                Fault(
+                    f"the session is given the same {type(part).__name__} twice",
+                    "prepare and register every part once",
+                )
+            )
         count = sum(known.partition("-")[0] == name for known in self._parts)
         if count and not is_numbered:
             raise EchelonError(

@@ -290,8 +290,6 @@ class RankWorker:
         """Reports the failure to the other ranks, the agent, the run's status and the screen."""
         # First: a loader process of the experiment's own that dies now must not raise in here.
         remove_death_signal()
-        if isinstance(self.training, SessionEngine):
-            self.training.is_abandoned = True  # before the frame of the user's loop is freed
         if self.training is not None:
             self.training.close_screen()
         failure = self._find_cause(error)
