@@ -185,7 +185,7 @@ def test_a_sampler_that_cannot_be_used(field: str, sampler: Any, parts: tuple[st
     with pytest.raises(EchelonError) as caught:
         make_epoch_plan(10, 4, 0, **{field: sampler})
     text = str(caught.value)
-    assert f"the experiment's {field} gives" in text
+    assert f"the {field} gives" in text
     assert all(part in text for part in parts), text
 
 

@@ -42,7 +42,8 @@ seconds since 1970.""",
     given = parser.parse_intermixed_args(words)
     needs_runs = not (given.list or given.empty_trash)
     if needs_runs != bool(given.run):
-        parser.error("name the runs to remove" if needs_runs else "this takes no RUN")
+        action = "get back; --list shows what is in the trash" if given.undo else "remove"
+        parser.error(f"name the runs to {action}" if needs_runs else "this takes no RUN")
     if given.json and not given.list:
         parser.error("--json is for --list")
     root = Path(given.dir)

@@ -15,7 +15,7 @@ LOADER_OPTIONS = (
     "timeout",
     "worker_init_fn",
 )
-_USE_ORDER_FIELDS = "give echelon.Experiment(…, sampler=…) or batch_sampler=…"
+_USE_ORDER_FIELDS = "give sampler=… or batch_sampler=… beside it"
 _SET_INSTEAD = {
     "dataset": "give it as train_data or eval_data",
     "batch_size": "set trainer.batch_size, the samples of a step over all processes",
@@ -23,7 +23,7 @@ _SET_INSTEAD = {
     "sampler": _USE_ORDER_FIELDS,
     "batch_sampler": _USE_ORDER_FIELDS,
     "num_workers": "set trainer.loader_workers, the processes per rank",
-    "collate_fn": "give echelon.Experiment(…, collate_fn=…)",
+    "collate_fn": "give collate_fn=… beside it",
     "drop_last": "leave it out: the last batch of an epoch counts by its samples",
     "generator": "leave it out: random numbers are seeded by the setting seed",
     "in_order": "leave it out: batches come in the same order in every run",
@@ -34,18 +34,16 @@ def find_loader_faults(options: Any) -> Iterator[Fault]:
     """Yields what is wrong with the experiment's `loader`."""
     if not isinstance(options, Mapping):
         yield Fault(
-            f"the experiment's loader is of type {type(options).__name__}",
+            f"the loader is of type {type(options).__name__}",
             "give a dict of DataLoader's options, such as {'prefetch_factor': 4}",
         )
         return
     for name in options:
         if name in _SET_INSTEAD:
-            yield Fault(
-                f"the experiment's loader sets {name}, which Echelon decides", _SET_INSTEAD[name]
-            )
+            yield Fault(f"the loader sets {name}, which Echelon decides", _SET_INSTEAD[name])
         elif name not in LOADER_OPTIONS:
             yield Fault(
-                f"the experiment's loader has no option {name!r}",
+                f"the loader has no option {name!r}",
                 f"give some of {', '.join(LOADER_OPTIONS)}",
             )
 

@@ -127,8 +127,7 @@ class LoaderProcesses:
         except (ValueError, TypeError) as error:
             raise EchelonError(
                 Fault(
-                    f"the experiment's loader is {dict(options)}, which DataLoader refuses: "
-                    f"{error}",
+                    f"the loader is {dict(options)}, which DataLoader refuses: {error}",
                     "change or leave out that option",
                 )
             ) from error

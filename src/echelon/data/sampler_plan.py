@@ -63,7 +63,7 @@ class SamplerPlan:
         again = self._read_epoch(0)
         if first.batch_sizes != again.batch_sizes or not torch.equal(first.draws, again.draws):
             raise _make_sampler_error(
-                f"the experiment's {self.title} gives another order when it is asked again for the "
+                f"the {self.title} gives another order when it is asked again for the "
                 "same epoch, so a resumed run would not repeat",
                 _REPEAT_REMEDY,
             )
@@ -133,7 +133,7 @@ class SamplerPlan:
             self._drawn = (epoch, drawn)
             if (count := self._count_units(drawn)) != (length := self._get_length(epoch)):
                 raise _make_sampler_error(
-                    f"the experiment's {self.title} gives {count:,} {self._unit} in epoch "
+                    f"the {self.title} gives {count:,} {self._unit} in epoch "
                     f"{epoch + 1}, where {length:,} were expected",
                     _LENGTH_REMEDY,
                 )
@@ -152,14 +152,14 @@ class SamplerPlan:
         outside = np.flatnonzero((indices < 0) | (indices >= self._size))
         if len(outside):
             raise _make_sampler_error(
-                f"the experiment's {self.title} gives the index {indices[outside[0]]} in epoch "
-                f"{epoch + 1}, but train_data has {self._size:,} samples",
+                f"the {self.title} gives the index {indices[outside[0]]} in epoch "
+                f"{epoch + 1}, but the data has {self._size:,} samples",
                 f"give indices from 0 to {self._size - 1}",
             )
         if 0 in batch_sizes or not len(indices):
             what = f"an empty batch (number {batch_sizes.index(0)})" if batch_sizes else "nothing"
             raise _make_sampler_error(
-                f"the experiment's {self.title} gives {what} in epoch {epoch + 1}",
+                f"the {self.title} gives {what} in epoch {epoch + 1}",
                 "give at least one sample",
             )
         if not self._gives_batches:
@@ -179,7 +179,7 @@ class SamplerPlan:
     def _iter_indices(self, given: Iterable[Any]) -> Iterator[int]:
         if not isinstance(given, Iterable):
             raise _make_sampler_error(
-                f"the experiment's batch_sampler gives a {type(given).__name__} for a batch",
+                f"the batch_sampler gives a {type(given).__name__} for a batch",
                 "give lists of indices; a sampler gives one index at a time",
             )
         for each in given:
@@ -187,7 +187,7 @@ class SamplerPlan:
                 index = operator.index(each)
             except TypeError:
                 raise _make_sampler_error(
-                    f"the experiment's {self.title} gives a {type(each).__name__} for an index",
+                    f"the {self.title} gives a {type(each).__name__} for an index",
                     "give whole numbers; a batch_sampler gives lists of them",
                 ) from None
             yield index
