@@ -34,6 +34,8 @@ _FAILURE_STAY_S = 6.0
 
 _SHARE_TIMEOUT_S = 60.0
 _BUCKET_BYTES = 250 << 20
+_LENGTH_BYTES = 8
+_SHORT_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -185,17 +187,29 @@ class RankGroup:
 
     def gather(self, row: Tensor) -> list[Tensor]:
         """Return the CPU tensors of all ranks, of any length, on rank 0; on other ranks an empty
-        list."""
+        list.
+
+        What is short, such as a line of metrics, travels with its length in one collective.
+        """
         if self.store is None:
             return [row]
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-        dist.all_gather(lengths, torch.tensor([row.numel()]))
-        sizes = [int(n) for n in lengths]
-        padded = torch.zeros(max(sizes), dtype=row.dtype)
-        padded[: row.numel()] = row
-        rows = [torch.empty_like(padded) for _ in sizes] if self.world.rank == 0 else None
-        dist.gather(padded, rows)
-        return [r[:n] for r, n in zip(rows, sizes, strict=True)] if rows else []
+        content = row.contiguous().view(torch.uint8)
+        head = torch.zeros(_LENGTH_BYTES + _SHORT_BYTES, dtype=torch.uint8)
+        head[:_LENGTH_BYTES] = torch.tensor([content.numel()]).view(torch.uint8)
+        short = content[:_SHORT_BYTES]
+        head[_LENGTH_BYTES : _LENGTH_BYTES + len(short)] = short
+        heads = [torch.empty_like(head) for _ in range(self.world.size)]
+        dist.all_gather(heads, head)
+        sizes = [int(of_rank[:_LENGTH_BYTES].view(torch.int64)) for of_rank in heads]
+        rows: list[Tensor] | None = [of_rank[_LENGTH_BYTES:] for of_rank in heads]
+        if max(sizes) > _SHORT_BYTES:
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(content)] = content
+            rows = [torch.empty_like(padded) for _ in sizes] if self.world.rank == 0 else None
+            dist.gather(padded, rows)
+        if self.world.rank != 0 or rows is None:
+            return []
+        return [r[:n].view(row.dtype) for r, n in zip(rows, sizes, strict=True)]
 
     def gather_json(self, data: Any) -> list[Any]:
         """Return the data of all ranks, in their order, on rank 0; on other ranks an empty
