@@ -26,7 +26,7 @@ SIDE = 16
 class Settings:
     lr: float = 0.001
     width: int = 16
-    samples: int = 2048
+    samples: int = 1024
     batch_size: int = 64
     epochs: int = 8
 

@@ -26,7 +26,7 @@ SIDE = 16
 
 @dataclass
 class Settings:
-    lr: float = 0.1
+    lr: float = 0.02
     width: int = 16
     samples: int = 2048
     mixup: float = 0.2

@@ -82,7 +82,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
         self.head.weight = self.letters.weight
-        nn.init.normal_(self.letters.weight, std=0.02)
+        for embedding in (self.letters, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of every window."""

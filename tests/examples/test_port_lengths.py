@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_is_as_the_files_are() -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "ports" / "count_lines.py"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "ports" / "count_lines.py")]
     table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert table in (ROOT / "docs" / "ports.md").read_text()
     for row in table.splitlines()[2:]:

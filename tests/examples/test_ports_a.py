@@ -34,38 +34,50 @@ PORTS = [
     Port(
         "dcgan.py:train",
         ("width=4", "samples=128", "batch_size=32", "epochs=4"),
-        *("eval_distance", False, 19),
+        "eval_distance",
+        is_more_better=False,
+        kill_step=19,
         equal_steps=0,
     ),
     # Noise is drawn for the reconstruction alone, and changes the weights from the first step on.
     Port(
         "vae.py:train",
         ("width=16", "samples=128", "batch_size=32", "epochs=4"),
-        *("eval_loss", False, 10),
+        "eval_loss",
+        is_more_better=False,
+        kill_step=10,
         equal="divergence",
         equal_steps=1,
     ),
     Port(
         "nanogpt.py:train",
-        *(("width=16", "heads=2", "context=16", "letters=4000", "steps=16", "eval_steps=8"),),
-        *("train_loss", False, 10),
+        ("width=16", "heads=2", "context=16", "letters=4000", "steps=16", "eval_steps=8"),
+        "train_loss",
+        is_more_better=False,
+        kill_step=10,
     ),
     # Mixup is drawn by each process, see the test below.
     Port(
         "image_classification.py:experiment",
         ("width=4", "samples=128", "mixup=0", "trainer.ema=0.5", "trainer.epochs=4"),
-        *("eval_top5", True, 10),
+        "eval_top5",
+        is_more_better=True,
+        kill_step=10,
     ),
     Port(
         "text_classification.py:experiment",
         ("width=8", "sentences=96", "library=torch", "trainer.epochs=4", "lr=0.02"),
-        *("eval_accuracy", True, 8),
+        "eval_accuracy",
+        is_more_better=True,
+        kill_step=8,
     ),
     # Crops are drawn by each process, and a batch norm sees its share.
     Port(
         "cifar10_speedrun.py:train",
         ("width=4", "samples=128", "batch_size=32", "epochs=4"),
-        *("eval_accuracy", True, 19),
+        "eval_accuracy",
+        is_more_better=True,
+        kill_step=19,
         equal_steps=0,
     ),
 ]
