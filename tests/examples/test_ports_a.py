@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from ports import read_column, require_exact_resume, train_port
 
 pytestmark = pytest.mark.slow
