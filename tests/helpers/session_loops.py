@@ -224,6 +224,22 @@ def policy(cfg: Settings, session: echelon.Session) -> None:
         session.log(loss=float(step))
 
 
+def split_rows(cfg: Settings, session: echelon.Session) -> None:
+    """No data, but rows that every rank has: a rank works on its share of them."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    for step in session.steps():
+        rows = torch.arange(2.0 * step).reshape(step, 2)
+        assert torch.equal(session.gather(session.split(rows)), rows)
+        own = session.split(rows)
+        assert len(own) == len(session.split(range(step)))
+        loss = model(own).square().sum() / max(1, len(own))
+        session.backward(loss, count=len(own))
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
 def mistaken(cfg: Settings, session: echelon.Session) -> None:
     """What a person may get wrong, by name."""
     model, other = nn.Linear(FEATURES, 1), nn.Linear(2, 2)
@@ -256,6 +272,8 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.backward(loss, count=-1)
         if mistake == "row":
             session.gather(loss)
+        if mistake == "no rows":
+            session.split(5)
         if mistake == "late":
             session.prepare(other)
         if mistake == "second loop":

@@ -230,6 +230,21 @@ def test_steps_without_data(tmp_path: Path) -> None:
         assert snapshot_steps(ended.run) == [7]
 
 
+def test_rows_of_all_are_shared(tmp_path: Path) -> None:
+    """In the first steps there are fewer of them than ranks."""
+    ended = [
+        run_loop(
+            *(tmp_path, size, "trainer.steps=5"),
+            loop=session_loops.split_rows,
+            name=f"of-{size}",
+        )
+        for size in (1, 3)
+    ]
+    for trained in ended:
+        assert set(trained.codes) == {0}, trained.said
+        require_close(trained, ended[0], 5)
+
+
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
@@ -253,6 +268,7 @@ def test_steps_without_data(tmp_path: Path) -> None:
         ("twice", "the session is given the same Linear twice"),
         ("count", "session.backward is given count=-1 in step 1"),
         ("row", "session.gather is given Tensor without rows in step 1"),
+        ("no rows", "session.split is given int without rows in step 1"),
         ("shuffle", "the loader sets shuffle, which Echelon decides"),
         ("index", "the batch_sampler gives the index 99 in epoch 1, but the data has 17 samples"),
     ],

@@ -6,17 +6,20 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from echelon.data.sample_order import cut_share
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
 from echelon.runs.metric_direction import guess_best_is
 from echelon.train.session_engine import CONTROL_SIZE, SessionEngine
+
+Rows = TypeVar("Rows")
 
 
 @runtime_checkable
@@ -347,6 +350,28 @@ class Session:
             )
         count = self._engine.share_count
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
+
+    def split(self, rows: Rows) -> Rows:
+        """Return this process's share of rows that every process has: of a tensor, a list, a range.
+
+            for seed in session.split(range(64)): ...
+
+        `gather` puts tensors of the shares together again, in the same order. A share may be empty.
+        The shares may differ by one row, so give `backward` their length as `count`.
+        """
+        sliced: Any = rows
+        try:
+            share = cut_share(len(sliced), self.rank, self.world_size)
+        except TypeError:
+            raise EchelonError(
+                Fault(
+                    f"session.split is given {type(rows).__name__} without rows in step "
+                    f"{self.completed_steps + 1}",
+                    "give it a tensor, a list or a range, the same one on every process",
+                )
+            ) from None
+        own: Rows = sliced[share.start : share.stop]
+        return own
 
     def print(self, *values: Any) -> None:
         """Print on rank 0 alone."""
