@@ -109,7 +109,7 @@ def _curve(devices: tuple[torch.device, torch.device]) -> list[float]:
         output, target = experiment.predict(model, (x.to(devices[0]), y.to(devices[0])))
         loss = experiment.loss(output, target)
         assert (output.device, loss.device) == (devices[1], devices[0])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         experiment.optimizer.step()
         experiment.optimizer.zero_grad()

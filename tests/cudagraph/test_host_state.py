@@ -84,12 +84,12 @@ def test_what_a_closure_holds(kept: Any) -> None:
 
 def test_what_a_module_remembers() -> None:
     e = experiment()
-    e.model.history = [0.5]  # type: ignore[assignment]
-    e.model[1].rate = 0.5  # type: ignore[index]
-    assert find_change_after(e, lambda: e.model.history.append(0.4)) == (  # type: ignore[operator, union-attr]
+    e.model.history = [0.5]
+    e.model[1].rate = 0.5
+    assert find_change_after(e, lambda: e.model.history.append(0.4)) == (
         "the model's history changes from step to step"
     )
-    assert find_change_after(e, lambda: setattr(e.model[1], "rate", 0.4)) == (  # type: ignore[index]
+    assert find_change_after(e, lambda: setattr(e.model[1], "rate", 0.4)) == (
         "the model's 1.rate changes from step to step"
     )
 
@@ -106,9 +106,9 @@ def test_a_step_on_its_own_changes_nothing() -> None:
 def test_hooks_of_the_user() -> None:
     e = experiment()
     assert _find_hook_owner(e) is None
-    e.model[0].weight.register_hook(lambda grad: grad)  # type: ignore[index]
+    e.model[0].weight.register_hook(lambda grad: grad)
     assert _find_hook_owner(e) == "the model's 0.weight"
-    e.model[1].register_forward_hook(lambda *_: None)  # type: ignore[index]
+    e.model[1].register_forward_hook(lambda *_: None)
     assert _find_hook_owner(e) == "the model's 1"
     e.optimizer.register_step_post_hook(lambda *_: None)
     assert _find_hook_owner(e) == "the optimizer"

@@ -47,9 +47,9 @@ def test_fused_momentum_survives_a_first_step_that_is_skipped() -> None:
     plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
     enable_fused_kernels(fused, GPU)
     assert fused.optimizer.param_groups[0]["fused"]
-    fused.optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]  # as a scaler says it
+    fused.optimizer.found_inf = torch.tensor(1.0)  # as a scaler says it
     run_steps(fused, 1)
-    fused.optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    fused.optimizer.found_inf = torch.tensor(0.0)
     for a, b in zip(run_steps(plain), run_steps(fused), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -58,9 +58,9 @@ def test_fused_momentum_of_a_layer_that_joins_later() -> None:
     plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
     enable_fused_kernels(fused, GPU)
     for e in (plain, fused):
-        first, _, last = e.model  # type: ignore[misc]
-        nn.init.ones_(last.weight)  # type: ignore[has-type]
-        last(first(torch.ones(1, 4)).detach()).sum().backward()  # type: ignore[has-type]
+        first, _, last = e.model
+        nn.init.ones_(last.weight)
+        last(first(torch.ones(1, 4)).detach()).sum().backward()
         e.optimizer.step()
         e.optimizer.zero_grad()
     for a, b in zip(run_steps(plain), run_steps(fused), strict=True):

@@ -62,6 +62,7 @@ def test_a_model_is_not_made_parallel_twice(wrapper: str, is_optimizer_first: bo
     [
         ({"collate_fn": 3}, [("collate_fn is of type int", "list of samples")]),
         ({"collate_fn": lambda: 1}, [("collate_fn does not take one argument", "list")]),
+        ({"batch_transform": 3}, [("batch_transform is of type int", "(batch) → batch")]),
         (
             {"sampler": torch.utils.data.RandomSampler, "batch_sampler": 5},
             [

@@ -149,7 +149,7 @@ def test_what_cannot_be_saved_is_refused_at_once() -> None:
 
 def unsavable(cfg: Settings) -> echelon.Experiment:
     experiment = counting(cfg)
-    experiment.model.append(Keeper(object()))  # type: ignore[operator]
+    experiment.model.append(Keeper(object()))
     return experiment
 
 

@@ -62,7 +62,7 @@ def test_other_buffers_may_hold_infinities_and_no_nan() -> None:
 def test_the_state_of_the_optimizer_counts_but_not_its_single_numbers() -> None:
     experiment = build()
     check = FiniteCheck(experiment)
-    [weight, _] = experiment.model.layer.parameters()  # type: ignore[union-attr]
+    [weight, _] = experiment.model.layer.parameters()
     state = experiment.optimizer.state[weight]
     state["least_loss"] = torch.tensor(torch.inf)
     assert check.find_nonfinite(parts(experiment)) == []

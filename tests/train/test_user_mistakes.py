@@ -437,7 +437,7 @@ NONSENSE = {
     "a plateau": (
         SHORT,
         f"{SHORT}, schedule=Plateau(torch.optim.SGD(model.parameters()))",
-        ("ReduceLROnPlateau", "trainer.schedule=cosine"),
+        ("ReduceLROnPlateau", "another optimizer"),
     ),
     "one device": ("(cfg)", "(cfg, device)", ("'device'", "def experiment(cfg, devices)")),
     "settings one by one": ("(cfg)", "(width: int = 4)", ("width: int", "cfg.width")),

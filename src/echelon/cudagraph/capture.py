@@ -68,7 +68,13 @@ class StepCapture:
         Only full batches have the graph's shape. The smaller last batch of an epoch is never
         replayed.
         """
-        if self.has_given_up or total != self._batch_size or not isinstance(batch, BlockSlice):
+        if self.has_given_up or total != self._batch_size:
+            return False
+        if not isinstance(batch, BlockSlice):
+            if self._experiment.batch_transform is not None:
+                self._give_up("batch_transform does not return tensors with a row per sample")
+            return False
+        if self.graph is not None and not self.graph.fits(batch):  # made by a batch_transform
             return False
         if self.graph is None:
             self._steps_seen += 1
@@ -97,9 +103,12 @@ class StepCapture:
         if reason is None:
             reason = agree_on_obstacle(self._capture(block_slice, total), self._world_size)
         if reason is not None:
-            self.graph, self.has_given_up = None, True
-            report_obstacle(reason, self._is_required)
+            self._give_up(reason)
         return reason is None
+
+    def _give_up(self, reason: str) -> None:
+        self.graph, self.has_given_up = None, True
+        report_obstacle(reason, self._is_required)
 
     def _capture(self, block_slice: BlockSlice, total: int) -> str | None:
         """Captures the step; returns the reason where that failed."""

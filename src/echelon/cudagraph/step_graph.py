@@ -46,6 +46,12 @@ class BatchBlocks:
             device=block_slice.block[0].device,
         )
 
+    def fits(self, block: tuple[Tensor, ...]) -> bool:
+        """Return whether a block has the columns that the buffer was made for."""
+        return [t.shape[1:] for t in block] == self._shapes and [
+            t.dtype for t in block
+        ] == self._dtypes
+
     def load(self, block: tuple[Tensor, ...]) -> None:
         """Copies a block's full batches into the buffer. A smaller last batch is not the
         graph's."""
@@ -97,6 +103,11 @@ class StepGraph:
             result = body(self._blocks.select_batch(self._counters[:1]))
             self._ring.index_copy_(0, self._counters[1:], result.float().view(1, result_width))
             self._counters.add_(1)
+
+    def fits(self, block_slice: BlockSlice) -> bool:
+        """Return whether the step can be replayed for this batch."""
+        is_known = block_slice.block is self._loaded_block
+        return is_known or self._blocks.fits(block_slice.block)
 
     def replay(self, block_slice: BlockSlice) -> None:
         """Runs the step for this batch. Copies a new block in first, or moves the counter, where

@@ -48,6 +48,12 @@ def derive_collate_seed(first_seed: int) -> int:
     return first_seed ^ _COLLATE_BITS
 
 
+def derive_batch_seed(seed: int, step: int, rank: int) -> int:
+    """Return the seed of 64 bits of what a rank draws while it transforms its share of a batch."""
+    digest = shake_128(f"batches/{seed}/{step}/{rank}".encode()).digest(8)
+    return int.from_bytes(digest, "little")
+
+
 def seed_generators(seed: int) -> None:
     """Seeds `random`, numpy and torch's generator of the CPU, in about ten microseconds.
 

@@ -27,7 +27,7 @@ _USE_ROW_OPTIMIZER = (
     "give echelon.optim.RowAdam or echelon.optim.RowSGD, which take dense and sparse gradients, "
     "or build the table with sparse=False"
 )
-_STATE_METHODS = ("state_dict", "load_state_dict")
+STATE_METHODS = ("state_dict", "load_state_dict")
 _METRICS_REMEDY = (
     "give a torchmetrics.Metric, several as {name: Metric}, or a function without arguments that "
     "makes them"
@@ -47,38 +47,38 @@ def find_part_faults(experiment: Experiment) -> Iterator[Fault]:
     The caller has made sure that `model` is an `nn.Module` and `optimizer` a
     `torch.optim.Optimizer`; all other parts may be anything here.
     """
-    wrapper_fault = _find_wrapper_fault(experiment.model)
+    wrapper_fault = find_wrapper_fault(experiment.model)
     if wrapper_fault is not None:
         yield wrapper_fault
     else:  # a wrapper may replace the parameters, and the optimizer is not to blame for that
-        yield from _find_optimizer_faults(experiment.model, experiment.optimizer)
+        yield from find_optimizer_faults(experiment.model, experiment.optimizer)
     yield from _find_column_faults(experiment)
-    yield from _find_batch_faults(experiment)
+    yield from find_batch_faults(experiment)
     if isinstance(experiment.loss, type):
         yield Fault(
             f"the experiment's loss is {describe_wrong_type(experiment.loss)}",
             f"make one: loss={experiment.loss.__name__}()",
         )
-    elif callable(experiment.loss) and not _accepts_arguments(experiment.loss, 2):
+    elif callable(experiment.loss) and not accepts_arguments(experiment.loss, 2):
         yield Fault(
             "the experiment's loss does not take two arguments: "
-            f"{_format_signature(experiment.loss)}",
+            f"{format_signature(experiment.loss)}",
             "give (output, target) → Tensor",
         )
     yield from _find_count_faults(experiment.count)
     yield from _find_metric_faults(experiment.metrics)
-    yield from _find_evaluate_faults(experiment)
-    yield from _find_state_faults(experiment.state)
+    yield from find_evaluate_faults(experiment)
+    yield from find_state_faults(experiment.state)
     schedule, scaler = experiment.schedule, experiment.scaler
-    if schedule is not None and not _has_attributes(schedule, "step", *_STATE_METHODS):
+    if schedule is not None and not has_attributes(schedule, "step", *STATE_METHODS):
         yield Fault(
             f"the experiment's schedule is {describe_wrong_type(schedule)}",
             "give one of torch.optim.lr_scheduler, or what has its step and state_dict",
         )
     else:
         yield from _find_schedule_faults(schedule, experiment.optimizer)
-    if scaler is not None and not _has_attributes(
-        scaler, "scale", "unscale_", "step", "update", *_STATE_METHODS
+    if scaler is not None and not has_attributes(
+        scaler, "scale", "unscale_", "step", "update", *STATE_METHODS
     ):
         yield Fault(
             f"the experiment's scaler is {describe_wrong_type(scaler)}",
@@ -95,14 +95,14 @@ def _find_count_faults(count: Any) -> Iterator[Fault]:
             f"the experiment's count is {describe_wrong_type(count)}",
             'give a function, (output, target) → number, or "sum" for a loss that is a sum',
         )
-    elif not _accepts_arguments(count, 2):
+    elif not accepts_arguments(count, 2):
         yield Fault(
-            f"the experiment's count does not take two arguments: {_format_signature(count)}",
+            f"the experiment's count does not take two arguments: {format_signature(count)}",
             "give (output, target) → number",
         )
 
 
-def _has_attributes(part: Any, *names: str) -> bool:
+def has_attributes(part: Any, *names: str) -> bool:
     """Return whether `part` is an object, not a class, with all of these attributes."""
     return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
@@ -115,7 +115,7 @@ def describe_wrong_type(part: Any) -> str:
     return f"of type {type(part).__name__}"
 
 
-def _find_wrapper_fault(model: nn.Module) -> Fault | None:
+def find_wrapper_fault(model: nn.Module) -> Fault | None:
     """Return the fault of a model that is wrapped for several processes already, or has such a
     part."""
     for name, module in model.named_modules():
@@ -135,8 +135,6 @@ def _find_wrapper_fault(model: nn.Module) -> Fault | None:
 
 def _find_schedule_faults(schedule: Any, optimizer: Optimizer) -> Iterator[Fault]:
     """Yields the fault of a schedule that sets the rates of another optimizer."""
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return  # refused as such
     scheduled = getattr(schedule, "optimizer", optimizer)
     if scheduled is not optimizer:
         kind, own = type(schedule).__name__, type(optimizer).__name__
@@ -150,29 +148,31 @@ def _find_schedule_faults(schedule: Any, optimizer: Optimizer) -> Iterator[Fault
 # --- parameters ---
 
 
-def _find_optimizer_faults(model: nn.Module, optimizer: Optimizer) -> Iterator[Fault]:
+def find_optimizer_faults(
+    model: nn.Module, optimizer: Optimizer, which: str = "the optimizer"
+) -> Iterator[Fault]:
     """Yields what keeps the optimizer from training the model: foreign, frozen or missing
-    parameters."""
+    parameters. `which` names it in a fault."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     model_ids = {id(p) for p in model.parameters()}
     foreign_count = sum(id(p) not in model_ids for p in stepped)
     if foreign_count == len(stepped):
         yield Fault(
-            f"the optimizer trains {foreign_count} tensor(s), and none is a parameter of the model",
+            f"{which} trains {foreign_count} tensor(s), and none is a parameter of the model",
             "make it of the model that the experiment returns: "
             f"{type(optimizer).__name__}(model.parameters(), …)",
         )
     elif foreign_count:
         yield Fault(
-            f"the optimizer trains {foreign_count} tensor(s) that are not parameters of the model: "
+            f"{which} trains {foreign_count} tensor(s) that are not parameters of the model: "
             "they would be missing in snapshots and differ between processes",
             "make their module, such as a loss with weights, a part of the model: "
             "model.extra = module",
         )
     elif not any(p.requires_grad for p in stepped):
-        whose = "optimizer" if any(p.requires_grad for p in model.parameters()) else "model"
+        whose = which if any(p.requires_grad for p in model.parameters()) else "the model"
         yield Fault(
-            f"every parameter of the {whose} is frozen (requires_grad=False), so there is nothing "
+            f"every parameter of {whose} is frozen (requires_grad=False), so there is nothing "
             "to train",
             "keep requires_grad=True for the parameters to train, and give them to the optimizer",
         )
@@ -234,25 +234,29 @@ def _find_column_faults(experiment: Experiment) -> Iterator[Fault]:
         if columns is None or experiment.predict is not None or _has_custom_call(model):
             continue
         inputs = len(columns) - 1
-        if not _accepts_arguments(model.forward, inputs):
+        if not accepts_arguments(model.forward, inputs):
             yield Fault(
                 f"{name} is {len(columns)} tensor(s), the last of them the target, so the model "
-                f"is called with {inputs} input(s), but it is {_format_signature(model.forward)}",
+                f"is called with {inputs} input(s), but it is {format_signature(model.forward)}",
                 "give (*inputs, target), or say how a batch is used: echelon.Experiment(…, "
                 "predict=lambda model, batch: (model(…), target))",
             )
 
 
-def _find_batch_faults(experiment: Experiment) -> Iterator[Fault]:
-    """Yields what is wrong with how batches are made: collate_fn, samplers and loader."""
-    collate = experiment.collate_fn
-    if collate is not None and (not callable(collate) or not _accepts_arguments(collate, 1)):
-        found = (
-            f"does not take one argument: {_format_signature(collate)}"
-            if callable(collate)
-            else f"is {describe_wrong_type(collate)}"
-        )
-        yield Fault(f"the experiment's collate_fn {found}", "give (list of samples) → batch")
+def find_batch_faults(experiment: Experiment) -> Iterator[Fault]:
+    """Yields what is wrong with how batches are made: functions of them, samplers and loader."""
+    functions = {
+        "collate_fn": (experiment.collate_fn, "give (list of samples) → batch"),
+        "batch_transform": (experiment.batch_transform, "give (batch) → batch"),
+    }
+    for name, (function, remedy) in functions.items():
+        if function is not None and not (callable(function) and accepts_arguments(function, 1)):
+            found = (
+                f"does not take one argument: {format_signature(function)}"
+                if callable(function)
+                else f"is {describe_wrong_type(function)}"
+            )
+            yield Fault(f"the experiment's {name} {found}", remedy)
     for name in ("sampler", "batch_sampler"):
         if (sampler := getattr(experiment, name)) is not None:
             yield from _find_sampler_faults(name, sampler)
@@ -291,7 +295,7 @@ def _has_custom_call(model: nn.Module) -> bool:
     return bool(model._forward_pre_hooks) or type(model).__call__ is not nn.Module.__call__
 
 
-def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
+def accepts_arguments(function: Callable[..., Any], count: int) -> bool:
     """Return whether a function can be called with `count` positional arguments.
 
     Also true where the signature is unknown, as it is for functions that are not written in Python.
@@ -307,7 +311,7 @@ def _accepts_arguments(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _format_signature(function: Callable[..., Any]) -> str:
+def format_signature(function: Callable[..., Any]) -> str:
     """Formats a function with its parameters, such as `Net.forward(x, mask)`."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{name}{inspect.signature(function)}"
@@ -316,12 +320,13 @@ def _format_signature(function: Callable[..., Any]) -> str:
 # --- an evaluation and state of the experiment's own ---
 
 
-def _find_evaluate_faults(experiment: Experiment) -> Iterator[Fault]:
+def find_evaluate_faults(experiment: Experiment) -> Iterator[Fault]:
+    """Yields what is wrong with an evaluation of the experiment's own."""
     evaluate = experiment.evaluate
     if evaluate is None:
         return
-    if not callable(evaluate) or not _accepts_arguments(evaluate, 2):
-        found = _format_signature(evaluate) if callable(evaluate) else describe_wrong_type(evaluate)
+    if not callable(evaluate) or not accepts_arguments(evaluate, 2):
+        found = format_signature(evaluate) if callable(evaluate) else describe_wrong_type(evaluate)
         yield Fault(
             f"the experiment's evaluate does not take a model and batches: it is {found}",
             "give (model, batches) → {name: (sum, count)}",
@@ -333,7 +338,8 @@ def _find_evaluate_faults(experiment: Experiment) -> Iterator[Fault]:
         )
 
 
-def _find_state_faults(state: Any) -> Iterator[Fault]:
+def find_state_faults(state: Any) -> Iterator[Fault]:
+    """Yields what is wrong with the experiment's state."""
     if state is None:
         return
     if not isinstance(state, Mapping):
@@ -347,7 +353,7 @@ def _find_state_faults(state: Any) -> Iterator[Fault]:
                 f"the experiment's state has a part named {name!r}",
                 "give it another name, as a text; those that begin with trainer. are Echelon's",
             )
-        if not _has_attributes(part, *_STATE_METHODS):
+        if not has_attributes(part, *STATE_METHODS):
             yield Fault(
                 f"the experiment's state {name!r} is {describe_wrong_type(part)}",
                 "give an object with state_dict() and load_state_dict(state)",
@@ -370,14 +376,14 @@ def get_named_metrics(metrics: Any) -> dict[str, Any]:
     """
     if metrics is None:
         return {}
-    if isinstance(metrics, Mapping) or _has_attributes(metrics, "items"):
+    if isinstance(metrics, Mapping) or has_attributes(metrics, "items"):
         named = {f"metric {name!r}": (name, metric) for name, metric in metrics.items()}
     else:
         named = {"metrics": (type(metrics).__name__.lower(), metrics)}
     faults = [
         Fault(f"the experiment's {which} is {describe_wrong_type(metric)}", _METRICS_REMEDY)
         for which, (_, metric) in named.items()
-        if not _has_attributes(metric, *_METRIC_ATTRIBUTES)
+        if not has_attributes(metric, *_METRIC_ATTRIBUTES)
     ]
     if faults:
         raise EchelonError(*faults)
@@ -386,7 +392,7 @@ def get_named_metrics(metrics: Any) -> dict[str, Any]:
 
 def _find_metric_faults(metrics: Any) -> Iterator[Fault]:
     if is_metrics_factory(metrics):
-        if not _accepts_arguments(metrics, 0):
+        if not accepts_arguments(metrics, 0):
             yield Fault(
                 "the experiment's metrics is a function that takes arguments", _METRICS_REMEDY
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.experiment.error_hints import make_batch_type_error
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
 Evaluate = Callable[[nn.Module, Iterator[Any]], Mapping[str, tuple[Any, Any]]]
+Step = Callable[[Any, Any], Mapping[str, Any] | None]
 
 
 @dataclass
@@ -48,9 +49,10 @@ class Experiment:
     Parameters:
 
     model       The nn.Module to train. It is moved to its device for you and put in training mode,
-                except for frozen parts that are in eval mode.
+                except for frozen parts that are in eval mode. With step, several by name are
+                accepted: {"generator": generator, "discriminator": discriminator}.
     optimizer   A torch.optim.Optimizer of the model's parameters. Models with sparse embeddings use
-                echelon.optim.RowAdam or RowSGD.
+                echelon.optim.RowAdam or RowSGD. With step, several by name are accepted.
     loss        A function: loss(output, target) returns a tensor with one number, the mean over the
                 samples of the batch, as most losses of torch.nn.functional do. For torch's own
                 losses other means are known too: ignore_index, class weights, reduction="sum".
@@ -66,7 +68,9 @@ class Experiment:
                 for the import of torchmetrics.
     schedule    A learning-rate schedule of your own (torch.optim.lr_scheduler). It is stepped once
                 per optimizer step, not per epoch: echelon.TrainingInfo counts the steps. Without
-                it, trainer.schedule and trainer.warmup_steps decide.
+                it, trainer.schedule and trainer.warmup_steps decide. ReduceLROnPlateau is stepped
+                after every evaluation, with the number that trainer.best names. With step, several
+                by name are accepted.
     scaler      A torch.amp.GradScaler for half precision. It scales the loss, and skips a step
                 whose gradients overflow. With trainer.precision=fp16 one is made for you.
     predict     predict(model, batch) returns (output, target). Without it a batch is
@@ -116,15 +120,44 @@ class Experiment:
                 lists, tuples, numbers, texts and tensors. Rank 0's parts are saved, and restored on
                 every rank, so they must be equal on all ranks. Where they are not, saving fails
                 with a sentence.
+    batch_transform  batch_transform(batch) returns a training batch with random changes, such as
+                mixup, crops or flips of all its images at once. It is called with this process's
+                share of the batch, on the device, and returns as many samples. What it draws from
+                random, numpy and torch depends on the seed, the step and the rank:
+
+                    def batch_transform(batch):
+                        images, labels = batch
+                        share = torch.rand(len(images), 1, 1, 1, device=images.device)
+                        return images * share + images.flip(0) * (1 - share), labels
+    step        A step of your own, in the place of loss, for several losses, models or optimizers:
+                step(batch, session) is called with this process's share of every batch and an
+                echelon.Session. It computes the gradients with session.backward, steps with
+                session.step, and returns the numbers to log, or None:
+
+                    def step(batch, session):
+                        images, _ = batch
+                        loss_d = judge(images) + judge(generator(draw(images)).detach())
+                        session.backward(loss_d)
+                        session.step(optimizer_d)
+                        loss_g = fool(generator(draw(images)))
+                        session.backward(loss_g)
+                        session.step(optimizer_g, clip=1.0)
+                        return {"loss_d": loss_d, "loss_g": loss_g}
+
+                No gradients are left from one call to the next. train_data may be left out: batch
+                is then the number of the step, from 1, and trainer.steps says how many there are.
+                eval_data is evaluated by evaluate, which gets several models as an nn.ModuleDict.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Callable[[Any, Any], Tensor]
-    train_data: Any
+    # Any, where with `step` a mapping of names is given as well: nearly all of Echelon sees one
+    # model, one optimizer and a loss.
+    model: Any
+    optimizer: Any
+    loss: Any = None
+    train_data: Any = None
     eval_data: Any = None
     metrics: Metrics | Callable[[], Metrics] | None = None
-    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    schedule: Any = None
     scaler: torch.amp.GradScaler | None = None
     predict: Predict | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -134,6 +167,18 @@ class Experiment:
     count: Count | None = None
     evaluate: Evaluate | None = None
     state: Mapping[str, Any] | None = None
+    batch_transform: Callable[[Any], Any] | None = None
+    step: Step | None = None
+
+
+def name_parts(kind: str, given: Any) -> dict[str, Any]:
+    """Return what an experiment gives as one part, or as several by name, under the names of parts
+    of a snapshot: {"optimizer": …}, or {"optimizer-generator": …, "optimizer-discriminator": …}."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {f"{kind}-{name}": part for name, part in given.items()}
+    return {kind: given}
 
 
 def default_predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from echelon.experiment.checks import describe_wrong_type, find_part_faults
 from echelon.experiment.definition import Experiment
 from echelon.experiment.loss_counts import infer_count
 from echelon.experiment.settings_declaration import build_settings, list_provided_parameters
+from echelon.experiment.step_checks import find_step_faults, join_models
 from echelon.experiment.training_info import TrainingInfo, find_info_parameter
 
 _is_loading = False
@@ -122,6 +123,9 @@ def build_experiment(
     result = call_function(function, entry, settings, **given)
     _require_valid(result, entry)
     experiment: Experiment = result
+    if experiment.step is not None:
+        experiment.model = join_models(experiment.model)
+        return experiment, accepts_devices(function)
     # Now, as the loss may be wrapped later and would not be recognised any more.
     experiment.count = experiment.count or infer_count(experiment.loss)
     return experiment, accepts_devices(function)
@@ -163,6 +167,17 @@ def _require_valid(experiment: Any, entry: str) -> None:
             f"experiment={entry} returned {type(experiment).__name__}, not an echelon.Experiment",
             "return echelon.Experiment(model=…, optimizer=…, loss=…, train_data=…)",
         )
+    faults = list(
+        find_step_faults(experiment)
+        if experiment.step is not None
+        else _find_faults_without_step(experiment)
+    )
+    if faults:
+        raise EchelonError(*faults)
+
+
+def _find_faults_without_step(experiment: Experiment) -> list[Fault]:
+    """Return the faults of an experiment that Echelon makes the steps of."""
     faults = []
     expected = {
         "model": (nn.Module, "give a torch.nn.Module"),
@@ -174,6 +189,8 @@ def _require_valid(experiment: Any, entry: str) -> None:
             if isinstance(value, type) and issubclass(value, kind):
                 given = "…" if part == "model" else "model.parameters(), …"
                 hint = f"make one: {part}={value.__name__}({given})"
+            if isinstance(value, Mapping):
+                hint = "give one, or say how several are trained: echelon.Experiment(…, step=…)"
             faults.append(Fault(f"the experiment's {part} is {describe_wrong_type(value)}", hint))
     if not faults:
         faults += find_part_faults(experiment)
@@ -185,20 +202,18 @@ def _require_valid(experiment: Any, entry: str) -> None:
                 "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
             )
         )
-    if isinstance(experiment.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if experiment.loss is None:
         faults.append(
             Fault(
-                "the schedule ReduceLROnPlateau waits for a number of every evaluation, but a "
-                "schedule here is stepped once per optimizer step, without one",
-                "leave it out and set trainer.schedule=cosine, or give another scheduler",
+                "the experiment has neither a loss nor a step",
+                "give loss=…, (output, target) → Tensor, or step=… for a step of your own",
             )
         )
-    if not callable(experiment.loss):
+    elif not callable(experiment.loss):
         faults.append(
             Fault("the experiment's loss cannot be called", "give (output, target) → Tensor")
         )
-    if faults:
-        raise EchelonError(*faults)
+    return faults
 
 
 def _make_usage_error(what: str, do: str) -> EchelonError:

@@ -49,8 +49,8 @@ def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
         group["fused"] = True
     create_momentum_buffers(optimizer)
     # torch's constructors set these two attributes where fused=True is passed.
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = True
+    optimizer._need_device_dtype_check_for_fused = True
     _move_step_counts(optimizer)
 
 

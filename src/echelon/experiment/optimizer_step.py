@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
 from echelon.experiment.definition import Experiment
+from echelon.experiment.schedule_length import waits_for_metric
 
 
 def update_weights(
@@ -23,7 +24,8 @@ def update_weights(
     Gradients are the same on all ranks by then, so all ranks skip an overflow or none does.
     1. Unscale first: a norm to clip by means nothing for scaled gradients.
     2. The scaler makes the optimizer step itself, because it skips the step on an overflow.
-    3. The schedule comes last, as torch requires it after the optimizer.
+    3. The schedule comes last, as torch requires it after the optimizer. One that waits for an
+       evaluation is stepped there.
     """
     optimizer, scaler = experiment.optimizer, experiment.scaler
     if scaler is not None:
@@ -35,7 +37,7 @@ def update_weights(
         scaler.update()
     else:
         step_optimizer()
-    if experiment.schedule is not None:
+    if experiment.schedule is not None and not waits_for_metric(experiment.schedule):
         experiment.schedule.step()
 
 

@@ -1,5 +1,5 @@
-"""How long a schedule of the experiment's own is: whether it fits the training, and which length
-holds after a resume."""
+"""When a schedule of the experiment's own is stepped, and how long it is: whether it fits the
+training, and which length holds after a resume."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ _LENGTH_ATTRIBUTES = (
     *(*_LENGTHS.values(), "milestones", "total_steps"),
     *("_schedule_phases", "_milestones"),  # what OneCycleLR and SequentialLR make of theirs
 )
+
+
+def waits_for_metric(schedule: Any) -> bool:
+    """Return whether a schedule is stepped after an evaluation, with a number of it."""
+    return isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
 
 
 def load_schedule_state(schedule: Any, state: Mapping[str, Any]) -> None:

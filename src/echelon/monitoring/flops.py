@@ -103,7 +103,7 @@ class FlopsCounter:
         counter = FlopCounterMode(display=False)
         with counter:
             output, target = self._predict(model, data)
-            self._loss(output, target).backward()  # type: ignore[no-untyped-call]
+            self._loss(output, target).backward()
         return float(counter.get_total_flops())
 
 

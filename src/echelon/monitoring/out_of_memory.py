@@ -65,7 +65,7 @@ def explain_out_of_memory(
     """In sentences: for the person whose model it is, who knows its traceback by heart."""
     on_gpu = get_process_devices(world)[0].type == "cuda"
     memory_use = MemoryUse.measure_training(training)
-    is_evaluating = training is not None and training.is_evaluating
+    is_evaluating = training is not None and training.evaluations.is_running
     is_check = training is not None and training.is_sanity_check
     what = [
         _describe_request(str(error), world, on_gpu),

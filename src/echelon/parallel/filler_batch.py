@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import BatchSource
 
 
@@ -17,13 +18,17 @@ class FillerBatch:
     One sample, as the others have then: shares of a batch differ by one sample at most.
     """
 
-    def __init__(self, source: BatchSource, device: torch.device) -> None:
-        self._source, self._device = source, device
+    def __init__(
+        self, source: BatchSource, device: torch.device, transform: BatchTransform | None = None
+    ) -> None:
+        self._source, self._device, self._transform = source, device, transform
         self._data: Any = None
 
     def __call__(self) -> Any:
         if self._data is None:
             self._data = self._source.fetch_batch(_FirstSampleOrder(), 0, self._device).data
+            if self._transform is not None:
+                self._data = self._transform.transform_data(self._data, 1, step=0)
         return self._data
 
 

@@ -63,7 +63,8 @@ class FSDPReplica:
         heartbeat: Heartbeat,
         get_filler_batch: Callable[[], Any],
     ) -> None:
-        assert isinstance(experiment.model, FSDPModule)
+        root = experiment.model
+        assert isinstance(root, FSDPModule)
         self.experiment = experiment
         self.heartbeat = heartbeat
         most = trainer.clip
@@ -72,7 +73,7 @@ class FSDPReplica:
         self.world_size = world.size
         self.readback_interval_steps = READBACK_STEPS[device.type]
         self._parameters = TrainedParameters(experiment.model, experiment.optimizer)
-        self._root: FSDPModule = experiment.model
+        self._root = root
         self._buffers = list(experiment.model.buffers())
         self._predict = experiment.predict or default_predict
         self._get_filler_batch = get_filler_batch

@@ -87,7 +87,8 @@ def load(
     finally:
         restore_rng_state(rng_row)
     load_model(experiment, weights)
-    return experiment.model.to(place).eval()
+    model: nn.Module = experiment.model
+    return model.to(place).eval()
 
 
 def _choose_snapshot(run: Run, which: str | int) -> Snapshot:

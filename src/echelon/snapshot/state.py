@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
-from echelon.experiment.definition import Experiment
+from echelon.experiment.definition import Experiment, name_parts
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.parallel.model_parallel import get_process_devices
@@ -84,7 +84,7 @@ def collect_state(
     """Return the parts of a snapshot on rank 0 and an empty dict on other ranks. A collective,
     for the random states."""
     rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
-    _require_equal_parts(experiment, group)
+    require_equal_state(experiment.state, group)
     if group.world.rank != 0:
         return {}
     return {**collect_parts(experiment, optimizer_flags), "rng": {"ranks": torch.stack(rng_rows)}}
@@ -107,14 +107,14 @@ def collect_parts(experiment: Experiment, optimizer_flags: OptimizerFlags) -> di
     return parts
 
 
-def _require_equal_parts(experiment: Experiment, group: RankGroup) -> None:
-    """Raise EchelonError on all ranks where a part of the experiment's state differs between them:
+def require_equal_state(state: Mapping[str, Any] | None, group: RankGroup) -> None:
+    """Raise EchelonError on all ranks where a part of an experiment's state differs between them:
     rank 0's would be restored on all. A collective."""
-    if not experiment.state or group.world.size == 1:
+    if not state or group.world.size == 1:
         return
     rows = {
         name: pack_tree(to_plain_tree(part.state_dict(), (STATE_PART, name)))
-        for name, part in experiment.state.items()
+        for name, part in state.items()
         if name != EMA_NAME  # which is made of the weights, and equal as they are
     }
     digests = {name: xxhash.xxh3_128_hexdigest(row.numpy().data) for name, row in rows.items()}
@@ -155,8 +155,8 @@ def require_savable(experiment: Experiment) -> None:
         faults += find_unsavable_values(module.get_extra_state(), where)
     for name, part in (experiment.state or {}).items():
         faults += find_unsavable_values(part.state_dict(), (STATE_PART, name))
-    if experiment.schedule is not None:
-        faults += find_unsavable_values(experiment.schedule.state_dict(), ("schedule",))
+    for name, schedule in name_parts("schedule", experiment.schedule).items():
+        faults += find_unsavable_values(schedule.state_dict(), (name,))
     if faults:
         raise EchelonError(*faults)
 

@@ -40,12 +40,15 @@ class TrainingDisplay:
         self.total = total_steps
         self.next_draw = 0.0
         self.latest: dict[str, Any] = {}
+        self._shown = "loss"
 
-    def update_progress(self, line: dict[str, Any]) -> None:
+    def update_progress(self, line: dict[str, Any], shown: str = "loss") -> None:
         """Take a line of training metrics, and draw if the last drawing is long enough ago.
 
-        Values that this line lacks are drawn as an earlier line had them.
+        Values that this line lacks are drawn as an earlier line had them. `shown` is the number
+        that is drawn: the loss, or the first of several.
         """
+        self._shown = shown
         self.latest.update(line)
         now = time.monotonic()
         if now >= self.next_draw:
@@ -54,6 +57,10 @@ class TrainingDisplay:
 
     def draw(self, line: dict[str, Any]) -> None:
         """Show these values now."""
+
+    def format_shown(self, line: dict[str, Any]) -> str:
+        """Return the number that is drawn, with its name."""
+        return f"{self._shown} {line[self._shown]:.5g}"
 
     def close(self) -> None:
         """Show the last values, and leave the terminal to others."""
@@ -70,10 +77,6 @@ def join_texts_that_fit(texts: list[str], room: int) -> str:
     return shown
 
 
-def _format_loss(line: dict[str, Any]) -> str:
-    return f"loss {line['loss']:.5g}"
-
-
 class ProgressLines(TrainingDisplay):
     """Prints a line at most every two seconds."""
 
@@ -84,7 +87,7 @@ class ProgressLines(TrainingDisplay):
         print(
             step,
             f"epoch {line['epoch']}",
-            _format_loss(line),
+            self.format_shown(line),
             *format_speed(line),
             sep="  ",
             file=sys.stderr,
@@ -123,7 +126,7 @@ class ProgressBar(TrainingDisplay):
         said = [
             f"epoch {line['epoch']}",
             f"{line['step']}/{self.total}",
-            _format_loss(line),
+            self.format_shown(line),
             _REMAINING_TIME,
         ]
         room = self._bar.console.width - _MIN_BAR_WIDTH - sum(len(text) + 1 for text in said)
@@ -131,7 +134,7 @@ class ProgressBar(TrainingDisplay):
             self._task,
             completed=line["step"],
             epoch=line["epoch"],
-            loss=_format_loss(line),
+            loss=self.format_shown(line),
             pace=join_texts_that_fit(format_speed(line), room),
         )
         self._bar.refresh()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.config.schema import Config, Interval
+from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import Batch, BatchOrder, BatchSource, BlockSlice
 from echelon.data.epoch_plan import EpochPlan, TrainOrder
 from echelon.errors import EchelonError, ExitCode, Fault
@@ -30,10 +30,7 @@ from echelon.parallel.replica import StepRequests, StepResult
 from echelon.runs.metrics_file import MetricsLine
 from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.state import collect_state
-from echelon.tracking.tracker import is_better
-from echelon.train.best_metric import make_unknown_best_error
-from echelon.train.early_stop import EarlyStop
-from echelon.train.evaluate import Evaluator
+from echelon.train.evaluations import Evaluations
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import make_nonfinite_error
 from echelon.train.run_output import RunOutput
@@ -86,16 +83,15 @@ class Training(RunOutput):
     """A run in progress on one rank."""
 
     config: Config
-    group: RankGroup
     experiment: Experiment
     source: BatchSource
     plan: EpochPlan
-    evaluator: Evaluator | None
+    evaluations: Evaluations
     stop: StopSignals
     device: torch.device
     optimizer_flags: OptimizerFlags
     finite_check: FiniteCheck
-    early_stop: EarlyStop | None = None
+    transform: BatchTransform | None = None
     average: WeightAverage | None = None
     schedule: LRSchedule = field(init=False)
     replica: DDPReplica | FSDPReplica = field(init=False)
@@ -111,14 +107,6 @@ class Training(RunOutput):
     """The step that this process began after."""
     samples: int = 0
     """Samples of all ranks since the beginning: the one number that says where a run is."""
-    best_value: float | None = None
-    saved_step: int | None = None
-    is_evaluation_left: bool = False
-    """Whether this step is saved, but the evaluation that was due after it is not made yet."""
-    is_evaluating: bool = False
-    """Stays True if an evaluation fails, so that a report of the failure can say so."""
-    is_sanity_check: bool = False
-    """The same for the evaluation of a few batches before the first step."""
     first_weights: dict[str, Tensor] | None = None
     """Those of a small model, to find the cause of a loss that is not finite."""
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND_STEPS))
@@ -126,8 +114,6 @@ class Training(RunOutput):
     readback: ReadbackSchedule = field(default_factory=ReadbackSchedule)
     _unlogged_losses: list[float] = field(default_factory=list)
     _unwritten_lines: deque[MetricsLine] = field(default_factory=deque)
-    _evaluated_step: int | None = None
-    _eval_results: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dataset_size = self.plan.epoch_samples
@@ -146,15 +132,10 @@ class Training(RunOutput):
             info["best"],
             info["folder"],
         )
-        self._unlogged_losses, self._eval_results = info["losses"], info["results"]
-        self._evaluated_step = info["evaluated_step"]
+        self._unlogged_losses = info["losses"]
         set_trained_flags(self.experiment.model, info.get("changed_parameters", {}))
         is_own = Path(info["folder"]).parent == self.run.snapshots_folder
-        self.is_evaluation_left = (
-            is_own and self.evaluator is not None and info.get("evaluation_left", False)
-        )
-        if self.early_stop is not None:
-            self.early_stop.load_state_dict(info.get("early_stop") or {})
+        self.evaluations.restore(info, is_own)
         batch_size = self.config.trainer.batch_size
         if self.plan.count_partial_samples(self.samples):
             raise EchelonError(
@@ -166,7 +147,7 @@ class Training(RunOutput):
                 )
             )
         self.total_steps = self.schedule.total_steps = self._count_total_steps()
-        self._stop_early_if_due()
+        self.evaluations.stop_early_if_due(self)
 
     def _count_total_steps(self) -> int:
         """Return the steps made so far, perhaps with another batch size, plus those left in the
@@ -178,11 +159,6 @@ class Training(RunOutput):
         left = sum(map(self.plan.count_batches, range(epoch, trainer.epochs or 0)))
         return self.step + max(0, left - done)
 
-    @property
-    def has_evaluated(self) -> bool:
-        """Whether an evaluation of this run has passed, in this process or before."""
-        return self._evaluated_step is not None
-
     # --- from step to step ---
 
     def iter_epoch(self) -> Iterator[tuple[Batch | BlockSlice, int]]:
@@ -191,12 +167,21 @@ class Training(RunOutput):
         epoch, first = self.plan.locate(self.step, self.samples)
         order = self.make_order(epoch)
         batches = self.source.iter_batches(order, first, self.device, self._make_next_order)
+        if self.transform is not None:
+            batches = self._iter_transformed(self.transform, batches)
         for number, batch in enumerate(self.speed.sample_batches(batches, self.replica), first):
             total = order.count_samples(number)
             if self.check_first_batch is not None:
                 self.check_first_batch(self, batch, total)
                 self.check_first_batch = None
             yield batch, total
+
+    def _iter_transformed(
+        self, transform: BatchTransform, batches: Iterator[Batch | BlockSlice]
+    ) -> Iterator[Batch | BlockSlice]:
+        """Yields the batches as the experiment's `batch_transform` makes them for their steps."""
+        for batch in batches:
+            yield transform.transform(batch, self.step)
 
     def make_order(self, epoch: int) -> TrainOrder:
         """Return which samples this rank takes in an epoch, batch by batch."""
@@ -212,8 +197,7 @@ class Training(RunOutput):
     def close_sources(self) -> None:
         """Ends the processes that load data."""
         self.source.close()
-        if self.evaluator is not None and self.evaluator.source is not None:
-            self.evaluator.source.close()
+        self.evaluations.close_source()
 
     def count_step(self, total: int) -> None:
         """Advances the position by one step over `total` samples, and lets the heartbeat know."""
@@ -355,78 +339,20 @@ class Training(RunOutput):
 
     def finish_evaluation(self) -> None:
         """Evaluates the step that the run resumes from, where it ended before it had done so."""
-        if self.is_evaluation_left:
+        if self.evaluations.is_left:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Evaluates, unless this step has been evaluated already.
+        """Evaluates, unless this step has been evaluated already."""
+        if self.evaluations.evaluate(self, self.epoch):
+            self.speed.restart_interval(self.step, self.samples)
 
-        The results are added to the snapshot of this step. Where it was not saved, it is saved now
-        if it is the best.
-        """
-        if self.evaluator is None or self._evaluated_step == self.step:
-            return
-        self.heartbeat.suspend()
-        if self.is_evaluation_left:
-            self._wait_for_save()
-        self.is_evaluating = True
-        results = self.evaluator()
-        self.is_evaluating = self.is_evaluation_left = False
-        self._eval_results, self._evaluated_step = results, self.step
-        is_best = self._update_best(results)
-        if self.early_stop is not None:
-            self.early_stop.record_results(results)
-        if self.trackers:
-            numbers = {f"eval_{k}": v for k, v in results.items()}
-            self.log_to_trackers({"step": self.step, "epoch": self.epoch, **numbers})
-            shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
-            print(f"evaluated after step {self.step}: {shown}", file=sys.stderr)
-        self._stop_early_if_due()
-        self.heartbeat.beat()
-        if self.saved_step != self.step and is_best:
-            self.save(is_best=True)
-        elif self.saved_step == self.step and self.writer is not None:
-            self.writer.record_evaluation(self.step, self._describe_evaluation(), is_best)
-        self.speed.restart_interval(self.step, self.samples)
-
-    def _stop_early_if_due(self) -> None:
-        """Makes this step the last one where `trainer.early_stop` asks for it."""
-        if self.early_stop is None or not self.early_stop.is_reached:
-            return
-        if self.group.world.rank == 0 and self.step < self.total_steps:
-            reason = self.early_stop.describe()
-            print(
-                f"finished early after step {self.step} of {self.total_steps}: {reason}",
-                file=sys.stderr,
-            )
-        self.total_steps = self.step
-
-    def _wait_for_save(self) -> None:
-        """Waits on all ranks until the snapshot of this step is on disk: an evaluation may end any
-        of them, even without a word."""
-        self.report_saves(self.writer.wait() if self.writer is not None else [])
-        self.group.is_any_true(False)
-
-    def _update_best(self, results: dict[str, float]) -> bool:
-        """Return whether the number that `trainer.best` names is the best so far, and keep it
-        then."""
-        name = self.config.trainer.best
-        if name not in results:
-            raise make_unknown_best_error(name, results)
-        if is_better(results[name], self.best_value, self.config.trainer.best_is):
-            self.best_value = results[name]
-            return True
-        return False
-
-    def save(self, is_evaluation_left: bool = False, is_best: bool = False) -> None:
-        """Saves a snapshot, unless this step has been saved already. All ranks take part.
-
-        `is_evaluation_left` is set where an evaluation of this step follows.
-        """
+    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
+        """Saves a snapshot, unless this step has been saved already. All ranks take part."""
         if self.step in (0, self.saved_step):
             return
         self.saved_step, self.unsaved_reason = self.step, None
-        self.is_evaluation_left = is_evaluation_left and self.evaluator is not None
+        self.evaluations.is_left = is_evaluation_left and self.evaluations.evaluator is not None
         self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_state(self.experiment, self.optimizer_flags, self.group)
         self._require_finite(parts)
@@ -454,17 +380,7 @@ class Training(RunOutput):
             "fingerprint": self.config.compute_numerics_fingerprint(),
             "world_size": self.group.world.size,
             "wandb_run_id": self.run.read_wandb_id(),
-            **self._describe_evaluation(),
-        }
-
-    def _describe_evaluation(self) -> dict[str, Any]:
-        """Return what a snapshot says of the last evaluation."""
-        return {
-            "best": self.best_value,
-            "results": self._eval_results,
-            "evaluated_step": self._evaluated_step,
-            "evaluation_left": self.is_evaluation_left,
-            "early_stop": None if self.early_stop is None else self.early_stop.state_dict(),
+            **self.evaluations.describe(self.best_value),
         }
 
     def _find_changed_parameters(self) -> dict[str, bool]:

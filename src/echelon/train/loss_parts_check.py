@@ -50,7 +50,8 @@ def check_loss_of_parts(t: Training, batch: Batch | BlockSlice, total: int) -> N
     t.heartbeat.suspend()
     is_shared_evenly = total % t.group.world.size == 0 or t.config.replica.kind == "fsdp"
     watch = nullcontext() if is_shared_evenly else ShapeComparison(total)
-    with leave_no_trace(t), torch.no_grad(), use_eval_mode(t.experiment.model), watch:
+    no_trace = leave_no_trace(t.experiment.model, t.group.world, t.device)
+    with no_trace, torch.no_grad(), use_eval_mode(t.experiment.model), watch:
         found = t.group.gather_json(_compare_halves(t, batch))
     t.heartbeat.beat()
     if t.group.world.rank == 0 and (warnings := [text for text in found if text]):

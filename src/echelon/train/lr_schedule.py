@@ -41,7 +41,8 @@ class LRSchedule:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups. Read each time, because loading a state dict replaces
         them."""
-        return self.optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     def compute_factor(self, step: int) -> float:
         """Return the factor for the update from `step` to `step + 1`: warm-up first, then the

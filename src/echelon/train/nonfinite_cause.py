@@ -208,6 +208,8 @@ class StepShare(NamedTuple):
     data: Any
     samples: list[int]
     """Their indices in train_data."""
+    origin: str = "train_data"
+    """Where the numbers come from."""
 
 
 def _read_share(t: Training, step: int) -> StepShare | None:
@@ -223,7 +225,11 @@ def _read_share(t: Training, step: int) -> StepShare | None:
     batch = t.source.fetch_batch(order, first, t.device)
     if not counts[0]:
         return None
-    return StepShare(batch.data, indices[: counts[0]].tolist())
+    share = StepShare(batch.data, indices[: counts[0]].tolist())
+    if t.transform is None or _find_bad_value(share):
+        return share
+    data = t.transform.transform(batch, step - 1).data
+    return share._replace(data=data, origin="train_data, after batch_transform,")
 
 
 def _search_samples(
@@ -240,7 +246,7 @@ def _search_samples(
         share.data, len(share.samples), t.config.trainer.accumulate
     ):
         if count and find_fault(data, count):
-            piece = StepShare(data, share.samples[start : start + count])
+            piece = share._replace(data=data, samples=share.samples[start : start + count])
             piece, fault = _narrow_down(piece, find_fault)
             if found := _find_bad_value(piece):
                 return NonfiniteCause(f"{found}{at}", fix_sample)
@@ -282,7 +288,7 @@ def _narrow_down(
         samples = (share.samples[:half], share.samples[half:])
         for (data, count), own in zip(pieces, samples, strict=True):
             if found := find_fault(data, count):
-                share, fault = StepShare(data, own), found
+                share, fault = share._replace(data=data, samples=own), found
                 break
         else:
             break
@@ -301,7 +307,7 @@ def _find_bad_value(share: StepShare) -> str | None:
         row = int((~values.isfinite()).any(1).nonzero()[0])
         value = values[row][~values[row].isfinite()][0].item()
         place = keystr(path).strip("[]") if len(path) == 1 else keystr(path)
-        return f"sample {share.samples[row]} of train_data has {value} in column {place}"
+        return f"sample {share.samples[row]} of {share.origin} has {value} in column {place}"
     return None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Config
+from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import EvalOrder, TensorSource
 from echelon.data.epoch_plan import make_epoch_plan
 from echelon.errors import EchelonError, Fault
@@ -53,7 +54,7 @@ from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import (
-    make_early_stop,
+    make_evaluations,
     make_evaluator,
     open_data,
     resolve_best,
@@ -82,6 +83,30 @@ def load_training_function(config: Config, run: Run, world: World) -> Callable[.
     return load_function(run.get_entry_point(config, world.node_rank))
 
 
+def build_parts(
+    config: Config, run: Run, group: RankGroup, function: Callable[..., Any]
+) -> tuple[Experiment, bool]:
+    """Return the experiment, and whether its function has placed its layers itself. Raise what can
+    be seen of its parts without computing.
+
+    All ranks have the same seed here (`load_training_function`), so they build the same weights and
+    draw the same data.
+    """
+    experiment, is_placed_by_user = build_experiment(
+        function,
+        run.get_entry_point(config, group.world.node_rank),
+        config.experiment_settings,
+        get_process_devices(group.world),
+        partial(find_training_info, config, run, group),
+    )
+    require_savable(experiment)
+    if group.world.size > 1:
+        require_no_process_group()
+        _require_no_complex_parameters(experiment.model)
+        require_no_max_norm(experiment.model)
+    return experiment, is_placed_by_user
+
+
 def prepare_training(
     config: Config,
     run: Run,
@@ -89,9 +114,10 @@ def prepare_training(
     stop: StopSignals,
     heartbeat: Heartbeat,
     output: OutputTee,
-    function: Callable[..., Any],
+    experiment: Experiment,
+    is_placed_by_user: bool,
 ) -> Training:
-    """Return a training of the experiment function that is ready for its first step.
+    """Return a training of the experiment that is ready for its first step.
 
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
@@ -99,66 +125,51 @@ def prepare_training(
     devices = get_process_devices(world)
     device = devices[0]
 
-    # 1. Build the experiment. All ranks have the same seed here (`load_training_function`), so they
-    #    build the same weights and draw the same data.
-    entry = run.get_entry_point(config, world.node_rank)
-    experiment, is_placed_by_user = build_experiment(
-        function,
-        entry,
-        config.experiment_settings,
-        devices,
-        partial(find_training_info, config, run, group),
-    )
-
-    # 2. Check what can be checked without computing.
-    require_savable(experiment)
+    # 1. Check what can be checked without computing.
     if config.replica.kind == "fsdp":
         _require_no_own_parts(experiment)
-    if world.size > 1:
-        require_no_process_group()
-        _require_no_complex_parameters(experiment.model)
-        require_no_max_norm(experiment.model)
 
-    # 3. Create the speed monitor while the model is still as the user gave it: it counts operations
+    # 2. Create the speed monitor while the model is still as the user gave it: it counts operations
     #    on a copy, which nothing must have wrapped or sharded.
     speed = create_speed_monitor(experiment, config, group)
 
-    # 4. Place the model. A sharded model stays where it is: step 12 moves it block by block, as the
+    # 3. Place the model. A sharded model stays where it is: step 11 moves it block by block, as the
     #    whole model need not fit one device.
     is_sharded = config.replica.kind == "fsdp"
     stages = [] if is_sharded else _place_model(experiment, config, world, is_placed_by_user)
     blocks = _prepare_blocks(experiment, config)
 
-    # 5. Bring the optimizer's state to the parameters, and note its flags before we change any.
+    # 4. Bring the optimizer's state to the parameters, and note its flags before we change any.
     move_state_to_parameters(experiment.optimizer)
     optimizer_flags = OptimizerFlags(experiment.optimizer)
 
-    # 6. Set the precision, which may add a gradient scaler to the experiment.
+    # 5. Set the precision, which may add a gradient scaler to the experiment.
     precision = Precision(trainer.precision, device)
     precision.configure(experiment)
 
-    # 7. Open the data. It comes after the model, whose memory decides whether the data still fits
+    # 6. Open the data. It comes after the model, whose memory decides whether the data still fits
     #    on the GPU.
     source = open_data(experiment, "train_data", trainer.loader_workers, device)
+    transform = make_batch_transform(experiment, config, world, device)
     plan = make_epoch_plan(
         len(source), trainer.batch_size, config.seed, experiment.sampler, experiment.batch_sampler
     )
     evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
     config = resolve_best(config, evaluator)
-    early_stop = make_early_stop(config, evaluator)
+    evaluations = make_evaluations(experiment, config, evaluator)
 
-    # 8. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
+    # 7. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
     group.wait_for_all("built", BUILD_TIMEOUT_S)
     require_same_data(experiment, plan, group)
     group.init_process_group(choose_backend(device, config.launch.share_devices))
 
-    # 9. From here on every rank draws its own random numbers, for dropout and the like.
+    # 8. From here on every rank draws its own random numbers, for dropout and the like.
     seed_all(config.seed + 1 + world.rank)
 
-    # 10. Restore the snapshot, which also brings the ranks' random numbers. The schedule comes
-    #     before it, because it needs the experiment's learning rates, not the snapshot's.
-    #     What is not finite now, before any step, is meant to be so.
+    # 9. Restore the snapshot, which also brings the ranks' random numbers. The schedule comes
+    #    before it, because it needs the experiment's learning rates, not the snapshot's.
+    #    What is not finite now, before any step, is meant to be so.
     training = Training(
         config=config,
         run=run,
@@ -166,13 +177,13 @@ def prepare_training(
         experiment=experiment,
         source=source,
         plan=plan,
-        evaluator=evaluator,
+        evaluations=evaluations,
         stop=stop,
         heartbeat=heartbeat,
         device=device,
         optimizer_flags=optimizer_flags,
         finite_check=FiniteCheck(experiment),
-        early_stop=early_stop,
+        transform=transform,
     )
     if trainer.ema is not None:
         training.average = WeightAverage(experiment.model, trainer.ema)
@@ -182,7 +193,7 @@ def prepare_training(
     restore_snapshot(training, _print_message)
     require_long_schedule(experiment.schedule, training.total_steps)
 
-    # 11. Now that the first step is known: profiler and snapshot writer. Fused kernels are enabled
+    # 10. Now that the first step is known: profiler and snapshot writer. Fused kernels are enabled
     #     after the restore, because a snapshot brings step counts to the CPU.
     training.profile = create_profiler(
         trainer.profile, training.step, training.total_steps, run.traces_folder, world.rank, device
@@ -194,11 +205,11 @@ def prepare_training(
             run.snapshots_folder, trainer.keep_last, resumed_step=training.step
         )
 
-    # 12. Make the replica, which broadcasts rank 0's restored weights.
+    # 11. Make the replica, which broadcasts rank 0's restored weights.
     if is_sharded:
         _shard_training(training, blocks, precision)
     else:
-        get_filler_batch = FillerBatch(source, device)
+        get_filler_batch = FillerBatch(source, device, transform)
         training.replica = replica = DDPReplica(
             experiment, world, device, trainer, precision, heartbeat, get_filler_batch
         )
@@ -209,12 +220,12 @@ def prepare_training(
             evaluator.use_weights = training.average.use_averages
     enter_train_mode(experiment.model)
 
-    # 13. What the user can get wrong has been checked: announce the run, open
+    # 12. What the user can get wrong has been checked: announce the run, open
     #     trackers and progress bar.
     if world.rank == 0:
         for line in (_format_opening_line(training, stages), *_find_notes(training)):
             _print_message(line)
-        training.trackers = create_trackers(config, run, training.step, training.is_evaluation_left)
+        training.trackers = create_trackers(config, run, training.step, evaluations.is_left)
         training.screen = create_progress_display(
             config.track.progress, training.total_steps, training.step
         )
@@ -237,13 +248,24 @@ def _place_model(
     data = open_data(experiment, "train_data", 0, cpu)
     # Two samples, as some layers do not accept a batch of one.
     few_samples = data.fetch_batch(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu)
+    sample_data = few_samples.data
+    if (transform := make_batch_transform(experiment, config, world, cpu)) is not None:
+        sample_data = transform.transform_data(sample_data, few_samples.sample_count, step=0)
     microbatch_size = config.trainer.batch_size / world.size / config.trainer.accumulate
     return split_model(
         experiment,
         world.devices,
         devices,
-        SampleBatch(few_samples.data, microbatch_size / few_samples.sample_count),
+        SampleBatch(sample_data, microbatch_size / few_samples.sample_count),
     )
+
+
+def make_batch_transform(
+    experiment: Experiment, config: Config, world: World, device: torch.device
+) -> BatchTransform | None:
+    """Return what transforms this rank's training batches, where the experiment asks for it."""
+    function = experiment.batch_transform
+    return None if function is None else BatchTransform(function, config.seed, world.rank, device)
 
 
 def _require_no_complex_parameters(model: nn.Module) -> None:
@@ -382,14 +404,14 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
         for block in blocks:
             block.forward = CompiledFunction(block.forward, t.heartbeat)
     shard_model(t.experiment, blocks, t.device, trainer)
-    get_filler_batch = FillerBatch(t.source, t.device)
+    get_filler_batch = FillerBatch(t.source, t.device, t.transform)
     t.replica = FSDPReplica(
         t.experiment, world, t.device, trainer, precision, t.heartbeat, get_filler_batch
     )
-    if t.evaluator is not None:
-        assert t.evaluator.source is not None
-        t.evaluator.get_filler_batch = FillerBatch(t.evaluator.source, t.device)
-        t.evaluator.explain_errors = explain_weights_outside_model
+    if (evaluator := t.evaluations.evaluator) is not None:
+        assert evaluator.source is not None
+        evaluator.get_filler_batch = FillerBatch(evaluator.source, t.device)
+        evaluator.explain_errors = explain_weights_outside_model
     if is_folder_shared(run.snapshots_folder, t.group):
         t.collect_state = collect_shards
         writer = t.writer if isinstance(t.writer, SnapshotWriter) else None

@@ -10,13 +10,15 @@ import torch
 from echelon.config.schema import Config
 from echelon.data.batches import BatchSource, make_source
 from echelon.errors import EchelonError, Fault
-from echelon.experiment.definition import Experiment
+from echelon.experiment.definition import Experiment, name_parts
 from echelon.experiment.precision import Precision
+from echelon.experiment.schedule_length import waits_for_metric
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.train.best_metric import find_direction, resolve_best_metric
 from echelon.train.early_stop import EarlyStop
 from echelon.train.evaluate import Evaluator
+from echelon.train.evaluations import Evaluations
 
 
 def open_data(experiment: Experiment, name: str, workers: int, device: torch.device) -> BatchSource:
@@ -50,7 +52,42 @@ def resolve_best(config: Config, evaluator: Evaluator | None) -> Config:
     return resolve_best_metric(config, _get_metrics(evaluator, config.trainer.best))
 
 
-def make_early_stop(config: Config, evaluator: Evaluator | None) -> EarlyStop | None:
+def make_evaluations(
+    experiment: Experiment, config: Config, evaluator: Evaluator | None
+) -> Evaluations:
+    """Return the evaluations of a run, whose settings say what is better (`resolve_best`)."""
+    schedules = {
+        name: schedule
+        for name, schedule in name_parts("schedule", experiment.schedule).items()
+        if waits_for_metric(schedule)
+    }
+    best, best_is = config.trainer.best, config.trainer.best_is
+    faults = []
+    for name, schedule in schedules.items():
+        which = f"the experiment's {name}, a {type(schedule).__name__},"
+        if evaluator is None:
+            faults.append(
+                Fault(
+                    f"{which} waits for a number of every evaluation, but the experiment has no "
+                    "eval_data, so nothing is evaluated",
+                    "give it eval_data, or leave it out and set trainer.schedule=cosine",
+                )
+            )
+        elif schedule.mode != best_is:
+            faults.append(
+                Fault(
+                    f"{which} has mode={schedule.mode!r}, but the best value of {best}, by which "
+                    f"it is stepped (trainer.best), is its {best_is}",
+                    f"make it with mode={best_is!r}, or set trainer.best to another number",
+                )
+            )
+    if faults:
+        raise EchelonError(*faults)
+    early_stop = _make_early_stop(config, evaluator)
+    return Evaluations(evaluator, config.trainer, early_stop, list(schedules.values()))
+
+
+def _make_early_stop(config: Config, evaluator: Evaluator | None) -> EarlyStop | None:
     """Return what ends the training early, where `trainer.early_stop` asks for it."""
     trainer = config.trainer
     name, patience = trainer.early_stop.metric or trainer.best, trainer.early_stop.patience

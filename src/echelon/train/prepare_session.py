@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from echelon.config.schema import Config, ReplicaConfig, TrainerConfig, flatten
 from echelon.errors import EchelonError, Fault
@@ -20,20 +21,35 @@ from echelon.train.resume import choose_snapshot
 from echelon.train.session_engine import SessionEngine
 from echelon.train.stop_signals import StopSignals
 
-_USED_SETTINGS = (
-    *("epochs", "steps", "batch_size", "save.", "keep_last", "log_steps", "resume"),
-    *("eval_batch_size", "loader_workers"),
+
+class UsedSettings(NamedTuple):
+    """Which settings of `trainer` a training without a loop of Echelon's reads."""
+
+    what: str
+    """What reads them, as a fault names it."""
+    names: tuple[str, ...]
+    """The beginnings of their names."""
+    instead: Mapping[str, str]
+    """What to do instead of setting others."""
+
+
+SESSION_SETTINGS = UsedSettings(
+    "a loop of your own",
+    (
+        *("epochs", "steps", "batch_size", "save.", "keep_last", "log_steps", "resume"),
+        *("eval_batch_size", "loader_workers"),
+    ),
+    {
+        "trainer.clip": "give it to the step: session.step(optimizer, clip=…)",
+        "trainer.best": "call session.best(NAME=…) where the loop evaluates",
+        "trainer.best_is": "say it in the loop: session.best(NAME=…, higher_is_better=True)",
+        "trainer.schedule": "step a torch.optim.lr_scheduler in the loop",
+        "trainer.warmup_steps": "step a torch.optim.lr_scheduler in the loop",
+        "trainer.precision": "compute under torch.autocast in the loop",
+        "trainer.compile": "call torch.compile(model) in the function",
+    },
 )
-"""Settings of `trainer` that a session reads. What the others set is up to the loop."""
-_INSTEAD = {
-    "trainer.clip": "give it to the step: session.step(optimizer, clip=…)",
-    "trainer.best": "call session.best(NAME=…) where the loop evaluates",
-    "trainer.best_is": "say it in the loop: session.best(NAME=…, higher_is_better=True)",
-    "trainer.schedule": "step a torch.optim.lr_scheduler in the loop",
-    "trainer.warmup_steps": "step a torch.optim.lr_scheduler in the loop",
-    "trainer.precision": "compute under torch.autocast in the loop",
-    "trainer.compile": "call torch.compile(model) in the function",
-}
+"""What the others set is up to the loop."""
 
 
 def prepare_session(
@@ -43,12 +59,14 @@ def prepare_session(
     stop: StopSignals,
     heartbeat: Heartbeat,
     output: OutputTee,
-) -> SessionEngine:
-    """Return the engine of a session whose function is about to be called.
+    settings: UsedSettings = SESSION_SETTINGS,
+) -> tuple[SessionEngine, dict[str, Any]]:
+    """Return the engine of a session whose parts are about to come, and what the snapshot that it
+    continues from says of itself.
 
-    The process group is opened here, because the function brings its parts to all ranks.
+    The process group is opened here, because parts are brought to all ranks when they come.
     """
-    _require_used_settings(config)
+    _require_used_settings(config, settings)
     device = get_process_devices(group.world)[0]
     if group.world.size > 1:
         require_no_process_group()
@@ -60,22 +78,31 @@ def prepare_session(
         # A session never saves weights that are not finite, so what is intact can be used.
         snapshot = choose_snapshot(config, run, lambda snapshot: None, _print_message)
         info = None if snapshot is None else snapshot.info
+        if snapshot is not None and "parts" not in snapshot.info:
+            raise EchelonError(
+                Fault(
+                    f"{snapshot.folder} is of an experiment with a loss, which cannot go on as "
+                    f"{settings.what}",
+                    "train it as it was begun, or start anew: trainer.resume=never",
+                )
+            )
     group.wait_for_all("restored", BUILD_TIMEOUT_S)
     info = group.broadcast_json(info) or {}
-    return SessionEngine(config, run, group, stop, heartbeat, output, device, snapshot, info)
+    engine = SessionEngine(config, run, group, stop, heartbeat, output, device, snapshot, info)
+    return engine, info
 
 
-def _require_used_settings(config: Config) -> None:
-    """Raise a fault for every setting of the training that nothing reads in a loop of one's own."""
+def _require_used_settings(config: Config, settings: UsedSettings) -> None:
+    """Raise a fault for every setting of the training that nothing reads."""
     given = flatten({"trainer": dataclasses.asdict(config.trainer)})
     given |= flatten({"replica": dataclasses.asdict(config.replica)})
     usual = flatten({"trainer": dataclasses.asdict(TrainerConfig())})
     usual |= flatten({"replica": dataclasses.asdict(ReplicaConfig())})
-    used = tuple(f"trainer.{name}" for name in _USED_SETTINGS)
+    used = tuple(f"trainer.{name}" for name in settings.names)
     faults = [
         Fault(
-            f"{key}={value} has no effect on a loop of your own",
-            _INSTEAD.get(key, "leave it out, or return an echelon.Experiment"),
+            f"{key}={value} has no effect on {settings.what}",
+            settings.instead.get(key, "leave it out, or return an echelon.Experiment"),
         )
         for key, value in given.items()
         if value != usual.get(key) and not key.startswith(used)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.config.schema import Config
+from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.run_folder import Run
@@ -44,6 +45,8 @@ def restore_snapshot(training: Training, report: Callable[[str], None]) -> None:
     group, run = training.group, training.run
 
     def find_flaw(snapshot: Snapshot) -> str | None:
+        if "parts" in snapshot.info:  # which is refused below
+            return None
         names = training.finite_check.find_nonfinite_in_snapshot(snapshot)
         return f"not finite: {format_tensor_names(names)}" if names else None
 
@@ -53,6 +56,14 @@ def restore_snapshot(training: Training, report: Callable[[str], None]) -> None:
     info: dict[str, Any] | None = None
     weights: dict[str, Any] = {}
     if snapshot is not None:
+        if "parts" in snapshot.info:
+            raise EchelonError(
+                Fault(
+                    f"{snapshot.folder} is of a training with a loop or a step of its own, which "
+                    "cannot go on as an experiment with a loss",
+                    "train it as it was begun, or start anew: trainer.resume=never",
+                )
+            )
         info = {**snapshot.info, "folder": str(snapshot.folder)}
         weights = snapshot.load_part("model")
         load_model(training.experiment, weights)  # DDP and FSDP broadcast the weights

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from echelon.errors import ExitCode
+from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
@@ -28,15 +29,37 @@ class RunOutput:
     """
 
     run: Run
+    group: RankGroup
     heartbeat: Heartbeat
     trackers: tuple[Tracker, ...] = ()
     screen: TrainingDisplay = field(default_factory=TrainingDisplay)
     writer: SnapshotWriter | DistributedSnapshotWriter | None = None
     step: int = 0
+    total_steps: int = 0
+    saved_step: int | None = None
+    """The last step of which a snapshot was saved, or is being saved."""
+    best_value: float | None = None
+    """Of the number that decides which snapshot is the best."""
+    is_sanity_check: bool = False
+    """Whether the evaluation before the first step runs. Stays True if it fails, so that a report
+    of the failure can say so."""
     last_snapshot: str | None = None
     """The folder of the newest snapshot that is on disk."""
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
+
+    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
+        """Save a snapshot, unless this step has been saved already. All ranks take part.
+
+        `is_evaluation_left` is set where an evaluation of this step follows.
+        """
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        """Wait on all ranks until the snapshot of this step is on disk: an evaluation may end any
+        of them, even without a word."""
+        self.report_saves(self.writer.wait() if self.writer is not None else [])
+        self.group.is_any_true(False)
 
     def log_to_trackers(self, line: MetricsLine) -> None:
         """Give a line of metrics to all trackers."""

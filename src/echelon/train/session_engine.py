@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.config.schema import Config
+from echelon.config.schema import Config, Interval
 from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
 from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
 from echelon.data.loader_options import find_loader_faults
@@ -31,6 +31,7 @@ from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
 from echelon.tracking.tracker import is_better
+from echelon.train.evaluations import Evaluations
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
 from echelon.train.session_metrics import MetricSums, merge_sums
@@ -63,7 +64,6 @@ class SessionEngine(RunOutput):
     """The state of a session on one rank; the public class `Session` talks to the user."""
 
     profile = None
-    is_sanity_check = False
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first iteration of this start."""
 
@@ -79,12 +79,16 @@ class SessionEngine(RunOutput):
         snapshot: Snapshot | None,
         info: dict[str, Any],
     ) -> None:
-        super().__init__(run=run, heartbeat=heartbeat, step=int(info.get("step", 0)))
-        self.config, self.group, self.device = config, group, device
+        super().__init__(
+            run=run,
+            group=group,
+            heartbeat=heartbeat,
+            step=int(info.get("step", 0)),
+            best_value=info.get("best"),
+        )
+        self.config, self.device = config, device
         self.parts = SessionParts(group, snapshot, info.get("parts", []), self.step)
         self.samples = int(info.get("samples", 0))
-        self.total_steps = 0
-        self.best_value: float | None = info.get("best")
         self.is_finished = bool(info.get("is_finished", False))
         """Whether the loop of a resumed run had ended by itself."""
         self._stop, self._output_tee = stop, output_tee
@@ -92,8 +96,10 @@ class SessionEngine(RunOutput):
         self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
         self._share = Share(None, 1, 1)
         self._is_in_iteration = False
-        self._plan: EpochPlan | None = None
+        self.plan: EpochPlan | None = None
         """Of the data; None for a loop without."""
+        self.evaluations: Evaluations | None = None
+        """Of an experiment with a step of its own; a user's loop evaluates by itself."""
         self._sources: list[BatchSource] = []
         self._requests = [False] * CONTROL_SIZE
         self._is_best = False
@@ -102,7 +108,7 @@ class SessionEngine(RunOutput):
         """What was asked for before the step of this iteration."""
         self._is_agreed = False
         """Whether that is what any rank has asked for."""
-        self._saved_step = self.step if info else None
+        self.saved_step = self.step if info else None
         self._next_save_s = time.monotonic() + 60 * (config.trainer.save.minutes or 0)
         self._line_begun = (time.monotonic(), self.step, self.samples)
 
@@ -146,7 +152,7 @@ class SessionEngine(RunOutput):
                     "keep the batch size, or use a snapshot from the end of an epoch",
                 )
             )
-        self._plan = plan
+        self.plan = plan
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
         if steps is None:
@@ -235,7 +241,8 @@ class SessionEngine(RunOutput):
         self.writer = SnapshotWriter(
             self.run.snapshots_folder, trainer.keep_last, resumed_step=self.step
         )
-        self.trackers = create_trackers(self.config, self.run, self.step)
+        is_evaluation_left = self.evaluations is not None and self.evaluations.is_left
+        self.trackers = create_trackers(self.config, self.run, self.step, is_evaluation_left)
         self.screen = create_progress_display(
             self.config.track.progress, self.total_steps, self.step
         )
@@ -261,7 +268,7 @@ class SessionEngine(RunOutput):
         """Count the iteration, and do what is due; `is_left` where the user's loop ends here."""
         self._is_in_iteration = False
         self.step += 1
-        self.samples += self._share.total if self._plan is not None else 0
+        self.samples += self._share.total if self.plan is not None else 0
         self.heartbeat.step = self.step
         self.heartbeat.beat()
         if self.on_first_step is not None:
@@ -272,14 +279,23 @@ class SessionEngine(RunOutput):
         self.is_finished = is_finished or is_left or self.step == self.total_steps
         if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
             self._write_log_line()
-        every = self.config.trainer.save
-        is_due = self._is_due_after(self.step, self.samples, every.steps, every.epochs)
+        is_due = self._is_interval_over(self.config.trainer.save)
+        evaluates = self.evaluations is not None and self._is_interval_over(
+            self.config.trainer.evaluate
+        )
         if is_save_due or is_stopped or self._is_best or is_due or self.is_finished:
-            self.save()
+            self.save(is_evaluation_left=evaluates)
+        if evaluates:
+            self.evaluate()
         if is_stopped and not self.is_finished:
             raise SessionStopped
 
     # --- what the ranks agree on ---
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer was stepped in this iteration."""
+        return self._agreed is not None
 
     @property
     def share_count(self) -> int:
@@ -289,7 +305,7 @@ class SessionEngine(RunOutput):
     @property
     def epoch(self) -> int:
         """The pass over the data that the current batch belongs to, from 1."""
-        return 1 if self._plan is None else 1 + self._plan.locate(self.step, self.samples)[0]
+        return 1 if self.plan is None else 1 + self.plan.locate(self.step, self.samples)[0]
 
     def compute_weight(self, count: float | Tensor | None) -> float | Tensor:
         """Return the weight of this rank's mean in the mean over all ranks; the sum of all ranks'
@@ -369,16 +385,20 @@ class SessionEngine(RunOutput):
 
     def is_due(self, steps: int | None, epochs: int | None) -> bool:
         """Return whether something is due in the current iteration."""
-        total = self._share.total if self._plan is not None else 0
+        total = self._share.total if self.plan is not None else 0
         return self._is_due_after(self.step + 1, self.samples + total, steps, epochs)
+
+    def _is_interval_over(self, every: Interval) -> bool:
+        """Return whether something with this interval is due after the iterations so far."""
+        return self._is_due_after(self.step, self.samples, every.steps, every.epochs)
 
     def _is_due_after(self, step: int, samples: int, steps: int | None, epochs: int | None) -> bool:
         """Return whether something is due after a step, at that position in the data."""
         if step == self.total_steps or (steps is not None and step % steps == 0):
             return True
-        if epochs is None or self._plan is None:
+        if epochs is None or self.plan is None:
             return False
-        epoch, batch = self._plan.locate(step, samples)
+        epoch, batch = self.plan.locate(step, samples)
         return batch == 0 and epoch % epochs == 0
 
     def add_metrics(self, numbers: dict[str, float | Tensor]) -> None:
@@ -401,9 +421,9 @@ class SessionEngine(RunOutput):
 
     def _count_epochs(self) -> int:
         """Return the pass over the data that the last iteration belongs to, from 1."""
-        if self._plan is None:
+        if self.plan is None:
             return 1
-        epoch, batch = self._plan.locate(self.step, self.samples)
+        epoch, batch = self.plan.locate(self.step, self.samples)
         return max(1, epoch + (batch > 0))
 
     def _write_log_line(self) -> None:
@@ -415,35 +435,43 @@ class SessionEngine(RunOutput):
         self._line_begun = (time.monotonic(), self.step, self.samples)
         seconds = max(1e-9, self._line_begun[0] - begun_s)
         optimizer = self.parts.optimizer
+        logged = {name: total / weight for name, (total, weight) in sums.items() if weight}
         line = {
             "step": self.step,
             "epoch": self._count_epochs(),
             "samples": self.samples,
-            **{name: total / weight for name, (total, weight) in sums.items() if weight},
+            **logged,
             **({"lr": optimizer.param_groups[0]["lr"]} if optimizer is not None else {}),
             **(
                 {"samples_per_s": (self.samples - samples) / seconds}
-                if self._plan is not None
+                if self.plan is not None
                 else {}
             ),
             "step_ms": 1e3 * seconds / max(1, self.step - step),
             "time": round(time.time(), 3),
         }
         self.log_to_trackers(line)
-        if "loss" in line:
-            self.screen.update_progress(line)
+        if logged:
+            self.screen.update_progress(line, "loss" if "loss" in logged else next(iter(logged)))
         if self.writer is not None:
             self.report_saves(self.writer.take_results())
 
     # --- snapshots ---
 
-    def save(self) -> None:
+    def evaluate(self) -> None:
+        """Evaluate what an experiment with a step of its own is to be evaluated by, if anything."""
+        if self.evaluations is not None:
+            self.evaluations.evaluate(self, self._count_epochs())
+
+    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
         """Save a snapshot, unless this step has been saved already. All ranks take part."""
-        if self.step in (0, self._saved_step):
+        if self.step in (0, self.saved_step):
             return
-        self._saved_step = self.step
+        self.saved_step = self.step
+        if self.evaluations is not None:
+            self.evaluations.is_left = is_evaluation_left
         self.heartbeat.suspend()
-        self.parts.require_finite(self.step)
+        self.parts.require_savable(self.step)
         rng_rows = self.group.gather(pack_rng_state(self.device))
         metrics = self._metrics.gather(self.group)
         if self.group.world.rank == 0:
@@ -462,7 +490,9 @@ class SessionEngine(RunOutput):
                 "world_size": self.group.world.size,
                 "wandb_run_id": self.run.read_wandb_id(),
             }
-            self.writer.save(self.step, parts, info, is_best=self._is_best)
+            if self.evaluations is not None:
+                info |= self.evaluations.describe(self.best_value)
+            self.writer.save(self.step, parts, info, is_best=is_best or self._is_best)
         self._is_best = False
         self.heartbeat.beat()
 
@@ -472,6 +502,8 @@ class SessionEngine(RunOutput):
         """End the processes that load data."""
         for source in self._sources:
             source.close()
+        if self.evaluations is not None:
+            self.evaluations.close_source()
 
     def finish(self) -> None:
         """End a session whose function has returned, perhaps from within its loop: then it is

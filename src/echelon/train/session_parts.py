@@ -3,6 +3,7 @@ a state."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.snapshot.finite_check import are_all_finite
 from echelon.snapshot.reader import Snapshot
-from echelon.snapshot.state import broadcast_tree
+from echelon.snapshot.state import broadcast_tree, require_equal_state
 
 RNG_PART = "rng"
 """The part of a snapshot with the random numbers of all ranks."""
@@ -32,6 +33,10 @@ class SessionParts:
         self._group, self._snapshot = group, snapshot
         self._saved_parts, self._step = saved_parts, step
         self._parts: dict[str, Any] = {}
+        self.own_names: dict[int, str] = {}
+        """By id, the names of parts that an experiment has named."""
+        self.equal_state: Mapping[str, Any] = {}
+        """Parts that have to be equal on all ranks whenever they are saved."""
         self._modules: list[nn.Module] = []
         self.parameter_ids: set[int] = set()
         self.buffers: list[Tensor] = []
@@ -77,6 +82,7 @@ class SessionParts:
                     "prepare and register every part once",
                 )
             )
+        name = self.own_names.get(id(part), name)
         count = sum(known.partition("-")[0] == name for known in self._parts)
         if count and not is_numbered:
             raise EchelonError(
@@ -144,8 +150,10 @@ class SessionParts:
         """The names of the parts."""
         return list(self._parts)
 
-    def require_finite(self, step: int) -> None:
-        """Raise on all ranks where a weight is not finite: it could never be resumed."""
+    def require_savable(self, step: int) -> None:
+        """Raise on all ranks where the state cannot be saved for all: a weight that is not finite
+        could never be resumed."""
+        require_equal_state(self.equal_state, self._group)
         bad = [
             name
             for module in self._modules

@@ -56,8 +56,9 @@ from echelon.tracking.summary import (
 from echelon.train.loop import Training, train
 from echelon.train.loss_parts_check import check_loss_of_parts
 from echelon.train.output_tee import OutputTee
-from echelon.train.prepare import load_training_function, prepare_training
+from echelon.train.prepare import build_parts, load_training_function, prepare_training
 from echelon.train.prepare_session import prepare_session
+from echelon.train.prepare_steps import prepare_steps
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine, SessionStopped
@@ -168,9 +169,12 @@ class RankWorker:
         the time at which it began."""
         assert self.run is not None
         assert self.group is not None
-        training = self.training = prepare_training(
-            self.config, self.run, self.group, self.stop, self.heartbeat, self.output, function
-        )
+        experiment, is_placed_by_user = build_parts(self.config, self.run, self.group, function)
+        parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
+        if experiment.step is not None:
+            loop = prepare_steps(*parts, experiment)
+            return self._run_loop(loop.engine, loop.run)
+        training = self.training = prepare_training(*parts, experiment, is_placed_by_user)
         if world.rank == 0:
             training.on_first_step = partial(record_first_step, self.run)
             self.run.update_status(
@@ -178,7 +182,8 @@ class RankWorker:
                 total_steps=training.total_steps,
                 best_is=training.config.trainer.best_is,
             )
-        check_evaluation(training)
+        if check_evaluation(training, training.evaluations, self.config.trainer.sanity_steps):
+            training.speed.restart_interval(training.step, training.samples)
         if training.step == 0:
             training.check_first_batch = check_loss_of_parts
         start = (training.step, time.monotonic())
@@ -192,17 +197,29 @@ class RankWorker:
         """Call the function that has a loop of its own; returns the same."""
         assert self.run is not None
         assert self.group is not None
-        engine = self.training = prepare_session(
+        engine, _ = prepare_session(
             self.config, self.run, self.group, self.stop, self.heartbeat, self.output
         )
-        start = (engine.step, time.monotonic())
-        if world.rank == 0:
-            engine.on_first_step = partial(record_first_step, self.run)
-            record_training(self.run, engine.step, engine.samples)
         entry = self.run.get_entry_point(self.config, world.node_rank)
         settings = self.config.experiment_settings
+        return self._run_loop(
+            engine, lambda: call_function(function, entry, settings, session=Session(engine))
+        )
+
+    def _run_loop(
+        self, engine: SessionEngine, run_loop: Callable[[], Any]
+    ) -> tuple[ExitCode, tuple[int, float]]:
+        """Run a loop over a session; returns the same."""
+        assert self.run is not None
+        self.training = engine
+        start = (engine.step, time.monotonic())
+        if engine.group.world.rank == 0:
+            engine.on_first_step = partial(record_first_step, self.run)
+            if engine.evaluations is not None:
+                self.run.update_status(best_is=engine.config.trainer.best_is)
+            record_training(self.run, engine.step, engine.samples)
         try:
-            call_function(function, entry, settings, session=Session(engine))
+            run_loop()
             engine.finish()
         except SessionStopped:
             return ExitCode.PREEMPTED, start
@@ -360,7 +377,7 @@ class RankWorker:
             return None
         if failures.is_from_user_code(error):
             return None
-        data_name = "eval_data" if self.training.is_evaluating else "train_data"
+        data_name = "eval_data" if self.training.evaluations.is_running else "train_data"
         fault = explain_batch_error(error, self.training.experiment, data_name)
         return EchelonError(fault, exit=ExitCode.FAILED) if fault else None
 

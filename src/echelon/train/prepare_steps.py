@@ -1,0 +1,66 @@
+"""Builds what an experiment with a step of its own needs on this rank: a session's engine, its
+evaluations, and the loop over both."""
+
+from __future__ import annotations
+
+from echelon.config.schema import Config
+from echelon.experiment.definition import Experiment
+from echelon.experiment.precision import Precision
+from echelon.parallel.model_parallel import get_process_devices
+from echelon.parallel.process_group import RankGroup
+from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.run_folder import Run
+from echelon.train.output_tee import OutputTee
+from echelon.train.prepare_evaluation import make_evaluations, make_evaluator, resolve_best
+from echelon.train.prepare_session import SESSION_SETTINGS, UsedSettings, prepare_session
+from echelon.train.step_loop import StepLoop
+from echelon.train.stop_signals import StopSignals
+
+_STEP_SETTINGS = UsedSettings(
+    "an experiment with a step of its own",
+    (
+        *SESSION_SETTINGS.names,
+        *("evaluate.steps", "evaluate.epochs", "best", "best_is", "early_stop.", "sanity_steps"),
+    ),
+    {
+        "trainer.evaluate.minutes": "set trainer.evaluate.steps or trainer.evaluate.epochs",
+        "trainer.clip": "give it in the step: session.step(optimizer, clip=…)",
+        "trainer.accumulate": "call session.backward for each piece of a batch in the step",
+        "trainer.schedule": "give the experiment a schedule",
+        "trainer.warmup_steps": "give the experiment a schedule",
+        "trainer.ema": "keep the average in the experiment's state, and update it in the step",
+        "trainer.precision": "compute under torch.autocast in the step",
+        "trainer.compile": "call torch.compile(model) in the experiment's function: only its own "
+        "step knows what is computed",
+        "trainer.capture": "leave it out: a step of your own is not captured, because a CUDA graph "
+        "would not repeat what it does on the host",
+        "replica.kind": "leave it out, or give a loss in the place of step: a step of your own "
+        "may use its models in any order, and shards are gathered in one",
+    },
+)
+
+
+def prepare_steps(
+    config: Config,
+    run: Run,
+    group: RankGroup,
+    stop: StopSignals,
+    heartbeat: Heartbeat,
+    output: OutputTee,
+    experiment: Experiment,
+) -> StepLoop:
+    """Return the loop of an experiment with a step of its own. It evaluates by itself, as the
+    settings say."""
+    devices = get_process_devices(group.world)
+    precision = Precision("float32", devices[0])
+    evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
+    config = resolve_best(config, evaluator)
+    evaluations = make_evaluations(experiment, config, evaluator)
+    engine, info = prepare_session(config, run, group, stop, heartbeat, output, _STEP_SETTINGS)
+    if devices[0].type == "cuda" and group.world.rank == 0:
+        from echelon.cudagraph.capture import report_obstacle
+
+        report_obstacle("the experiment has a step of its own, which runs on the host", False)
+    if evaluator is not None:
+        engine.evaluations = evaluations
+    return StepLoop(experiment, engine, info)

@@ -1,0 +1,149 @@
+"""The loop of an experiment with a step of its own, over a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.errors import EchelonError, Fault
+from echelon.experiment.definition import Experiment, name_parts
+from echelon.experiment.module_modes import enter_train_mode
+from echelon.experiment.schedule_length import require_long_schedule, waits_for_metric
+from echelon.train.prepare import make_batch_transform
+from echelon.train.same_data_check import require_same_data
+from echelon.train.sanity_check import check_evaluation
+from echelon.train.session import Session
+from echelon.train.session_engine import SessionEngine
+
+
+class StepLoop:
+    """Trains an experiment as a user's loop would: it calls the experiment's step with every batch,
+    logs what that returns, and steps the schedules. Everything else the session does."""
+
+    def __init__(
+        self, experiment: Experiment, engine: SessionEngine, snapshot_info: Mapping[str, Any]
+    ) -> None:
+        self.engine = engine
+        self._experiment, self._snapshot_info = experiment, snapshot_info
+        self._session = Session(engine)
+        schedules = name_parts("schedule", experiment.schedule).values()
+        self._schedules = [s for s in schedules if not waits_for_metric(s)]
+        self._parameters: list[nn.Parameter] = []
+        """Of all optimizers."""
+        self._has_trained = engine.step > 0
+        self._transform = make_batch_transform(
+            experiment, engine.config, engine.group.world, engine.device
+        )
+
+    def run(self) -> None:
+        """Train to the last step, or until a stop is asked for."""
+        engine = self.engine
+        self._prepare_parts()
+        if engine.evaluations is not None:
+            is_own_snapshot = engine.config.trainer.resume in ("auto", "never")
+            engine.evaluations.restore(self._snapshot_info, is_own_snapshot)
+        batches = self._open_batches()
+        for schedule in self._schedules:
+            require_long_schedule(schedule, engine.total_steps)
+        if engine.evaluations is not None:
+            engine.evaluations.stop_early_if_due(engine)
+            check_evaluation(engine, engine.evaluations, engine.config.trainer.sanity_steps)
+            if engine.evaluations.is_left:  # of the step that the run resumes from
+                engine.evaluate()
+        enter_train_mode(self._experiment.model)
+        for batch in batches:
+            self._run_step(batch)
+        engine.evaluate()
+
+    def _prepare_parts(self) -> None:
+        """Give all parts to the session, which restores them. Those with names keep them."""
+        experiment = self._experiment
+        optimizers = name_parts("optimizer", experiment.optimizer)
+        named = optimizers | name_parts("schedule", experiment.schedule)
+        self.engine.parts.own_names = {id(part): name for name, part in named.items()}
+        self._session.prepare(experiment.model, *named.values())
+        self._session.register(**(experiment.state or {}))
+        self.engine.parts.equal_state = experiment.state or {}
+        groups = [group for o in optimizers.values() for group in o.param_groups]
+        self._parameters = [p for group in groups for p in group["params"]]
+
+    def _open_batches(self) -> Iterator[Any]:
+        """Return this rank's shares of the batches; without data, the numbers of the steps."""
+        experiment, engine = self._experiment, self.engine
+        if experiment.train_data is None:
+            if engine.config.trainer.steps is None:
+                raise EchelonError(
+                    Fault(
+                        "the experiment has no train_data, so epochs do not say how long it trains",
+                        "set trainer.steps, or give it train_data",
+                    )
+                )
+            return self._session.steps()
+        batches = self._session.batches(
+            experiment.train_data,
+            collate_fn=experiment.collate_fn,
+            sampler=experiment.sampler,
+            batch_sampler=experiment.batch_sampler,
+            **(experiment.loader or {}),
+        )
+        assert engine.plan is not None
+        require_same_data(experiment, engine.plan, engine.group)
+        return batches
+
+    def _run_step(self, batch: Any) -> None:
+        """Call the experiment's step; what it leaves in gradients does not come to the next one, as
+        it would not come to a run that is resumed in between."""
+        assert self._experiment.step is not None
+        if self._transform is not None:
+            count = max(1, self.engine.share_count)  # a rank without a sample has a spare one
+            batch = self._transform.transform_data(batch, count, self.engine.step)
+        returned = self._experiment.step(batch, self._session)
+        if not (returned is None or isinstance(returned, Mapping)):
+            raise EchelonError(
+                Fault(
+                    f"the experiment's step returned {type(returned).__name__} in step "
+                    f"{self._number}",
+                    'let it return the numbers to log by name: {"loss": loss}',
+                )
+            )
+        if self.engine.has_stepped:
+            self._has_trained = True
+        else:
+            self._require_step(returned or {})
+        self._session.log(**{str(name): value for name, value in (returned or {}).items()})
+        for p in self._parameters:
+            p.grad = None
+        for schedule in self._schedules:
+            schedule.step()
+
+    @property
+    def _number(self) -> int:
+        """The number of the current step, from 1."""
+        return self.engine.step + 1
+
+    def _require_step(self, returned: Mapping[str, Any]) -> None:
+        """Raise where a step has computed something to train with, but has stepped no optimizer.
+
+        It may have nothing to train with, such as while a replay buffer fills, but not for ever.
+        """
+        if any(p.grad is not None for p in self._parameters):
+            raise EchelonError(
+                Fault(
+                    f"the experiment's step has computed gradients in step {self._number}, but "
+                    "stepped no optimizer, and gradients do not come to the next step",
+                    "call session.step(optimizer) after session.backward(loss)",
+                )
+            )
+        losses = [k for k, v in returned.items() if isinstance(v, Tensor) and v.requires_grad]
+        is_over = self._number == self.engine.total_steps and not self._has_trained
+        if losses or is_over:
+            what = f"returned {losses[0]}, but trained nothing" if losses else "trained nothing"
+            when = f"in step {self._number}" if losses else f"in {self._number} steps"
+            raise EchelonError(
+                Fault(
+                    f"the experiment's step {what} {when}",
+                    "call session.backward(loss) and session.step(optimizer) in it",
+                )
+            )
