@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from echelon.errors import EchelonError
-from echelon.snapshot import writer as writing
+from echelon.snapshot import retention
 from echelon.snapshot.layout import find_best, list_snapshots
 from echelon.snapshot.manifest import BLOCK_BYTES, InvalidSnapshotError
 from echelon.snapshot.reader import DamagedSnapshot, find_newest, load_weights, verify_snapshot
@@ -674,7 +674,7 @@ def test_pruning_that_fails_does_not_take_the_save_back(
     def fails(folder: Path) -> Path:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr(writing, "_hide_folder", fails)
+    monkeypatch.setattr(retention, "hide_folder", fails)
     saved = only(save(two, 3, keep_last=1))
     assert saved.folder == two / "step-000000003"
     assert saved.error is not None

@@ -27,6 +27,7 @@ from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.snapshot.manifest import ManifestEntry
+from echelon.snapshot.part_files import write_parts
 from echelon.snapshot.shards import extract_own_shard, format_shard_name, gather_full_tensors
 from echelon.snapshot.staging_buffer import StagingBuffer
 from echelon.snapshot.state import collect_parts, is_extra_state, pack_rng_state
@@ -37,7 +38,6 @@ from echelon.snapshot.writer import (
     SnapshotWriter,
     describe_save_error,
     make_hidden_path,
-    write_parts,
 )
 from echelon.utils.files import flush_to_disk
 

@@ -12,31 +12,24 @@ import json
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
-
-import torch
+from typing import Any
 
 from echelon.errors import EchelonError, Fault
 from echelon.snapshot.layout import (
-    BEST_LINK,
     EVALUATION_FILE,
     MANIFEST_FILE,
     STATE_FILE,
     find_best,
     format_folder_name,
     list_snapshots,
-    parse_step,
 )
 from echelon.snapshot.manifest import (
-    CHUNK_BYTES,
-    BlockChecksum,
     InvalidSnapshotError,
     Manifest,
     ManifestEntry,
@@ -44,7 +37,17 @@ from echelon.snapshot.manifest import (
     read_manifest,
     render_manifest,
 )
+from echelon.snapshot.part_files import write_file, write_parts
 from echelon.snapshot.reader import find_newest, verify_snapshot
+from echelon.snapshot.retention import (
+    delete_path,
+    hide_folder,
+    is_up_to,
+    mark_best,
+    recover_best,
+    remove_old_snapshots,
+    unmark_best,
+)
 from echelon.snapshot.staging_buffer import StagingBuffer
 from echelon.utils.files import flush_to_disk, replace_file
 from echelon.utils.os_errors import format_os_error_reason
@@ -126,7 +129,7 @@ class SnapshotWriter:
         self._resumed_step = resumed_step
         _prepare_snapshots_folder(self._root, resumed_step)
         self._abandoned_folders = {
-            f for f in list_snapshots(self._root) if not _is_up_to(resumed_step, f)
+            f for f in list_snapshots(self._root) if not is_up_to(resumed_step, f)
         }
 
     def save(
@@ -236,10 +239,10 @@ class SnapshotWriter:
         # The snapshot is valid from here on: an error below is reported with its folder.
         try:
             if pending.is_best:
-                _mark_best(folder)
+                mark_best(folder)
             elif was_best and not was_present:
-                _recover_best(self._root, self._resumed_step)
-            _remove_old_snapshots(self._root, pending.step, self._keep_last)
+                recover_best(self._root, self._resumed_step)
+            remove_old_snapshots(self._root, pending.step, self._keep_last)
         except OSError as error:
             reason = describe_save_error(self._root, error)
             message = f"step {pending.step} is saved, but tidying up failed: {reason}"
@@ -257,8 +260,8 @@ class SnapshotWriter:
         try:
             _add_evaluation(folder, pending)
             if pending.is_best:
-                _mark_best(folder)
-            _remove_old_snapshots(self._root, pending.step, self._keep_last)
+                mark_best(folder)
+            remove_old_snapshots(self._root, pending.step, self._keep_last)
         except Exception as error:  # a thread that dies in silence would look like a success
             reason = (
                 describe_save_error(self._root, error)
@@ -305,10 +308,10 @@ def _prepare_snapshots_folder(root: Path, resumed_step: int | None) -> None:
             )
         ) from error
     for name in filter(_LEFTOVER.fullmatch, names):
-        _delete(root / name)
+        delete_path(root / name)
     # Whether this works is said by the first save.
     with contextlib.suppress(OSError):
-        _recover_best(root, resumed_step)
+        recover_best(root, resumed_step)
 
 
 def _check_names(step: int, parts: Mapping[str, Any]) -> None:
@@ -349,7 +352,7 @@ def _abandon_sharded_save(shared_save: ShardedSave | None) -> None:
     if shared_save is not None:
         with contextlib.suppress(SaveError):
             shared_save.wait_for_others()
-        _delete(shared_save.hidden_folder)
+        delete_path(shared_save.hidden_folder)
 
 
 def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
@@ -379,9 +382,9 @@ def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
             files_of_others = pending.shared_save.wait_for_others() if pending.shared_save else {}
         files |= files_of_others
         # 3. The manifest comes last, because it says that everything it names is complete.
-        files[STATE_FILE] = _write_bytes(hidden / STATE_FILE, pending.info)
+        files[STATE_FILE] = write_file(hidden / STATE_FILE, pending.info)
         manifest = Manifest(pending.step, pending.is_best, files)
-        _write_bytes(hidden / MANIFEST_FILE, render_manifest(manifest))
+        write_file(hidden / MANIFEST_FILE, render_manifest(manifest))
         # 4. The names in the folder: content that was flushed is lost if its name was not.
         flush_to_disk(hidden)
         # 5. A folder of this step that is in the way is damaged, or from before a return to an
@@ -389,19 +392,19 @@ def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
         #    between the two must not leave it on the new snapshot.
         if os.path.lexists(folder):
             if find_best(root) == folder and not pending.is_best:
-                _unmark_best(root)
-            replaced = _hide_folder(folder)
+                unmark_best(root)
+            replaced = hide_folder(folder)
         # 6. One rename makes it a snapshot, for every reader at once.
         os.rename(hidden, folder)
         # 7. Only now is the new name on disk. Old snapshots are removed after this, so that a power
         #    cut never leaves neither the old nor the new.
         flush_to_disk(root)
     except BaseException:
-        _delete(hidden)
+        delete_path(hidden)
         raise
     finally:
         if replaced is not None:
-            _delete(replaced)
+            delete_path(replaced)
 
 
 def _add_evaluation(folder: Path, pending: _PendingEvaluation) -> None:
@@ -412,7 +415,7 @@ def _add_evaluation(folder: Path, pending: _PendingEvaluation) -> None:
         return
     path = folder / EVALUATION_FILE
     path.unlink(missing_ok=True)  # of a start that was killed before it replaced the manifest
-    entry = _write_bytes(path, pending.info)
+    entry = write_file(path, pending.info)
     flush_to_disk(folder)
     complete = Manifest(manifest.step, pending.is_best, {**manifest.files, EVALUATION_FILE: entry})
     with replace_file(folder / MANIFEST_FILE, durable=True) as temporary:
@@ -422,173 +425,3 @@ def _add_evaluation(folder: Path, pending: _PendingEvaluation) -> None:
 def make_hidden_path(root: Path, step: int) -> Path:
     """Return a new name for a snapshot that is being written; list_snapshots() does not see it."""
     return root / f".writing-{step:09d}-{secrets.token_hex(4)}"
-
-
-def write_parts(folder: Path, parts: Mapping[str, Any]) -> dict[str, ManifestEntry]:
-    """Write one file per part and return their manifest entries; the content of each file is
-    flushed to disk, the folder that names them is not."""
-    return {
-        format_part_name(n): _write_part(folder / format_part_name(n), tree)
-        for n, tree in parts.items()
-    }
-
-
-def _write_part(path: Path, tree: Any) -> ManifestEntry:
-    with _open_checksummed(path) as sink:
-        torch.save(tree, cast(IO[bytes], sink))  # it needs write and flush only
-    return sink.make_entry()
-
-
-def _write_bytes(path: Path, data: bytes) -> ManifestEntry:
-    with _open_checksummed(path) as sink:
-        sink.write(data)
-    return sink.make_entry()
-
-
-class _ChecksummedFile:
-    """A file that is checksummed while it is written, in chunks and without the GIL.
-
-    Given a path, ``torch.save`` writes by itself: the checksum would need a second pass, and a full
-    disk is reported as "unexpected pos 640 vs 534". Either way another thread waits about 5 ms at a
-    time while 600 MB are written (over an old file, which never happens here, 90 to 160 ms).
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._checksum = BlockChecksum()
-        self._size = 0
-        self._error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``; an error is kept until flush_to_disk()."""
-        view = memoryview(data).cast("B")
-        # Kept for later and not raised: our caller is C++ code that still has to close its
-        # archive, and would answer with an error of its own.
-        if self._error is None:
-            try:
-                self._write(view)
-            except OSError as error:
-                self._error = error
-        return len(view)
-
-    def _write(self, view: memoryview) -> None:
-        for start in range(0, len(view), CHUNK_BYTES):
-            piece = view[start : start + CHUNK_BYTES]
-            self._checksum.update(piece)
-            self._size += len(piece)
-            while piece:
-                piece = piece[os.write(self._file, piece) :]
-
-    def flush(self) -> None:
-        """Asked for by torch.save; nothing is buffered here."""
-
-    def flush_to_disk(self) -> None:
-        """Flush the file to disk. Raises the first error of any write, with the file's name."""
-        try:
-            if self._error is not None:
-                raise self._error
-            os.fsync(self._file)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def make_entry(self) -> ManifestEntry:
-        """Return size and checksum of what was written."""
-        return ManifestEntry(self._size, self._checksum.hexdigest())
-
-
-@contextlib.contextmanager
-def _open_checksummed(path: Path) -> Iterator[_ChecksummedFile]:
-    """Create a new file, flush it at the end of the block and close it in any case."""
-    file = _ChecksummedFile(path)
-    try:
-        try:
-            yield file
-        finally:
-            file.flush_to_disk()
-    finally:
-        file.close()
-
-
-# The others ----------------------------------------------------------------------------------
-
-
-def _remove_old_snapshots(root: Path, step: int, keep_last: int) -> None:
-    """Remove all but the last ``keep_last`` snapshots up to ``step``, and the best one.
-
-    ``step`` was just saved and so is known to be valid. Later steps are from before a return to an
-    older snapshot. If they counted, a damaged one among them could push out the only valid one;
-    they are removed once the run has passed them again.
-    """
-    folders = [f for f in list_snapshots(root) if (parse_step(f.name) or 0) <= step]
-    best = find_best(root)
-    hidden_folders = [_hide_folder(folder) for folder in folders[:-keep_last] if folder != best]
-    if hidden_folders:
-        flush_to_disk(root)  # hidden for good before the first file goes
-    for hidden in hidden_folders:
-        _delete(hidden)
-
-
-def _mark_best(folder: Path) -> None:
-    """Make ``best`` lead to this folder, atomically and on disk."""
-    root = folder.parent
-    if (root / BEST_LINK / MANIFEST_FILE).is_file() and not (root / BEST_LINK).is_symlink():
-        _delete(_hide_folder(root / BEST_LINK))  # made of the link by a copy that followed links
-    # The prefix is that of all unfinished work, which the next open() removes.
-    with replace_file(root / BEST_LINK, durable=True, prefix=".writing-") as temporary:
-        temporary.symlink_to(folder.name)
-
-
-def _unmark_best(root: Path) -> None:
-    """Remove the link ``best``, on disk when this returns."""
-    (root / BEST_LINK).unlink()
-    flush_to_disk(root)
-
-
-def _recover_best(root: Path, resumed_step: int | None) -> None:
-    """Write the mark of the best snapshot that a kill between publishing and marking has
-    prevented."""
-    folders = [folder for folder in list_snapshots(root) if _is_up_to(resumed_step, folder)]
-    last = next(filter(_is_best_in_manifest, reversed(folders)), None)
-    if last is None or last == find_best(root):
-        return
-    # By time, not by step: after a return to an older snapshot the lower step is the later one.
-    if (
-        find_best(root) is None
-        or (root / BEST_LINK).lstat().st_mtime < (last / MANIFEST_FILE).stat().st_mtime
-    ):
-        _mark_best(last)
-
-
-def _is_up_to(step: int | None, folder: Path) -> bool:
-    """Return whether the step of a folder is not after ``step``; every one is if ``step`` is
-    None."""
-    return step is None or (parse_step(folder.name) or 0) <= step
-
-
-def _is_best_in_manifest(folder: Path) -> bool:
-    """Return whether the manifest says that the snapshot was the best when it was saved."""
-    try:
-        return read_manifest(folder).is_best
-    except InvalidSnapshotError:
-        return False
-
-
-def _hide_folder(folder: Path) -> Path:
-    """Rename a folder so that it is no longer a snapshot, before anything in it is deleted."""
-    hidden = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
-    os.rename(folder, hidden)
-    return hidden
-
-
-def _delete(path: Path) -> None:
-    """Delete a file or folder as far as possible. What stays has a hidden name, and is tried
-    again when the run is next opened."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
