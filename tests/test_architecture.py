@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,6 +125,7 @@ class Import(NamedTuple):
         return f"{self.file}:{self.line} imports {self.module}"
 
 
+@cache
 def imports() -> list[Import]:
     return [found for path in sorted(SOURCE.rglob("*.py")) for found in _imports_of(path)]
 
@@ -132,9 +134,14 @@ def _imports_of(path: Path) -> Iterator[Import]:
     file = path.relative_to(SOURCE)
     room = _room([*file.parts[:-1], file.stem])
     room = "echelon" if room == "__init__" else room
-    for node, at_top in _walk(ast.parse(path.read_text()), True):
+    for node, at_top in _walk(_parse(path), True):
         for module in _modules(node):
             yield Import(str(file), room, node.lineno, module, at_top)
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _walk(tree: ast.AST, at_top: bool) -> Iterator[tuple[ast.stmt, bool]]:
@@ -217,7 +224,8 @@ def test_torch_is_imported_by_its_own_rooms() -> None:
 
 def test_no_module_is_imported_by_what_it_imports() -> None:
     """Not even by an import inside a function, which hides a cycle instead of breaking it."""
-    graph = {_name(path): _imported_modules(path) for path in SOURCE.rglob("*.py")}
+    paths = {_name(path): path for path in SOURCE.rglob("*.py")}
+    graph = {name: _imported_modules(path, set(paths)) for name, path in paths.items()}
     assert graph["echelon.entrypoint"] >= {"echelon.errors", "echelon.launch.registry"}
     while leaves := {module for module, needed in graph.items() if not needed & graph.keys()}:
         graph = {module: needed for module, needed in graph.items() if module not in leaves}
@@ -235,11 +243,10 @@ def _name(path: Path) -> str:
     )
 
 
-def _imported_modules(path: Path) -> set[str]:
+def _imported_modules(path: Path, own: set[str]) -> set[str]:
     """The modules of ours that a file imports; of `from PACKAGE import MODULE`, the module."""
-    own = {_name(file) for file in SOURCE.rglob("*.py")}
     found: set[str] = set()
-    for node, _ in _walk(ast.parse(path.read_text()), True):
+    for node, _ in _walk(_parse(path), True):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -252,7 +259,7 @@ def test_only_these_files_ask_which_launcher_it_is() -> None:
     asking = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if any(_asks_for_launcher(node) for node in ast.walk(ast.parse(path.read_text())))
+        if any(_asks_for_launcher(node) for node in ast.walk(_parse(path)))
     }
     assert asking == set(ASKING_FOR_A_LAUNCHER)
 

@@ -1,4 +1,8 @@
-"""Each example as it is typed, in a copy of the folder; the longest one with fewer epochs."""
+"""Each example as it is typed, in a copy of the folder; the longest ones with fewer epochs.
+
+`test_train_with_overrides` and those of torchrun have interpreters of their own; for the others
+torch is imported already.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ from command_runner import (
     only_run,
     status,
 )
+from worlds import run_all_forked, run_forked
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
@@ -62,7 +67,7 @@ def _trained(done: CommandResult, folder: Path, steps: int) -> Path:
 
 def test_a_loop_of_ones_own_on_two_processes(examples: Path) -> None:
     words = [PYTHON, "own_loop.py", *TWO, "samples=512", "trainer.epochs=2"]
-    done = command_runner.run(words, examples)
+    done = run_forked(words, examples)
     assert done.code == 0, done.err
     run = only_run(examples)
     told = status(run)
@@ -82,7 +87,7 @@ def test_train_with_overrides(examples: Path) -> None:
 def test_four_distributed_ranks_in_any_order(examples: Path) -> None:
     ranks = random.sample(range(4), 4)
     commands = [[PYTHON, "distributed.py", f"rank={r}", "world_size=4"] for r in ranks]
-    for rank, done in zip(ranks, command_runner.together(commands, examples), strict=True):
+    for rank, done in zip(ranks, run_all_forked(commands, examples), strict=True):
         assert done.code == 0, (rank, done.err)
         assert done.left == []
         assert ("finished 192 steps" in done.err) == (rank == 0)
@@ -95,7 +100,7 @@ def test_four_distributed_ranks_in_any_order(examples: Path) -> None:
 def test_two_distributed_ranks_on_chosen_devices(examples: Path) -> None:
     """Where there is no such device, as here, the CPU."""
     commands = [[PYTHON, "distributed.py", f"rank={r}", "world_size=2"] for r in range(2)]
-    for done in command_runner.together(commands, examples, CUDA_VISIBLE_DEVICES="4,7"):
+    for done in run_all_forked(commands, examples, CUDA_VISIBLE_DEVICES="4,7"):
         assert done.code == 0, done.err
         assert done.left == []
     assert status(only_run(examples))["state"] == "finished"
@@ -103,30 +108,30 @@ def test_two_distributed_ranks_on_chosen_devices(examples: Path) -> None:
 
 def test_model_parallel(examples: Path) -> None:
     words = [PYTHON, "model_parallel.py", "replica.devices=2", "launch=local", "launch.procs=2"]
-    done = command_runner.run(words, examples)
+    done = run_forked(words, examples)
     _trained(done, examples, steps=3 * 64)
     assert "on 2 processes × 2 stages (cpu stage 0, cpu stage 1: placed by the exper" in done.err
 
 
 def test_single_gpu(examples: Path) -> None:
-    _trained(command_runner.run([PYTHON, "single_gpu.py"], examples), examples, steps=10 * 64)
+    _trained(run_forked([PYTHON, "single_gpu.py"], examples), examples, steps=10 * 64)
 
 
 def test_multigpu_torchrun(examples: Path) -> None:
-    words = [*TORCHRUN, "--standalone", "--nproc_per_node=4", "multigpu_torchrun.py", "10", "5"]
-    run = _trained(command_runner.run(words, examples), examples, steps=10 * 64)
-    assert len(evaluations(run)) == 10
+    words = [*TORCHRUN, "--standalone", "--nproc_per_node=4", "multigpu_torchrun.py", "2", "1"]
+    run = _trained(command_runner.run(words, examples), examples, steps=2 * 64)
+    assert len(evaluations(run)) == 2
 
 
 def test_multinode_two_agents(examples: Path) -> None:
-    size = ("--local_world_size", "1")
+    size = ("2", "1", "--local_world_size", "1")
     endpoint = f"localhost:{command_runner.free_port()}"
     commands = [[*TORCHRUN, *_typed_on(node, endpoint), "multinode.py", *size] for node in range(2)]
     first, second = command_runner.together(commands, examples)
     assert second.code == 0, second.err
     assert second.left == []
-    run = _trained(first, examples, steps=10 * 64)  # one run, though two agents
-    state = json.loads((run / "snapshots" / "step-000000640" / "state.json").read_text())
+    run = _trained(first, examples, steps=2 * 64)  # one run, though two agents
+    state = json.loads((run / "snapshots" / "step-000000128" / "state.json").read_text())
     assert state["world_size"] == 2
 
 
@@ -149,7 +154,7 @@ def test_python_jobs(examples: Path) -> None:
 def test_a_classification_from_end_to_end(examples: Path) -> None:
     """As docs/classification.md has it: trained, the best kept, loaded, and used."""
     words = ["trainer.best=accuracy", "trainer.epochs=5", "run.name=rings", "launch.threads=1"]
-    done = command_runner.run([PYTHON, "classification.py", *words], examples)
+    done = run_forked([PYTHON, "classification.py", *words], examples)
     assert done.code == 0, done.err
     run = examples / "runs" / "rings"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -157,7 +162,7 @@ def test_a_classification_from_end_to_end(examples: Path) -> None:
     assert {"eval_f1_0", "eval_f1_1", "eval_f1_2"} <= lines[-1].keys()
     best = max(accuracy, key=lambda step: accuracy[step])
     assert (run / "snapshots" / "best").readlink().name == f"step-{best:09d}"
-    used = command_runner.run([PYTHON, "classify.py", "rings"], examples)
+    used = run_forked([PYTHON, "classify.py", "rings"], examples)
     assert used.code == 0, used.err
     right = float(used.out.partition("% of 1000 points are right")[0].split()[-1])
     assert right > 90

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command_runner import ECHELON, is_a_sentence_and_a_hint, run
+from command_runner import ECHELON, is_a_sentence_and_a_hint, run, run_here
 from worlds import run_forked
 
 from echelon.errors import ExitCode
@@ -50,7 +50,7 @@ def test_a_folder_that_is_gone_is_a_row(tmp_path: Path) -> None:
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = run((*ECHELON, *words), tmp_path)
+    done = run_here(words, tmp_path)
     assert done.code in (ExitCode.USAGE, ExitCode.NOT_FOUND)
     assert message in done.err
     assert is_a_sentence_and_a_hint(done.err)
@@ -59,7 +59,7 @@ def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], message
 
 @pytest.mark.parametrize("limit", ["0", "soon", "inf"])
 def test_a_limit_is_a_number(tmp_path: Path, limit: str) -> None:
-    done = run((*ECHELON, "preflight", "--limit", limit), tmp_path)
+    done = run_here(("preflight", "--limit", limit), tmp_path)
     assert done.code == ExitCode.USAGE
     assert f"'{limit}' is not a number of seconds" in done.err
 

@@ -125,7 +125,7 @@ class CommandLine:
         return found[0] if found else 0
 
     def _ours(self) -> list[int]:
-        return [pid for each in self.started for pid in command_runner.marked(each.mark)]
+        return [pid for each in self.started for pid in each.find_all()]
 
     def left(self, *hosts: str) -> list[str]:
         """What of ours still runs, on all hosts or on these."""

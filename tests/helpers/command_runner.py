@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -14,11 +15,18 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
+from echelon.cli import run_and_report_faults, run_command
 from echelon.runs.metrics_file import read_metrics
 
 HERE = Path(__file__).parent
@@ -48,15 +56,34 @@ class CommandResult:
     seconds: float
 
     @property
+    def output(self) -> str:
+        return self.out + self.err
+
+    @property
     def last_lines(self) -> str:
         return "\n".join(self.err.rstrip().splitlines()[-3:])
 
 
+class ProcessHandle(Protocol):
+    """What tests use of `subprocess.Popen`; `rank_fork_server.ForkedProcess` has it too."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def terminate(self) -> None: ...
+
+
 @dataclass
 class RunningCommand:
-    """A command that runs, and everything it started, known by a variable they all inherit."""
+    """A command that runs, and everything it started: known by a variable that they all inherit,
+    or by its session, where the command was forked and began it."""
 
-    process: subprocess.Popen[bytes]
+    process: ProcessHandle
     out: IO[bytes]
     err: IO[bytes]
     mark: str
@@ -78,28 +105,47 @@ class RunningCommand:
         _kill(left)
         return CommandResult(code, _text(self.out), _text(self.err), lines, seconds)
 
+    def find_all(self) -> list[int]:
+        """The command and all that it started, as far as they live."""
+        return marked(self.mark, self.process.pid)
+
     def _find_own(self) -> list[int]:
         """Those that must end with the command: not the jobs that it queued."""
-        return [pid for pid in marked(self.mark) if not _is_in_slurm_job(pid)]
+        return [pid for pid in self.find_all() if not _is_in_slurm_job(pid)]
 
     def read_output(self) -> str:
         return _text(self.out) + _text(self.err)
 
     def end(self) -> None:
-        _kill(marked(self.mark))
+        _kill(self.find_all())
         self.process.wait()
 
 
-def start(words: Sequence[str], cwd: Path, **variables: str) -> RunningCommand:
-    mark = uuid.uuid4().hex
-    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  read at the end
-    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    # torchrun says so itself otherwise, on every start.
-    env |= {"OMP_NUM_THREADS": "1", _MARK: mark, **variables}
-    process = subprocess.Popen(
+StartProcess = Callable[[Sequence[str], Path, dict[str, str], IO[bytes], IO[bytes]], ProcessHandle]
+"""Of words, a folder, variables, and the files that take stdout and stderr."""
+
+
+def _spawn(
+    words: Sequence[str], cwd: Path, variables: dict[str, str], out: IO[bytes], err: IO[bytes]
+) -> ProcessHandle:
+    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
+    return subprocess.Popen(
         list(words), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err
     )
-    return RunningCommand(process, out, err, mark)
+
+
+def start_with(
+    start_process: StartProcess, words: Sequence[str], cwd: Path, **variables: str
+) -> RunningCommand:
+    mark = uuid.uuid4().hex
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  read at the end
+    # torchrun says so itself otherwise, on every start.
+    given = {"OMP_NUM_THREADS": "1", _MARK: mark, **variables}
+    return RunningCommand(start_process(words, cwd, given, out, err), out, err, mark)
+
+
+def start(words: Sequence[str], cwd: Path, **variables: str) -> RunningCommand:
+    return start_with(_spawn, words, cwd, **variables)
 
 
 def run(
@@ -109,20 +155,30 @@ def run(
 
 
 @contextmanager
-def started(words: Sequence[str], cwd: Path, **variables: str) -> Iterator[RunningCommand]:
+def ended(command: RunningCommand) -> Iterator[RunningCommand]:
     """Whatever a test does to it, nothing of it outlives the test."""
-    command = start(words, cwd, **variables)
     try:
         yield command
     finally:
         command.end()
 
 
+def started(
+    words: Sequence[str], cwd: Path, **variables: str
+) -> AbstractContextManager[RunningCommand]:
+    return ended(start(words, cwd, **variables))
+
+
 def together(
     commands: Sequence[Sequence[str]], cwd: Path, timeout_s: float = 300.0, **variables: str
 ) -> list[CommandResult]:
     """Commands started in this order without waiting, as by several people at once."""
-    running = [start(words, cwd, **variables) for words in commands]
+    return wait_for_all([start(words, cwd, **variables) for words in commands], timeout_s)
+
+
+def wait_for_all(
+    running: Sequence[RunningCommand], timeout_s: float = 300.0
+) -> list[CommandResult]:
     try:
         return [command.wait(timeout_s) for command in running]
     finally:
@@ -130,28 +186,58 @@ def together(
             command.end()
 
 
+def run_here(words: Sequence[str], folder: Path, **variables: str) -> CommandResult:
+    """`echelon WORDS` in this process, for a command that starts nothing: an interpreter of its
+    own would cost more than what it does."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    began, came_from, environ = time.monotonic(), os.getcwd(), dict(os.environ)
+    os.chdir(folder)
+    os.environ.update(variables)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = run_and_report_faults(lambda: run_command(list(words)))
+    except SystemExit as exit_request:  # argparse's
+        code = int(exit_request.code or 0)
+    finally:
+        os.chdir(came_from)
+        os.environ.clear()
+        os.environ.update(environ)
+    texts = []
+    for file in (out, err):
+        file.flush()
+        texts.append(file.detach().getvalue().decode())  # type: ignore[attr-defined]
+    return CommandResult(code, texts[0], texts[1], [], time.monotonic() - began)
+
+
 def until(true: Callable[[], Any], limit_s: float, what: str) -> Any:
-    """What the function gives once it gives something."""
+    """What the function gives once it gives something. It is asked for half of the time at most:
+    what it waits for needs the processors too."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+    while (asked := time.monotonic()) < deadline:
         if found := true():
             return found
-        time.sleep(0.02)
+        time.sleep(max(0.02, time.monotonic() - asked))
     raise AssertionError(f"not within {limit_s} s: {what}")
 
 
 # --- processes ---
 
 
-def marked(mark: str) -> list[int]:
-    """Living processes that inherited the mark."""
+def marked(mark: str, session: int) -> list[int]:
+    """Living processes that inherited the mark, or are of this session."""
     needle = f"{_MARK}={mark}".encode()
     found = []
-    for folder in Path("/proc").iterdir():
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
         with suppress(OSError):
-            if folder.name.isdigit() and needle in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return [pid for pid in found if _state_of(pid) not in "ZX"]
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] in "ZX":
+                continue
+            environ = Path(f"/proc/{entry}/environ").read_bytes()
+            if int(fields[3]) == session or needle in environ.split(b"\0"):
+                found.append(int(entry))
+    return found
 
 
 def _is_in_slurm_job(pid: int) -> bool:
@@ -177,13 +263,6 @@ def children(pid: int) -> list[int]:
 def workers(agent: int) -> list[int]:
     """The children of the agent's fork_server."""
     return [worker for fork_server in children(agent) for worker in children(fork_server)]
-
-
-def _state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def _command_of(pid: int) -> str:

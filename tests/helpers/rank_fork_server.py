@@ -14,11 +14,13 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -82,6 +84,17 @@ class ForkServer:
         )
         return int(self._ask(request))
 
+    def start(
+        self,
+        function: Callable[[], Any],
+        output: Path,
+        variables: Mapping[str, str],
+        errors: Path,
+        folder: Path,
+    ) -> ForkedProcess:
+        """The same, with a handle of the process."""
+        return ForkedProcess(self, self.fork(function, output, variables, errors, folder))
+
     def wait(self, pid: int) -> int:
         """The exit code of a process that has ended; negative for a signal."""
         return int(self._ask(pid))
@@ -94,6 +107,35 @@ class ForkServer:
     def _ask(self, question: ForkRequest | int) -> Any:
         self._channel.send(question)
         return self._channel.recv()
+
+
+class ForkedProcess:
+    """A process that the server has forked, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server, self._handle = server, os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._code is None:
+            if not select.select([self._handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self._code = self._server.wait(self.pid)
+            os.close(self._handle)
+        return self._code
+
+    def send_signal(self, number: int, /) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
 # --- inside the server --------------------------------------------------------------------------

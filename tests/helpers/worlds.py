@@ -12,22 +12,29 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import metric_set  # noqa: F401  torchmetrics takes a second to import
 import torch
 import torch._dynamo  # DDP and the optimizers import it on first use: once here, not in every rank
 import toy_experiments
-from command_runner import CommandResult, free_port
+from command_runner import (
+    CommandResult,
+    ProcessHandle,
+    RunningCommand,
+    ended,
+    free_port,
+    start_with,
+    wait_for_all,
+)
+from main_program import run_as_main_program
 from rank_fork_server import ForkServer
 
 from echelon.cli import run_and_report_faults, run_command
@@ -44,7 +51,6 @@ LIMIT_S = 300.0
 """No world of these tests takes as long; one that does hangs."""
 GONE_S = 60.0
 """After any end, every process is gone within this."""
-ECHELON = [sys.executable, "-m", "echelon"]
 _CLOCKS = ("time", *SPEED_METRICS)
 
 
@@ -269,24 +275,39 @@ def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> list[Ended]
     return spawn_world(len(commands), rank_main, folder / "output-verb")
 
 
-def run_forked(command: Sequence[str], folder: Path, **variables: str) -> CommandResult:
-    """`python -m echelon WORDS` in a folder, as `command_runner.run` does it, and everything that
-    it starts; only torch is imported already, which would take longer than all of the rest."""
-    assert tuple(command[: len(ECHELON)]) == tuple(ECHELON), command
-    call = partial(_run_command, 0, "", [list(command[len(ECHELON) :])])
-    with tempfile.TemporaryDirectory() as outside:
-        out, err = Path(outside) / "out", Path(outside) / "err"
-        server, began = _fork_server(), time.monotonic()
-        pid = server.fork(call, out, variables, err, folder)
-        try:
-            [code] = _wait_all(server, [pid], end_together=False, limit_s=LIMIT_S)
-            seconds = time.monotonic() - began
-            with suppress(AssertionError):
-                require_gone([pid])
-            left = [str(each) for each in members([pid])]
-        finally:
-            kill_sessions([pid])
-        return CommandResult(code, out.read_text(), err.read_text(), left, seconds)
+def start_forked(words: Sequence[str], folder: Path, **variables: str) -> RunningCommand:
+    """`python WORDS` in a folder, as `command_runner.start` does it, where WORDS begin with the
+    interpreter and then `-m MODULE` or a file; only torch is imported already, which would take
+    longer than all of the rest. Stop it, kill it, wait for it: it is a process of its own."""
+    assert words[0] == sys.executable, words
+    return start_with(_fork, words, folder, **variables)
+
+
+def _fork(
+    words: Sequence[str], folder: Path, variables: dict[str, str], out: IO[bytes], err: IO[bytes]
+) -> ProcessHandle:
+    files = [Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in (out, err)]
+    call = partial(run_as_main_program, list(words[1:]))
+    return _fork_server().start(call, files[0], variables, files[1], folder)
+
+
+def run_forked(words: Sequence[str], folder: Path, **variables: str) -> CommandResult:
+    """The same, to its end."""
+    return start_forked(words, folder, **variables).wait()
+
+
+def started_forked(
+    words: Sequence[str], folder: Path, **variables: str
+) -> AbstractContextManager[RunningCommand]:
+    """The same, ended with the test, whatever that does to it."""
+    return ended(start_forked(words, folder, **variables))
+
+
+def run_all_forked(
+    commands: Sequence[Sequence[str]], folder: Path, **variables: str
+) -> list[CommandResult]:
+    """The same of several that run beside each other, started in this order."""
+    return wait_for_all([start_forked(words, folder, **variables) for words in commands])
 
 
 def _run_command(rank: int, master: str, commands: Sequence[Sequence[str]]) -> None:
@@ -334,39 +355,6 @@ def differing(a: Any, b: Any, path: str = "") -> list[str]:
         pairs = enumerate(zip(a, b, strict=True))
         return [found for i, (x, y) in pairs for found in differing(x, y, f"{path}/{i}")]
     return [] if a == b else [f"{path}: {a!r} and {b!r}"]
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
-def command(
-    words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """`echelon WORDS` in a folder, in a session of its own."""
-    return subprocess.Popen(
-        [*ECHELON, *words],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
-    """Wait for a command; nothing of it may be left."""
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        require_gone([process.pid])
-    except BaseException:
-        kill_sessions([process.pid])
-        raise
-    return Ended(process.returncode, output)
-
-
-def echelon(words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> Ended:
-    return finish(command(words, folder, env))
 
 
 # --- what ranks wrote down (ECHELON_TEST_TRACE) ---

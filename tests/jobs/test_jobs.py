@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runner import ECHELON, CommandResult, run, started, until
+from command_runner import ECHELON, CommandResult, run_here, until
+from worlds import run_forked, started_forked
 
 from echelon.errors import ExitCode
 from echelon.jobs import follow as following
@@ -40,7 +41,7 @@ NOT_THERE = {"host": socket.gethostname(), "pid": 1, "born": "another"}
 
 
 def echelon(folder: Path, *words: str, **variables: Any) -> CommandResult:
-    return run([*ECHELON, *words], folder, **variables)
+    return run_here(words, folder, **variables)
 
 
 def jobs(folder: Path, *words: str, **variables: str) -> list[dict[str, Any]]:
@@ -399,7 +400,7 @@ slow = pytest.mark.slow
 @slow
 def test_a_run_is_seen_cancelled_and_goes_on(tmp_path: Path) -> None:
     folder = Run(tmp_path / "runs/a")
-    with started([*ECHELON, *LONG], tmp_path) as training:
+    with started_forked([*ECHELON, *LONG], tmp_path) as training:
         until(lambda: only_if(tmp_path).get("eta_s"), 300, "an ETA")
         found = only(tmp_path)
         assert (found["state"], found["launcher"], found["nodes"]) == ("running", "local", 1)
@@ -413,7 +414,7 @@ def test_a_run_is_seen_cancelled_and_goes_on(tmp_path: Path) -> None:
     assert only(tmp_path)["state"] == "cancelled"
     assert "nothing to cancel" in echelon(tmp_path, "cancel", "a").out
     steps = folder.find_newest_step()
-    done = echelon(tmp_path, "resume", "a", f"trainer.steps={steps + 5}")
+    done = run_forked([*ECHELON, "resume", "a", f"trainer.steps={steps + 5}"], tmp_path)
     assert done.code == 0, done.err
     assert only(tmp_path)["state"] == "finished"
 
@@ -425,7 +426,7 @@ def only_if(folder: Path) -> dict[str, Any]:
 
 @slow
 def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
-    with started([*ECHELON, *LONG], tmp_path) as training:
+    with started_forked([*ECHELON, *LONG], tmp_path) as training:
         until(lambda: only_if(tmp_path).get("step"), 300, "a step")
         os.kill(training.process.pid, signal.SIGKILL)
         training.wait()
@@ -434,7 +435,7 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
 
 @slow
 def test_killed_now(tmp_path: Path) -> None:
-    with started([*ECHELON, *LONG], tmp_path) as training:
+    with started_forked([*ECHELON, *LONG], tmp_path) as training:
         until(lambda: only_if(tmp_path).get("step"), 300, "a step")
         assert "was killed" in echelon(tmp_path, "cancel", "a", "--now").out
         assert training.wait().left == []
@@ -451,9 +452,10 @@ def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path)
     queued = make_run(tmp_path, state="queued", launcher="slurm")
     queued.job_log_file.write_text("queued\n")
     program = ("--", sys.executable, "-c", SPEAK)
-    with started([*ECHELON, "logs", "a", "-f"], tmp_path) as follower:
+    with started_forked([*ECHELON, "logs", "a", "-f"], tmp_path) as follower:
         until(lambda: "queued" in follower.read_output(), 300, "it is followed")
-        done = echelon(tmp_path, "run", "launch=local", "launch.procs=2", "run.name=a", *program)
+        words = ("run", "launch=local", "launch.procs=2", "run.name=a", *program)
+        done = run_forked([*ECHELON, *words], tmp_path)
         assert done.code == 0, done.err
         told = follower.wait()
     assert told.code == 0
@@ -466,11 +468,11 @@ def test_logs_are_followed_from_before_the_first_word_to_the_end(tmp_path: Path)
 @slow
 def test_a_run_has_one_writer_and_cancel_ends_it(tmp_path: Path) -> None:
     inline = [word for word in LONG if not word.startswith("launch")]
-    with started([*ECHELON, *inline], tmp_path) as training:
+    with started_forked([*ECHELON, *inline], tmp_path) as training:
         until(lambda: only_if(tmp_path).get("step"), 300, "a step")
         config = Run(tmp_path / "runs/a").config_file.read_bytes()
         for words in (inline, LONG):
-            done = echelon(tmp_path, *words)
+            done = run_forked([*ECHELON, *words], tmp_path)
             assert done.code == ExitCode.USAGE
             assert f"run a is running already, as process {training.process.pid} on" in done.err
         assert Run(tmp_path / "runs/a").config_file.read_bytes() == config
@@ -486,9 +488,9 @@ def test_attach_ends_as_the_program_does(tmp_path: Path, code: int) -> None:
     wait = "import os, sys, time\nprint('here', flush=True)\n"
     wait += f"while not os.path.exists('go'):\n    time.sleep(0.05)\nsys.exit({code})"
     words = ("run", "launch=local", "launch.procs=2", "run.name=a", "--", sys.executable, "-c")
-    with started([*ECHELON, *words, wait], tmp_path) as program:
+    with started_forked([*ECHELON, *words, wait], tmp_path) as program:
         until(lambda: Run(tmp_path / "runs/a").get_rank_log_file(0).exists(), 300, "a log")
-        with started([*ECHELON, "attach", "a"], tmp_path) as attached:
+        with started_forked([*ECHELON, "attach", "a"], tmp_path) as attached:
             until(lambda: "here" in attached.read_output(), 300, "attached")
             (tmp_path / "go").touch()
             done = attached.wait()

@@ -23,7 +23,7 @@ from command_runner import (
     only_run,
     status,
 )
-from worlds import run_forked
+from worlds import run_all_forked, run_forked, started_forked
 
 FAULTY = HERE / "faulty_experiment.py"
 TRAIN = (*ECHELON, "train", f"experiment={FAULTY}:experiment", *TWO)
@@ -217,7 +217,7 @@ def _by_hand(case: Case, folder: Path, *more: str, size: int = 2) -> list[Comman
         *more,
     )
     commands = [[*ECHELON[:1], str(FAULTY), f"rank={r}", *words] for r in range(size)]
-    return command_runner.together(commands, folder)
+    return run_all_forked(commands, folder)
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small_disk: Path, tmp_path: Pa
     command = [*TRAIN, *_filled_at_13(tmp_path), "trainer.epochs=30"]
     command += [f"run.dir={small_disk}", "run.name=full"]
     folder = small_disk / "full"
-    with command_runner.started(command, tmp_path) as running:
+    with started_forked(command, tmp_path) as running:
         _fill_after_the_save(folder, small_disk / "filler")
         (tmp_path / "filled").touch()
         done = running.wait()
@@ -304,7 +304,7 @@ def test_stopped_with_a_full_disk_it_says_so_and_may_be_queued_again(
 ) -> None:
     command = [*TRAIN, *_filled_at_13(tmp_path), "trainer.epochs=100000"]
     command += [f"run.dir={small_disk}", "run.name=full"]
-    with command_runner.started(command, tmp_path) as running:
+    with started_forked(command, tmp_path) as running:
         _fill_after_the_save(small_disk / "full", small_disk / "filler")
         running.process.send_signal(signal.SIGTERM)
         (tmp_path / "filled").touch()

@@ -13,13 +13,14 @@ import layer_stack
 import pytest
 import torch
 import toy_experiments
-from command_runner import ECHELON, QUICK, TWO, run
+from command_runner import ECHELON, QUICK, TWO
 from worlds import (
     Trained,
     configured,
     differing,
     losses,
     metrics,
+    run_forked,
     snapshot_steps,
     state_at,
     traced_lines,
@@ -351,7 +352,7 @@ def test_by_the_command_that_a_person_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*ECHELON, "train", *QUICK, "hidden=8", FSDP, "run.name=a")
-    ended = run([*words, *TWO], tmp_path)
+    ended = run_forked([*words, *TWO], tmp_path)
     assert (ended.code, ended.left) == (0, []), ended.err
     assert "on 2 processes (cpu), which share the model" in ended.err
     monkeypatch.chdir(tmp_path)
@@ -359,7 +360,7 @@ def test_by_the_command_that_a_person_types(
         assert echelon.load_weights(where)["0.weight"].shape == (8, 20)
     with pytest.raises(EchelonError, match="nothing"):
         echelon.load_weights("nothing")
-    alone = run([*words, "launch=local", "launch.procs=1"], tmp_path)
+    alone = run_forked([*words, "launch=local", "launch.procs=1"], tmp_path)
     assert alone.code == 2
     assert "there is only one process" in alone.err
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from command_runner import ECHELON, metrics, run, started, until
-from worlds import run_forked
+from command_runner import ECHELON, metrics, until
+from worlds import run_forked, started_forked
 
 from echelon.runs.history import read_history
 from echelon.runs.metrics_summary import load_summary
@@ -21,7 +21,7 @@ TRAIN = (*ECHELON, "train", "run.name=a", "trainer.log_steps=1", "trainer.save.s
 def test_a_run_that_was_killed_and_went_on_with_more_processes(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     words = [*TRAIN, "launch=local", "launch.procs=2", "trainer.steps=1000000"]
-    with started(words, tmp_path) as training:
+    with started_forked(words, tmp_path) as training:
         until(lambda: Run(folder).read_status_file().get("snapshot"), 300, "a snapshot")
         training.end()
     killed_at = metrics(folder)[-1]["step"]
@@ -53,7 +53,7 @@ def test_one_process_that_failed_and_a_program(tmp_path: Path) -> None:
     (phase,) = read_history(Run(tmp_path / "runs" / "a"), is_running=False).phases
     assert (phase.launcher, phase.processes, phase.trained_since) == ("inline", 1, None)
     assert "no data" in phase.cause
-    done = run(
+    done = run_forked(
         [*ECHELON, "run", "run.name=p", "launch=local", "launch.procs=2", "--", "true"], tmp_path
     )
     assert done.code == 0, done.err

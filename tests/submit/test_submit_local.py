@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_runner import ECHELON, EXAMPLES, TWO, start
+from command_runner import ECHELON, EXAMPLES, TWO
 from wandb_server import SWEEP, serving
+from worlds import run_forked
 
 from echelon.errors import ExitCode
 from echelon.runs.find import list_runs
@@ -38,7 +39,7 @@ def test_commands_run_here_as_they_would_in_jobs(tmp_path: Path) -> None:
     (tmp_path / "all.txt").write_text("\n".join(lines))
     words = ("submit", "--configs", "all.txt", "launch=local", "--name", "a")
     path = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "ONE": "1 *", "TWO": "2"}
-    done = start([*ECHELON, *words], tmp_path, **path).wait()
+    done = run_forked([*ECHELON, *words], tmp_path, **path)
     assert done.code == 9, done.err
     assert done.left == []
     work = [str(Run(tmp_path / "runs" / f"a-{number}").work_folder) for number in range(4)]
@@ -46,7 +47,7 @@ def test_commands_run_here_as_they_would_in_jobs(tmp_path: Path) -> None:
     assert told[0] == [["b c"], work[0], "x y", None]
     assert told[2] == [["1 *-2"], work[2], None, None]
     assert told[3] == [["both"], work[3], None, "2"]
-    refused = start([*ECHELON, "resume", "a-0"], tmp_path).wait()
+    refused = run_forked([*ECHELON, "resume", "a-0"], tmp_path)
     assert refused.code == ExitCode.USAGE
     assert "submit the command again" in refused.err
 
@@ -66,13 +67,13 @@ def test_what_a_command_wrote_stays_when_its_name_is_used_again(tmp_path: Path) 
     runs = tmp_path / "runs"
     for text, written in (("1", "ab"), ("2", "ab.2")):
         (tmp_path / "c.txt").write_text(f"{sys.executable} write.py {text}\n")
-        done = start([*command, "--name", "ab"], tmp_path).wait()
+        done = run_forked([*command, "--name", "ab"], tmp_path)
         assert done.code == 0, done.err
         assert (runs / written / "work" / "checkpoints" / "a.pt").read_text() == text
     assert "the name ab is in use, so this is ab.2" in done.err
     assert (runs / "ab" / "work" / "checkpoints" / "a.pt").read_text() == "1"
     assert not (runs / "ab" / "source" / "checkpoints" / "a.pt").exists()
-    listed = start([*ECHELON, "jobs", "--json", "--all"], tmp_path).wait()
+    listed = run_forked([*ECHELON, "jobs", "--json", "--all"], tmp_path)
     assert {s["run"]: s["state"] for s in json.loads(listed.out)} == {
         "ab": "finished",
         "ab.2": "finished",
@@ -92,7 +93,7 @@ def test_a_training_of_a_command_is_the_run_of_that_command(
     )
     (tmp_path / "c.txt").write_text("sh both.sh\n")
     command = [*ECHELON, "submit", "--configs", "c.txt", "launch=local", "--env", "none"]
-    done = start([*command, "launch.procs=1", "--name", "ab"], tmp_path).wait()
+    done = run_forked([*command, "launch.procs=1", "--name", "ab"], tmp_path)
     assert done.code == 0, done.out + done.err
     assert done.left == []
     run = Run(tmp_path / "runs" / "ab")
@@ -106,10 +107,10 @@ def test_a_training_of_a_command_is_the_run_of_that_command(
     others = [r.name for r in list_runs(tmp_path / "runs") if r.name != "ab"]
     assert len(others) == 1, "the second training of the command"
     [look, _] = re.findall(r"echelon (show \S+)", log)
-    shown = start([*ECHELON, *look.split(), "--json"], tmp_path).wait()
+    shown = run_forked([*ECHELON, *look.split(), "--json"], tmp_path)
     assert json.loads(shown.out)["run"] == "ab", shown.err
     [go_on, _] = re.findall(r"echelon (resume \S+) trainer.epochs=", log)
-    resumed = start([*ECHELON, *go_on.split(), "trainer.epochs=2"], tmp_path).wait()
+    resumed = run_forked([*ECHELON, *go_on.split(), "trainer.epochs=2"], tmp_path)
     assert resumed.code == 0, resumed.err
     assert run.read_status_file()["step"] == 128
     assert (run.work_folder / "train.py").exists()
@@ -132,7 +133,7 @@ def test_a_training_that_fails_says_why_in_the_run_of_its_command(tmp_path: Path
     (tmp_path / "c.txt").write_text("torchrun --nproc_per_node=2 main.py\n")
     command = [*ECHELON, "submit", "--configs", "c.txt", "launch=local", "--env", "none"]
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    done = start([*command, "--name", "ab"], tmp_path, PATH=path).wait()
+    done = run_forked([*command, "--name", "ab"], tmp_path, PATH=path)
     assert done.code == ExitCode.FAILED, done.err
     assert done.left == []
     status = read_run_status(Run(tmp_path / "runs" / "ab"))
@@ -172,7 +173,7 @@ def test_wandb_agents_run_trials_here_and_their_exit_codes_arrive(tmp_path: Path
             "PROJECT": "pro",
         }
         command = [*ECHELON, "submit", "--configs", "all.txt", *options]
-        done = start(command, tmp_path, **variables).wait()
+        done = run_forked(command, tmp_path, **variables)
         assert server.sweep.handed == ["trial0", "trial1", "trial2"]
         assert server.sweep.agents == 2
     assert done.code == 3, done.err

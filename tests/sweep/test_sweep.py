@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runner import ECHELON, is_a_sentence_and_a_hint, run, start, started, until
+from command_runner import ECHELON, is_a_sentence_and_a_hint, run, until, wait_for_all
+from worlds import run_forked, start_forked, started_forked
 
 from echelon.cli import run_and_report_faults, run_command
 from echelon.errors import ExitCode
@@ -236,7 +236,8 @@ def test_the_example_as_it_is_typed(tmp_path: Path) -> None:
     assert done.code == ExitCode.OK, done.err
     assert done.out.startswith("sweep sweeper: 12 of 12 results (")
     assert "best run    echelon show sweeper-" in done.out
-    done = run((*ECHELON, "sweep", "show", "sweeper", "--plot", "p.png", "--json"), tmp_path)
+    show = (*ECHELON, "sweep", "show", "sweeper", "--plot", "p.png", "--json")
+    done = run_forked(show, tmp_path)
     numbers = [trial["trial"] for trial in json.loads(done.out)["trials"]]
     assert numbers == list(range(12))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -260,7 +261,7 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     (tmp_path / "waits.py").write_text(WAITS)
     words = (*ECHELON, "sweep", file(tmp_path, text), "launch=local", "launch.procs=2")
     first = Run(tmp_path / "runs" / "my-search-0")
-    with started(words, tmp_path) as running:
+    with started_forked(words, tmp_path) as running:
         until(
             lambda: first.find_newest_step() or running.process.poll() is not None,
             300,
@@ -273,7 +274,7 @@ early_terminate: {type: hyperband, min_iter: 2, eta: 2}
     assert "the same command continues" in done.err
 
     (tmp_path / "stopped").touch()
-    done = run(words, tmp_path)
+    done = run_forked(words, tmp_path)
     assert done.code == ExitCode.OK, done.err
     assert done.left == []
     assert "resuming run my-search-0 after step" in first.get_rank_log_file(0).read_text()
@@ -318,14 +319,14 @@ def test_sweeps_that_come_to_nothing_say_why(tmp_path: Path) -> None:
         "program": "metric: {name: score, goal: maximize}\nprogram: other.py\n"
         "parameters: {x: {values: [1, 3, 2]}}\n",
     }
-    commands = {
-        name: start(
+    commands = [
+        start_forked(
             (*ECHELON, "sweep", file(tmp_path, "method: grid\n" + text, f"{name}.yml"), "--json"),
             tmp_path,
         )
         for name, text in texts.items()
-    }
-    done = {name: command.wait() for name, command in commands.items()}
+    ]
+    done = dict(zip(texts, wait_for_all(commands), strict=True))
     assert done["failing"].code == ExitCode.FAILED
     assert "the first 3 trials failed: the loss is " in done["failing"].err
     assert json.loads(done["failing"].out)["results"] == 3
@@ -341,13 +342,8 @@ def test_sweeps_that_come_to_nothing_say_why(tmp_path: Path) -> None:
 def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     words = ("--trials", "3", "--kills", "2", "--epochs", "2", "--pause-s", "6")
-    done = subprocess.run(
-        [sys.executable, str(CAMPAIGN), *words, "--json", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_forked([sys.executable, str(CAMPAIGN), *words, "--json", str(out)], tmp_path)
+    assert done.code == 0, done.output
     told = json.loads(out.read_text())
     assert told["results"] == 3
     assert sum(told["killed"].values()) > 0

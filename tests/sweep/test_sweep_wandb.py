@@ -18,7 +18,7 @@ from command_runner import ECHELON, HERE, only_run
 from other_users import STRANGER, give_away, needs_root
 from run_folders import lines, make_run
 from wandb_server import SWEEP, Server, serving
-from worlds import Ended, configured, train_config
+from worlds import Ended, configured, run_forked, started_forked, train_config
 
 from echelon.cli import run_command
 from echelon.entrypoint import compose_config
@@ -396,7 +396,7 @@ def test_our_agents_tell_how_every_trial_ended(tmp_path: Path) -> None:
         ]
         server.sweep.stop = {"trial1"}
         words = sweeping(tmp_path, 2, "launch=local", "launch.procs=2", "trainer.log_steps=1")
-        done = command_runner.run(words, tmp_path, **at_home(tmp_path, server))
+        done = run_forked(words, tmp_path, **at_home(tmp_path, server))
         assert server.sweep.agents == 2
         assert server.sweep.handed == [f"trial{n}" for n in range(4)]
         served = dict(server.runs)
@@ -425,7 +425,7 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
         server.sweep.trials = [{"lr": 0.125, "trainer.epochs": 40}, {"lr": 0.25}]
         env = at_home(tmp_path, server)
         words = sweeping(tmp_path, 1, EXPERIMENT)
-        with command_runner.started(words, tmp_path, ECHELON_TEST_PAUSE_S="0.1", **env) as first:
+        with started_forked(words, tmp_path, ECHELON_TEST_PAUSE_S="0.1", **env) as first:
             command_runner.until(
                 lambda: any(run.snapshots_folder.glob("step-*")), 300, "a snapshot"
             )
@@ -438,7 +438,7 @@ def test_a_sweep_that_was_broken_off_goes_on_with_its_runs(tmp_path: Path) -> No
 
         server.then = 500  # after the first request, as there is a run already
         env |= {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
-        with command_runner.started(words, tmp_path, **env) as second:
+        with started_forked(words, tmp_path, **env) as second:
             command_runner.until(lambda: "trial0\t" in second.read_output(), 300, "its end")
             second.process.terminate()
             again = second.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import command_runner
 import pytest
 from command_runner import ECHELON, TWO
 from worlds import run_forked
@@ -76,7 +75,7 @@ def test_every_rank_and_a_resumed_run_receive_the_same_objects(tmp_path: Path) -
 def test_a_typo_and_a_help_page_of_a_users_own_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FILE)
     own = [ECHELON[0], "own.py"]
-    ended = command_runner.run([*own, "optimizer.lrr=1", "kind=DEPE", "sizes=3"], tmp_path)
+    ended = run_forked([*own, "optimizer.lrr=1", "kind=DEPE", "sizes=3"], tmp_path)
     assert ended.code == 2
     assert ended.err.splitlines() == [
         "error: optimizer.lrr=1: there is no such setting",
@@ -87,5 +86,5 @@ def test_a_typo_and_a_help_page_of_a_users_own_file(tmp_path: Path) -> None:
         "  hint: write 'sizes=[3]'",
     ]
     assert not (tmp_path / "runs").exists()
-    ended = command_runner.run([*own, "--help", "optimizer.lr"], tmp_path)
+    ended = run_forked([*own, "--help", "optimizer.lr"], tmp_path)
     assert (ended.code, ended.out) == (0, "settings of own.py:experiment:\n  optimizer.lr=0.01\n")

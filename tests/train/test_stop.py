@@ -8,16 +8,17 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import command_runner
 import pytest
 import toy_experiments
+from command_runner import ECHELON
 from worlds import (
-    command,
     configured,
     differing,
-    finish,
-    kill_sessions,
     metrics,
+    run_forked,
     snapshot_steps,
+    started_forked,
     state_at,
     steps_logged,
     traced_lines,
@@ -40,6 +41,7 @@ SHORT = (
     "dropout=0.3",
 )
 ENTRY = f"experiment={toy_experiments.__file__}:regression"
+TRAIN = (*ECHELON, "train", ENTRY)
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +91,13 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(
 def test_signals_to_all_ranks_at_once_stop_once(tmp_path: Path, traced: Path) -> None:
     """As Slurm may send them, one after the other."""
     words = [*SHORT, f"run.dir={tmp_path}", "run.name=a", "launch=local", "launch.procs=3"]
-    process = command(["train", ENTRY, *words, "trainer.steps=1000000"], tmp_path)
-    try:
+    with started_forked([*TRAIN, *words, "trainer.steps=1000000"], tmp_path) as running:
         _wait_for_step(tmp_path / "a", 5)
-        os.kill(process.pid, signal.SIGTERM)
-        os.kill(process.pid, signal.SIGUSR2)
-        os.kill(process.pid, signal.SIGTERM)
-    except BaseException:
-        kill_sessions([process.pid])
-        raise
-    ended = finish(process)
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+            running.process.send_signal(number)
+        ended = running.wait()
     assert ended.code == ExitCode.PREEMPTED, ended.output
+    assert ended.left == []
     assert len(snapshot_steps(Run(tmp_path / "a"))) == 1
 
 
@@ -124,15 +122,13 @@ def test_a_signal_to_the_agent_stops_all_and_the_run_goes_on(
 ) -> None:
     words = [*SHORT, f"run.dir={tmp_path}", "launch=local", "launch.procs=3", "trainer.log_steps=1"]
     env = {"ECHELON_TEST_TRACE": str(traced), "ECHELON_TEST_PAUSE_S": "0.01"}
-    process = command(["train", ENTRY, *words, "run.name=a", "trainer.steps=100000"], tmp_path, env)
-    try:
+    train = [*TRAIN, *words, "run.name=a"]
+    with started_forked([*train, "trainer.steps=100000"], tmp_path, **env) as running:
         _wait_for_step(tmp_path / "a", 5)
-        os.kill(process.pid, getattr(signal, f"SIG{name}"))
-    except BaseException:
-        kill_sessions([process.pid])
-        raise
-    ended = finish(process)
+        running.process.send_signal(getattr(signal, f"SIG{name}"))
+        ended = running.wait()
     assert ended.code == ExitCode.PREEMPTED, ended.output
+    assert ended.left == []
     run = Run(tmp_path / "a")
     step = run.read_status_file()["step"]
     assert run.read_status_file()["state"] == "preempted"
@@ -143,7 +139,7 @@ def test_a_signal_to_the_agent_stops_all_and_the_run_goes_on(
         return
     # On by ten steps, beside a run that was never stopped, of ranks started by hand.
     more = f"trainer.steps={step + 10}"
-    again = finish(command(["train", ENTRY, *words, "run.name=a", more], tmp_path))
+    again = run_forked([*train, more], tmp_path)
     assert again.code == 0, again.output
     whole = train_world(tmp_path, 3, *SHORT, more, name="whole")
     assert whole.codes == [0, 0, 0], whole.said
@@ -158,27 +154,25 @@ def test_a_signal_to_the_agent_stops_all_and_the_run_goes_on(
 def test_a_second_interrupt_stops_at_once(tmp_path: Path, traced: Path, launch: list[str]) -> None:
     """In the fifth step a rank waits for ever, so the first one cannot be heeded."""
     env = {"ECHELON_TEST_FAULT": "0:5:wait", "ECHELON_TEST_TRACE": str(traced)}
-    words = ["train", ENTRY, *SHORT, f"run.dir={tmp_path}", "run.name=a", *launch]
-    process = command([*words, "trainer.save.steps=2", "trainer.log_steps=1"], tmp_path, env)
-    try:
+    words = [*TRAIN, *SHORT, f"run.dir={tmp_path}", "run.name=a", *launch]
+    often = ["trainer.save.steps=2", "trainer.log_steps=1"]
+    with started_forked([*words, *often], tmp_path, **env) as running:
         wait_until(lambda: bool(traced_lines(traced, "waiting")), "the fifth step")
         saved = tmp_path / "a" / "snapshots" / "step-000000004"
         wait_until(saved.exists, "the snapshot of step 4")
-        os.kill(process.pid, signal.SIGINT)
+        running.process.send_signal(signal.SIGINT)
         log = tmp_path / "a" / "logs" / "rank-0.log"
         heard = "stopping after this step and saving"
         wait_until(lambda: heard in log.read_text(), "the first interrupt is heard")
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
-        os.kill(process.pid, signal.SIGINT)
-    except BaseException:
-        kill_sessions([process.pid])
-        raise
-    ended = finish(process)
+            running.process.wait(0.3)
+        running.process.send_signal(signal.SIGINT)
+        ended = running.wait()
+    assert ended.left == []
     assert ended.code == ExitCode.INTERRUPTED, ended.output
     assert "stopped at once; the last snapshot is intact" in ended.output
     assert max(snapshot_steps(Run(tmp_path / "a"))) == 4
-    again = finish(command(words, tmp_path))
+    again = run_forked(words, tmp_path)
     assert again.code == 0, again.output
     assert "resuming run a after step 4" in again.output
 
@@ -201,10 +195,11 @@ regression = toy_experiments.regression
 
 
 def test_an_interrupt_after_the_last_word_changes_nothing(tmp_path: Path) -> None:
+    """In an interpreter of its own, whose end it is about."""
     (tmp_path / "pressed.py").write_text(PRESSED_AT_THE_END)
-    words = ["train", "experiment=pressed.py:regression", *SHORT, f"run.dir={tmp_path}"]
+    words = [*ECHELON, "train", "experiment=pressed.py:regression", *SHORT, f"run.dir={tmp_path}"]
     path = f"{Path(toy_experiments.__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    ended = finish(command(words, tmp_path, {"PYTHONPATH": path}))
+    ended = command_runner.run(words, tmp_path, PYTHONPATH=path)
     assert ended.code == 0, ended.output
     assert f"finished {STEPS} steps" in ended.output
     assert "stopping after this step" not in ended.output
@@ -213,18 +208,22 @@ def test_an_interrupt_after_the_last_word_changes_nothing(tmp_path: Path) -> Non
 def test_an_interrupt_while_the_file_is_imported(tmp_path: Path) -> None:
     text = "import time\nprint('begun', flush=True)\ntime.sleep(60)\n"
     (tmp_path / "slow.py").write_text(text)
-    process = command(["train", "experiment=slow.py:experiment", f"run.dir={tmp_path}"], tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    os.kill(process.pid, signal.SIGINT)
-    ended = finish(process)
-    assert (ended.code, ended.output) == (ExitCode.INTERRUPTED, "interrupted\n")
+    words = [*ECHELON, "train", "experiment=slow.py:experiment", f"run.dir={tmp_path}"]
+    with started_forked(words, tmp_path) as running:
+        wait_until(lambda: running.read_output() == "begun\n", "the import has begun")
+        running.process.send_signal(signal.SIGINT)
+        ended = running.wait()
+    assert (ended.code, ended.out, ended.err) == (
+        ExitCode.INTERRUPTED,
+        "begun\n",
+        "interrupted\n",
+    )
 
 
 def test_an_interrupt_of_the_experiment_s_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def experiment(cfg):\n    raise KeyboardInterrupt\n")
-    words = ["train", "experiment=own.py:experiment", f"run.dir={tmp_path}"]
-    ended = finish(command(words, tmp_path))
+    words = [*ECHELON, "train", "experiment=own.py:experiment", f"run.dir={tmp_path}"]
+    ended = run_forked(words, tmp_path)
     assert ended.code == ExitCode.INTERRUPTED
     (line,) = ended.output.splitlines()
     assert line.endswith("failed before the first step: interrupted")
@@ -257,17 +256,15 @@ def test_saving_every_so_many_minutes(tmp_path: Path, traced: Path, world_size: 
 @pytest.mark.parametrize("launch", [["launch=inline"], ["launch=local", "launch.procs=2"]])
 def test_a_signal_before_the_first_step_is_not_lost(tmp_path: Path, launch: list[str]) -> None:
     """Sent as soon as anybody listens: no worker is there yet, or no rank is at a step."""
-    words = ["train", *launch, f"run.dir={tmp_path}", "run.name=a", "trainer.steps=1000000"]
+    words = [*ECHELON, "train", *launch, f"run.dir={tmp_path}", "run.name=a"]
     # Where the signal comes late after all, nothing else is saved.
-    only_the_stop = ["trainer.save.epochs=null", "trainer.evaluate.epochs=null"]
-    process = command([*words, *only_the_stop], tmp_path)
-    try:
-        wait_until(lambda: _listens(process.pid, signal.SIGTERM), "a handler of SIGTERM")
-        os.kill(process.pid, signal.SIGTERM)
-    except BaseException:
-        kill_sessions([process.pid])
-        raise
-    ended = finish(process)
+    words += ["trainer.steps=1000000", "trainer.save.epochs=null", "trainer.evaluate.epochs=null"]
+    with started_forked(words, tmp_path) as running:
+        pid = running.process.pid
+        wait_until(lambda: _listens(pid, signal.SIGTERM), "a handler of SIGTERM")
+        running.process.send_signal(signal.SIGTERM)
+        ended = running.wait()
+    assert ended.left == []
     assert ended.code == ExitCode.PREEMPTED, ended.output
     run = Run(tmp_path / "a")
     assert run.read_status_file()["state"] == "preempted"
