@@ -2,14 +2,14 @@
 PY      := .venv/bin/python
 READY   := .venv/.ready
 BENCH   := .venv/.ready-bench
-SLOW    := "slow and not gpu and not campaign"
+CPU     := "not gpu and not campaign"
 # Tests run in a random order. The seed is printed; `make test SEED=123` gives an order again.
 ifndef SEED
 SEED    := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 endif
 PYTEST  := $(PY) -m pytest --randomly-seed=$(SEED)
 
-.PHONY: demo test slow-here slow-cluster check bench bench-gpu test-gpu campaigns cluster cluster-down clean help
+.PHONY: demo test test-here test-cluster check lint bench bench-gpu test-gpu campaigns cluster cluster-down clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -18,20 +18,23 @@ demo:           ## train a toy on two processes and look at it
 	@scripts/demo.sh
 
 test: $(READY)  ## everything that runs on a CPU
-	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) slow-here slow-cluster
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) test-here test-cluster
 
-# Side by side: all of them wait more than they compute.
-slow-here: check
-	$(PYTEST) tests --ignore=tests/cluster -n 3 --dist worksteal -m $(SLOW) < /dev/null
+# Side by side, since both wait as well as compute. One pytest for quick and slow tests: each of its
+# processes takes seconds to import and to collect all of them.
+test-here: lint
+	$(PYTEST) tests --ignore=tests/cluster -n 3 --dist worksteal -m $(CPU) < /dev/null
 
-slow-cluster: $(READY)
-	$(PYTEST) tests/cluster -n 2 --dist loadgroup -m $(SLOW) < /dev/null
+test-cluster: $(READY)
+	$(PYTEST) tests/cluster -n 2 --dist loadgroup -m $(CPU) < /dev/null
 
-check: $(READY) ## lint, types, unit tests: under a minute
+check: lint     ## lint, types, unit tests: under a minute
+	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu" < /dev/null
+
+lint: $(READY)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu" < /dev/null
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
 	python3 -c 'import xdist' 2>/dev/null && beside='-n 6 --dist loadgroup'; \
