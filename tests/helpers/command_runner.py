@@ -77,6 +77,8 @@ class ProcessHandle(Protocol):
 
     def terminate(self) -> None: ...
 
+    def kill(self) -> None: ...
+
 
 @dataclass
 class RunningCommand:
@@ -205,7 +207,7 @@ def run_here(words: Sequence[str], folder: Path, **variables: str) -> CommandRes
     texts = []
     for file in (out, err):
         file.flush()
-        texts.append(file.detach().getvalue().decode())  # type: ignore[attr-defined]
+        texts.append(file.detach().getvalue().decode())
     return CommandResult(code, texts[0], texts[1], [], time.monotonic() - began)
 
 

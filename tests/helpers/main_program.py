@@ -26,7 +26,7 @@ def run_as_main_program(words: Sequence[str]) -> None:
         else:
             _run_file(words)
     except Exception:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()

@@ -12,10 +12,9 @@ from statistics import median
 import pytest
 import slow_rank_experiment
 import toy_experiments
-from command_runner import is_a_sentence_and_a_hint
+from command_runner import ECHELON, is_a_sentence_and_a_hint
 from slow_rank_experiment import experiment
 from worlds import (
-    ECHELON,
     Trained,
     losses,
     run_forked,
