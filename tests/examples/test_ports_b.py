@@ -2,76 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
-from port_training import require_promises
+
+from ports import read_column, require_promises
 
 pytestmark = pytest.mark.slow
 
 SAVES = "trainer.save.steps=4"
 
 
-def read_column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [line[name] for line in lines if name in line]
-
-
 def test_reinforce(tmp_path: Path) -> None:
     words = ("updates=12", "episodes=8", "length=40", "lr=0.05", SAVES)
-    lines = require_promises(tmp_path, "reinforce.py:train", *words, kill_step=7)
-    rewards = read_column(lines, "reward")
+    trained = require_promises(tmp_path, "reinforce.py:train", *words, kill_step=7)
+    rewards = read_column(trained, "reward")
     assert mean(rewards[-3:]) > 1.2 * mean(rewards[:3])
 
 
 def test_simclr(tmp_path: Path) -> None:
     words = ("samples=120", "batch_size=30", "width=16", "epochs=4", "lr=0.01", SAVES)
-    lines = require_promises(tmp_path, "simclr.py:train", *words, kill_step=9)
-    accuracy = read_column(lines, "eval_accuracy")
+    trained = require_promises(tmp_path, "simclr.py:train", *words, kill_step=9)
+    accuracy = read_column(trained, "eval_accuracy")
     assert accuracy[-1] > accuracy[0]
 
 
 def test_replay_buffer(tmp_path: Path) -> None:
     words = ("updates=120", "exploration_updates=60", "target_rate=0.1", "capacity=1000")
     rates = ("lr=0.02", "gamma=0.8", "width=16", "trainer.save.steps=30")
-    lines = require_promises(tmp_path, "replay_buffer.py:train", *words, *rates, kill_step=75)
-    lengths = read_column(lines, "game_length")
+    trained = require_promises(tmp_path, "replay_buffer.py:train", *words, *rates, kill_step=75)
+    lengths = read_column(trained, "game_length")
     assert mean(lengths[-10:]) > 1.5 * mean(lengths[20:60])
 
 
 @pytest.mark.parametrize("order", ["weighted", "buckets", "curriculum"])
 def test_samplers(order: str, tmp_path: Path) -> None:
     words = (f"order={order}", "samples=90", "width=16", "lr=0.05", "trainer.batch_size=16")
-    lines = require_promises(
+    trained = require_promises(
         tmp_path, "samplers.py:experiment", *words, "trainer.epochs=5", SAVES, kill_step=15
     )
-    accuracy = read_column(lines, "eval_accuracy")
+    accuracy = read_column(trained, "eval_accuracy")
     assert accuracy[-1] > accuracy[0]
 
 
 def test_graphs(tmp_path: Path) -> None:
     words = ("samples=60", "eval_samples=40", "width=8", "lr=0.02", "trainer.batch_size=12")
-    lines = require_promises(
+    trained = require_promises(
         tmp_path, "graphs.py:experiment", *words, "trainer.epochs=4", SAVES, kill_step=11
     )
-    eval_losses = read_column(lines, "eval_loss")
+    eval_losses = read_column(trained, "eval_loss")
     assert eval_losses[-1] < eval_losses[0]
-    assert lines[-1]["eval_accuracy"] > 0.6
+    assert read_column(trained, "eval_accuracy")[-1] > 0.6
 
 
 @pytest.mark.parametrize("method", ["lora", "thawing", "distillation"])
 def test_fine_tuning(method: str, tmp_path: Path) -> None:
     """The network is pretrained in 60 steps; the body is thawed in the fifth step after them."""
     words = (f"method={method}", "samples=64", "batch_size=16", "epochs=4", SAVES)
-    lines = require_promises(tmp_path, "fine_tuning.py:train", *words, kill_step=69)
-    accuracy = read_column(lines, "eval_accuracy")
+    trained = require_promises(tmp_path, "fine_tuning.py:train", *words, kill_step=69)
+    accuracy = read_column(trained, "eval_accuracy")
     assert accuracy[-1] > accuracy[0]
 
 
 def test_detection(tmp_path: Path) -> None:
     words = ("samples=48", "eval_samples=16", "width=8", "batch_size=8", "lr=0.02", "epochs=6")
-    lines = require_promises(tmp_path, "detection.py:train", *words, SAVES, kill_step=15)
-    precision = read_column(lines, "eval_map")
+    trained = require_promises(tmp_path, "detection.py:train", *words, SAVES, kill_step=15)
+    precision = read_column(trained, "eval_map")
     assert mean(precision[-2:]) > mean(precision[:2])

@@ -47,16 +47,16 @@ def kill_after_step(killed_rank: int, kill_step: int, rank: int) -> None:
 
 def require_promises(
     folder: Path, entry: str, *words: str, kill_step: int, limit: float = 1e-4
-) -> list[dict[str, Any]]:
+) -> Trained:
     """Train a port on one process and on two, which must give the same losses; kill the one of two
-    processes and resume it, which must give the same to the bit. Returns the lines of metrics."""
+    processes and resume it, which must give the same to the bit. Returns the run of one."""
     alone = train_port(folder, 1, entry, *words, name="alone")
     whole = train_port(folder, 2, entry, *words, name="whole")
     for trained in (alone, whole):
         assert set(trained.codes) == {0}, trained.said
     assert losses(alone.run) == pytest.approx(losses(whole.run), rel=limit, abs=limit)
     require_exact_resume(folder, whole, entry, *words, kill_step=kill_step)
-    return metrics(alone.run)
+    return alone
 
 
 def require_exact_resume(
