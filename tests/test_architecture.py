@@ -53,6 +53,7 @@ LEVELS = {
     "ssh_setup": 9,
     "entrypoint": 9,
     "python_api": 9,
+    "script_api": 9,
     "commands": 9,
     "cli": 9,
     "recipes": 10,
@@ -70,6 +71,7 @@ BESIDE = {
     ("commands", "cli"),
     ("entrypoint", "cli"),
     ("python_api", "entrypoint"),
+    ("script_api", "entrypoint"),
 }
 """Rooms of one level that may import each other."""
 OUTSIDE = {"echelon", "__main__"}

@@ -20,9 +20,12 @@ A file with an experiment and one call is all that is needed:
 It runs as `python file.py lr=0.1`, and on four processes with `launch=local launch.procs=4`.
 
     echelon.main          makes a file runnable from the command line; it never returns
+    echelon.session       a block in which a script of your own is a training
     echelon.Experiment    the parts to train, which an experiment function returns
     echelon.TrainingInfo  what an experiment function may know of its training
     echelon.Session       what a function with a training loop of its own is given
+    echelon.Image         an image, or a grid of them, for Session.log
+    echelon.Histogram     a histogram of a tensor, for Session.log
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load          returns the trained model of a run with its weights, for inference
     echelon.load_weights  returns the weights of a snapshot, for another program
@@ -47,13 +50,17 @@ if TYPE_CHECKING:
     from echelon.experiment.definition import Experiment
     from echelon.experiment.training_info import TrainingInfo
     from echelon.python_api import submit
+    from echelon.script_api import session
     from echelon.snapshot.load_model import load
     from echelon.snapshot.reader import load_weights
+    from echelon.train.media import Histogram, Image
     from echelon.train.session import Session
 
 __version__ = "0.1.0"
 __all__ = [
     "Experiment",
+    "Histogram",
+    "Image",
     "Session",
     "TrainingInfo",
     "__version__",
@@ -61,6 +68,7 @@ __all__ = [
     "load_weights",
     "main",
     "optim",
+    "session",
     "submit",
 ]
 
@@ -69,9 +77,12 @@ _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
     "TrainingInfo": "echelon.experiment.training_info",
     "Session": "echelon.train.session",
+    "Image": "echelon.train.media",
+    "Histogram": "echelon.train.media",
     "load": "echelon.snapshot.load_model",
     "load_weights": "echelon.snapshot.reader",
     "main": "echelon.commands.train",
+    "session": "echelon.script_api",
     "submit": "echelon.python_api",
 }
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
     from echelon.config.defaults_files import FileDefaults
     from echelon.config.untrusted import WandbTrial
-    from echelon.launch.launcher import LaunchServices
+    from echelon.launch.launcher import Launcher, LaunchServices
+    from echelon.launch.plan import LaunchPlan
 
 
 # --- what is called ---
@@ -116,19 +117,10 @@ def start_run(
     config: Config, dry_run: bool = False, as_json: bool = False, wait: bool = False
 ) -> int:
     """Take a configuration through the steps of its launcher; returns the exit code."""
-    from echelon.gpus import count_visible_gpus
-    from echelon.launch.plan import LocalMachine
     from echelon.launch.registry import make_launcher
 
     launcher = make_launcher(config)
-    # 1. Names and secrets first: the plan shows the one and may have to carry the other.
-    config = launcher.complete_config(config, dry_run)
-    machine = LocalMachine(os.environ, socket.gethostname(), count_visible_gpus(os.environ))
-    # 2. The plan, and all faults that it shows, together. Nothing was touched so far.
-    plan = launcher.plan(config, machine)
-    if faults := launcher.find_config_faults(config, plan, machine):
-        raise EchelonError(*faults)
-    launcher.check_trackers(config, plan, machine)
+    config, plan = _plan_run(launcher, config, dry_run)
     if dry_run:
         plan.print_plan(as_json)
         return ExitCode.OK
@@ -138,6 +130,35 @@ def start_run(
     # 4. The run, or its job; and what to do until that is over.
     code = launcher.start(config, plan, services)
     return launcher.follow(config, code, wait, services)
+
+
+def check_run_in_process(config: Config) -> Config:
+    """Take a configuration through all steps of launch=inline but the start, for a script that is
+    the training itself; returns it completed."""
+    from echelon.launch.registry import make_launcher
+
+    launcher = make_launcher(config)
+    config, plan = _plan_run(launcher, config)
+    launcher.check(config, plan, _make_launch_services())
+    return config
+
+
+def _plan_run(
+    launcher: Launcher, config: Config, dry_run: bool = False
+) -> tuple[Config, LaunchPlan]:
+    """Return the completed configuration and its plan, or raise all faults that it shows."""
+    from echelon.gpus import count_visible_gpus
+    from echelon.launch.plan import LocalMachine
+
+    # 1. Names and secrets first: the plan shows the one and may have to carry the other.
+    config = launcher.complete_config(config, dry_run)
+    machine = LocalMachine(os.environ, socket.gethostname(), count_visible_gpus(os.environ))
+    # 2. The plan, and all faults that it shows, together. Nothing was touched so far.
+    plan = launcher.plan(config, machine)
+    if faults := launcher.find_config_faults(config, plan, machine):
+        raise EchelonError(*faults)
+    launcher.check_trackers(config, plan, machine)
+    return config, plan
 
 
 def _make_launch_services() -> LaunchServices:

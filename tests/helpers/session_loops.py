@@ -290,13 +290,15 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.step(torch.optim.SGD(other.parameters(), lr=1.0))
         session.step(optimizer)
         if mistake == "text":
-            session.log(loss="high")
+            session.log(loss=["high"])
         if mistake == "best":
             session.best(flumph=1.0)
         if mistake == "interval":
             session.every()
         if mistake == "zero":
             session.every(epochs=0)
+        if mistake == "no time":
+            session.every(minutes=0)
 
 
 def nonfinite(cfg: Settings, session: echelon.Session) -> None:
@@ -324,3 +326,52 @@ def without_early_sends(cfg: Settings, session: echelon.Session) -> None:
             session.backward(loss)
         session.step(optimizer)
         session.log(loss=loss)
+
+
+def media(cfg: Settings, session: echelon.Session) -> None:
+    """Texts, images and histograms beside numbers; each rank has its own, and rank 0's count."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    Life(optimizer).steps = session.completed_steps
+    if cfg.mistake == "early":
+        session.log(said="too early")
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        step = session.completed_steps + 1
+        if step % 2 == 0:
+            color = torch.full((4, 3, 8, 8), step / 255 if session.rank == 0 else 1.0)
+            session.log(
+                said=f"step {step} of rank {session.rank}",
+                seen=echelon.Image(torch.tensor(torch.nan) if cfg.mistake == "nan" else color),
+                weights=echelon.Histogram(model.weight, bins=3),
+            )
+        session.step(optimizer)
+        session.log(loss=loss)
+        if cfg.mistake == "name":
+            session.log(step="a text")
+
+
+def timed(cfg: Settings, session: echelon.Session) -> None:
+    """What is due by a clock."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    for _, x, _ in session.batches(make_data(cfg.samples)):
+        session.backward(model(x).square().mean())
+        step = session.completed_steps + 1
+        due = [session.every(minutes=minutes) for minutes in (1e-9, 1e-4, 1e9)]
+        if step % 3:  # a step of an optimizer carries the clock, and the end of an iteration
+            session.step(optimizer)
+        else:
+            optimizer.zero_grad()
+        due += [session.every(minutes=minutes) for minutes in (1e-9, 1e-4, 1e9)]
+        trace(due=due, at=step)
+
+
+def informed(cfg: Settings, session: echelon.Session, training: echelon.TrainingInfo) -> None:
+    assert training.rank == session.rank
+    assert training.run_folder == session.folder
+    trace(begun=training.step, total=training.count_total_steps(cfg.samples))
+    regression(cfg, session)

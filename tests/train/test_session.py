@@ -18,6 +18,7 @@ from worlds import (
     metrics,
     snapshot_steps,
     state_at,
+    traced_lines,
     train_world,
 )
 
@@ -261,10 +262,11 @@ def test_rows_of_all_are_shared(tmp_path: Path) -> None:
         ("no backward", "no parameter of SGD has a gradient in step 1"),
         ("norm", "session.grad_norm is read, but no step has measured it"),
         ("stranger", "session.step is given SGD, which is no optimizer that the session has"),
-        ("text", "loss is no number: str, 'high' (rank 0, step 1)"),
+        ("text", "loss is no number: list, ['high'] (rank 0, step 1)"),
         ("best", "session.best(flumph=…): the name does not say"),
         ("interval", "session.every is given steps=None, epochs=None, which is no interval"),
         ("zero", "session.every is given steps=None, epochs=0, which is no interval"),
+        ("no time", "session.every is given steps=None, epochs=None, minutes=0, which is no"),
         ("twice", "the session is given the same Linear twice"),
         ("count", "session.backward is given count=-1 in step 1"),
         ("row", "session.gather is given Tensor without rows in step 1"),
@@ -318,3 +320,38 @@ def test_settings_that_a_loop_does_not_read(tmp_path: Path) -> None:
     for setting in words[2:]:
         assert setting.replace("=1", "=1.0").replace("=true", "=True") in ended.said
     assert "session.step(optimizer, clip=…)" in ended.said
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_due_by_the_clock_is_due_on_all_ranks(
+    world_size: int, tmp_path: Path, traced: Path
+) -> None:
+    ended = run_loop(tmp_path, world_size, loop=session_loops.timed, ECHELON_TEST_TRACE=str(traced))
+    assert set(ended.codes) == {0}, ended.said
+    lines = traced_lines(traced, "due")
+    of_rank_0 = [line["due"] for line in lines if line["rank"] == 0]
+    assert len(of_rank_0) == STEPS
+    for rank in range(world_size):
+        assert [line["due"] for line in lines if line["rank"] == rank] == of_rank_0
+    often, _, never = ([due[i] for due in of_rank_0] for i in range(3))
+    assert often == [False, *[True] * (STEPS - 1)]  # the clock is that of the iterations before
+    assert never == [*[False] * (STEPS - 1), True]
+    assert all(due[:3] == due[3:] for due in of_rank_0)  # the same wherever it is asked
+
+
+def test_a_loop_may_know_of_its_training(tmp_path: Path, traced: Path) -> None:
+    stopped = run_loop(
+        tmp_path,
+        2,
+        *BATCHES,
+        loop=session_loops.informed,
+        ECHELON_TEST_FAULT="0:5:TERM",
+        ECHELON_TEST_TRACE=str(traced),
+    )
+    assert set(stopped.codes) == {ExitCode.PREEMPTED}, stopped.said
+    ended = run_loop(tmp_path, 1, loop=session_loops.informed, ECHELON_TEST_TRACE=str(traced))
+    assert ended.codes == [0], ended.said
+    told = traced_lines(traced, "begun")
+    assert {line["total"] for line in told} == {STEPS}
+    assert sorted(line["begun"] for line in told)[:2] == [0, 0]
+    assert sorted(line["begun"] for line in told)[2] in (5, 6)

@@ -205,6 +205,13 @@ def resume(words: list[str]) -> int:
                 "submit the command again, with --requeue if it resumes by itself",
             )
         )
+    if config.script is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is of a script with a training loop of its own, {config.script}",
+                f"start the script again, with run.name={run.name}",
+            )
+        )
     if run.work_folder.is_dir():
         os.chdir(run.work_folder)  # where the experiment's relative paths lead
     if config.trainer.resume == "never" or run.has_snapshots():

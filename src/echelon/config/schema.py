@@ -268,7 +268,8 @@ class Config:
     again."""
 
     experiment: dict[str, Any] = field(default_factory=dict)
-    """`entry` (MODULE:FUNCTION or FILE.py:FUNCTION) and the experiment's own settings."""
+    """`entry` (MODULE:FUNCTION or FILE.py:FUNCTION; FILE.py: for a script with a session of its
+    own) and the experiment's own settings."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -297,6 +298,12 @@ class Config:
     def experiment_settings(self) -> dict[str, Any]:
         """The experiment's own settings, without its entry."""
         return {k: v for k, v in self.experiment.items() if k != "entry"}
+
+    @property
+    def script(self) -> str | None:
+        """The script that trains with `echelon.session`, and alone can start this run again; None
+        for a function."""
+        return find_script(str(self.experiment.get("entry") or ""))
 
     def select_numerics_settings(self) -> dict[str, Any]:
         """Return the settings, as flat keys, that change the results of a run rather than where,
@@ -327,6 +334,11 @@ _NUMERICS_KEYS = (
 """Keys, or prefixes of keys, that change results."""
 _IMPLIED_BEFORE = {"trainer.precision": "float32"}
 """Settings that older snapshots do not contain, with the value they were trained with."""
+
+
+def find_script(entry: str) -> str | None:
+    """Return the script of an entry that names no function; None of any other entry."""
+    return entry.removesuffix(":") if entry.endswith(":") else None
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

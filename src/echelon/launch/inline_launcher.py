@@ -32,6 +32,7 @@ class InlineLauncher(Launcher):
 
     name = "inline"
     applies_trial = False
+    trains_in_process = True
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         """Return the plan of this rank alone; every other rank makes its own."""

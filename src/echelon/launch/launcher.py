@@ -65,6 +65,8 @@ class Launcher(ABC):
     applies_trial: ClassVar[bool] = True
     """Whether the parameters of a `wandb agent` trial are put into the configuration before the
     launch. With launch=inline they are not: only rank 0 may take them, once it knows that it is."""
+    trains_in_process: ClassVar[bool] = False
+    """Whether `start` trains in the process that calls it, and starts no other one."""
     has_compared_devices: ClassVar[bool] = False
     """Whether `start` has compared the devices of the nodes, so that the agents need not."""
     leaves_exit_code: ClassVar[bool] = False

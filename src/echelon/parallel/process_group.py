@@ -9,6 +9,7 @@ is one; otherwise rank 0 does.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import socket
@@ -184,6 +185,21 @@ class RankGroup:
         """
         if dist.is_initialized():
             dist.barrier()
+
+    def keep_until_exit(self) -> None:
+        """Keep the process group while Python ends, for a process that goes on after its training
+        and whose exit code is not known yet.
+
+        Python would destroy the group (see `barrier_before_exit`). So one reference too many is
+        taken, and the process leaves C's `exit` at its first function, where NCCL's threads would
+        otherwise find CUDA gone.
+        """
+        if dist.is_initialized():
+            group = dist.distributed_c10d._get_default_group()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            libc = ctypes.CDLL(None)
+            with contextlib.suppress(AttributeError):  # glibc alone has it
+                libc.on_exit(libc._exit, None)
 
     def gather(self, row: Tensor) -> list[Tensor]:
         """Return the CPU tensors of all ranks, of any length, on rank 0; on other ranks an empty

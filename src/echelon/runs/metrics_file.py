@@ -29,7 +29,7 @@ has only those that were measured since the line before."""
 
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 8 * 1024
-"""Enough lines to compute the present speed."""
+"""Enough lines to compute the present speed; more is read where long lines are between them."""
 _MAX_LINE_BYTES = 1 << 20
 """A longer line is not one of metrics, and is read in pieces that are skipped."""
 MARK_BYTES = 64
@@ -65,9 +65,15 @@ def read_recent_metrics(path: Path) -> list[MetricsLine]:
 
     An unreadable file has none.
     """
-    lines = (_parse_line(text) for text in _read_tail(path).splitlines())
-    found = [line for line in lines if line is not None]
-    return [line for line in found if all(is_number(line.get(k)) for k in ("step", "time"))]
+    tail_bytes = _TAIL_BYTES
+    while True:
+        tail = _read_tail(path, tail_bytes)
+        lines = (_parse_line(text) for text in tail.splitlines())
+        found = [line for line in lines if line is not None]
+        timed = [line for line in found if all(is_number(line.get(k)) for k in ("step", "time"))]
+        if len(timed) > 1 or len(tail) < tail_bytes or tail_bytes > _MAX_LINE_BYTES:
+            return timed
+        tail_bytes *= 16
 
 
 class MetricsFollower:
@@ -123,11 +129,11 @@ def hash_mark(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def _read_tail(path: Path) -> bytes:
-    """Return the last few kilobytes of a file; its first line may be cut. Unreadable: empty."""
+def _read_tail(path: Path, size: int) -> bytes:
+    """Return the last bytes of a file; its first line may be cut. Unreadable: empty."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
             return file.read()
     except OSError:
         return b""

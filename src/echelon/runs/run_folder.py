@@ -85,6 +85,11 @@ class Run:
         return self.folder / "snapshots"
 
     @property
+    def media_folder(self) -> Path:
+        """Logged images, which lines of metrics name."""
+        return self.folder / "media"
+
+    @property
     def traces_folder(self) -> Path:
         """Where trainer.profile writes its traces."""
         return self.folder / "traces"

@@ -64,6 +64,8 @@ def load(
                 "load the files that the program itself has written",
             )
         )
+    if config.script is not None:
+        raise _make_own_loop_error(config.script, run)
     weights = load_trained_weights(_choose_snapshot(found, snapshot))
     place = torch.device(device)
     rng_row = pack_rng_state()
@@ -72,13 +74,7 @@ def load(
         entry = found.get_entry_point(config, node=0)
         function = load_function(entry)
         if takes_session(function):
-            raise EchelonError(
-                Fault(
-                    f"{entry} has a training loop of its own, and calling it would train again",
-                    f"build the model yourself: model.load_state_dict(echelon.load_weights("
-                    f"{os.fspath(run)!r}))",
-                )
-            )
+            raise _make_own_loop_error(entry, run)
         devices = (place,) * config.replica.devices
         get_info = partial(make_training_info, config, 0, 1, found.folder)
         experiment, _ = build_experiment(
@@ -89,6 +85,16 @@ def load(
     load_model(experiment, weights)
     model: nn.Module = experiment.model
     return model.to(place).eval()
+
+
+def _make_own_loop_error(what: str, run: str | os.PathLike[str]) -> EchelonError:
+    return EchelonError(
+        Fault(
+            f"{what} has a training loop of its own, and calling it would train again",
+            f"build the model yourself: model.load_state_dict(echelon.load_weights("
+            f"{os.fspath(run)!r}))",
+        )
+    )
 
 
 def _choose_snapshot(run: Run, which: str | int) -> Snapshot:

@@ -72,7 +72,7 @@ def _create_tensorboard_tracker(
     folder = tensorboard_events.get_event_folder(config, run.folder)
     return BackgroundTracker(
         "TensorBoard",
-        functools.partial(tensorboard_events.open_tensorboard, folder, config, step),
+        functools.partial(tensorboard_events.open_tensorboard, folder, run, config, step),
         metrics_file.read_past_lines(),
         run.get_tracker_progress_file("tensorboard"),
         close_timeout_s=_TENSORBOARD_CLOSE_S,

@@ -20,6 +20,7 @@ from echelon.runs.metrics_file import (
 )
 from echelon.runs.metrics_summary import MetricsSummary, write_summary
 from echelon.runs.run_folder import Run
+from echelon.tracking.media_lines import remove_media_after
 from echelon.utils.files import replace_file
 
 _SUMMARY_INTERVAL_S = 5.0
@@ -79,6 +80,7 @@ class MetricsFile:
                     text = _encode_line(line)
                     file.write(text)
                     self._count_line(line, text)
+        remove_media_after(self._run, step)
 
     def _count_line(self, line: MetricsLine, text: bytes) -> None:
         self._summary.add(line)

@@ -55,12 +55,13 @@ def render_summary(
     tracker_rows: Mapping[str, str],
     length_setting: str = "trainer.epochs",
     unsaved_reason: str | None = None,
+    script: str | None = None,
 ) -> str:
     """Return the summary as text.
 
     ``tracker_rows`` are rows of the trackers by title. ``length_setting`` is the setting that says
     how long the run trains. ``unsaved_reason`` says why the last state is not on disk, if it is
-    not.
+    not. ``script`` is the script of the run, if it is one's.
     """
     step, total = progress.step, progress.total_steps
     if outcome is ExitCode.PREEMPTED:
@@ -83,8 +84,7 @@ def render_summary(
         "metrics": shorten_path(run.metrics_file),
         **tracker_rows,
         "look": f"echelon show {format_run_argument(run)}",
-        "go on": f"echelon resume {format_run_argument(run)}"
-        + ("" if step < total else f" {length_setting}=…"),
+        "go on": suggest_resume(run, script, "" if step < total else f"{length_setting}=…"),
     }
     text = "\n".join([first_line, *format_rows(rows)])
     if can_print_unicode(sys.stderr, os.environ):
@@ -136,6 +136,13 @@ def shorten_path(path: Path) -> str:
     """Return the path relative to this folder where that is shorter to read and to type."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
+
+
+def suggest_resume(run: Run, script: str | None, setting: str = "") -> str:
+    """Return how a run is continued: by a command, or by starting its script once more."""
+    if script is not None:
+        return f"start {script} again, with run.name={run.name}"
+    return f"echelon resume {format_run_argument(run)} {setting}".rstrip()
 
 
 def format_run_argument(run: Run) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine
@@ -28,9 +28,9 @@ def select_axes(line: MetricsLine) -> MetricsLine:
     return {key: line[key] for key in _AXES if key in line}
 
 
-def prefix_metric_names(line: MetricsLine) -> dict[str, float]:
-    """Return the numbers by their names on trackers: `loss` is `train/loss`, `eval_loss` is
-    `eval/loss`."""
+def prefix_metric_names(line: MetricsLine) -> dict[str, Any]:
+    """Return the numbers and media by their names on trackers: `loss` is `train/loss`, `eval_loss`
+    is `eval/loss`."""
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": value
         for key, value in line.items()

@@ -25,6 +25,7 @@ from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.tracking import wandb_file, wandb_key
 from echelon.tracking.background import PrintMessage, TrackerProgress, summarize_error
+from echelon.tracking.media_lines import find_image, is_histogram
 from echelon.tracking.summary import shorten_path
 from echelon.tracking.tracker import is_better, prefix_metric_names, select_axes
 from echelon.utils.files import write_json_atomically
@@ -154,11 +155,26 @@ class WandbRun:
         wandb numbers its rows, and drops a row whose number does not grow. Curves are drawn over
         our `step`, which goes back when a run resumes from a snapshot.
         """
-        self._wandb.log(
-            select_axes(line) | prefix_metric_names(line), step=max(row, self._wandb.step)
-        )
+        converted = {n: self._convert(value) for n, value in prefix_metric_names(line).items()}
+        named = {name: value for name, value in converted.items() if value is not None}
+        self._wandb.log(select_axes(line) | named, step=max(row, self._wandb.step))
         if self._best.update(line):
             self._wandb.summary.update(self._best.to_summary())
+
+    def _convert(self, value: Any) -> Any:
+        """Return an image or a histogram as wandb has it; anything else as it is."""
+        import wandb
+
+        if is_histogram(value):
+            return wandb.Histogram(np_histogram=(value["counts"], value["bins"]))
+        if not isinstance(value, dict):
+            return value
+        path = find_image(self._run, value)
+        try:
+            return wandb.Image(str(path)) if path is not None else None
+        except Exception as error:  # it needs pillow
+            self._messages.warn_once(f"an image was left out: {summarize_error(error)}")
+            return None
 
     def flush(self) -> None:
         """Do nothing: wandb-core writes and sends by itself."""

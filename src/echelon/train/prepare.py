@@ -70,16 +70,19 @@ if TYPE_CHECKING:
     from echelon.cudagraph.capture import StepCapture
 
 
-def load_training_function(config: Config, run: Run, world: World) -> Callable[..., Any]:
-    """Return the user's function, which builds an experiment or has a loop of its own.
-
-    Its file is imported with this process's device chosen, and with the same random numbers on all
-    ranks, because both the file and the function may draw weights and data.
-    """
+def set_up_user_code(config: Config, world: World) -> None:
+    """Choose this process's device and set the same random numbers on all ranks, before code of
+    the user runs: it may draw weights and data."""
     device = get_process_devices(world)[0]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seed_all(config.seed)
+
+
+def load_training_function(config: Config, run: Run, world: World) -> Callable[..., Any]:
+    """Return the user's function, which builds an experiment or has a loop of its own. Its file is
+    imported here."""
+    set_up_user_code(config, world)
     return load_function(run.get_entry_point(config, world.node_rank))
 
 

@@ -17,7 +17,9 @@ from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
 from echelon.runs.metric_direction import guess_best_is
-from echelon.train.session_engine import CONTROL_SIZE, SessionEngine
+from echelon.train.media import Histogram, Image
+from echelon.train.session_agreement import CONTROL_SIZE
+from echelon.train.session_engine import SessionEngine
 
 Rows = TypeVar("Rows")
 
@@ -66,7 +68,7 @@ class Session:
     """
 
     def __init__(self, engine: SessionEngine) -> None:
-        self._engine = engine
+        self._open_engine = engine
         self._optimizers: dict[int, _PreparedOptimizer] = {}
         """By the id of each."""
         self._grad_norm: Tensor | None = None
@@ -75,6 +77,17 @@ class Session:
         self.device = engine.device
         self.is_main_process = world.rank == 0
         self.folder: Path = engine.run.folder
+
+    @property
+    def _engine(self) -> SessionEngine:
+        if self._open_engine.is_over:
+            raise EchelonError(
+                Fault(
+                    "the session is used after its block has ended",
+                    "move the call into the block: with echelon.session() as session:",
+                )
+            )
+        return self._open_engine
 
     @property
     def completed_steps(self) -> int:
@@ -259,9 +272,9 @@ class Session:
                 )
             )
         if self.world_size > 1 and (reducer := prepared.update_reducer()) is not None:
-            self._engine.agree_in_step(reducer.reduce)
+            self._engine.agreement.agree_in_step(reducer.reduce)
         else:
-            self._engine.note_step()
+            self._engine.agreement.note_step()
         if all(p.grad is None for p in prepared.parameters):
             raise EchelonError(
                 Fault(
@@ -278,27 +291,44 @@ class Session:
 
     # --- between ---
 
-    def every(self, steps: int | None = None, epochs: int | None = None) -> bool:
-        """Return whether something is due in this iteration: every so many steps, or in the last
-        batch of every so many epochs. The last iteration of the loop is always due."""
+    def every(
+        self, steps: int | None = None, epochs: int | None = None, minutes: float | None = None
+    ) -> bool:
+        """Return whether something is due in this iteration: every so many steps, in the last batch
+        of every so many epochs, or every so many minutes by the clock of rank 0, from the start of
+        the loop. The last iteration of the loop is always due, and all processes are told the same.
+        """
         given = [number for number in (steps, epochs) if number is not None]
-        if not given or min(given) < 1:
+        is_interval = all(number >= 1 for number in given) and (minutes is None or minutes > 0)
+        if not is_interval or not (given or minutes):
+            of_minutes = "" if minutes is None else f", minutes={minutes}"
             raise EchelonError(
                 Fault(
-                    f"session.every is given steps={steps}, epochs={epochs}, which is no interval",
+                    f"session.every is given steps={steps}, epochs={epochs}{of_minutes}, which is "
+                    "no interval",
                     "write session.every(epochs=1)",
                 )
             )
-        return self._engine.is_due(steps, epochs)
+        return self._engine.is_due(steps, epochs, minutes)
 
     def log(self, **values: Any) -> None:
         """Log numbers for metrics.jsonl and the trackers: tensors with one number, ints, floats.
 
         A line is written every trainer.log_steps iterations, with the mean over these iterations
         and over all processes, weighted by their samples, or by the `count` of the last backward.
+
+        Texts, echelon.Image and echelon.Histogram are logged too, at once and for this iteration;
+        those of rank 0 count.
         """
-        numbers = {name: _read_number(name, value, self) for name, value in values.items()}
+        media = {n: v for n, v in values.items() if isinstance(v, (str, Image, Histogram))}
+        numbers = {
+            name: _read_number(name, value, self)
+            for name, value in values.items()
+            if name not in media
+        }
         self._engine.add_metrics(numbers)
+        if media:
+            self._engine.log_media(media)
 
     def best(self, higher_is_better: bool | None = None, **value: float | Tensor) -> bool:
         """Log the result of an evaluation, and mark this iteration's snapshot where it is the best
@@ -333,7 +363,7 @@ class Session:
     def stop(self) -> None:
         """End the loop on all processes, as a run that is finished: after this iteration where it
         is called before `step`, and otherwise after the next one."""
-        self._engine.request_finish()
+        self._engine.agreement.request_finish()
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes' shares as one tensor; gradients flow back through it.

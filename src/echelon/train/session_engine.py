@@ -1,8 +1,6 @@
 """What a session does between two iterations of a user's loop: it counts, agrees, logs and saves.
 
 The end of an iteration is the one place where state is collected and where ranks agree on a stop.
-What a rank asks for travels with the gradients of the iteration; only an iteration without a step
-of an optimizer needs a message of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
 from echelon.data.loader_options import find_loader_faults
 from echelon.data.sample_order import EpochOrder
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
 from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.state import pack_rng_state, restore_rng_state, seed_all
@@ -32,17 +32,15 @@ from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
+from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
+from echelon.train.session_agreement import SessionAgreement
 from echelon.train.session_metrics import MetricSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
 from echelon.train.stop_signals import StopSignals
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_count
-
-CONTROL_SIZE = 3
-_STOP, _SAVE, _FINISH = range(CONTROL_SIZE)
-_READ_STEPS = {"cpu": 1, "cuda": 8}
-"""How many iterations pass until requests are read from the device, which makes it wait."""
 
 
 class SessionStopped(BaseException):
@@ -64,6 +62,8 @@ class SessionEngine(RunOutput):
     """The state of a session on one rank; the public class `Session` talks to the user."""
 
     profile = None
+    is_over = False
+    """Whether the block of a script's session has ended, so that nothing can be asked for."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first iteration of this start."""
 
@@ -91,7 +91,7 @@ class SessionEngine(RunOutput):
         self.samples = int(info.get("samples", 0))
         self.is_finished = bool(info.get("is_finished", False))
         """Whether the loop of a resumed run had ended by itself."""
-        self._stop, self._output_tee = stop, output_tee
+        self._output_tee = output_tee
         self._metrics = MetricSums()
         self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
         self._share = Share(None, 1, 1)
@@ -101,15 +101,10 @@ class SessionEngine(RunOutput):
         self.evaluations: Evaluations | None = None
         """Of an experiment with a step of its own; a user's loop evaluates by itself."""
         self._sources: list[BatchSource] = []
-        self._requests = [False] * CONTROL_SIZE
+        self.agreement = SessionAgreement(group, device, stop, config.trainer.save.minutes)
         self._is_best = False
         self._log_weight: float | Tensor = 1.0
-        self._agreed: list[bool] | None = None
-        """What was asked for before the step of this iteration."""
-        self._is_agreed = False
-        """Whether that is what any rank has asked for."""
         self.saved_step = self.step if info else None
-        self._next_save_s = time.monotonic() + 60 * (config.trainer.save.minutes or 0)
         self._line_begun = (time.monotonic(), self.step, self.samples)
 
     # --- the loop ---
@@ -231,6 +226,7 @@ class SessionEngine(RunOutput):
             self._open_output(what)
         self.heartbeat.step = self.step
         self._line_begun = (time.monotonic(), self.step, self.samples)
+        self.agreement.start_clock()
 
     def _open_output(self, what: str) -> None:
         trainer, size = self.config.trainer, self.group.world.size
@@ -274,28 +270,23 @@ class SessionEngine(RunOutput):
         if self.on_first_step is not None:
             self.on_first_step()
             self.on_first_step = None
-        is_stopped, is_save_due, is_finished = self._agree()
+        agreed = self.agreement.agree()
         broadcast_buffers(self.parts.buffers)
-        self.is_finished = is_finished or is_left or self.step == self.total_steps
+        self.is_finished = agreed.is_finished or is_left or self.step == self.total_steps
         if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
             self._write_log_line()
         is_due = self._is_interval_over(self.config.trainer.save)
         evaluates = self.evaluations is not None and self._is_interval_over(
             self.config.trainer.evaluate
         )
-        if is_save_due or is_stopped or self._is_best or is_due or self.is_finished:
+        if agreed.is_save_due or agreed.is_stopped or self._is_best or is_due or self.is_finished:
             self.save(is_evaluation_left=evaluates)
         if evaluates:
             self.evaluate()
-        if is_stopped and not self.is_finished:
+        if agreed.is_stopped and not self.is_finished:
             raise SessionStopped
 
     # --- what the ranks agree on ---
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer was stepped in this iteration."""
-        return self._agreed is not None
 
     @property
     def share_count(self) -> int:
@@ -328,63 +319,18 @@ class SessionEngine(RunOutput):
             )
         return own / total if isinstance(count, Tensor) else float(own) / float(total)
 
-    def request_finish(self) -> None:
-        """Ask all ranks to end the loop."""
-        self._requests[_FINISH] = True
-
-    def note_step(self) -> None:
-        """Note what this process, which is alone, has asked for before a step: what it asks for
-        later waits for the next iteration, as with several."""
-        if self._agreed is None:
-            self._collect_requests()
-            self._agreed = list(self._requests)
-
-    def agree_in_step(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Sum the gradients of an optimizer with `reduce`, and the ranks' requests with them.
-
-        What is asked for later in the iteration waits for the next one, at any world size.
-        """
-        is_first = self._agreed is None
-        self._collect_requests()
-        control = torch.tensor([float(asked) if is_first else 0.0 for asked in self._requests])
-        if self.device.type == "cpu":
-            control = reduce(control)
-        else:
-            # Read from a GPU it would make the GPU wait, so it crosses beside the gradients.
-            work = dist.all_reduce(control, async_op=True) if is_first else None
-            reduce(torch.zeros(CONTROL_SIZE))
-            if work is not None:
-                work.wait()
-        if is_first:
-            self._agreed, self._is_agreed = [bool(value) for value in control.tolist()], True
-
-    def _agree(self) -> list[bool]:
-        """Return what any rank has asked for: stop, save, finish."""
-        self.note_step()  # where the iteration had none
-        assert self._agreed is not None
-        if self.group.world.size > 1 and not self._is_agreed:
-            control = torch.tensor([float(asked) for asked in self._agreed])
-            dist.all_reduce(control)
-            self._agreed = [bool(value) for value in control.tolist()]
-        agreed, self._agreed, self._is_agreed = self._agreed, None, False
-        if self.group.world.size == 1:
-            agreed[_STOP] = self._stop.is_requested
-        if agreed[_SAVE]:
-            self._requests[_SAVE] = False
-            self._next_save_s = time.monotonic() + 60 * (self.config.trainer.save.minutes or 0)
-        return agreed
-
-    def _collect_requests(self) -> None:
-        """Note a signal, which may reach any rank, and the timer of rank 0."""
-        minutes = self.config.trainer.save.minutes
-        self._requests[_STOP] |= self._stop.is_requested
-        if minutes is not None and self.group.world.rank == 0:
-            self._requests[_SAVE] |= time.monotonic() >= self._next_save_s
+    def make_info(self) -> TrainingInfo:
+        """Return what a function with a loop of its own may know of its training."""
+        world = self.group.world
+        position = (self.step, self.samples)
+        return make_training_info(self.config, world.rank, world.size, self.run.folder, *position)
 
     # --- what is due, and numbers ---
 
-    def is_due(self, steps: int | None, epochs: int | None) -> bool:
+    def is_due(self, steps: int | None, epochs: int | None, minutes: float | None) -> bool:
         """Return whether something is due in the current iteration."""
+        if minutes is not None and self.agreement.has_time_passed(minutes):
+            return True
         total = self._share.total if self.plan is not None else 0
         return self._is_due_after(self.step + 1, self.samples + total, steps, epochs)
 
@@ -406,6 +352,41 @@ class SessionEngine(RunOutput):
         the mean of its loss is over."""
         if self._share.sample_count:  # what a rank computes without a sample of its own is nothing
             self._metrics.add(numbers, self._log_weight)
+
+    def log_media(self, media: dict[str, Media]) -> None:
+        """Log texts, images and histograms of rank 0 for the current iteration."""
+        where = f"(rank {self.group.world.rank}, step {self.step + 1})"
+        faults = [
+            Fault(f"{name} is the name of a place in metrics.jsonl {where}", "choose another name")
+            for name in media
+            if name in NOT_METRICS
+        ]
+        if not self._is_in_iteration:
+            names = ", ".join(media)
+            faults.append(
+                Fault(
+                    f"session.log is given {names} outside of the loop {where}",
+                    "log texts, images and histograms in an iteration: where session.every() says "
+                    "so, the last one included",
+                )
+            )
+        if faults:
+            raise EchelonError(*faults)
+        if self.group.world.rank == 0:
+            for name, value in media.items():  # a line each, as lines have a limit
+                self._log_medium(name, value, where)
+
+    def _log_medium(self, name: str, value: Media, where: str) -> None:
+        step = self.step + 1
+        try:
+            encoded = encode_media(self.run, name, step, value)
+        except MediaError as error:
+            raise EchelonError(Fault(f"{name} is {error.what} {where}", error.do)) from None
+        except OSError as error:  # a full disk must not end a training
+            reason = format_os_error_reason(error)
+            print(f"warning: {name} was not logged {where}: {reason}", file=sys.stderr)
+            return
+        self.log_to_trackers({"step": step, "epoch": self.epoch, name: encoded})
 
     def record_best(self, name: str, value: float, best_is: str) -> bool:
         """Log the result of an evaluation and keep it where it is the best; the same on all
@@ -505,17 +486,17 @@ class SessionEngine(RunOutput):
         if self.evaluations is not None:
             self.evaluations.close_source()
 
-    def finish(self) -> None:
-        """End a session whose function has returned, perhaps from within its loop: then it is
-        finished, and the iteration counts if it made a step."""
+    def finish(self, what_ended: str) -> None:
+        """End a session whose function has returned, or whose block was left, perhaps from within
+        its loop: then it is finished, and the iteration counts if it made a step."""
         if not self.parts.is_complete:
             raise EchelonError(
                 Fault(
-                    "the training function returned without a loop",
+                    f"{what_ended} without a loop",
                     "iterate over session.batches(data) or session.steps(count)",
                 )
             )
-        if self._is_in_iteration and self._agreed is not None:
+        if self._is_in_iteration and self.agreement.has_step:
             self._end_iteration(is_left=True)
         self.is_finished = True
         self.save()

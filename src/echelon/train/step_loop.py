@@ -108,7 +108,7 @@ class StepLoop:
                     'let it return the numbers to log by name: {"loss": loss}',
                 )
             )
-        if self.engine.has_stepped:
+        if self.engine.agreement.has_step:
             self._has_trained = True
         else:
             self._require_step(returned or {})

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any
 
 from echelon.errors import ExitCode
 
@@ -22,17 +23,26 @@ class StopSignals:
         self.reason = ""
         self.is_over = False
         """Everything is saved and reported: nothing is left to stop."""
+        self._handlers_before: dict[int, Any] = {}
 
     def install(self) -> None:
         """Installs the signal handlers. Python allows that only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return  # Python lets the main thread alone handle signals
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+        self._handlers_before = {
+            number: signal.signal(number, self._handle) for number in STOP_SIGNALS
+        }
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, STOP_SIGNALS
         )  # the parent process may have blocked them
         atexit.register(_ignore_signals)
+
+    def uninstall(self) -> None:
+        """Give the signals back to whoever handled them before, where the process goes on."""
+        for number, handler in self._handlers_before.items():
+            if handler is not None:  # it was not installed by Python
+                signal.signal(number, handler)
+        atexit.unregister(_ignore_signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Notes the request; a second Ctrl-C ends the process at once."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from echelon.experiment.error_hints import (
 )
 from echelon.experiment.loading import call_function, takes_session
 from echelon.experiment.loss_check import PartInputError
+from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.process_group import RankGroup
@@ -50,8 +51,8 @@ from echelon.runs.writer import claim_run_folder, release_run_folder, start_writ
 from echelon.tracking.summary import (
     TrainingProgress,
     format_rows,
-    format_run_argument,
     render_summary,
+    suggest_resume,
 )
 from echelon.train.loop import Training, train
 from echelon.train.loss_parts_check import check_loss_of_parts
@@ -87,7 +88,7 @@ def train_in_process(config: Config) -> int:
     Returns the exit code of a process that is alone. A rank of a larger world ends its process.
     """
     rank = RankWorker(config)
-    code = rank.run_rank(lambda group: _agree_on_run(rank.config, group))
+    code = rank.run_rank(lambda group: agree_on_run(rank.config, group))
     if rank.group is not None and rank.group.store is not None:
         exit_process(code)
     return code
@@ -105,6 +106,9 @@ def exit_process(code: int) -> NoReturn:
 class RankWorker:
     """What this process knows during its life, so that it can be reported if it fails."""
 
+    current: ClassVar[RankWorker | None] = None
+    """The one that this process is now, if it is one."""
+
     def __init__(self, config: Config, has_agent: bool = False) -> None:
         self.config = config
         self.has_agent = has_agent
@@ -117,62 +121,83 @@ class RankWorker:
         self.training: Training | SessionEngine | None = None
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
+        self._began = (0, 0.0)
+        """The step and the time at which the training began."""
 
     def run_rank(self, find_run: Callable[[RankGroup], Run]) -> int:
         """Runs the rank and returns its exit code. Every error is reported here and nowhere
         else."""
-        self.stop.install()
         try:
-            world = _detect_world(self.config)
-            self.rank = world.rank
-            _require_valid_world(self.config, world)
-            _warn_about_cpu(self.config, world)
-            self.group = join_world(world, self.config, os.environ)
-            if not self.has_agent:  # an agent's launcher has applied them already
-                from echelon.train.wandb_trial import apply_trial_parameters
-
-                self.config = apply_trial_parameters(self.config, self.group, os.environ)
-            self.group.require_equal_configs(self.config)
-            self.run = find_run(self.group)
-            if self.has_agent:
-                self._start_heartbeat(self.run, world)
-            if world.rank == 0:
-                self._open_run(self.run, world)
+            world = self.begin(find_run)
+            assert self.run is not None
             function = load_training_function(self.config, self.run, world)
             if takes_session(function):
-                outcome, start = self._run_session(function, world)
+                outcome = self._run_session(function, world)
             else:
-                outcome, start = self._run_experiment(function, world)
-            assert self.training is not None
-            self.group.barrier_before_exit()
-            self.has_left_group = True
-            self.training.close_writer()
-            self._require_final_snapshot(outcome)
-            if world.rank == 0:
-                self._write_final_status(outcome, *start)
-            self.training.close_sources()
+                outcome = self._run_experiment(function, world)
+            self.end(outcome)
             return outcome
         except BaseException as error:
-            return self._handle_failure(error)
+            return self.handle_failure(error)
         finally:
-            self.stop.is_over = True
-            if self.training is not None and self.training.profile is not None:
-                self.training.profile.discard_profile()
-            self.output.close()
-            if self.run is not None:
-                release_run_folder(self.run)
+            self.close()
 
-    def _run_experiment(
-        self, function: Callable[..., Any], world: World
-    ) -> tuple[ExitCode, tuple[int, float]]:
-        """Train the experiment that the function builds; returns how it ended, and the step and
-        the time at which it began."""
+    def begin(self, find_run: Callable[[RankGroup], Run], takes_trial: bool = True) -> World:
+        """Join the world, find its run and open that; returns this process's place.
+
+        `takes_trial`: parameters of a `wandb agent` become settings of the run.
+        """
+        RankWorker.current = self
+        self.stop.install()
+        world = _detect_world(self.config)
+        self.rank = world.rank
+        _require_valid_world(self.config, world)
+        _warn_about_cpu(self.config, world)
+        self.group = join_world(world, self.config, os.environ)
+        if takes_trial and not self.has_agent:  # an agent's launcher has applied them already
+            from echelon.train.wandb_trial import apply_trial_parameters
+
+            self.config = apply_trial_parameters(self.config, self.group, os.environ)
+        self.group.require_equal_configs(self.config)
+        self.run = find_run(self.group)
+        if self.has_agent:
+            self._start_heartbeat(self.run, world)
+        if world.rank == 0:
+            self._open_run(self.run, world)
+        return world
+
+    def end(self, outcome: ExitCode) -> None:
+        """End a training that was not failed by an error: wait for the other ranks and for the last
+        snapshot, and write how it ended."""
+        assert self.group is not None
+        assert self.training is not None
+        self.group.barrier_before_exit()
+        self.has_left_group = True
+        self.training.close_writer()
+        self._require_final_snapshot(outcome)
+        if self.rank == 0:
+            self._write_final_status(outcome, *self._began)
+        self.training.close_sources()
+
+    def close(self) -> None:
+        """Release what the process holds of the run, however that ended."""
+        RankWorker.current = None
+        self.stop.is_over = True
+        if self.training is not None and self.training.profile is not None:
+            self.training.profile.discard_profile()
+        self.output.close()
+        if self.run is not None:
+            release_run_folder(self.run)
+
+    def _run_experiment(self, function: Callable[..., Any], world: World) -> ExitCode:
+        """Train the experiment that the function builds; returns how it ended."""
         assert self.run is not None
         assert self.group is not None
         experiment, is_placed_by_user = build_parts(self.config, self.run, self.group, function)
         parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
         if experiment.step is not None:
             loop = prepare_steps(*parts, experiment)
+            self._begin_loop(loop.engine)
             return self._run_loop(loop.engine, loop.run)
         training = self.training = prepare_training(*parts, experiment, is_placed_by_user)
         if world.rank == 0:
@@ -186,44 +211,51 @@ class RankWorker:
             training.speed.restart_interval(training.step, training.samples)
         if training.step == 0:
             training.check_first_batch = check_loss_of_parts
-        start = (training.step, time.monotonic())
+        self._began = (training.step, time.monotonic())
         if world.rank == 0:
             record_training(self.run, training.step, training.samples)
-        return train(training), start
+        return train(training)
 
-    def _run_session(
-        self, function: Callable[..., Any], world: World
-    ) -> tuple[ExitCode, tuple[int, float]]:
-        """Call the function that has a loop of its own; returns the same."""
+    def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
+        """Call the function that has a loop of its own; returns how it ended."""
+        assert self.run is not None
+        engine = self.open_session()
+        entry = self.run.get_entry_point(self.config, world.node_rank)
+        settings = self.config.experiment_settings
+        provided: dict[str, Any] = {"session": Session(engine)}
+        if info_parameter := find_info_parameter(function):
+            provided[info_parameter] = engine.make_info()
+        return self._run_loop(engine, lambda: call_function(function, entry, settings, **provided))
+
+    def open_session(self) -> SessionEngine:
+        """Return the engine of a session, whose loop is about to begin."""
         assert self.run is not None
         assert self.group is not None
         engine, _ = prepare_session(
             self.config, self.run, self.group, self.stop, self.heartbeat, self.output
         )
-        entry = self.run.get_entry_point(self.config, world.node_rank)
-        settings = self.config.experiment_settings
-        return self._run_loop(
-            engine, lambda: call_function(function, entry, settings, session=Session(engine))
-        )
+        self._begin_loop(engine)
+        return engine
 
-    def _run_loop(
-        self, engine: SessionEngine, run_loop: Callable[[], Any]
-    ) -> tuple[ExitCode, tuple[int, float]]:
-        """Run a loop over a session; returns the same."""
+    def _run_loop(self, engine: SessionEngine, run_loop: Callable[[], Any]) -> ExitCode:
+        """Run a loop over a session that has begun; returns how it ended."""
+        try:
+            run_loop()
+            engine.finish("the training function returned")
+        except SessionStopped:
+            return ExitCode.PREEMPTED
+        return ExitCode.OK
+
+    def _begin_loop(self, engine: SessionEngine) -> None:
+        """Note that a loop over a session begins."""
         assert self.run is not None
         self.training = engine
-        start = (engine.step, time.monotonic())
-        if engine.group.world.rank == 0:
+        self._began = (engine.step, time.monotonic())
+        if self.rank == 0:
             engine.on_first_step = partial(record_first_step, self.run)
             if engine.evaluations is not None:
                 self.run.update_status(best_is=engine.config.trainer.best_is)
             record_training(self.run, engine.step, engine.samples)
-        try:
-            run_loop()
-            engine.finish()
-        except SessionStopped:
-            return ExitCode.PREEMPTED, start
-        return ExitCode.OK, start
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
@@ -280,7 +312,7 @@ class RankWorker:
                 Fault(
                     f"finished after step {t.step} of {t.total_steps}, but this step is not "
                     f"saved: {t.unsaved_reason}",
-                    f"fix that, then continue: echelon resume {format_run_argument(t.run)}",
+                    f"fix that, then continue: {suggest_resume(t.run, t.config.script)}",
                 ),
                 exit=ExitCode.FAILED,
             )
@@ -299,12 +331,20 @@ class RankWorker:
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
         text = render_summary(
-            t.run, outcome, progress, self.stop.reason, tracked, longer, t.unsaved_reason
+            t.run,
+            outcome,
+            progress,
+            self.stop.reason,
+            tracked,
+            longer,
+            t.unsaved_reason,
+            t.config.script,
         )
         print(text, file=sys.stderr)
 
-    def _handle_failure(self, error: BaseException) -> int:
-        """Reports the failure to the other ranks, the agent, the run's status and the screen."""
+    def handle_failure(self, error: BaseException) -> int:
+        """Reports the failure to the other ranks, the agent, the run's status and the screen;
+        returns the exit code."""
         # First: a loader process of the experiment's own that dies now must not raise in here.
         remove_death_signal()
         if self.training is not None:
@@ -425,7 +465,7 @@ def _warn_about_cpu(config: Config, world: World) -> None:
         )
 
 
-def _agree_on_run(config: Config, group: RankGroup) -> Run:
+def agree_on_run(config: Config, group: RankGroup) -> Run:
     """Return the run of this world. Rank 0 creates the folder; the others receive its path."""
     folder = ""
     if group.world.rank == 0:

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from echelon.config.schema import find_script
 from echelon.errors import ExitCode
 from echelon.runs.annotations import Annotations, read_annotations
 from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
@@ -24,7 +25,7 @@ from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_recent_metr
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import find_best, list_snapshots, parse_step
-from echelon.tracking.summary import format_run_argument, shorten_path
+from echelon.tracking.summary import format_run_argument, shorten_path, suggest_resume
 from echelon.tracking.tracker import format_speed, format_three_digits
 from echelon.utils.text import (
     can_print_unicode,
@@ -374,5 +375,9 @@ def _suggest_commands(details: RunDetails) -> dict[str, str]:
     elif not record.problem:
         done = details.step is not None and details.step == record.facts.total_steps
         longer = "epochs" if record.get_section("trainer").get("steps") is None else "steps"
-        rows["go on"] = f"echelon resume {name}" + (f" trainer.{longer}=…" if done else "")
+        more = f" trainer.{longer}=…" if done else ""
+        script = find_script(record.entry_point)
+        rows["go on"] = (
+            f"echelon resume {name}{more}" if script is None else suggest_resume(record.run, script)
+        )
     return rows
