@@ -183,7 +183,7 @@ def mistaken(cfg: Settings) -> echelon.Experiment:
         if cfg.mistake == "no step":
             return {"loss_a": loss}
         session.step(stranger if cfg.mistake == "stranger" else optimizer)
-        return loss if cfg.mistake == "tensor" else {"loss_a": "high"}
+        return loss if cfg.mistake == "tensor" else {"loss_a": ["high"]}
 
     return echelon.Experiment(
         model=model, optimizer=optimizer, step=step, train_data=make_data(cfg.samples)

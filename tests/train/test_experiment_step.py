@@ -245,7 +245,7 @@ def test_the_models_are_loaded_by_name(tmp_path: Path) -> None:
         ("no step", "the experiment's step has computed gradients in step 1, but stepped no"),
         ("stranger", "session.step is given SGD, which is no optimizer that the session has"),
         ("tensor", "the experiment's step returned Tensor in step 1"),
-        ("text", "loss_a is no number: str, 'high' (rank 0, step 1)"),
+        ("text", "loss_a is no number: list, ['high'] (rank 0, step 1)"),
     ],
 )
 def test_a_mistake_in_a_step_is_a_sentence(mistake: str, said: str, tmp_path: Path) -> None:
