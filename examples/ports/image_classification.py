@@ -8,7 +8,6 @@ python image_classification.py
 python image_classification.py launch=local launch.procs=2 trainer.epochs=20
 """
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -119,4 +118,4 @@ def experiment(cfg: Settings) -> echelon.Experiment:
 
 
 if __name__ == "__main__":
-    echelon.main(experiment, [*DEFAULTS, *sys.argv[1:]])  # what is typed wins
+    echelon.main(experiment, defaults=DEFAULTS)

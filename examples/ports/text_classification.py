@@ -11,7 +11,6 @@ python text_classification.py launch=local launch.procs=2
 """
 
 import random
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -147,4 +146,4 @@ def experiment(cfg: Settings) -> echelon.Experiment:
 
 
 if __name__ == "__main__":
-    echelon.main(experiment, [*DEFAULTS, *sys.argv[1:]])  # what is typed wins
+    echelon.main(experiment, defaults=DEFAULTS)

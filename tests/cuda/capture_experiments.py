@@ -56,6 +56,19 @@ def experiment(cfg: Settings) -> Experiment:
     return Experiment(model, optimizer, nn.functional.mse_loss, data, schedule=step)
 
 
+def mixed(cfg: Settings) -> Experiment:
+    """Every sample is mixed with another one on the device, with random numbers of both kinds."""
+    made = experiment(cfg)
+
+    def mix(batch: Any) -> Any:
+        x, y = batch
+        share = torch.rand(len(x), 1, device=x.device) * random.random()
+        return x + share * x.flip(0), y + share * y.flip(0)
+
+    made.batch_transform = mix
+    return made
+
+
 class Dots(nn.Module):
     def __init__(self) -> None:
         super().__init__()

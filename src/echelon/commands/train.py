@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from echelon.config.schema import Config
 
 
-def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None) -> NoReturn:
+def main(
+    experiment: Callable[..., Any],
+    overrides: Sequence[str] | None = None,
+    defaults: Sequence[str] = (),
+) -> NoReturn:
     """Train an experiment with the settings of the command line, and exit with its exit code.
 
     Call it at the end of the file that defines the experiment:
@@ -56,6 +60,8 @@ def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None)
     experiment  A function at the top level of the file that takes its settings and returns an
                 echelon.Experiment. A setting is overridden by its name alone, such as lr=0.1.
     overrides   The words to use instead of those of the command line, such as ["lr=0.1"].
+    defaults    Settings of this file, such as ["trainer.epochs=10", "trainer.ema=0.98"]. What is
+                typed wins. They hold where the file is run, not for `echelon train experiment=…`.
 
     main never returns. It raises SystemExit with 0 after a training that ended well, and otherwise
     with one of the codes in echelon.errors.ExitCode. A folder `conf` beside the file that contains
@@ -67,7 +73,7 @@ def main(experiment: Callable[..., Any], overrides: Sequence[str] | None = None)
 
     if is_loading():
         make_user_experiment(experiment)  # raises; the code that imports the file reports it
-    words = list(sys.argv[1:] if overrides is None else overrides)
+    words = [*defaults, *(sys.argv[1:] if overrides is None else overrides)]
     sys.exit(run_and_report_faults(lambda: train(words, make_user_experiment(experiment))))
 
 
