@@ -41,20 +41,20 @@ def main() -> None:
         model,
         muon,
         sgd,
-        DataLoader(TensorDataset(*data), cfg.batch_size, shuffle=True),
+        DataLoader(TensorDataset(*data), 128, shuffle=True),
         DataLoader(TensorDataset(*eval_data), 256),
     )
-    schedules = [LinearLR(each, 1.0, 0.0, cfg.epochs * len(loader)) for each in (muon, sgd)]
+    schedules = [LinearLR(each, 1.0, 0.0, 8 * len(loader)) for each in (muon, sgd)]
     accelerator.register_for_checkpointing(*schedules)
     saved = sorted(folder.glob("epoch-*"))
     if saved:
         accelerator.load_state(saved[-1])
     best, step = 0.0, len(saved) * len(loader)
 
-    for epoch in range(len(saved), cfg.epochs):
-        for pictures, labels in loader:
-            scores = model(augment_pictures(pictures))
-            loss = cross_entropy(scores, labels, label_smoothing=0.2)
+    for epoch in range(len(saved), 8):
+        for batch in loader:
+            pictures, labels = augment_pictures(batch)
+            loss = cross_entropy(model(pictures), labels, label_smoothing=0.2)
             accelerator.backward(loss)
             for each in (muon, sgd, *schedules):
                 each.step()

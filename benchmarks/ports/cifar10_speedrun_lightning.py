@@ -41,9 +41,8 @@ class Training(lightning.LightningModule):
         return [muon, sgd], schedules
 
     def training_step(self, batch, index):
-        pictures, labels = batch
-        scores = self.model(augment_pictures(pictures))
-        loss = cross_entropy(scores, labels, label_smoothing=0.2)
+        pictures, labels = augment_pictures(batch)
+        loss = cross_entropy(self.model(pictures), labels, label_smoothing=0.2)
         for optimizer in self.optimizers():
             optimizer.zero_grad()
         self.manual_backward(loss)
@@ -63,14 +62,14 @@ def main() -> None:
     lightning.seed_everything(0)
     data, eval_data = draw_stripes(cfg.samples, seed=0), draw_stripes(512, seed=1)
     trainer = lightning.Trainer(
-        max_epochs=cfg.epochs,
+        max_epochs=8,
         logger=CSVLogger("runs", "cifar10"),
         log_every_n_steps=10,
         callbacks=[ModelCheckpoint("runs/cifar10", monitor="accuracy", mode="max", save_last=True)],
     )
     trainer.fit(
         Training(cfg),
-        DataLoader(TensorDataset(*data), cfg.batch_size, shuffle=True),
+        DataLoader(TensorDataset(*data), 128, shuffle=True),
         DataLoader(TensorDataset(*eval_data), 256),
         ckpt_path="last",
     )

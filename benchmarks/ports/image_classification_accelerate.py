@@ -44,7 +44,7 @@ def main() -> None:
 
     for epoch in range(len(saved), epochs):
         for batch in loader:
-            images, targets = mix_pictures(*batch, cfg.mixup)
+            images, targets = mix_pictures(batch, cfg.mixup)
             loss = cross_entropy(model(images), targets, label_smoothing=0.1)
             accelerator.backward(loss)
             optimizer.step()

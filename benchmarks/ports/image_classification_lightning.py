@@ -30,7 +30,7 @@ class Training(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def training_step(self, batch, index):
-        images, targets = mix_pictures(*batch, self.cfg.mixup)
+        images, targets = mix_pictures(batch, self.cfg.mixup)
         loss = cross_entropy(self.model(images), targets, label_smoothing=0.1)
         self.log("loss", loss, sync_dist=True)
         return loss

@@ -37,15 +37,15 @@ def main() -> None:
     train_data = TensorDataset(draw_discs(cfg.samples, seed=0))
     eval_data = TensorDataset(draw_discs(256, seed=1))
     trainer = lightning.Trainer(
-        max_epochs=cfg.epochs,
+        max_epochs=8,
         logger=CSVLogger("runs", "vae"),
         log_every_n_steps=10,
         callbacks=[ModelCheckpoint("runs/vae", monitor="eval_loss", save_last=True)],
     )
     trainer.fit(
         Training(cfg),
-        DataLoader(train_data, cfg.batch_size, shuffle=True),
-        DataLoader(eval_data, cfg.batch_size),
+        DataLoader(train_data, 64, shuffle=True),
+        DataLoader(eval_data, 64),
         ckpt_path="last",
     )
 

@@ -9,11 +9,14 @@ python cifar10_speedrun.py
 python cifar10_speedrun.py launch=local launch.procs=2
 """
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from torch.optim.lr_scheduler import LinearLR
 
 import echelon
 
@@ -30,8 +33,6 @@ class Settings:
     head_lr: float = 0.5
     width: int = 16
     samples: int = 2048
-    batch_size: int = 128
-    epochs: int = 8
 
 
 def draw_stripes(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -50,8 +51,9 @@ def draw_stripes(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return color * stripes.unsqueeze(1) + 0.5 * noise, labels
 
 
-def augment_pictures(pictures: Tensor) -> Tensor:
+def augment_pictures(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return each picture moved by up to two pixels, and mirrored or not, on its own device."""
+    pictures, labels = batch
     count, device = len(pictures), pictures.device
     x, y = torch.randint(0, 5, (2, count, 1, 1), device=device)
     is_mirrored = torch.rand(count, 1, 1, device=device) < 0.5
@@ -60,7 +62,7 @@ def augment_pictures(pictures: Tensor) -> Tensor:
     rows = pixels.view(1, -1, 1) + y
     padded = pad(pictures, (2, 2, 2, 2), "reflect").movedim(1, -1)
     each = torch.arange(count, device=device).view(-1, 1, 1)
-    return padded[each, rows, columns].movedim(-1, 1)
+    return padded[each, rows, columns].movedim(-1, 1), labels
 
 
 def make_block(inputs: int, outputs: int) -> nn.Module:
@@ -121,8 +123,10 @@ def look_several_times(model: nn.Module, pictures: Tensor) -> Tensor:
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=8", "trainer.batch_size=128", "trainer.best=accuracy"]
 
-def train(cfg: Settings, session: echelon.Session) -> None:
+
+def experiment(cfg: Settings, training: echelon.TrainingInfo) -> echelon.Experiment:
     model = make_model(cfg.width)
     filters = [p for p in model.parameters() if p.ndim == 4]
     biases = [p for p in model.parameters() if p.ndim == 1]
@@ -132,34 +136,35 @@ def train(cfg: Settings, session: echelon.Session) -> None:
     ]
     muon = Muon(filters, lr=cfg.muon_lr)
     sgd = torch.optim.SGD(groups, momentum=0.85, nesterov=True)
-    rates = [group["lr"] for group in muon.param_groups + sgd.param_groups]  # those of the start
-    session.prepare(model, muon, sgd)
-    data = draw_stripes(cfg.samples, seed=0)
+    steps = training.count_total_steps(cfg.samples)
 
-    for pictures, labels in session.batches(data, cfg.batch_size, cfg.epochs):
-        left = 1 - session.completed_steps / session.total_steps
-        for group, rate in zip(muon.param_groups + sgd.param_groups, rates, strict=True):
-            group["lr"] = rate * left
-        scores = model(augment_pictures(pictures))
-        loss = cross_entropy(scores, labels, label_smoothing=0.2)
+    def step(batch: list[Tensor], session: echelon.Session) -> dict[str, Tensor]:
+        pictures, labels = batch
+        loss = cross_entropy(model(pictures), labels, label_smoothing=0.2)
         session.backward(loss)
         session.step(muon)
         session.step(sgd)
-        session.log(loss=loss)
-        if session.every(epochs=1):
-            session.best(accuracy=evaluate(model, session))
+        return {"loss": loss}
+
+    return echelon.Experiment(
+        model=model,
+        optimizer={"muon": muon, "sgd": sgd},
+        schedule={"muon": LinearLR(muon, 1.0, 0.0, steps), "sgd": LinearLR(sgd, 1.0, 0.0, steps)},
+        step=step,
+        train_data=draw_stripes(cfg.samples, seed=0),
+        batch_transform=augment_pictures,
+        eval_data=draw_stripes(512, seed=1),
+        evaluate=evaluate,
+    )
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, session: echelon.Session) -> Tensor:
-    model.eval()
-    is_right = [
-        session.gather(look_several_times(model, pictures).argmax(1) == labels)
-        for pictures, labels in session.eval_batches(draw_stripes(512, seed=1), 256)
-    ]
-    model.train()
-    return torch.cat(is_right).float().mean()
+def evaluate(model: nn.Module, batches: Iterator[list[Tensor]]) -> dict[str, tuple[int, int]]:
+    right = count = 0
+    for pictures, labels in batches:
+        right += int((look_several_times(model, pictures).argmax(1) == labels).sum())
+        count += len(labels)
+    return {"accuracy": (right, count)}
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(experiment, [*DEFAULTS, *sys.argv[1:]])  # what is typed wins

@@ -69,8 +69,9 @@ def make_model(width: int) -> nn.Module:
     )
 
 
-def mix_pictures(images: Tensor, labels: Tensor, mixup: float) -> tuple[Tensor, Tensor]:
+def mix_pictures(batch: list[Tensor], mixup: float) -> tuple[Tensor, Tensor]:
     """Return every picture mixed with the one before it, and the probabilities of its classes."""
+    images, labels = batch
     part = torch.distributions.Beta(mixup, mixup).sample().to(images)
     targets = one_hot(labels, CLASSES).to(images)
     return images.lerp(images.roll(1, 0), part), targets.lerp(targets.roll(1, 0), part)
@@ -97,13 +98,6 @@ DEFAULTS = [
 
 def experiment(cfg: Settings) -> echelon.Experiment:
     model = make_model(cfg.width)
-
-    def predict(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        images, targets = batch
-        if model.training and cfg.mixup:
-            images, targets = mix_pictures(images, targets, cfg.mixup)
-        return model(images), targets
-
     return echelon.Experiment(
         model=model,
         optimizer=torch.optim.SGD(
@@ -113,7 +107,7 @@ def experiment(cfg: Settings) -> echelon.Experiment:
         train_data=draw_stripes(cfg.samples, seed=0),
         eval_data=draw_stripes(512, seed=1),
         metrics=make_metrics,
-        predict=predict,
+        batch_transform=partial(mix_pictures, mixup=cfg.mixup) if cfg.mixup else None,
     )
 
 

@@ -7,6 +7,8 @@ python vae.py
 python vae.py launch=local launch.procs=2 trainer.log_steps=1
 """
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +28,6 @@ class Settings:
     width: int = 128
     latent: int = 4
     samples: int = 2048
-    batch_size: int = 64
-    epochs: int = 8
 
 
 def draw_discs(count: int, seed: int) -> Tensor:
@@ -62,32 +62,38 @@ class VariationalAutoencoder(nn.Module):
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=8", "trainer.batch_size=64"]
 
-def train(cfg: Settings, session: echelon.Session) -> None:
+
+def experiment(cfg: Settings) -> echelon.Experiment:
     model = VariationalAutoencoder(cfg.width, cfg.latent)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
-    session.prepare(model, optimizer)
-    data = draw_discs(cfg.samples, seed=0)
 
-    for (pictures,) in session.batches((data,), cfg.batch_size, cfg.epochs):
-        reconstruction, divergence = (term.mean() for term in model(pictures))
+    def step(batch: list[Tensor], session: echelon.Session) -> dict[str, Tensor]:
+        reconstruction, divergence = (term.mean() for term in model(*batch))
         loss = reconstruction + divergence
         session.backward(loss)
         session.step(optimizer)
-        session.log(loss=loss, reconstruction=reconstruction, divergence=divergence)
-        if session.every(epochs=1):
-            session.best(loss=evaluate(model, session))
+        return {"loss": loss, "reconstruction": reconstruction, "divergence": divergence}
+
+    return echelon.Experiment(
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        train_data=draw_discs(cfg.samples, seed=0),
+        eval_data=draw_discs(256, seed=1),
+        evaluate=evaluate,
+    )
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, session: echelon.Session) -> Tensor:
-    """Return the mean loss of pictures that were not trained on."""
-    model.eval()
-    batches = session.eval_batches((draw_discs(256, seed=1),))
-    losses = [session.gather(sum(model(pictures))) for (pictures,) in batches]
-    model.train()
-    return torch.cat(losses).mean()
+def evaluate(model: nn.Module, batches: Iterator[list[Tensor]]) -> dict[str, tuple[float, int]]:
+    """Return the sum of the losses of pictures that were not trained on, and their number."""
+    total, count = 0.0, 0
+    for (pictures,) in batches:
+        total += sum(model(pictures)).sum().item()
+        count += len(pictures)
+    return {"loss": (total, count)}
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(experiment, [*DEFAULTS, *sys.argv[1:]])  # what is typed wins

@@ -42,8 +42,8 @@ PORTS = [
     ),
     # Noise is drawn for the reconstruction alone, and changes the weights from the first step on.
     Port(
-        "vae.py:train",
-        ("width=16", "samples=128", "batch_size=32", "epochs=4"),
+        "vae.py:experiment",
+        ("width=16", "samples=128", "trainer.epochs=4"),
         "eval_loss",
         is_more_better=False,
         kill_step=10,
@@ -74,8 +74,8 @@ PORTS = [
     ),
     # Crops are drawn by each process, and a batch norm sees its share.
     Port(
-        "cifar10_speedrun.py:train",
-        ("width=4", "samples=128", "batch_size=32", "epochs=4"),
+        "cifar10_speedrun.py:experiment",
+        ("width=4", "samples=128", "trainer.epochs=4", "trainer.best=accuracy"),
         "eval_accuracy",
         is_more_better=True,
         kill_step=19,
