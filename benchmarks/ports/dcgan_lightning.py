@@ -62,9 +62,9 @@ def main() -> None:
     cfg = Settings()
     lightning.seed_everything(0)
     pictures = draw_discs(cfg.samples)
-    loader = DataLoader(TensorDataset(pictures), cfg.batch_size, shuffle=True)
+    loader = DataLoader(TensorDataset(pictures), 64, shuffle=True)
     trainer = lightning.Trainer(
-        max_epochs=cfg.epochs,
+        max_epochs=8,
         logger=CSVLogger("runs", "dcgan"),
         log_every_n_steps=10,
         callbacks=[ModelCheckpoint("runs/dcgan", monitor="distance", save_last=True)],

@@ -22,12 +22,12 @@ def main() -> None:
     known = [column[: len(others[0])] for column in data]
     model = GPT(letters, cfg.width, cfg.layers, cfg.heads, cfg.context)
     optimizer = model.make_optimizer(cfg.lr, cfg.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cfg.lr, cfg.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cfg.lr, 300, pct_start=0.1)
     model, optimizer, schedule, loader, known_loader, other_loader = accelerator.prepare(
         model,
         optimizer,
         schedule,
-        DataLoader(TensorDataset(*data), cfg.batch_size, shuffle=True),
+        DataLoader(TensorDataset(*data), 32, shuffle=True),
         DataLoader(TensorDataset(*known), 256),
         DataLoader(TensorDataset(*others), 256),
     )
@@ -36,7 +36,7 @@ def main() -> None:
         accelerator.load_state(saved[-1])
     best, step = float("inf"), len(saved) * cfg.eval_steps
 
-    while step < cfg.steps:
+    while step < 300:
         epoch, skipped = divmod(step, len(loader))
         loader.set_epoch(epoch)
         for tokens, targets in skip_first_batches(loader, skipped):
@@ -58,7 +58,7 @@ def main() -> None:
                 if eval_loss < best:
                     best = eval_loss
                     accelerator.save_state(folder / "best")
-            if step == cfg.steps:
+            if step == 300:
                 break
     accelerator.end_training()
 

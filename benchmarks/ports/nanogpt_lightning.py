@@ -18,9 +18,7 @@ class Training(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = self.model.make_optimizer(self.cfg.lr, self.cfg.weight_decay)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.cfg.lr, self.cfg.steps, pct_start=0.1
-        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.cfg.lr, 300, pct_start=0.1)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def training_step(self, batch, index):
@@ -40,7 +38,7 @@ def main() -> None:
     letters, data, others = make_windows(write_text(cfg.letters), cfg.context)
     known = [column[: len(others[0])] for column in data]
     trainer = lightning.Trainer(
-        max_steps=cfg.steps,
+        max_steps=300,
         gradient_clip_val=1.0,
         val_check_interval=cfg.eval_steps,
         check_val_every_n_epoch=None,
@@ -50,7 +48,7 @@ def main() -> None:
     )
     trainer.fit(
         Training(cfg, letters),
-        DataLoader(TensorDataset(*data), cfg.batch_size, shuffle=True),
+        DataLoader(TensorDataset(*data), 32, shuffle=True),
         [DataLoader(TensorDataset(*each), 256) for each in (known, others)],
         ckpt_path="last",
     )

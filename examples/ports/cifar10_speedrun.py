@@ -9,7 +9,6 @@ python cifar10_speedrun.py
 python cifar10_speedrun.py launch=local launch.procs=2
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -167,4 +166,4 @@ def evaluate(model: nn.Module, batches: Iterator[list[Tensor]]) -> dict[str, tup
 
 
 if __name__ == "__main__":
-    echelon.main(experiment, [*DEFAULTS, *sys.argv[1:]])  # what is typed wins
+    echelon.main(experiment, defaults=DEFAULTS)

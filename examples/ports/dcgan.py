@@ -27,8 +27,6 @@ class Settings:
     lr: float = 0.001
     width: int = 16
     samples: int = 1024
-    batch_size: int = 64
-    epochs: int = 8
 
 
 def draw_discs(count: int) -> Tensor:
@@ -86,6 +84,8 @@ def compare_pictures(real: Tensor, made: Tensor) -> Tensor:
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=8", "trainer.batch_size=64"]
+
 
 def train(cfg: Settings, session: echelon.Session) -> None:
     generator, discriminator = make_generator(cfg.width), make_discriminator(cfg.width)
@@ -95,7 +95,7 @@ def train(cfg: Settings, session: echelon.Session) -> None:
     pictures = draw_discs(cfg.samples)
     fixed_noise = torch.randn(256, NOISE, device=session.device)  # to look at the same ones
 
-    for (real,) in session.batches((pictures,), cfg.batch_size, cfg.epochs):
+    for (real,) in session.batches(pictures):
         fake = generator(torch.randn(len(real), NOISE, device=session.device))
 
         discriminator.zero_grad()  # of what the generator's loss left there
@@ -111,8 +111,9 @@ def train(cfg: Settings, session: echelon.Session) -> None:
         if session.every(epochs=1):
             with torch.no_grad():
                 made = generator(fixed_noise).cpu()
+            session.log(made=echelon.Image((made[:64] + 1) / 2))
             session.best(distance=compare_pictures(pictures, made), higher_is_better=False)
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

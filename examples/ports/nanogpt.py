@@ -4,7 +4,7 @@ A port of karpathy/nanoGPT, train.py with config/train_shakespeare_char.py. The 
 from a small grammar. Yours is read in the place of `write_text`: Path("input.txt").read_text().
 
 python nanogpt.py
-python nanogpt.py launch=local launch.procs=2 steps=500
+python nanogpt.py launch=local launch.procs=2 trainer.steps=500
 """
 
 import random
@@ -28,8 +28,6 @@ class Settings:
     heads: int = 4
     context: int = 32
     letters: int = 100_000
-    batch_size: int = 32
-    steps: int = 300
     eval_steps: int = 50
 
 
@@ -103,16 +101,19 @@ class GPT(nn.Module):
 
 # --- training
 
+DEFAULTS = ["trainer.steps=300", "trainer.batch_size=32"]
 
-def train(cfg: Settings, session: echelon.Session) -> None:
+
+def train(cfg: Settings, session: echelon.Session, training: echelon.TrainingInfo) -> None:
     letters, data, others = make_windows(write_text(cfg.letters), cfg.context)
     model = GPT(letters, cfg.width, cfg.layers, cfg.heads, cfg.context)
     optimizer = model.make_optimizer(cfg.lr, cfg.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cfg.lr, cfg.steps, pct_start=0.1)
+    steps = training.count_total_steps(len(data[0]))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cfg.lr, steps, pct_start=0.1)
     session.prepare(model, optimizer, schedule)
     known = tuple(column[: len(others[0])] for column in data)
 
-    for tokens, targets in session.batches(data, cfg.batch_size, steps=cfg.steps):
+    for tokens, targets in session.batches(data):
         loss = model(tokens, targets).mean()
         session.backward(loss)
         session.step(optimizer, clip=1.0)
@@ -132,4 +133,4 @@ def estimate_loss(model: nn.Module, data: tuple[Tensor, ...], session: echelon.S
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

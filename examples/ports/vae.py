@@ -7,7 +7,6 @@ python vae.py
 python vae.py launch=local launch.procs=2 trainer.log_steps=1
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,4 +95,4 @@ def evaluate(model: nn.Module, batches: Iterator[list[Tensor]]) -> dict[str, tup
 
 
 if __name__ == "__main__":
-    echelon.main(experiment, [*DEFAULTS, *sys.argv[1:]])  # what is typed wins
+    echelon.main(experiment, defaults=DEFAULTS)

@@ -34,7 +34,7 @@ PORTS = [
     # Each process draws noise, and a batch norm sees its share: nothing is equal.
     Port(
         "dcgan.py:train",
-        ("width=4", "samples=128", "batch_size=32", "epochs=4"),
+        ("width=4", "samples=128", "trainer.epochs=4"),
         "eval_distance",
         is_more_better=False,
         kill_step=19,
@@ -52,7 +52,7 @@ PORTS = [
     ),
     Port(
         "nanogpt.py:train",
-        ("width=16", "heads=2", "context=16", "letters=4000", "steps=16", "eval_steps=8"),
+        ("width=16", "heads=2", "context=16", "letters=4000", "trainer.steps=16", "eval_steps=8"),
         "train_loss",
         is_more_better=False,
         kill_step=10,
