@@ -47,7 +47,7 @@ def adversaries(cfg: Settings) -> echelon.Experiment:
     score = nn.functional.binary_cross_entropy_with_logits
 
     def draw(numbers: Tensor) -> Tensor:
-        return torch.sin(numbers.unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0]))
+        return torch.sin(numbers.unsqueeze(1) * torch.arange(1.0, 4.0, device=numbers.device))
 
     def step(batch: Any, session: echelon.Session) -> dict[str, Any]:
         numbers, x, _ = batch
@@ -71,12 +71,12 @@ def adversaries(cfg: Settings) -> echelon.Experiment:
         trained = counter.steps
         if trained == int(os.environ.get("ECHELON_TEST_EVALUATION_FAILS_AT", "-1")):
             raise ValueError("in an evaluation")
-        error, samples = torch.zeros(()), 0
+        error, samples = 0.0, 0
         for numbers, x, _ in batches:
-            error += (models["maker"](draw(numbers)) - x).abs().sum()
+            error += float((models["maker"](draw(numbers)) - x).abs().sum())
             samples += len(x)
         if cfg.best_after:
-            error = torch.tensor(float(samples * abs(trained - cfg.best_after)))
+            error = float(samples * abs(trained - cfg.best_after))
         return {"error": (error, samples)}
 
     return echelon.Experiment(

@@ -45,7 +45,7 @@ def find_step_faults(experiment: Experiment) -> Iterator[Fault]:
         )
     for name, remedy in _INSTEAD.items():
         if getattr(experiment, name) is not None:
-            yield Fault(f"the experiment has a step of its own and {name}", remedy)
+            yield Fault(f"the experiment has a step of its own, so nothing uses its {name}", remedy)
     if experiment.eval_data is not None and experiment.evaluate is None:
         yield Fault(
             "the experiment has a step of its own and eval_data, but no evaluate",
