@@ -37,6 +37,8 @@ from command_runner import (
 from main_program import run_as_main_program
 from rank_fork_server import ForkServer
 
+import echelon.commands.train
+import echelon.launch.node.agent  # noqa: F401  what a launch imports, as above
 from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.schema import Config
