@@ -22,11 +22,11 @@ WORDS = ("trainer.batch_size=5", "trainer.epochs=3", "trainer.log_steps=1", "tra
 TWO = ("launch=local", "launch.procs=2", "launch.share_devices=true")
 
 
-@pytest.mark.parametrize("kind", ["regression", "sampled"])
+@pytest.mark.parametrize("words", [("regression", "trainer.best=error"), ("sampled",)])
 def test_an_own_step_has_the_numbers_of_a_cpu_and_of_two_processes(
-    kind: str, tmp_path: Path
+    words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    words = ("train", f"experiment={STEPS}:{kind}", *WORDS)
+    words = ("train", f"experiment={STEPS}:{words[0]}", *words[1:], *WORDS)
     for name, more, variables in (
         ("cpu", (), {"CUDA_VISIBLE_DEVICES": ""}),
         ("gpu", (), {}),
