@@ -40,7 +40,7 @@ def main() -> None:
     checkpoint = ModelCheckpoint("runs/reinforce", save_last=True, every_n_train_steps=10)
     trainer = lightning.Trainer(
         max_steps=cfg.updates,
-        min_steps=1,
+        min_epochs=0,  # so that it may stop within the first
         logger=CSVLogger("runs/reinforce"),
         callbacks=[checkpoint],
         log_every_n_steps=1,
