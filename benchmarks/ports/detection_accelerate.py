@@ -11,6 +11,7 @@ from detection import (
     Settings,
     compute_losses,
     compute_mean_average_precision,
+    draw_boxes,
     find_objects,
     join_scenes,
 )
@@ -28,7 +29,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr)
     data, eval_data = Scenes(cfg.samples, seed=0), Scenes(cfg.eval_samples, seed=1)
     pictures = TensorDataset(torch.stack([picture for picture, _, _ in eval_data.scenes]))
-    batch_size = cfg.batch_size // accelerator.num_processes
+    batch_size = 32 // accelerator.num_processes
     model, optimizer, loader, eval_loader = accelerator.prepare(
         model,
         optimizer,
@@ -40,7 +41,7 @@ def main() -> None:
         accelerator.load_state(saved[-1])
     best, step = 0.0, len(saved) * len(loader)
 
-    for epoch in range(len(saved), cfg.epochs):
+    for epoch in range(len(saved), 12):
         for batch in loader:
             losses = compute_losses(model, batch)
             loss = sum(losses.values())
@@ -52,8 +53,11 @@ def main() -> None:
             if step % 10 == 0:
                 means = accelerator.reduce({"loss": loss.detach(), **losses}, reduction="mean")
                 accelerator.log({name: value.item() for name, value in means.items()}, step)
-        precision = evaluate(model, eval_loader, eval_data, accelerator)
+        found = find_all_objects(model, eval_loader, accelerator)
+        precision = compute_mean_average_precision(found, eval_data)
         accelerator.log({"map": precision}, step)
+        tracker = accelerator.get_tracker("tensorboard")
+        tracker.log_images({"found": draw_boxes(eval_data, found)}, step)
         accelerator.print(f"epoch {epoch}: map {precision:.4f}")
         accelerator.save_state(folder / f"epoch-{epoch:03d}")
         if precision > best:
@@ -63,9 +67,9 @@ def main() -> None:
 
 
 @torch.no_grad()
-def evaluate(model, loader, data, accelerator) -> float:
+def find_all_objects(model, loader, accelerator) -> torch.Tensor:
     found = [accelerator.gather_for_metrics(find_objects(model, x)) for (x,) in loader]
-    return compute_mean_average_precision(torch.cat(found).cpu(), data)
+    return torch.cat(found).cpu()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from detection import (
     Settings,
     compute_losses,
     compute_mean_average_precision,
+    draw_boxes,
     find_objects,
     join_scenes,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader
 
 # --- training
@@ -45,6 +46,8 @@ class Training(lightning.LightningModule):
         found = torch.cat(self.found)[: len(self.eval_data)].cpu()
         self.found.clear()
         if not self.trainer.sanity_checking:
+            pictures = draw_boxes(self.eval_data, found)
+            self.logger.experiment.add_images("found", pictures, self.global_step)
             precision = compute_mean_average_precision(found, self.eval_data)
             self.log("map", precision, prog_bar=True, rank_zero_only=False)
 
@@ -54,13 +57,13 @@ def main() -> None:
     lightning.seed_everything(0)
     training = Training(cfg)
     trainer = lightning.Trainer(
-        max_epochs=cfg.epochs,
-        logger=CSVLogger("runs", "detection"),
+        max_epochs=12,
+        logger=TensorBoardLogger("runs", "detection"),
         callbacks=[ModelCheckpoint("runs/detection", monitor="map", mode="max", save_last=True)],
         log_every_n_steps=10,
         gradient_clip_val=10.0,
     )
-    batch_size = cfg.batch_size // trainer.world_size
+    batch_size = 32 // trainer.world_size
     data = Scenes(cfg.samples, seed=0)
     trainer.fit(
         training,

@@ -32,15 +32,15 @@ def main() -> None:
     model, optimizer, loader, eval_loader = accelerator.prepare(
         model,
         optimizer,
-        DataLoader(train_data, cfg.batch_size // accelerator.num_processes, shuffle=True),
-        DataLoader(eval_data, cfg.batch_size),
+        DataLoader(train_data, 32 // accelerator.num_processes, shuffle=True),
+        DataLoader(eval_data, 32),
     )
     saved = sorted(folder.glob("epoch-*"))
     if saved:
         accelerator.load_state(saved[-1])
     best, step = 0.0, len(saved) * len(loader)
 
-    for epoch in range(len(saved), cfg.epochs):
+    for epoch in range(len(saved), 10):
         if cfg.method == "thawing":
             is_thawed = epoch + 1 >= cfg.thaw_epoch
             accelerator.unwrap_model(model).body.requires_grad_(is_thawed)

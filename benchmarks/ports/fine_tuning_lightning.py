@@ -49,7 +49,7 @@ def main() -> None:
     cfg = Settings(method=sys.argv[1] if sys.argv[1:] else "lora")
     lightning.seed_everything(0)
     trainer = lightning.Trainer(
-        max_epochs=cfg.epochs,
+        max_epochs=10,
         strategy="ddp_find_unused_parameters_true",  # as the body is thawed later
         logger=CSVLogger("runs", "fine_tuning"),
         callbacks=[ModelCheckpoint("runs/tuned", monitor="accuracy", mode="max", save_last=True)],
@@ -59,8 +59,8 @@ def main() -> None:
     eval_data = TensorDataset(*make_task(512, seed=2, turn=0.5))
     trainer.fit(
         Training(cfg),
-        DataLoader(train_data, cfg.batch_size // trainer.world_size, shuffle=True),
-        DataLoader(eval_data, cfg.batch_size),
+        DataLoader(train_data, 32 // trainer.world_size, shuffle=True),
+        DataLoader(eval_data, 32),
         ckpt_path="last",
     )
 

@@ -24,7 +24,7 @@ def main() -> None:
     done = int(saved[-1].name.split("-")[1]) if saved else 0
     if saved:
         accelerator.load_state(saved[-1])
-    for step in range(done + 1, cfg.updates + 1):
+    for step in range(done + 1, 60 + 1):
         episodes = range(accelerator.process_index, cfg.episodes, accelerator.num_processes)
         seeds = [step * cfg.episodes + episode for episode in episodes]
         played = play(policy, seeds, cfg.length, accelerator.device)
@@ -38,7 +38,7 @@ def main() -> None:
         if step % 10 == 0:
             accelerator.save_state(FOLDER / f"step-{step:06d}")
         if reward > 0.95 * cfg.length:
-            accelerator.print(f"solved after {step} updates")
+            accelerator.print(f"solved after {step} steps")
             break
     accelerator.save_state(FOLDER / f"step-{step:06d}")
     accelerator.end_training()

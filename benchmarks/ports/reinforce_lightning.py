@@ -39,14 +39,14 @@ def main() -> None:
     lightning.seed_everything(0)
     checkpoint = ModelCheckpoint("runs/reinforce", save_last=True, every_n_train_steps=10)
     trainer = lightning.Trainer(
-        max_steps=cfg.updates,
+        max_steps=60,
         min_epochs=0,  # so that it may stop within the first
         logger=CSVLogger("runs/reinforce"),
         callbacks=[checkpoint],
         log_every_n_steps=1,
         use_distributed_sampler=False,
     )
-    updates = DataLoader(range(cfg.updates))
+    updates = DataLoader(range(60))
     trainer.fit(Reinforce(cfg), updates, ckpt_path="last")
 
 

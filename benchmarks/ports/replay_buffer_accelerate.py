@@ -32,10 +32,10 @@ def main() -> None:
     def take_share(rows):
         return rows.tensor_split(accelerator.num_processes)[accelerator.process_index]
 
-    for step in range(done + 1, cfg.updates + 1):
+    for step in range(done + 1, 800 + 1):
         generator = torch.Generator().manual_seed(step)
         draws = torch.rand(cfg.games, 2, generator=generator).to(accelerator.device)
-        epsilon = max(0.05, 1.0 - step / cfg.exploration_updates)
+        epsilon = max(0.05, 1.0 - step / cfg.exploration_steps)
         moves = make_moves(network, take_share(games.states), take_share(draws), epsilon)
         moves = accelerator.gather(moves)
         lengths = games.go_on(moves, generator)
@@ -53,7 +53,7 @@ def main() -> None:
             mean_loss = accelerator.gather(loss.detach()).mean()
             numbers = {"loss": mean_loss.item(), "game_length": lengths.mean().item()}
             accelerator.log(numbers, step)
-        if step % 100 == 0 or step == cfg.updates:
+        if step % 100 == 0 or step == 800:
             accelerator.save_state(folder / f"step-{step:06d}")
     accelerator.end_training()
 

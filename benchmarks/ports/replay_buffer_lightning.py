@@ -44,7 +44,7 @@ class Training(lightning.LightningModule):
         cfg, step = self.cfg, self.global_step + 1
         generator = torch.Generator().manual_seed(step)
         draws = torch.rand(cfg.games, 2, generator=generator).to(self.device)
-        epsilon = max(0.05, 1.0 - step / cfg.exploration_updates)
+        epsilon = max(0.05, 1.0 - step / cfg.exploration_steps)
         states, own_draws = self.take_share(self.games.states), self.take_share(draws)
         moves = make_moves(self.network, states, own_draws, epsilon)
         if self.trainer.world_size > 1:
@@ -66,14 +66,14 @@ def main() -> None:
     cfg = Settings()
     lightning.seed_everything(0)
     trainer = lightning.Trainer(
-        max_steps=cfg.updates,
+        max_steps=800,
         logger=CSVLogger("runs", "replay_buffer"),
         callbacks=[ModelCheckpoint("runs/replay_buffer", save_last=True, every_n_train_steps=100)],
         log_every_n_steps=10,
         gradient_clip_val=10.0,
         use_distributed_sampler=False,
     )
-    trainer.fit(Training(cfg), DataLoader(range(cfg.updates)), ckpt_path="last")
+    trainer.fit(Training(cfg), DataLoader(range(800)), ckpt_path="last")
 
 
 if __name__ == "__main__":

@@ -49,13 +49,13 @@ def main() -> None:
     lightning.seed_everything(0)
     checkpoint = ModelCheckpoint("runs/simclr", monitor="accuracy", mode="max", save_last=True)
     trainer = lightning.Trainer(
-        max_epochs=cfg.epochs,
+        max_epochs=10,
         logger=CSVLogger("runs/simclr"),
         callbacks=[checkpoint],
         log_every_n_steps=1,
     )
     # Lightning's batches are of one process.
-    batch_size = cfg.batch_size // trainer.world_size
+    batch_size = 64 // trainer.world_size
     train_data = DataLoader(Shapes(cfg.samples), batch_size, shuffle=True, drop_last=True)
     eval_data = DataLoader(TensorDataset(*make_pictures(128, seed=2)), batch_size)
     trainer.fit(SimCLR(cfg), train_data, eval_data, ckpt_path="last")

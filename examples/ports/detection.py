@@ -33,8 +33,6 @@ class Settings:
     width: int = 32
     samples: int = 512
     eval_samples: int = 128
-    batch_size: int = 32
-    epochs: int = 12
 
 
 class Scenes(torch.utils.data.Dataset):
@@ -161,7 +159,22 @@ def compute_mean_average_precision(found: Tensor, data: Scenes) -> float:
     return float(torch.stack(areas).mean())
 
 
+def draw_boxes(data: Scenes, found: Tensor) -> Tensor:
+    """Return the first 16 pictures, with red boxes around the objects that were found."""
+    pictures = torch.stack([picture for picture, _, _ in data.scenes[:16]]).repeat(1, 3, 1, 1)
+    red = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
+    for picture, cells in zip(pictures, found, strict=False):
+        for score, _, *box in cells.tolist():
+            if score > 0.5:
+                left, top, right, bottom = (min(max(round(edge), 0), SIZE - 1) for edge in box)
+                picture[:, [top, bottom], left : right + 1] = red.unsqueeze(1)
+                picture[:, top : bottom + 1, [left, right]] = red.unsqueeze(1)
+    return pictures.clamp(0, 1)
+
+
 # --- training
+
+DEFAULTS = ["trainer.epochs=12"]
 
 
 def train(cfg: Settings, session: echelon.Session) -> None:
@@ -169,22 +182,24 @@ def train(cfg: Settings, session: echelon.Session) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
     data, eval_data = Scenes(cfg.samples, seed=0), Scenes(cfg.eval_samples, seed=1)
-    for batch in session.batches(data, cfg.batch_size, cfg.epochs, collate_fn=join_scenes):
+    for batch in session.batches(data, collate_fn=join_scenes):
         losses = compute_losses(model, batch)
         loss = sum(losses.values())
         session.backward(loss)
         session.step(optimizer, clip=10.0)
         session.log(loss=loss, **losses)
         if session.every(epochs=1):
-            session.best(map=evaluate(model, eval_data, session))
+            found = find_all_objects(model, eval_data, session)
+            session.log(found=echelon.Image(draw_boxes(eval_data, found)))
+            session.best(map=compute_mean_average_precision(found, eval_data))
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Scenes, session: echelon.Session) -> float:
+def find_all_objects(model: nn.Module, data: Scenes, session: echelon.Session) -> Tensor:
     pictures = torch.stack([picture for picture, _, _ in data.scenes])
-    found = [session.gather(find_objects(model, x)) for (x,) in session.eval_batches((pictures,))]
-    return compute_mean_average_precision(torch.cat(found).cpu(), data)
+    found = [session.gather(find_objects(model, x)) for (x,) in session.eval_batches(pictures)]
+    return torch.cat(found).cpu()
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

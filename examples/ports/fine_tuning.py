@@ -35,8 +35,6 @@ class Settings:
     lr: float = 0.01
     width: int = 64
     samples: int = 256
-    batch_size: int = 32
-    epochs: int = 10
     lora_rank: int = 2
     thaw_epoch: int = 2
     """Before this epoch the body is frozen."""
@@ -102,6 +100,8 @@ def make_student(cfg: Settings, pretrained: Network) -> Network:
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=10"]
+
 
 def train(cfg: Settings, session: echelon.Session) -> None:
     is_distilled = cfg.method == "distillation"
@@ -110,7 +110,7 @@ def train(cfg: Settings, session: echelon.Session) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
     data = make_task(cfg.samples, seed=1, turn=0.5)
-    for points, labels in session.batches(data, cfg.batch_size, cfg.epochs):
+    for points, labels in session.batches(data):
         if cfg.method == "thawing":
             model.body.requires_grad_(session.epoch >= cfg.thaw_epoch)
         output = model(points)
@@ -136,4 +136,4 @@ def evaluate(model: nn.Module, session: echelon.Session) -> Tensor:
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

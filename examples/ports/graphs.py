@@ -2,8 +2,8 @@
 
 A port of PyG's examples/mutag_gin.py, without PyG.
 
-python graphs.py trainer.epochs=8
-python graphs.py trainer.epochs=8 launch=local launch.procs=2
+python graphs.py
+python graphs.py launch=local launch.procs=2
 
 The graphs are made here. Real ones come from a dataset of PyG, with
 `collate_fn=torch_geometric.data.Batch.from_data_list`: a batch with a method `to(device)` is moved
@@ -98,6 +98,8 @@ class GIN(nn.Module):
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=8"]
+
 
 def make_metrics() -> dict:
     from torchmetrics.classification import MulticlassAccuracy
@@ -120,4 +122,4 @@ def experiment(cfg: Settings) -> echelon.Experiment:
 
 
 if __name__ == "__main__":
-    echelon.main(experiment)
+    echelon.main(experiment, defaults=DEFAULTS)

@@ -26,11 +26,10 @@ import echelon
 class Settings:
     lr: float = 0.01
     width: int = 32
-    updates: int = 60
     episodes: int = 16
-    """Of one update, over all processes."""
+    """Of one step, over all processes."""
     length: int = 200
-    """Of an episode, at most. The game is solved when the mean of an update is near it."""
+    """Of an episode, at most. The game is solved when the mean of a step is near it."""
     gamma: float = 0.99
 
 
@@ -96,12 +95,14 @@ def compute_loss(policy: nn.Module, played: Episodes, gamma: float) -> Tensor:
 
 # --- training
 
+DEFAULTS = ["trainer.steps=60"]
+
 
 def train(cfg: Settings, session: echelon.Session) -> None:
     policy = make_network(cfg.width)
     optimizer = torch.optim.Adam(policy.parameters(), lr=cfg.lr)
     session.prepare(policy, optimizer)
-    for step in session.steps(cfg.updates):
+    for step in session.steps():
         seeds = session.split(range(step * cfg.episodes, (step + 1) * cfg.episodes))
         played = play(policy, seeds, cfg.length, session.device)
         loss = compute_loss(policy, played, cfg.gamma)
@@ -110,9 +111,9 @@ def train(cfg: Settings, session: echelon.Session) -> None:
         rewards = session.gather(played.is_played.sum(1))
         session.log(loss=loss, reward=rewards.mean())
         if rewards.mean() > 0.95 * cfg.length:
-            session.print(f"solved after {step} updates")
+            session.print(f"solved after {step} steps")
             break
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

@@ -28,13 +28,12 @@ import echelon
 class Settings:
     lr: float = 0.005
     width: int = 64
-    updates: int = 800
     games: int = 16
     """Games that are played at the same time, by all processes together."""
     capacity: int = 8192
     batch_size: int = 64
     gamma: float = 0.95
-    exploration_updates: int = 200
+    exploration_steps: int = 200
     """Until then fewer and fewer moves are random."""
     target_rate: float = 0.02
     """How fast the target network follows."""
@@ -104,6 +103,8 @@ def compute_loss(network: nn.Module, target: nn.Module, moves: Tensor, gamma: fl
 
 # --- training
 
+DEFAULTS = ["trainer.steps=800"]
+
 
 def train(cfg: Settings, session: echelon.Session) -> None:
     network, target = make_network(cfg.width), make_network(cfg.width)
@@ -112,10 +113,10 @@ def train(cfg: Settings, session: echelon.Session) -> None:
     session.prepare(network, target, optimizer)
     games, buffer = Games(cfg.games, session.device), ReplayBuffer(cfg.capacity, session.device)
     session.register(games=games, buffer=buffer)
-    for step in session.steps(cfg.updates):
+    for step in session.steps():
         generator = torch.Generator().manual_seed(step)  # the same numbers on every process
         draws = torch.rand(cfg.games, 2, generator=generator).to(session.device)
-        epsilon = max(0.05, 1.0 - step / cfg.exploration_updates)
+        epsilon = max(0.05, 1.0 - step / cfg.exploration_steps)
         states, own_draws = session.split(games.states), session.split(draws)
         moves = session.gather(make_moves(network, states, own_draws, epsilon))
         lengths = games.go_on(moves, generator)
@@ -131,4 +132,4 @@ def train(cfg: Settings, session: echelon.Session) -> None:
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

@@ -126,6 +126,8 @@ def make_sampler(order: str, data: Sentences, batch_size: int) -> dict:
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=8"]
+
 
 def make_metrics() -> dict:
     """Every class counts alike in the accuracy, however rare it is."""
@@ -150,4 +152,4 @@ def experiment(cfg: Settings, training: echelon.TrainingInfo) -> echelon.Experim
 
 
 if __name__ == "__main__":
-    echelon.main(experiment)
+    echelon.main(experiment, defaults=DEFAULTS)

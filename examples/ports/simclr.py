@@ -32,8 +32,6 @@ class Settings:
     width: int = 32
     samples: int = 512
     temperature: float = 0.2
-    batch_size: int = 64
-    epochs: int = 10
 
 
 def draw_shape(shape: int, radius: float, x: float, y: float) -> Tensor:
@@ -115,12 +113,14 @@ def compute_similarities(pairs: Tensor, temperature: float) -> tuple[Tensor, Ten
 
 # --- training
 
+DEFAULTS = ["trainer.epochs=10", "trainer.batch_size=64"]
+
 
 def train(cfg: Settings, session: echelon.Session) -> None:
     model = Encoder(cfg.width)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
-    for first, second in session.batches(Shapes(cfg.samples), cfg.batch_size, cfg.epochs):
+    for first, second in session.batches(Shapes(cfg.samples)):
         pairs = session.gather(torch.stack([model(first), model(second)], 1))
         similarities, partner = compute_similarities(pairs, cfg.temperature)
         loss = cross_entropy(similarities, partner)
@@ -145,4 +145,4 @@ def evaluate(model: Encoder, session: echelon.Session) -> Tensor:
 
 
 if __name__ == "__main__":
-    echelon.main(train)
+    echelon.main(train, defaults=DEFAULTS)

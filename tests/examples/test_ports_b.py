@@ -15,21 +15,21 @@ SAVES = "trainer.save.steps=4"
 
 
 def test_reinforce(tmp_path: Path) -> None:
-    words = ("updates=12", "episodes=8", "length=40", "lr=0.05", SAVES)
+    words = ("trainer.steps=12", "episodes=8", "length=40", "lr=0.05", SAVES)
     trained = require_promises(tmp_path, "reinforce.py:train", *words, kill_step=7)
     rewards = read_column(trained, "reward")
     assert mean(rewards[-3:]) > 1.2 * mean(rewards[:3])
 
 
 def test_simclr(tmp_path: Path) -> None:
-    words = ("samples=120", "batch_size=30", "width=16", "epochs=4", "lr=0.01", SAVES)
-    trained = require_promises(tmp_path, "simclr.py:train", *words, kill_step=9)
+    words = ("samples=120", "width=16", "lr=0.01", "trainer.batch_size=30", "trainer.epochs=4")
+    trained = require_promises(tmp_path, "simclr.py:train", *words, SAVES, kill_step=9)
     accuracy = read_column(trained, "eval_accuracy")
     assert accuracy[-1] > accuracy[0]
 
 
 def test_replay_buffer(tmp_path: Path) -> None:
-    words = ("updates=120", "exploration_updates=60", "target_rate=0.1", "capacity=1000")
+    words = ("trainer.steps=120", "exploration_steps=60", "target_rate=0.1", "capacity=1000")
     rates = ("lr=0.02", "gamma=0.8", "width=16", "trainer.save.steps=30")
     trained = require_promises(tmp_path, "replay_buffer.py:train", *words, *rates, kill_step=75)
     lengths = read_column(trained, "game_length")
@@ -59,14 +59,18 @@ def test_graphs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["lora", "thawing", "distillation"])
 def test_fine_tuning(method: str, tmp_path: Path) -> None:
     """The network is pretrained in 60 steps; the body is thawed in the fifth step after them."""
-    words = (f"method={method}", "samples=64", "batch_size=16", "epochs=4", SAVES)
+    words = (f"method={method}", "samples=64", "trainer.batch_size=16", "trainer.epochs=4", SAVES)
     trained = require_promises(tmp_path, "fine_tuning.py:train", *words, kill_step=69)
     accuracy = read_column(trained, "eval_accuracy")
     assert accuracy[-1] > accuracy[0]
 
 
 def test_detection(tmp_path: Path) -> None:
-    words = ("samples=48", "eval_samples=16", "width=8", "batch_size=8", "lr=0.02", "epochs=6")
-    trained = require_promises(tmp_path, "detection.py:train", *words, SAVES, kill_step=15)
+    words = ("samples=48", "eval_samples=16", "width=8", "trainer.batch_size=8", "lr=0.02")
+    trained = require_promises(
+        tmp_path, "detection.py:train", *words, "trainer.epochs=6", SAVES, kill_step=15
+    )
     precision = read_column(trained, "eval_map")
     assert mean(precision[-2:]) > mean(precision[:2])
+    pictures = [value["image"] for value in read_column(trained, "found")]  # type: ignore[index]
+    assert [(trained.run.folder / path).read_bytes()[:4] for path in pictures] == [b"\x89PNG"] * 6
