@@ -265,6 +265,7 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
     orders: dict[str, dict[str, Any]] = {
         "shuffle": {"shuffle": False},
         "index": {"batch_sampler": [[0, 99]]},
+        "own size": {"batch_size": 4},
     }
     for _, x, y in session.batches(make_data(cfg.samples), **orders.get(mistake, {})):
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)

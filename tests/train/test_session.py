@@ -255,6 +255,7 @@ def test_rows_of_all_are_shared(tmp_path: Path) -> None:
         ("no state", "session.register is given buffer of type list"),
         ("no loop", "the training function returned without a loop"),
         ("batch size", "batch_size=0"),
+        ("own size", "trainer.batch_size=8 has no effect, as the loop gives batch_size=4 to"),
         ("late", "model comes to the session after its loop has begun"),
         ("second loop", "the session has had its loop already"),
         ("number", "session.backward is given float in step 1"),

@@ -32,6 +32,7 @@ from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
+from echelon.train.loop_arguments import require_no_lost_settings, require_positive
 from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
@@ -125,7 +126,9 @@ class SessionEngine(RunOutput):
         trainer = self.config.trainer
         size = trainer.batch_size if batch_size is None else batch_size
         workers = trainer.loader_workers if num_workers is None else num_workers
-        _require_positive(batch_size=size, epochs=epochs, steps=steps)
+        require_positive(batch_size=size, epochs=epochs, steps=steps)
+        given = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+        require_no_lost_settings(trainer, "session.batches", **given)
         if faults := list(find_loader_faults(loader)):
             raise EchelonError(*faults)
         source = make_source(data, "data", workers, self.device, collate_fn, loader)
@@ -165,7 +168,8 @@ class SessionEngine(RunOutput):
             raise EchelonError(
                 Fault("session.steps has no number", "give one: session.steps(1000)")
             )
-        _require_positive(steps=steps)
+        require_positive(steps=steps)
+        require_no_lost_settings(self.config.trainer, "session.steps", steps=count)
         self._begin_loop(steps, "")
         world = self.group.world.size
         return self._run_loop(Share(n + 1, 1, world) for n in range(self.step, steps))
@@ -500,16 +504,6 @@ class SessionEngine(RunOutput):
             self._end_iteration(is_left=True)
         self.is_finished = True
         self.save()
-
-
-def _require_positive(**given: int | None) -> None:
-    faults = [
-        Fault(f"{name}={value}", f"give {name} of 1 or more")
-        for name, value in given.items()
-        if value is not None and (not isinstance(value, int) or value < 1)
-    ]
-    if faults:
-        raise EchelonError(*faults)
 
 
 def _get_device(count: Any) -> torch.device | None:
