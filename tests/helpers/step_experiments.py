@@ -153,6 +153,15 @@ def either(cfg: Settings) -> echelon.Experiment:
     return experiment
 
 
+def cycled(cfg: Settings, training: echelon.TrainingInfo) -> echelon.Experiment:
+    """With a schedule that is as long as the training."""
+    experiment = regression(cfg)
+    experiment.schedule = torch.optim.lr_scheduler.OneCycleLR(
+        experiment.optimizer, cfg.lr, total_steps=training.count_total_steps(cfg.samples)
+    )
+    return experiment
+
+
 def policy(cfg: Settings) -> echelon.Experiment:
     """No data: every rank plays for itself, and the first steps only fill a buffer."""
     model = nn.Linear(2, 1)

@@ -196,6 +196,18 @@ def test_it_ends_early_and_goes_on_with_more_patience(tmp_path: Path) -> None:
 
 
 @slow
+def test_a_longer_training_has_a_longer_schedule(tmp_path: Path) -> None:
+    run = partial(run_steps, tmp_path, 1, experiment=step_experiments.cycled)
+    shorter = run(*BATCHES, "trainer.epochs=1")
+    assert shorter.codes == [0], shorter.said
+    longer = run(*BATCHES)
+    assert longer.codes == [0], longer.said
+    rates = [line["lr"] for line in metrics(longer.run) if "lr" in line]
+    assert len(rates) == STEPS
+    assert rates[-1] < rates[5]
+
+
+@slow
 def test_steps_without_data(tmp_path: Path) -> None:
     for size in (1, 2):
         ended = run_steps(

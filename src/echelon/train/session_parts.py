@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.schedule_length import load_schedule_state
 from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.snapshot.finite_check import are_all_finite
@@ -174,7 +175,11 @@ class SessionParts:
 def _load_part(key: str, part: Any, state: Any, step: int) -> None:
     """Give a part its state; what does not fit becomes a fault."""
     try:
-        part.load_state_dict(_move_like(state, part.state_dict()))
+        state = _move_like(state, part.state_dict())
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            load_schedule_state(part, state)  # as long as it is built now, if it trains longer
+        else:
+            part.load_state_dict(state)
     except Exception as error:
         first = " ".join(str(error).split())[:300]
         raise EchelonError(
