@@ -1,7 +1,7 @@
 """Each example as it is typed, in a copy of the folder; the longest ones with fewer epochs.
 
-`test_train_with_overrides` and those of torchrun have interpreters of their own; for the others
-torch is imported already.
+`test_train_with_overrides` has an interpreter of its own, and so has what torchrun starts; for the
+others torch is imported already.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def test_single_gpu(examples: Path) -> None:
 
 
 def test_multigpu_torchrun(examples: Path) -> None:
-    words = [*TORCHRUN, "--standalone", "--nproc_per_node=4", "multigpu_torchrun.py", "2", "1"]
-    run = _trained(command_runner.run(words, examples), examples, steps=2 * 64)
+    words = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "multigpu_torchrun.py", "2", "1"]
+    run = _trained(run_forked(words, examples), examples, steps=2 * 64)
     assert len(evaluations(run)) == 2
 
 
@@ -127,7 +127,7 @@ def test_multinode_two_agents(examples: Path) -> None:
     size = ("2", "1", "--local_world_size", "1")
     endpoint = f"localhost:{command_runner.free_port()}"
     commands = [[*TORCHRUN, *_typed_on(node, endpoint), "multinode.py", *size] for node in range(2)]
-    first, second = command_runner.together(commands, examples)
+    first, second = run_all_forked(commands, examples)
     assert second.code == 0, second.err
     assert second.left == []
     run = _trained(first, examples, steps=2 * 64)  # one run, though two agents

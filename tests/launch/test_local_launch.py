@@ -256,7 +256,7 @@ def test_torchrun_asked_to_stop_lets_the_ranks_save(tmp_path: Path) -> None:
     options = ["--standalone", "--nproc_per_node=2", "-m", "echelon", "train"]
     words = [*TORCHRUN, *options, "run.name=a", "trainer.steps=1000000"]
     folder = tmp_path / "runs" / "a"
-    with command_runner.started(words, tmp_path) as running:
+    with started_forked(words, tmp_path) as running:
         command_runner.until(lambda: folder.exists() and len(_lines(folder)) > 2, 300, "training")
         os.kill(running.process.pid, signal.SIGTERM)
         done = running.wait()

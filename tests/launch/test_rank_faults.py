@@ -242,7 +242,7 @@ def test_ranks_started_by_hand_all_print_the_guilty_one(
 def test_under_torchrun_all_print_the_guilty_one(tmp_path: Path) -> None:
     case = Case("error", 1, "step", 5, 4, ERROR)
     options = ["--standalone", "--nproc_per_node=2", "--redirects=3", f"--log-dir={tmp_path}/logs"]
-    done = command_runner.run([*TORCHRUN, *options, str(FAULTY), *case.words], tmp_path)
+    done = run_forked([*TORCHRUN, *options, str(FAULTY), *case.words], tmp_path)
     assert done.code != 0
     assert done.left == []
     for rank in range(2):

@@ -203,7 +203,6 @@ def train_until_stop(folder: Path, ranks: int, *words: str) -> Trained:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, FSDP), (2, FSDP)),
         ((2, FSDP), (4, FSDP)),
         ((4, FSDP), (2, FSDP)),
         ((2, FSDP), (1,)),
