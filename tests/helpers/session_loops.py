@@ -267,7 +267,13 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
         "index": {"batch_sampler": [[0, 99]]},
         "own size": {"batch_size": 4},
     }
-    for _, x, y in session.batches(make_data(cfg.samples), **orders.get(mistake, {})):
+    data, eval_data = make_data(cfg.samples), make_data(5)
+    if mistake in ("own data", "own eval data") and session.rank == 1:
+        rows = data if mistake == "own data" else eval_data
+        rows[1][0] += 1.0
+    for _, x, y in session.batches(data, **orders.get(mistake, {})):
+        if mistake == "own eval data":
+            list(session.eval_batches(eval_data))
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
         if mistake == "count":
             session.backward(loss, count=-1)

@@ -112,7 +112,7 @@ def test_a_sampler_that_gives_shares_is_refused(tmp_path: Path) -> None:
     refused = train(tmp_path, 2, "order=shares", name="shares")
     assert refused.codes == [2, 2], refused.said
     said = "".join(rank.output for rank in refused.ranks)
-    assert "the order of the experiment's sampler is not the same on all ranks" in said
+    assert "the order of the sampler is not the same on all ranks" in said
     assert "every rank cuts out its own share" in said
 
 

@@ -221,6 +221,16 @@ def test_an_error_within_an_iteration_saves_nothing_of_it(world_size: int, tmp_p
     assert differing(state_at(resumed.run, STEPS), state_at(whole.run, STEPS)) == []
 
 
+@pytest.mark.parametrize(("mistake", "name"), [("own", "train_data"), ("own eval", "eval_data")])
+def test_data_that_differs_between_ranks_is_refused(
+    mistake: str, name: str, tmp_path: Path
+) -> None:
+    ended = run_loop(tmp_path, 2, *BATCHES, f"mistake={mistake} data", loop=session_loops.mistaken)
+    assert set(ended.codes) == {ExitCode.USAGE}, ended.said
+    assert f"{name} is not the same on all ranks: its first or last sample is another" in ended.said
+    assert "read it from a file, or draw it with a seed" in ended.said
+
+
 def test_steps_without_data(tmp_path: Path) -> None:
     for size in (1, 2):
         ended = run_loop(

@@ -208,7 +208,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "gather", "broadcast", "barrier", "re
     ("few", "many"),
     [
         (["trainer.steps=4"], ["trainer.steps=64"]),
-        (["eval_samples=8"], ["eval_samples=800"]),
+        (["eval_samples=400"], ["eval_samples=1600"]),  # fewer results than these travel at once
     ],
     ids=["steps", "evaluated batches"],
 )

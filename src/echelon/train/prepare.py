@@ -164,7 +164,8 @@ def prepare_training(
     # 7. Wait for all ranks in the store, where a failure of one ends the wait of all; only then
     #    open the process group, in whose collectives they would wait in vain.
     group.wait_for_all("built", BUILD_TIMEOUT_S)
-    require_same_data(experiment, plan, group)
+    train_data, eval_data = experiment.train_data, experiment.eval_data
+    require_same_data(group, plan, train_data=train_data, eval_data=eval_data)
     group.init_process_group(choose_backend(device, config.launch.share_devices))
 
     # 8. From here on every rank draws its own random numbers, for dropout and the like.

@@ -17,42 +17,41 @@ from echelon.data.batches import get_columns
 from echelon.data.epoch_plan import EpochPlan
 from echelon.data.sampler_plan import SamplerPlan
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.experiment.definition import Experiment
 from echelon.parallel.process_group import RankGroup
 
 _COMPARE_TIMEOUT_S = 600.0
 _REMEDY = (
-    "read it from a file, or draw it inside the experiment's function: every process has the same "
-    "seed there"
+    "read it from a file, or draw it with a seed; a function that Echelon calls has the same seed "
+    "on every process"
 )
-_ORDER = "the order of the experiment's sampler"
+_ORDER = "the order of the sampler"
 _SAMPLER_REMEDY = (
     "let it give the order of all samples, from the epoch alone; every rank cuts out its own share"
 )
 
 
-def require_same_data(experiment: Experiment, plan: EpochPlan, group: RankGroup) -> None:
-    """Raises where the data of the ranks differs in its length, or in the first or last row of its
-    tensors; or where a sampler gives another order."""
+def require_same_data(group: RankGroup, plan: EpochPlan | None, **data: Any) -> None:
+    """Raises where data of the ranks differs in its length, or in the first or last row of its
+    tensors; or where a sampler gives another order. Each name of data is checked once."""
     if group.store is None:
         return
-    own = {name: _summarize_data(getattr(experiment, name)) for name in ("train_data", "eval_data")}
-    own[_ORDER] = (
-        [plan.epoch_samples, plan.compute_digest()] if isinstance(plan, SamplerPlan) else [0, ""]
-    )
-    rank0 = json.loads(group.share_from_rank0("data", json.dumps(own)))
+    own = {name: _summarize_data(rows) for name, rows in data.items()}
+    if isinstance(plan, SamplerPlan):
+        own[_ORDER] = [plan.epoch_samples, plan.compute_digest()]
+    names = " and ".join(data)
+    rank0 = json.loads(group.share_from_rank0(names, json.dumps(own)))
     faults = [
         Fault(
             f"{name} is not the same on all ranks: "
-            f"{_describe_difference(name, own[name], rank0[name])}",
+            f"{_describe_difference(name, of_rank, rank0.get(name, [0, '']))}",
             _SAMPLER_REMEDY if name == _ORDER else _REMEDY,
         )
-        for name in own
-        if own[name] != rank0[name]
+        for name, of_rank in own.items()
+        if of_rank != rank0.get(name)
     ]
     if faults:
         raise EchelonError(*faults, exit=ExitCode.USAGE)
-    group.wait_for_all("given the same data", _COMPARE_TIMEOUT_S)
+    group.wait_for_all(f"given the same {names}", _COMPARE_TIMEOUT_S)
 
 
 def _summarize_data(data: Any) -> list[Any]:

@@ -36,6 +36,7 @@ from echelon.train.loop_arguments import require_no_lost_settings, require_posit
 from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
+from echelon.train.same_data_check import require_same_data
 from echelon.train.session_agreement import SessionAgreement
 from echelon.train.session_metrics import MetricSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
@@ -97,6 +98,7 @@ class SessionEngine(RunOutput):
         self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
         self._share = Share(None, 1, 1)
         self._is_in_iteration = False
+        self._has_compared_eval_data = False
         self.plan: EpochPlan | None = None
         """Of the data; None for a loop without."""
         self.evaluations: Evaluations | None = None
@@ -150,6 +152,7 @@ class SessionEngine(RunOutput):
                     "keep the batch size, or use a snapshot from the end of an epoch",
                 )
             )
+        require_same_data(self.group, plan, train_data=data)
         self.plan = plan
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
@@ -178,6 +181,9 @@ class SessionEngine(RunOutput):
         """Yield this rank's share of every batch, in order; see `Session.eval_batches`."""
         trainer, world = self.config.trainer, self.group.world
         size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
+        if not self._has_compared_eval_data:
+            self._has_compared_eval_data = True
+            require_same_data(self.group, None, eval_data=data)
         source = make_source(data, "data", trainer.loader_workers, self.device)
         order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
         before = self._share

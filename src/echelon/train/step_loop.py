@@ -88,8 +88,7 @@ class StepLoop:
             batch_sampler=experiment.batch_sampler,
             **(experiment.loader or {}),
         )
-        assert engine.plan is not None
-        require_same_data(experiment, engine.plan, engine.group)
+        require_same_data(engine.group, None, eval_data=experiment.eval_data)
         return batches
 
     def _run_step(self, batch: Any) -> None:
