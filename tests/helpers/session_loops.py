@@ -382,3 +382,24 @@ def informed(cfg: Settings, session: echelon.Session, training: echelon.Training
     assert training.run_folder == session.folder
     trace(begun=training.step, total=training.count_total_steps(cfg.samples))
     regression(cfg, session)
+
+
+def uneven(cfg: Settings, session: echelon.Session) -> None:
+    """The last rank leaves the loop by itself."""
+    model = make_model(cfg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    is_last = session.rank == session.world_size - 1
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        step = session.completed_steps + 1
+        if is_last and step == cfg.leave_before:
+            break
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        session.step(optimizer)
+        if is_last and step == cfg.leave_at:
+            break
+        if cfg.mistake == "gather":
+            session.gather(x)
+    if cfg.mistake == "gather":
+        session.gather(torch.ones(1))

@@ -366,3 +366,31 @@ def test_a_loop_may_know_of_its_training(tmp_path: Path, traced: Path) -> None:
     assert {line["total"] for line in told} == {STEPS}
     assert sorted(line["begun"] for line in told)[:2] == [0, 0]
     assert sorted(line["begun"] for line in told)[2] in (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "left_after"),
+    [
+        (3, ("leave_at=5",), 5),
+        (2, ("leave_at=5", "samples=24", "trainer.batch_size=8", "batch_norm=true"), 5),
+        (2, ("leave_at=5", "mistake=gather"), 5),
+        (2, ("leave_before=5",), 4),
+    ],
+)
+def test_a_rank_that_leaves_the_loop_alone_is_named(
+    world_size: int, words: tuple[str, ...], left_after: int, tmp_path: Path
+) -> None:
+    ended = run_loop(tmp_path, world_size, *BATCHES, *words, loop=session_loops.uneven)
+    assert set(ended.codes) == {ExitCode.FAILED}, ended.said
+    for rank in ended.ranks:
+        assert f"rank {world_size - 1} left the loop after step {left_after}, but rank" in (
+            rank.output
+        )
+        assert "session.stop(), which ends the loop on all of them" in rank.output
+    assert read_run_status(ended.run).state == "failed"
+
+
+def test_a_rank_that_breaks_in_the_last_iteration_is_not_alone(tmp_path: Path) -> None:
+    ended = run_loop(tmp_path, 2, *BATCHES, f"leave_at={STEPS}", loop=session_loops.uneven)
+    assert set(ended.codes) == {0}, ended.said
+    assert snapshot_steps(ended.run)[-1] == STEPS

@@ -379,6 +379,7 @@ class Session:
                 )
             )
         count = self._engine.share_count
+        self._engine.begin_message()
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
 
     def split(self, rows: Rows) -> Rows:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.parallel.process_group import RankGroup
+from echelon.train.loop_exit import LoopExit
 from echelon.train.stop_signals import StopSignals
 
 CONTROL_SIZE = 4
@@ -42,8 +43,10 @@ class SessionAgreement:
         device: torch.device,
         stop: StopSignals,
         save_minutes: float | None,
+        loop_exit: LoopExit,
     ) -> None:
         self._group, self._device, self._stop = group, device, stop
+        self._loop_exit = loop_exit
         self._save_minutes = save_minutes
         self._next_save_s = time.monotonic() + 60 * (save_minutes or 0)
         self._requests = [False, False, False]
@@ -75,6 +78,7 @@ class SessionAgreement:
 
     def agree_in_step(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Sum the gradients of an optimizer with `reduce`, and the ranks' requests with them."""
+        self._loop_exit.begin_message()
         if self._control is not None:  # a second step in the iteration
             reduce(torch.zeros(CONTROL_SIZE))
             return
@@ -95,6 +99,7 @@ class SessionAgreement:
         assert self._control is not None
         if self._group.world.size > 1 and not self._is_agreed:
             control = torch.tensor(self._control)
+            self._loop_exit.begin_message()
             dist.all_reduce(control)
             self._control = control.tolist()
         agreed, self._control, self._is_agreed = self._control, None, False

@@ -33,6 +33,7 @@ from echelon.tracking.progress import create_progress_display
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
 from echelon.train.loop_arguments import require_no_lost_settings, require_positive
+from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
@@ -104,7 +105,12 @@ class SessionEngine(RunOutput):
         self.evaluations: Evaluations | None = None
         """Of an experiment with a step of its own; a user's loop evaluates by itself."""
         self._sources: list[BatchSource] = []
-        self.agreement = SessionAgreement(group, device, stop, config.trainer.save.minutes)
+        self._loop_exit = LoopExit(group, self.step)
+        self.agreement = SessionAgreement(
+            group, device, stop, config.trainer.save.minutes, self._loop_exit
+        )
+        self._is_left = False
+        """Whether the user's loop was left within an iteration, by `break` or by an error."""
         self._is_best = False
         self._log_weight: float | Tensor = 1.0
         self.saved_step = self.step if info else None
@@ -237,6 +243,7 @@ class SessionEngine(RunOutput):
         self.heartbeat.step = self.step
         self._line_begun = (time.monotonic(), self.step, self.samples)
         self.agreement.start_clock()
+        self._loop_exit.start_watching()
 
     def _open_output(self, what: str) -> None:
         trainer, size = self.config.trainer, self.group.world.size
@@ -265,7 +272,11 @@ class SessionEngine(RunOutput):
             self._share = next(shares)
             self._log_weight = self._share.sample_count
             self._is_in_iteration = True
-            yield self._share.data
+            try:
+                yield self._share.data
+            except GeneratorExit:
+                self._is_left = True
+                raise
             self._end_iteration()
         self.is_finished = True
         self.save()
@@ -281,8 +292,12 @@ class SessionEngine(RunOutput):
             self.on_first_step()
             self.on_first_step = None
         agreed = self.agreement.agree()
-        broadcast_buffers(self.parts.buffers)
         self.is_finished = agreed.is_finished or is_left or self.step == self.total_steps
+        if self.is_finished or agreed.is_stopped:
+            self._loop_exit.leave(self.step)
+        else:
+            self._loop_exit.go_on(self.step)
+        broadcast_buffers(self.parts.buffers)
         if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
             self._write_log_line()
         is_due = self._is_interval_over(self.config.trainer.save)
@@ -318,6 +333,7 @@ class SessionEngine(RunOutput):
         self._log_weight = own
         if self.group.world.size == 1:
             return 1.0
+        self.begin_message()
         total = torch.as_tensor(own, dtype=torch.float64, device=_get_device(count)).clone()
         dist.all_reduce(total)
         if not isinstance(count, Tensor) and not float(total):
@@ -328,6 +344,16 @@ class SessionEngine(RunOutput):
                 )
             )
         return own / total if isinstance(count, Tensor) else float(own) / float(total)
+
+    def begin_message(self) -> None:
+        """Note that this rank is about to exchange something with all others; one that has left the
+        loop waits until they have left it too."""
+        if self._is_left:
+            self._leave_loop()
+        self._loop_exit.begin_message()
+
+    def _leave_loop(self) -> None:
+        self._loop_exit.leave(self.step + int(self.agreement.has_step))
 
     def make_info(self) -> TrainingInfo:
         """Return what a function with a loop of its own may know of its training."""
@@ -401,6 +427,7 @@ class SessionEngine(RunOutput):
     def record_best(self, name: str, value: float, best_is: str) -> bool:
         """Log the result of an evaluation and keep it where it is the best; the same on all
         ranks."""
+        self.begin_message()
         value = float(self.group.broadcast(torch.tensor([value], dtype=torch.float64)))
         if is_better(value, self.best_value, best_is):
             self.best_value, self._is_best = value, True
@@ -506,6 +533,8 @@ class SessionEngine(RunOutput):
                     "iterate over session.batches(data) or session.steps(count)",
                 )
             )
+        if self._is_in_iteration:
+            self._leave_loop()
         if self._is_in_iteration and self.agreement.has_step:
             self._end_iteration(is_left=True)
         self.is_finished = True

@@ -1,0 +1,96 @@
+"""Ranks that leave a user's loop at different steps are named, instead of waiting for each other.
+
+A rank that leaves says so in the store, with the number of messages that it has exchanged with all
+ranks, and waits until all have left. A rank that has begun a further one waits for the one that
+left, in vain: a thread of its own, which looks into the store once a second, finds that out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import Any
+
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.parallel.process_group import RankGroup
+from echelon.parallel.store import PeerFailedError, read_failure
+from echelon.runs.failure import make_failure_from_exception
+
+_LOOK_S = 1.0
+_POLL_S = 0.01
+_FIRST_KEY = "left the loop"
+
+
+class LoopExit:
+    """Where one rank is in the loop, and whether it has left it. Alone it does nothing."""
+
+    def __init__(self, group: RankGroup, step: int) -> None:
+        self._group, self._store = group, group.store
+        self._step = step
+        self._message_count = 0
+        self._has_left = False
+
+    def start_watching(self) -> None:
+        """Begin to look for ranks that have left: the loop begins."""
+        if self._store is not None:
+            threading.Thread(target=self._watch, daemon=True, name="loop exit").start()
+
+    def begin_message(self) -> None:
+        """Note that this rank is about to exchange something with all others."""
+        self._message_count += 1
+
+    def go_on(self, step: int) -> None:
+        """Note that this rank stays in the loop after a step."""
+        self._step = step
+        self._message_count += 1
+
+    def leave(self, step: int) -> None:
+        """Say that this rank leaves the loop after a step, and wait until all have left it; raises
+        on all ranks if one goes on."""
+        if self._store is None or self._has_left:
+            return
+        self._has_left = True
+        rank, size = self._group.world.rank, self._group.world.size
+        left = json.dumps({"rank": rank, "step": step, "messages": self._message_count})
+        self._store.compare_set(_FIRST_KEY, "", left)
+        self._store.set(f"{_FIRST_KEY}/{rank}", left)
+        keys = [f"{_FIRST_KEY}/{other}" for other in range(size)]
+        deadline = time.monotonic() + self._group.timeout_s
+        while not self._store.check(keys):
+            if failure := read_failure(self._store):
+                raise PeerFailedError(failure)
+            if time.monotonic() > deadline:
+                raise _make_error(
+                    f"rank {rank} left the loop after step {step}, and others did not"
+                )
+            time.sleep(_POLL_S)
+
+    def _watch(self) -> None:
+        """Body of the thread: publish the failure of a world of which a rank has left."""
+        assert self._store is not None
+        with contextlib.suppress(Exception):  # the store ends with its host
+            while not self._has_left and not self._store.check([_FIRST_KEY]):
+                time.sleep(_LOOK_S)
+            if self._has_left:
+                return
+            left: dict[str, Any] = json.loads(self._store.get(_FIRST_KEY))
+            while not self._has_left and self._message_count <= left["messages"]:
+                time.sleep(_POLL_S)
+            if not self._has_left:
+                own = f"rank {self._group.world.rank} went on after step {self._step}"
+                what = f"rank {left['rank']} left the loop after step {left['step']}, but {own}"
+                failure = make_failure_from_exception(_make_error(what), left["rank"], left["step"])
+                self._store.compare_set("failure", "", failure.to_json())
+
+
+def _make_error(what: str) -> EchelonError:
+    return EchelonError(
+        Fault(
+            what,
+            "decide by what all ranks know, such as a number that was gathered, or call "
+            "session.stop(), which ends the loop on all of them",
+        ),
+        exit=ExitCode.FAILED,
+    )
