@@ -23,8 +23,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ _POLL_S = 0.002
 
 Count = Counter[str]
 Tick = Callable[[], None]
+StartCommand = Callable[[Sequence[str], Path], AbstractContextManager[RunningCommand]]
+"""`command_runner.started`, or one that starts commands at less cost."""
 
 
 class Hang(Exception):
@@ -78,7 +80,13 @@ def wait_for(what: Callable[[], Any], running: RunningCommand, limit_s: float) -
 
 
 def restarts(
-    folder: Path, number: int, limit_s: float, late_s: float, rng: random.Random, tick: Tick
+    start: StartCommand,
+    folder: Path,
+    number: int,
+    limit_s: float,
+    late_s: float,
+    rng: random.Random,
+    tick: Tick,
 ) -> Any:
     count = Count(kills=0, early=0, hangs=0, late=0, left=0, differing=0)
     seconds: list[float] = []
@@ -88,7 +96,7 @@ def restarts(
         run = folder / "runs" / name
         words = [*TRAIN, *LONG, f"run.name={name}", f"launch.max_restarts={kills}"]
         try:
-            with started([*words, FOR_EVER], folder) as running:
+            with start([*words, FOR_EVER], folder) as running:
                 seconds += _kill_workers(run, running, kills, limit_s, rng, count, tick)
                 running.process.send_signal(signal.SIGTERM)
                 done = running.wait(limit_s)
@@ -98,7 +106,7 @@ def restarts(
             continue
         count["left"] += len(done.left)
         count["wrong exits"] += done.code != 75
-        count["differing"] += not _as_if_never_killed(folder, run, done.err)
+        count["differing"] += not _as_if_never_killed(start, folder, run, done.err)
     count["late"] = sum(s > late_s for s in seconds)
     return {"bad": _bad(count, "kills", "early"), "count": dict(count), "seconds": _spread(seconds)}
 
@@ -141,12 +149,12 @@ def _all_new(now: list[int], old: list[int]) -> bool:
     return len(now) == PROCS and not set(now) & set(old)
 
 
-def _as_if_never_killed(folder: Path, run: Path, told: str) -> bool:
+def _as_if_never_killed(start: StartCommand, folder: Path, run: Path, told: str) -> bool:
     """The curve, the evaluations and the last snapshot, bit for bit."""
     last = max((run / "snapshots").glob("step-*"))
     step = int(last.name.removeprefix("step-"))
     words = [*TRAIN, *LONG, "run.name=whole", "trainer.resume=never", f"trainer.steps={step}"]
-    with started(words, folder) as running:
+    with start(words, folder) as running:
         done = running.wait(600.0)
     whole = folder / "runs" / "whole"
     lines = [_without_clocks(of, step) for of in (run, whole)]
@@ -175,12 +183,12 @@ def _without_clocks(run: Path, step: int) -> list[dict[str, Any]]:
 # Starts ----------------------------------------------------------------------------------------
 
 
-def starts(folder: Path, number: int, limit_s: float, tick: Tick) -> Any:
+def starts(start: StartCommand, folder: Path, number: int, limit_s: float, tick: Tick) -> Any:
     count, first_step, whole = Count(starts=0, hangs=0, left=0), [], []
-    for start in range(number):
-        run = folder / "runs" / f"start-{start}"
+    for nth in range(number):
+        run = folder / "runs" / f"start-{nth}"
         try:
-            with started([*TRAIN, *QUICK, f"run.name={run.name}"], folder) as running:
+            with start([*TRAIN, *QUICK, f"run.name={run.name}"], folder) as running:
                 first_step.append(
                     wait_for(lambda r=run: min(steps_seen(r, PROCS)) > 0, running, limit_s)  # type: ignore[misc]
                 )
@@ -230,15 +238,15 @@ def _bar(progress: Progress, what: str, total: int) -> Iterator[Tick]:
     yield lambda: progress.advance(task)
 
 
-def campaign(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def campaign(start: StartCommand, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
     result: dict[str, Any] = {}
     with Progress() as progress:
         with _bar(progress, "restarts", options.restarts) as tick:
             limits = options.limit_s, options.late_s
-            result["restarts"] = restarts(folder, options.restarts, *limits, rng, tick)
+            result["restarts"] = restarts(start, folder, options.restarts, *limits, rng, tick)
         with _bar(progress, "starts", options.starts) as tick:
-            result["starts"] = starts(folder, options.starts, options.limit_s, tick)
+            result["starts"] = starts(start, folder, options.starts, options.limit_s, tick)
     return result
 
 
@@ -253,7 +261,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="echelon-restarts-"))
     try:
-        result = campaign(folder, options)
+        result = campaign(started, folder, options)
     finally:
         shutil.rmtree(folder)
     for part, found in result.items():

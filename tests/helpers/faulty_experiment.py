@@ -48,6 +48,11 @@ def _loop() -> NoReturn:
         pass
 
 
+def _sleep_for_ever() -> NoReturn:
+    while True:
+        time.sleep(60)
+
+
 def _kill(number: int, who: Callable[[], int] = os.getpid) -> Callable[[], None]:
     return lambda: os.kill(who(), number)
 
@@ -76,6 +81,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "segv": lambda: ctypes.string_at(0),
     "stop": _kill(signal.SIGSTOP),
     "loop": _loop,
+    "sleep": _sleep_for_ever,
     "kill agent": _kill_keeper(_agent),
     "kill fork server": _kill_keeper(os.getppid),
     "slow": lambda: time.sleep(0.6),

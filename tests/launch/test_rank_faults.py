@@ -76,8 +76,8 @@ CASES = (
     # The limit is longer than a busy machine keeps every rank from running.
     Case("stop", 1, "step", 5, 4, "no progress for 3 s (launch.hang_s=3), and every", 3),
     Case("loop", 1, "step", 5, 4, "no progress for 3 s", 3),
-    Case("loop", 0, "step", 1, 0, "no progress for 6 s (launch.hang_s=0.75, 8 times as", 0.75),
-    Case("loop", 1, "evaluation", 10, 10, "no progress for 6 s (launch.hang_s=0.75, 8 t", 0.75),
+    Case("sleep", 0, "step", 1, 0, "no progress for 6 s (launch.hang_s=0.75, 8 times as", 0.75),
+    Case("sleep", 1, "evaluation", 10, 10, "no progress for 6 s (launch.hang_s=0.75, 8 t", 0.75),
 )
 
 
