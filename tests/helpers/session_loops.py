@@ -210,6 +210,14 @@ def sampled(cfg: Settings, session: echelon.Session) -> None:
         session.backward(loss)
         session.step(optimizer)
         session.log(loss=loss)
+        if session.every(epochs=1):
+            batches = session.eval_batches(data, batch_size=6, collate_fn=collect_numbers)
+            seen = torch.cat([session.gather(numbers) for numbers in batches])
+            assert seen.tolist() == list(range(cfg.samples))
+
+
+def collect_numbers(rows: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([row["number"] for row in rows])
 
 
 def policy(cfg: Settings, session: echelon.Session) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -216,15 +216,20 @@ class Session:
         trainer.steps. For the rest it is as `batches`."""
         return self._engine.iter_steps(count)
 
-    def eval_batches(self, data: Any, batch_size: int | None = None) -> Iterator[Any]:
+    def eval_batches(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
         """Yield this process's share of every batch of evaluation data, in order; default size:
-        trainer.eval_batch_size.
+        trainer.eval_batch_size. `collate_fn` makes a batch of a list of samples, as in `batches`.
 
         All processes have equally many batches. Collect results with `gather`, which knows how many
         samples of a share count: a share must not be empty, so where the samples do not suffice it
         has one that does not count.
         """
-        return self._engine.iter_eval_batches(data, batch_size)
+        return self._engine.iter_eval_batches(data, batch_size, collate_fn)
 
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
         """Compute gradients of a loss that is a mean over this process's share of the batch.

@@ -183,14 +183,19 @@ class SessionEngine(RunOutput):
         world = self.group.world.size
         return self._run_loop(Share(n + 1, 1, world) for n in range(self.step, steps))
 
-    def iter_eval_batches(self, data: Any, batch_size: int | None) -> Iterator[Any]:
+    def iter_eval_batches(
+        self,
+        data: Any,
+        batch_size: int | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> Iterator[Any]:
         """Yield this rank's share of every batch, in order; see `Session.eval_batches`."""
         trainer, world = self.config.trainer, self.group.world
         size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
         if not self._has_compared_eval_data:
             self._has_compared_eval_data = True
             require_same_data(self.group, None, eval_data=data)
-        source = make_source(data, "data", trainer.loader_workers, self.device)
+        source = make_source(data, "data", trainer.loader_workers, self.device, collate_fn)
         order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
         before = self._share
         self.heartbeat.suspend()
