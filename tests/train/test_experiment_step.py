@@ -346,3 +346,24 @@ def test_faults_of_an_experiment_with_a_step(fields: dict[str, Any], faults: lis
     assert len(found) == len(faults), found
     for part in faults:
         assert any(part in fault.what for fault in found), (part, found)
+
+
+@slow
+@pytest.mark.parametrize(("ranks", "then"), [(2, 2), (1, 3)])
+def test_the_average_of_the_weights_is_evaluated(ranks: int, then: int, tmp_path: Path) -> None:
+    words = (*BATCHES, "trainer.save.steps=1", "trainer.ema=0.9")
+    killed = run_steps(tmp_path, ranks, *words, ECHELON_TEST_FAULT="0:6:KILL")
+    assert 0 not in killed.codes, killed.said
+    resumed = run_steps(tmp_path, then, *words)
+    whole = run_steps(tmp_path, ranks, *words, name="whole")
+    bare = run_steps(tmp_path, ranks, *BATCHES, name="bare")
+    for trained in (resumed, whole, bare):
+        assert set(trained.codes) == {0}, trained.said
+    require_close(resumed, whole)
+    average = echelon.load_weights(whole.run.folder)
+    weights = state_at(whole.run, STEPS)["model"]
+    assert differing(weights, state_at(bare.run, STEPS)["model"]) == []
+    assert differing(average, state_at(whole.run, STEPS)["trainer.ema"]) == []
+    assert differing(average, weights) != []
+    errors = [line["eval_error"] for line in metrics(whole.run) if "eval_error" in line]
+    assert errors != [line["eval_error"] for line in metrics(bare.run) if "eval_error" in line]

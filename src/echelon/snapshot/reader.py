@@ -153,9 +153,12 @@ def load_trained_weights(snapshot: Snapshot) -> dict[str, Any]:
     """Return the state of the model that was evaluated: with `trainer.ema` the average of the
     weights, otherwise the weights themselves."""
     weights: dict[str, Any] = snapshot.load_part("model")
-    averages = (
-        snapshot.load_part(STATE_PART).get(EMA_NAME, {}) if STATE_PART in snapshot.parts else {}
-    )
+    if EMA_NAME in snapshot.parts:  # of an experiment with a step of its own
+        averages: dict[str, Any] = snapshot.load_part(EMA_NAME)
+    elif STATE_PART in snapshot.parts:
+        averages = snapshot.load_part(STATE_PART).get(EMA_NAME, {})
+    else:
+        averages = {}
     return weights | averages
 
 

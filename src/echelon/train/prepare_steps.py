@@ -21,6 +21,7 @@ _STEP_SETTINGS = UsedSettings(
     (
         *SESSION_SETTINGS.names,
         *("evaluate.steps", "evaluate.epochs", "best", "best_is", "early_stop.", "sanity_steps"),
+        "ema",
     ),
     {
         "trainer.evaluate.minutes": "set trainer.evaluate.steps or trainer.evaluate.epochs",
@@ -28,7 +29,6 @@ _STEP_SETTINGS = UsedSettings(
         "trainer.accumulate": "call session.backward for each piece of a batch in the step",
         "trainer.schedule": "give the experiment a schedule",
         "trainer.warmup_steps": "give the experiment a schedule",
-        "trainer.ema": "keep the average in the experiment's state, and update it in the step",
         "trainer.precision": "compute under torch.autocast in the step",
         "trainer.compile": "call torch.compile(model) in the experiment's function: only its own "
         "step knows what is computed",

@@ -11,11 +11,13 @@ from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment, name_parts
 from echelon.experiment.module_modes import enter_train_mode
 from echelon.experiment.schedule_length import require_long_schedule, waits_for_metric
+from echelon.snapshot.layout import EMA_NAME
 from echelon.train.prepare import make_batch_transform
 from echelon.train.same_data_check import require_same_data
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine
+from echelon.train.weight_average import WeightAverage
 
 
 class StepLoop:
@@ -32,6 +34,7 @@ class StepLoop:
         self._schedules = [s for s in schedules if not waits_for_metric(s)]
         self._parameters: list[nn.Parameter] = []
         """Of all optimizers."""
+        self._average: WeightAverage | None = None
         self._has_trained = engine.step > 0
         self._transform = make_batch_transform(
             experiment, engine.config, engine.group.world, engine.device
@@ -66,8 +69,20 @@ class StepLoop:
         self._session.prepare(experiment.model, *named.values())
         self._session.register(**(experiment.state or {}))
         self.engine.parts.equal_state = experiment.state or {}
+        self._prepare_average()
         groups = [group for o in optimizers.values() for group in o.param_groups]
         self._parameters = [p for group in groups for p in group["params"]]
+
+    def _prepare_average(self) -> None:
+        """Begin or restore the average of the weights, which is evaluated in their place."""
+        if (decay := self.engine.config.trainer.ema) is None:
+            return
+        self._average = WeightAverage(self._experiment.model, decay)
+        self._average.begin()
+        self._session.register(**{EMA_NAME: self._average})
+        evaluations = self.engine.evaluations
+        if evaluations is not None and evaluations.evaluator is not None:
+            evaluations.evaluator.use_weights = self._average.use_averages
 
     def _open_batches(self) -> Iterator[Any]:
         """Return this rank's shares of the batches; without data, the numbers of the steps."""
@@ -109,6 +124,8 @@ class StepLoop:
             )
         if self.engine.agreement.has_step:
             self._has_trained = True
+            if self._average is not None:
+                self._average.update()
         else:
             self._require_step(returned or {})
         self._session.log(**{str(name): value for name, value in (returned or {}).items()})
