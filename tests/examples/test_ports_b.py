@@ -15,8 +15,8 @@ SAVES = "trainer.save.steps=4"
 
 
 def test_reinforce(tmp_path: Path) -> None:
-    words = ("trainer.steps=12", "episodes=8", "length=40", "lr=0.05", SAVES)
-    trained = require_promises(tmp_path, "reinforce.py:train", *words, kill_step=7)
+    words = ("trainer.steps=12", "episodes=8", "length=40", "lr=0.05", "trainer.save.steps=2")
+    trained = require_promises(tmp_path, "reinforce.py:train", *words, kill_step=6)
     rewards = read_column(trained, "reward")
     assert mean(rewards[-3:]) > 1.2 * mean(rewards[:3])
 

@@ -62,7 +62,10 @@ def require_promises(
 def require_exact_resume(
     folder: Path, whole: Trained, entry: str, *words: str, kill_step: int
 ) -> None:
-    """Kill a port and resume it, which must give the same as the run that ran whole, to the bit."""
+    """Kill a port and resume it, which must give the same as the run that ran whole, to the bit.
+
+    Two saves are due before `kill_step`: the second waits until the first is on disk.
+    """
     size = len(whole.ranks)
     killed = train_port(folder, size, entry, *words, name="killed", kill_step=kill_step)
     assert set(killed.codes) == {-signal.SIGKILL}, killed.said
