@@ -8,17 +8,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.schema import Config, Interval
-from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
-from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
-from echelon.data.loader_options import find_loader_faults
-from echelon.data.sample_order import EpochOrder
+from echelon.data.batches import BatchSource
+from echelon.data.epoch_plan import EpochPlan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
@@ -41,6 +39,7 @@ from echelon.train.same_data_check import require_same_data
 from echelon.train.session_agreement import SessionAgreement
 from echelon.train.session_metrics import MetricSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
+from echelon.train.session_shares import Share, iter_eval_shares, open_loop_data
 from echelon.train.stop_signals import StopSignals
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_count
@@ -49,16 +48,6 @@ from echelon.utils.text import format_count
 class SessionStopped(BaseException):
     """Ends a user's loop after a stop was asked for and everything is saved. Not an Exception, so
     that code which catches those does not go on."""
-
-
-class Share(NamedTuple):
-    """This rank's part of one batch."""
-
-    data: Any
-    sample_count: int
-    """Samples that count; 0 where there is one only so that the loop has something to work on."""
-    total: int
-    """Samples of all ranks."""
 
 
 class SessionEngine(RunOutput):
@@ -124,51 +113,27 @@ class SessionEngine(RunOutput):
         batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
-        num_workers: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
         **loader: Any,
     ) -> Iterator[Any]:
         """Yield the data of this rank's shares; see `Session.batches`."""
-        trainer = self.config.trainer
-        size = trainer.batch_size if batch_size is None else batch_size
-        workers = trainer.loader_workers if num_workers is None else num_workers
-        require_positive(batch_size=size, epochs=epochs, steps=steps)
+        trainer, world = self.config.trainer, self.group.world
         given = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+        require_positive(**given)
         require_no_lost_settings(trainer, "session.batches", **given)
-        if faults := list(find_loader_faults(loader)):
-            raise EchelonError(*faults)
-        source = make_source(data, "data", workers, self.device, collate_fn, loader)
-        self._sources.append(source)
-        plan = make_epoch_plan(len(source), size, self.config.seed, sampler, batch_sampler)
-        if size < self.group.world.size and batch_sampler is None:
-            raise EchelonError(
-                Fault(
-                    f"batch_size={size}, but there are {self.group.world.size} processes",
-                    "give every process a sample of each batch: a larger batch size, or fewer "
-                    "processes",
-                )
-            )
-        if plan.count_partial_samples(self.samples):
-            raise EchelonError(
-                Fault(
-                    f"batch_size={size}, but the snapshot was saved after {self.samples} samples, "
-                    "in the middle of a batch of this size",
-                    "keep the batch size, or use a snapshot from the end of an epoch",
-                )
-            )
-        require_same_data(self.group, plan, train_data=data)
-        self.plan = plan
+        loop_data = open_loop_data(
+            self.config, world, self.device, self.samples, data, batch_size, **loader
+        )
+        self._sources.append(loop_data.source)
+        require_same_data(self.group, loop_data.plan, train_data=data)
+        self.plan = loop_data.plan
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
         if steps is None:
-            epoch, done = plan.locate(self.step, self.samples)
-            left = sum(map(plan.count_batches, range(epoch, epochs or 0)))
-            steps = self.step + max(0, left - done)
-        cut = "the batch_sampler" if batch_sampler is not None else f"{size:,}"
-        self._begin_loop(steps, f"{format_count(len(source), 'sample')} in batches of {cut}")
-        return self._run_loop(self._iter_shares(source, plan))
+            steps = loop_data.count_steps(self.step, self.samples, epochs or 0)
+        self._begin_loop(steps, loop_data.description)
+        return self._run_loop(
+            loop_data.iter_shares(world, self.device, lambda: (self.step, self.samples))
+        )
 
     def iter_steps(self, count: int | None) -> Iterator[int]:
         """Yield the numbers of iterations; see `Session.steps`."""
@@ -190,41 +155,22 @@ class SessionEngine(RunOutput):
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> Iterator[Any]:
         """Yield this rank's share of every batch, in order; see `Session.eval_batches`."""
-        trainer, world = self.config.trainer, self.group.world
-        size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
         if not self._has_compared_eval_data:
             self._has_compared_eval_data = True
             require_same_data(self.group, None, eval_data=data)
-        source = make_source(data, "data", trainer.loader_workers, self.device, collate_fn)
-        order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
         before = self._share
         self.heartbeat.suspend()
+        shares = iter_eval_shares(
+            self.config, self.group.world, self.device, data, batch_size, collate_fn
+        )
         try:
-            for batch in source.iter_batches(order, 0, self.device):
-                self._share = self._fill_share(source, batch, size)
-                yield self._share.data
+            for share in shares:
+                self._share = share
+                yield share.data
                 self.heartbeat.beat()
         finally:
             self._share = before
-            source.close()
-
-    def _iter_shares(self, source: BatchSource, plan: EpochPlan) -> Iterator[Share]:
-        world = self.group.world
-        while True:
-            epoch, first = plan.locate(self.step, self.samples)
-            order = plan.make_order(epoch, world.rank, world.size, source.storage_device)
-            batches = source.iter_batches(order, first, self.device)
-            for number, batch in enumerate(batches, first):
-                yield self._fill_share(source, batch, order.count_samples(number))
-
-    def _fill_share(self, source: BatchSource, batch: Batch | BlockSlice, total: int) -> Share:
-        """Return a share as the loop gets it: without a sample of its own, this rank works on the
-        first one of the data, which does not count."""
-        if batch.sample_count:
-            return Share(batch.data, batch.sample_count, total)
-        order = EpochOrder(len(source), 1, 0, 1, 0, 0, shuffle=False)
-        spare = source.fetch_batch(order, 0, self.device)
-        return Share(spare.data, 0, total)
+            shares.close()
 
     def _begin_loop(self, total_steps: int, what: str) -> None:
         """Check the parts, restore random numbers, and open trackers: once, before iteration 1."""

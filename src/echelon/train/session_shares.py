@@ -1,0 +1,128 @@
+"""The shares of batches that a rank works on in a user's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from echelon.config.schema import Config
+from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
+from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
+from echelon.data.loader_options import find_loader_faults
+from echelon.data.sample_order import EpochOrder
+from echelon.errors import EchelonError, Fault
+from echelon.utils.text import format_count
+from echelon.world import World
+
+
+class Share(NamedTuple):
+    """This rank's part of one batch."""
+
+    data: Any
+    sample_count: int
+    """Samples that count; 0 where there is one only so that the loop has something to work on."""
+    total: int
+    """Samples of all ranks."""
+
+
+@dataclass(frozen=True)
+class LoopData:
+    """The data of a loop, and which batches each of its epochs has."""
+
+    source: BatchSource
+    plan: EpochPlan
+    description: str
+    """In words: the samples and the batches."""
+
+    def count_steps(self, step: int, samples: int, epochs: int) -> int:
+        """Return the iterations of so many epochs, those up to this position included."""
+        epoch, done = self.plan.locate(step, samples)
+        left = sum(map(self.plan.count_batches, range(epoch, epochs)))
+        return step + max(0, left - done)
+
+    def iter_shares(
+        self, world: World, device: torch.device, get_position: Callable[[], tuple[int, int]]
+    ) -> Iterator[Share]:
+        """Yield this rank's shares without end, from the position in steps and samples on."""
+        while True:
+            epoch, first = self.plan.locate(*get_position())
+            order = self.plan.make_order(epoch, world.rank, world.size, self.source.storage_device)
+            batches = self.source.iter_batches(order, first, device)
+            for number, batch in enumerate(batches, first):
+                yield _fill_share(self.source, batch, order.count_samples(number), device)
+
+
+def open_loop_data(
+    config: Config,
+    world: World,
+    device: torch.device,
+    samples: int,
+    data: Any,
+    batch_size: int | None,
+    num_workers: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    **loader: Any,
+) -> LoopData:
+    """Return the data of a loop that continues after so many samples; the further arguments are
+    those of `Session.batches`."""
+    size = config.trainer.batch_size if batch_size is None else batch_size
+    workers = config.trainer.loader_workers if num_workers is None else num_workers
+    if faults := list(find_loader_faults(loader)):
+        raise EchelonError(*faults)
+    source = make_source(data, "data", workers, device, collate_fn, loader)
+    plan = make_epoch_plan(len(source), size, config.seed, sampler, batch_sampler)
+    if size < world.size and batch_sampler is None:
+        raise EchelonError(
+            Fault(
+                f"batch_size={size}, but there are {world.size} processes",
+                "give every process a sample of each batch: a larger batch size, or fewer "
+                "processes",
+            )
+        )
+    if plan.count_partial_samples(samples):
+        raise EchelonError(
+            Fault(
+                f"batch_size={size}, but the snapshot was saved after {samples} samples, "
+                "in the middle of a batch of this size",
+                "keep the batch size, or use a snapshot from the end of an epoch",
+            )
+        )
+    cut = "the batch_sampler" if batch_sampler is not None else f"{size:,}"
+    return LoopData(source, plan, f"{format_count(len(source), 'sample')} in batches of {cut}")
+
+
+def iter_eval_shares(
+    config: Config,
+    world: World,
+    device: torch.device,
+    data: Any,
+    batch_size: int | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Generator[Share]:
+    """Yield this rank's share of every batch of evaluation data, in order."""
+    trainer = config.trainer
+    size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
+    source = make_source(data, "data", trainer.loader_workers, device, collate_fn)
+    order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
+    try:
+        for batch in source.iter_batches(order, 0, device):
+            yield _fill_share(source, batch, size, device)
+    finally:
+        source.close()
+
+
+def _fill_share(
+    source: BatchSource, batch: Batch | BlockSlice, total: int, device: torch.device
+) -> Share:
+    """Return a share as the loop gets it: without a sample of its own, this rank works on the first
+    one of the data, which does not count."""
+    if batch.sample_count:
+        return Share(batch.data, batch.sample_count, total)
+    order = EpochOrder(len(source), 1, 0, 1, 0, 0, shuffle=False)
+    spare = source.fetch_batch(order, 0, device)
+    return Share(spare.data, 0, total)
