@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -108,7 +107,6 @@ def test_mixup_is_drawn_again_after_a_kill(tmp_path: Path) -> None:
     require_exact_resume(tmp_path, mixed, port, *words, kill_step=5)
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_model_of_transformers_is_trained(tmp_path: Path) -> None:
     words = ("width=8", "sentences=96", "library=transformers", "trainer.epochs=4", "lr=0.02")
     trained = train_port(tmp_path, 2, "text_classification.py:experiment", *words, name="a")

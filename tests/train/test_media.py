@@ -12,7 +12,7 @@ import torch
 
 from echelon.runs.metrics_file import read_recent_metrics
 from echelon.runs.run_folder import Run
-from echelon.tracking.media_lines import read_png_size, remove_media_after
+from echelon.tracking.media_records import read_png_size, remove_media_after
 from echelon.train.media import Histogram, Image, MediaError, encode_media, encode_png
 
 Picture = pytest.importorskip("PIL.Image")

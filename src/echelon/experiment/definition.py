@@ -171,7 +171,7 @@ class Experiment:
     step: Step | None = None
 
 
-def name_parts(kind: str, given: Any) -> dict[str, Any]:
+def get_parts_by_name(kind: str, given: Any) -> dict[str, Any]:
     """Return what an experiment gives as one part, or as several by name, under the names of parts
     of a snapshot: {"optimizer": …}, or {"optimizer-generator": …, "optimizer-discriminator": …}."""
     if given is None:

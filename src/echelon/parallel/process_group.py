@@ -186,7 +186,7 @@ class RankGroup:
         if dist.is_initialized():
             dist.barrier()
 
-    def keep_until_exit(self) -> None:
+    def keep_group_until_exit(self) -> None:
         """Keep the process group while Python ends, for a process that goes on after its training
         and whose exit code is not known yet.
 

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
-from echelon.experiment.definition import Experiment, name_parts
+from echelon.experiment.definition import Experiment, get_parts_by_name
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.parallel.model_parallel import get_process_devices
@@ -155,7 +155,7 @@ def require_savable(experiment: Experiment) -> None:
         faults += find_unsavable_values(module.get_extra_state(), where)
     for name, part in (experiment.state or {}).items():
         faults += find_unsavable_values(part.state_dict(), (STATE_PART, name))
-    for name, schedule in name_parts("schedule", experiment.schedule).items():
+    for name, schedule in get_parts_by_name("schedule", experiment.schedule).items():
         faults += find_unsavable_values(schedule.state_dict(), (name,))
     if faults:
         raise EchelonError(*faults)

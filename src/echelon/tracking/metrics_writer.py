@@ -20,7 +20,7 @@ from echelon.runs.metrics_file import (
 )
 from echelon.runs.metrics_summary import MetricsSummary, write_summary
 from echelon.runs.run_folder import Run
-from echelon.tracking.media_lines import remove_media_after
+from echelon.tracking.media_records import remove_media_after
 from echelon.utils.files import replace_file
 
 _SUMMARY_INTERVAL_S = 5.0

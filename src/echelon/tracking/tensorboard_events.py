@@ -21,7 +21,7 @@ from echelon.errors import ExitCode
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.tracking.background import PrintMessage, TrackerProgress
-from echelon.tracking.media_lines import find_image, is_histogram, read_png_size
+from echelon.tracking.media_records import find_image, is_histogram, read_png_size
 from echelon.tracking.tracker import prefix_metric_names, select_axes
 
 

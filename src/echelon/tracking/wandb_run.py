@@ -25,7 +25,7 @@ from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
 from echelon.tracking import wandb_file, wandb_key
 from echelon.tracking.background import PrintMessage, TrackerProgress, summarize_error
-from echelon.tracking.media_lines import find_image, is_histogram
+from echelon.tracking.media_records import find_image, is_histogram
 from echelon.tracking.summary import shorten_path
 from echelon.tracking.tracker import is_better, prefix_metric_names, select_axes
 from echelon.utils.files import write_json_atomically

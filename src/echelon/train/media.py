@@ -1,5 +1,5 @@
 """Texts, images and histograms beside the numbers of a run, as a user gives them. What becomes of
-them in metrics.jsonl is in `tracking.media_lines`."""
+them in metrics.jsonl is in `tracking.media_records`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.runs.run_folder import Run
-from echelon.tracking.media_lines import PNG_COLOR_TYPES
+from echelon.tracking.media_records import PNG_COLOR_TYPES
 from echelon.utils.files import replace_file
 
 _GRID_GAP = 2

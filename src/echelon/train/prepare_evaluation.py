@@ -10,7 +10,7 @@ import torch
 from echelon.config.schema import Config
 from echelon.data.batches import BatchSource, make_source
 from echelon.errors import EchelonError, Fault
-from echelon.experiment.definition import Experiment, name_parts
+from echelon.experiment.definition import Experiment, get_parts_by_name
 from echelon.experiment.precision import Precision
 from echelon.experiment.schedule_length import waits_for_metric
 from echelon.parallel.process_group import RankGroup
@@ -58,7 +58,7 @@ def make_evaluations(
     """Return the evaluations of a run, whose settings say what is better (`resolve_best`)."""
     schedules = {
         name: schedule
-        for name, schedule in name_parts("schedule", experiment.schedule).items()
+        for name, schedule in get_parts_by_name("schedule", experiment.schedule).items()
         if waits_for_metric(schedule)
     }
     best, best_is = config.trainer.best, config.trainer.best_is

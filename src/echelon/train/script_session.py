@@ -113,7 +113,7 @@ class ScriptSession:
         if self._engine is not None:
             self._engine.is_over = True
         if worker.group is not None:
-            worker.group.keep_until_exit()
+            worker.group.keep_group_until_exit()
             type(self)._has_left_world = worker.group.world.size > 1
 
 

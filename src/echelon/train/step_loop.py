@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, Fault
-from echelon.experiment.definition import Experiment, name_parts
+from echelon.experiment.definition import Experiment, get_parts_by_name
 from echelon.experiment.module_modes import enter_train_mode
 from echelon.experiment.schedule_length import require_long_schedule, waits_for_metric
 from echelon.snapshot.layout import EMA_NAME
@@ -30,7 +30,7 @@ class StepLoop:
         self.engine = engine
         self._experiment, self._snapshot_info = experiment, snapshot_info
         self._session = Session(engine)
-        schedules = name_parts("schedule", experiment.schedule).values()
+        schedules = get_parts_by_name("schedule", experiment.schedule).values()
         self._schedules = [s for s in schedules if not waits_for_metric(s)]
         self._parameters: list[nn.Parameter] = []
         """Of all optimizers."""
@@ -63,8 +63,8 @@ class StepLoop:
     def _prepare_parts(self) -> None:
         """Give all parts to the session, which restores them. Those with names keep them."""
         experiment = self._experiment
-        optimizers = name_parts("optimizer", experiment.optimizer)
-        named = optimizers | name_parts("schedule", experiment.schedule)
+        optimizers = get_parts_by_name("optimizer", experiment.optimizer)
+        named = optimizers | get_parts_by_name("schedule", experiment.schedule)
         self.engine.parts.own_names = {id(part): name for name, part in named.items()}
         self._session.prepare(experiment.model, *named.values())
         self._session.register(**(experiment.state or {}))
