@@ -1,6 +1,6 @@
 """A script with a command line of its own, whose training is a session; and what it may get wrong.
 
-As a program: `python script_training.py --lr 0.05 --name a [--kill FILE]`.
+As a program: `python script_training.py --lr 0.05 --once FILE`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import echelon
+from echelon.train.stop_signals import STOP_SIGNALS
 
 
 def train_forked(rank: int, master: str, world_size: int, words: list[str], mistake: str) -> None:
@@ -23,6 +24,7 @@ def train_forked(rank: int, master: str, world_size: int, words: list[str], mist
     place = [f"rank={rank}", f"world_size={world_size}", f"master={master}"]
     words = [*words, *(place if world_size > 1 else [])]
     cfg = session_loops.Settings()
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     block = echelon.session(*words, settings={"lr": cfg.lr, "folder": Path("a")})
     if mistake == "no block":
         block.prepare(nn.Linear(1, 1))
@@ -41,6 +43,7 @@ def train_forked(rank: int, master: str, world_size: int, words: list[str], mist
     if mistake == "second":
         with echelon.session(*words, "run.name=second") as another:
             session_loops.regression(cfg, another)
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     print(f"rank {session.rank} goes on after the block", file=sys.stderr)
 
 
