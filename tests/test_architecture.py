@@ -395,12 +395,25 @@ def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
     assert not loaded & {"torch", "torchmetrics", "wandb", "numpy"}
 
 
+_TRAIN_TWICE = """
+import json, sys
+from echelon.cli import run_command
+loaded = []
+for samples in (0, 8):
+    words = ["train", "samples=64", "trainer.epochs=1", f"eval_samples={samples}"]
+    assert run_command([*words, f"run.name=of-{samples}"]) == 0
+    loaded.append(sorted(sys.modules))
+with open("modules.json", "w") as file:
+    json.dump(loaded, file)
+"""
+
+
 @pytest.mark.slow
 def test_a_worker_imports_what_it_uses(tmp_path: Path) -> None:
-    toy = ["train", "samples=64", "trainer.epochs=1", f"run.dir={tmp_path}"]
-    loaded = _loaded_by([*toy, "eval_samples=0"], tmp_path)
+    command = [sys.executable, "-c", _TRAIN_TWICE]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    loaded, evaluated = map(set, json.loads((tmp_path / "modules.json").read_text()))
     assert "torch" in loaded
     unused = {"torchmetrics", "wandb", "torch.distributed.checkpoint", "lightning", "matplotlib"}
     assert not loaded & unused
-    evaluated = _loaded_by([*toy, "eval_samples=8"], tmp_path)
     assert "torchmetrics" in evaluated, "else the check above sees nothing"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,22 +66,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _typed(folder: Path, *words: str) -> tuple[int, str]:
+TYPE_ALL = """\
+import json, sys
+from echelon.cli import run_and_report_faults, run_command
+for words in json.loads(sys.argv[1]):
+    try:
+        code = run_and_report_faults(lambda: run_command(words))
+    except SystemExit as request:
+        code = request.code
+    print(f"=== ended with {int(code or 0)}", flush=True)
+"""
+
+
+def _type_all(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """Exit code and output of each, in one interpreter, of which the locale is a property."""
     ended = subprocess.run(
-        [sys.executable, "-m", "echelon", *words],
+        [sys.executable, "-c", TYPE_ALL, json.dumps(commands, ensure_ascii=False)],
         cwd=folder,
         env=os.environ | IN_ASCII,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=300,
     )
-    return ended.returncode, ended.stdout.decode(errors="replace")
+    text = ended.stdout.decode(errors="replace")
+    pieces = re.split(r"^=== ended with (\d+)\n", text, flags=re.MULTILINE)
+    assert pieces.pop() == "", text
+    return [(int(code), said) for said, code in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 @pytest.mark.slow
 def test_every_verb_speaks_where_the_locale_is_ascii(folder: Path) -> None:
     own = ("train", "experiment=own.py:experiment", "trainer.epochs=1")
-    for words, code, has in [
+    expected = [
         (("train", "--dry-run"), 0, "train in this process"),
         ((*own, "run.name=inline"), 0, "Gr??e"),
         ((*own, "run.name=local", "launch=local", "launch.procs=2"), 0, "finished"),
@@ -93,8 +110,9 @@ def test_every_verb_speaks_where_the_locale_is_ascii(folder: Path) -> None:
         (("doctor", "--help"), 0, "usage"),
         (("gpus", "--help"), 0, "usage"),
         (("show", "größe"), 3, "no run"),
-    ]:
-        got, said = _typed(folder, *words)
-        assert (got, has in said, "Traceback" in said) == (code, True, False), said
+    ]
+    found = _type_all(folder, [words for words, _, _ in expected])
+    for (words, code, has), (got, said) in zip(expected, found, strict=True):
+        assert (got, has in said, "Traceback" in said) == (code, True, False), (words, said)
     log = folder / "runs" / "inline" / "logs" / "rank-0.log"
     assert "Größe │ ×" in log.read_text(encoding="utf-8")
