@@ -95,9 +95,11 @@ def make_moves(network: nn.Module, states: Tensor, draws: Tensor, epsilon: float
 
 
 def compute_loss(network: nn.Module, target: nn.Module, moves: Tensor, gamma: float) -> Tensor:
+    """Return how far the network's worths of moves are from those by the target network. A pole
+    that falls costs 1."""
     states, action, after, stands = moves.split([4, 1, 4, 1], 1)
     with torch.no_grad():
-        worth = 1.0 + gamma * stands * target(after).amax(1, keepdim=True)
+        worth = stands - 1.0 + gamma * stands * target(after).amax(1, keepdim=True)
     return smooth_l1_loss(network(states).gather(1, action.long()), worth)
 
 

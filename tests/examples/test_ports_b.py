@@ -29,11 +29,11 @@ def test_simclr(tmp_path: Path) -> None:
 
 
 def test_replay_buffer(tmp_path: Path) -> None:
-    words = ("trainer.steps=120", "exploration_steps=60", "target_rate=0.1", "capacity=1000")
-    rates = ("lr=0.02", "gamma=0.8", "width=16", "trainer.save.steps=30")
-    trained = require_promises(tmp_path, "replay_buffer.py:train", *words, *rates, kill_step=75)
+    words = ("trainer.steps=80", "exploration_steps=50", "target_rate=0.1", "capacity=1000")
+    rates = ("lr=0.01", "gamma=0.9", "width=32", "trainer.save.steps=20")
+    trained = require_promises(tmp_path, "replay_buffer.py:train", *words, *rates, kill_step=50)
     lengths = read_column(trained, "game_length")
-    assert mean(lengths[-10:]) > 1.5 * mean(lengths[20:60])
+    assert mean(lengths[50:]) > 1.3 * mean(lengths[10:25])
 
 
 @pytest.mark.parametrize("order", ["weighted", "buckets", "curriculum"])
