@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,44 @@ def test_killed_on_a_gpu_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "resuming run cut after step" in done.stderr
     assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+
+
+SCRIPT = """
+import torch, echelon
+
+with echelon.session("run.name=a", "trainer.log_steps=1", "launch.share_devices=true") as session:
+    data = torch.arange(64.0).view(64, 1) / 64
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    for (x,) in session.batches((data,), batch_size=8, epochs=2):
+        assert x.is_cuda
+        loss = (model(x) - 2 * x).square().mean()
+        session.backward(loss)
+        session.step(optimizer)
+        session.log(loss=loss)
+    session.print("on", session.device)
+print("after the block")
+"""
+
+
+def test_a_script_has_a_session_on_a_gpu(tmp_path: Path) -> None:
+    launchers: list[list[str]] = [[], ["-m", "torch.distributed.run", "--nproc_per_node=2"]]
+    found = []
+    for number, words in enumerate(launchers):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "script.py").write_text(SCRIPT)
+        done = subprocess.run(
+            [sys.executable, *words, "script.py"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "on cuda:0" in done.stderr
+        assert done.stdout.count("after the block") == number + 1
+        found.append(losses(folder, "a"))
+    assert len(found[0]) == 16
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
