@@ -1,7 +1,6 @@
 """The command line of a person at the test cluster, and what their runs left.
 
-Commands are started with `command_runner.start`: everything they start, on any host and by any
-daemon, inherits a mark and is found by it.
+Everything that a command starts, on any host and by any daemon, inherits a mark and is found by it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import command_runner
 import slurm_cluster
 from command_runner import CommandResult, RunningCommand, until
 from slurm_cluster import TestCluster
+from worlds import start_forked
 
 from echelon.runs.metrics_file import read_metrics
 from echelon.runs.run_folder import Run
@@ -48,7 +48,10 @@ class CommandLine:
         there = [*at, "exec", on, "--"] if on else []
         slurm = {"SLURM_CONF": str(self.cluster.slurm_conf)}
         variables = slurm | self.variables | variables
-        started = command_runner.start([*there, *words], self.folder, **variables)
+        # What is typed here is forked; an interpreter with other modules has to be a new one.
+        is_ours = not on and words[: len(ECHELON)] == ECHELON and "PYTHONPATH" not in variables
+        start = start_forked if is_ours else command_runner.start
+        started = start([*there, *words], self.folder, **variables)
         self.started.append(started)
         return started
 
