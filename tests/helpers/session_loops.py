@@ -287,6 +287,13 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.backward(loss, count=-1)
         if mistake == "row":
             session.gather(loss)
+        if mistake == "own backward":
+            loss.backward()  # type: ignore[no-untyped-call]
+        if mistake == "own step":
+            session.backward(loss)
+            optimizer.step()
+        if mistake == "never":
+            continue
         if mistake == "no rows":
             session.split(5)
         if mistake == "late":

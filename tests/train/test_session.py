@@ -231,6 +231,39 @@ def test_data_that_differs_between_ranks_is_refused(
     assert "read it from a file, or draw it with a seed" in ended.said
 
 
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("own backward", "loss.backward() is called in step 1, so the gradients of 2 processes"),
+        ("own step", "optimizer.step() of SGD is called in step 1, without the gradients of other"),
+        ("never", "but session.step was never called, so nothing was trained"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(mistake: str, said: str, tmp_path: Path) -> None:
+    ended = run_loop(tmp_path, 2, *BATCHES, f"mistake={mistake}", loop=session_loops.mistaken)
+    assert 0 not in ended.codes, ended.said
+    assert said in ended.said
+    assert "Traceback" not in ended.said
+
+
+def test_a_rate_that_is_changed_on_purpose_holds_after_a_resume(tmp_path: Path) -> None:
+    plain = session_loops.contrast
+    first = run_loop(tmp_path, 1, *BATCHES, "lr=0.01", loop=plain)
+    snapshot = first.run.snapshots_folder / f"step-{STEPS:09d}"
+    longer = ("trainer.batch_size=5", "trainer.epochs=4", "lr=0.001")
+    refused = run_loop(tmp_path, 1, *longer, loop=plain)
+    assert refused.codes == [ExitCode.USAGE]
+    for size in (1, 2):
+        words = (*longer, f"trainer.resume={snapshot}")
+        changed = run_loop(tmp_path, size, *words, loop=plain, name=f"changed-{size}")
+        assert set(changed.codes) == {0}, changed.said
+        assert {line["lr"] for line in metrics(changed.run) if "lr" in line} == {0.001}
+    again = run_loop(
+        tmp_path, 1, *longer[:2], "lr=0.01", f"trainer.resume={snapshot}", loop=plain, name="again"
+    )
+    assert {line["lr"] for line in metrics(again.run) if "lr" in line} == {0.01}
+
+
 def test_steps_without_data(tmp_path: Path) -> None:
     for size in (1, 2):
         ended = run_loop(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from echelon.errors import Fault
@@ -42,9 +43,12 @@ def find_loader_faults(options: Any) -> Iterator[Fault]:
         if name in _SET_INSTEAD:
             yield Fault(f"the loader sets {name}, which Echelon decides", _SET_INSTEAD[name])
         elif name not in LOADER_OPTIONS:
+            near = get_close_matches(name, [*LOADER_OPTIONS, *_SET_INSTEAD], 1)
             yield Fault(
                 f"the loader has no option {name!r}",
-                f"give some of {', '.join(LOADER_OPTIONS)}",
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"give some of {', '.join(LOADER_OPTIONS)}",
             )
 
 
@@ -58,7 +62,7 @@ def describe_loader(loader: Any, data_name: str) -> str:
     fields = []
     if loader.collate_fn not in (default_collate, default_convert):
         fields.append("collate_fn=loader.collate_fn")
-    if data_name == "train_data" and (order := _name_order_field(loader)):
+    if data_name != "eval_data" and (order := _name_order_field(loader)):
         fields.append(f"{order}=loader.{order}")
     options = {
         "prefetch_factor": loader.prefetch_factor not in (None, 2),
@@ -72,7 +76,7 @@ def describe_loader(loader: Any, data_name: str) -> str:
     given = f" with {', '.join(fields)}," if fields else ""
     settings = [f"trainer.loader_workers={loader.num_workers}"]
     if loader.batch_size is not None:
-        which = "batch_size" if data_name == "train_data" else "eval_batch_size"
+        which = "eval_batch_size" if data_name == "eval_data" else "batch_size"
         settings.insert(0, f"trainer.{which}={loader.batch_size}")
     return f"give its dataset, loader.dataset,{given} and set {' and '.join(settings)}"
 

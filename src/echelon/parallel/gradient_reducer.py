@@ -8,7 +8,7 @@ before, as in most trainings, the next steps send them while the backward pass s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ class GradientReducer:
     call `reduce` equally often; whether a parameter has a gradient may differ between them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], control_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        control_size: int,
+        check_gradient: Callable[[], None],
+    ) -> None:
+        """`check_gradient` is called for every gradient that is computed, and may refuse it."""
+        self._check_gradient = check_gradient
         self._buckets = _make_buckets(parameters, control_size)
         self._places = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.params}
         self._counts = {id(p): 0 for p in parameters}
@@ -66,6 +73,7 @@ class GradientReducer:
 
     def _note_gradient(self, parameter: Tensor) -> None:
         """Count a gradient, and send the buckets that are complete; called by autograd."""
+        self._check_gradient()
         key = id(parameter)
         self._counts[key] += 1
         place = self._places[key]

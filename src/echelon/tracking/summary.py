@@ -74,7 +74,10 @@ def render_summary(
     elif total == 0:
         first_line = "nothing to train: trainer.epochs=0"
     elif step == progress.first_step:
-        first_line = f"nothing left to do: all {total} steps were already made"
+        made = f"all {total} steps were already made"
+        if step < total:
+            made = f"the loop ended by itself after step {step} of {total}"
+        first_line = f"nothing left to do: {made}"
     else:
         first_line = f"finished {progress.format_steps()}"
     rows = {

@@ -60,7 +60,7 @@ from echelon.train.prepare_evaluation import (
     resolve_best,
 )
 from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
-from echelon.train.same_data_check import require_same_data
+from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
 from echelon.train.weight_average import WeightAverage
 from echelon.utils.text import format_count
@@ -166,6 +166,7 @@ def prepare_training(
     group.wait_for_all("built", BUILD_TIMEOUT_S)
     train_data, eval_data = experiment.train_data, experiment.eval_data
     require_same_data(group, plan, train_data=train_data, eval_data=eval_data)
+    group.wait_for_all("given the same data", COMPARE_TIMEOUT_S)
     group.init_process_group(choose_backend(device, config.launch.share_devices))
 
     # 8. From here on every rank draws its own random numbers, for dropout and the like.

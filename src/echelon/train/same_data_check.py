@@ -19,7 +19,7 @@ from echelon.data.sampler_plan import SamplerPlan
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.process_group import RankGroup
 
-_COMPARE_TIMEOUT_S = 600.0
+COMPARE_TIMEOUT_S = 600.0
 _REMEDY = (
     "read it from a file, or draw it with a seed; a function that Echelon calls has the same seed "
     "on every process"
@@ -51,7 +51,6 @@ def require_same_data(group: RankGroup, plan: EpochPlan | None, **data: Any) -> 
     ]
     if faults:
         raise EchelonError(*faults, exit=ExitCode.USAGE)
-    group.wait_for_all(f"given the same {names}", _COMPARE_TIMEOUT_S)
 
 
 def _summarize_data(data: Any) -> list[Any]:

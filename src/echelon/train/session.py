@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -72,6 +73,7 @@ class Session:
         self._optimizers: dict[int, _PreparedOptimizer] = {}
         """By the id of each."""
         self._grad_norm: Tensor | None = None
+        self._is_in_backward = False
         world = engine.group.world
         self.rank, self.world_size = world.rank, world.size
         self.device = engine.device
@@ -181,7 +183,9 @@ class Session:
                 )
             )
         self._engine.parts.add_part("optimizer", optimizer)
-        self._optimizers[id(optimizer)] = prepared = _PreparedOptimizer(optimizer, parameters)
+        self._optimizers[id(optimizer)] = prepared = _PreparedOptimizer(
+            optimizer, parameters, self._check_gradient, self._engine
+        )
         if self.world_size > 1:
             prepared.update_reducer()
 
@@ -262,7 +266,24 @@ class Session:
         self._engine.heartbeat.beat()
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = loss * weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._is_in_backward = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._is_in_backward = False
+
+    def _check_gradient(self) -> None:
+        """Raise where a gradient is computed without `backward`: it would count as that of a whole
+        batch on every process."""
+        if not (self._is_in_backward or self._engine.is_over):
+            raise EchelonError(
+                Fault(
+                    f"loss.backward() is called in step {self.completed_steps + 1}, so the "
+                    f"gradients of {self.world_size} processes would not add up to those of the "
+                    "batch",
+                    "call session.backward(loss) in its place",
+                )
+            )
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
         """Sum the gradients of the optimizer's parameters over all processes, clip them to a total
@@ -291,6 +312,7 @@ class Session:
         if clip is not None:
             self._grad_norm = nn.utils.clip_grad_norm_(prepared.parameters, clip)
         prepared.step()
+        self._engine.has_stepped = True
         for p in prepared.parameters:
             p.grad = None
 
@@ -316,8 +338,9 @@ class Session:
             )
         return self._engine.is_due(steps, epochs, minutes)
 
-    def log(self, **values: Any) -> None:
-        """Log numbers for metrics.jsonl and the trackers: tensors with one number, ints, floats.
+    def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Log numbers for metrics.jsonl and the trackers, by name or as a dict: tensors with one
+        number, ints, floats. Every process logs its own.
 
         A line is written every trainer.log_steps iterations, with the mean over these iterations
         and over all processes, weighted by their samples, or by the `count` of the last backward.
@@ -325,6 +348,7 @@ class Session:
         Texts, echelon.Image and echelon.Histogram are logged too, at once and for this iteration;
         those of rank 0 count.
         """
+        values = {**(values or {}), **more}
         media = {n: v for n, v in values.items() if isinstance(v, (str, Image, Histogram))}
         numbers = {
             name: _read_number(name, value, self)
@@ -416,14 +440,49 @@ class Session:
 
 
 class _PreparedOptimizer:
-    """An optimizer of the session, and the reducer of its gradients."""
+    """An optimizer of the session, and the reducer of its gradients. Its own `step` is refused
+    until the session is over: the gradients of other processes would be missing."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        check_gradient: Callable[[], None],
+        engine: SessionEngine,
+    ) -> None:
         self.parameters = parameters
-        self.step = UnprofiledStep(optimizer)
+        self._check_gradient = check_gradient
+        self._unprofiled_step = UnprofiledStep(optimizer)
+        self._is_stepping = False
+        self._refuse_own_step(optimizer, engine)
         self._reducer: GradientReducer | None = None
         self._trained_flags: list[bool] = []
         """For which parameters the reducer was made."""
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self._is_stepping = True
+        try:
+            self._unprofiled_step()
+        finally:
+            self._is_stepping = False
+
+    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, engine: SessionEngine) -> None:
+        plain = optimizer.step
+
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._is_stepping or engine.is_over:
+                return plain(*args, **kwargs)
+            raise EchelonError(
+                Fault(
+                    f"optimizer.step() of {type(optimizer).__name__} is called in step "
+                    f"{engine.step + 1}, without the gradients of other processes",
+                    "call session.step(optimizer) in its place, which clips and clears as well",
+                )
+            )
+
+        # A bound method, as a learning-rate scheduler expects to find one.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def update_reducer(self) -> GradientReducer | None:
         """Return the reducer for the parameters that are trained now, as the loop may freeze and
@@ -433,7 +492,9 @@ class _PreparedOptimizer:
             if self._reducer is not None:
                 self._reducer.close()
             trained = [p for p in self.parameters if p.requires_grad]
-            self._reducer = GradientReducer(trained, CONTROL_SIZE) if trained else None
+            self._reducer = (
+                GradientReducer(trained, CONTROL_SIZE, self._check_gradient) if trained else None
+            )
             self._trained_flags = flags
         return self._reducer
 

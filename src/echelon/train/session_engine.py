@@ -35,7 +35,7 @@ from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
-from echelon.train.same_data_check import require_same_data
+from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.session_agreement import SessionAgreement
 from echelon.train.session_metrics import MetricSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
@@ -79,7 +79,9 @@ class SessionEngine(RunOutput):
             best_value=info.get("best"),
         )
         self.config, self.device = config, device
-        self.parts = SessionParts(group, snapshot, info.get("parts", []), self.step)
+        self.parts = SessionParts(
+            group, snapshot, info, takes_new_settings=config.trainer.resume not in ("auto", "never")
+        )
         self.samples = int(info.get("samples", 0))
         self.is_finished = bool(info.get("is_finished", False))
         """Whether the loop of a resumed run had ended by itself."""
@@ -89,6 +91,9 @@ class SessionEngine(RunOutput):
         self._share = Share(None, 1, 1)
         self._is_in_iteration = False
         self._has_compared_eval_data = False
+        self._first_step = self.step
+        self.has_stepped = False
+        """Whether this start has stepped an optimizer."""
         self.plan: EpochPlan | None = None
         """Of the data; None for a loop without."""
         self.evaluations: Evaluations | None = None
@@ -125,6 +130,7 @@ class SessionEngine(RunOutput):
         )
         self._sources.append(loop_data.source)
         require_same_data(self.group, loop_data.plan, train_data=data)
+        self.group.wait_for_all("given the same data", COMPARE_TIMEOUT_S)
         self.plan = loop_data.plan
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
@@ -453,6 +459,7 @@ class SessionEngine(RunOutput):
                 "best": self.best_value,
                 "metrics": metrics,
                 "parts": self.parts.names,
+                "optimizer_settings": self.parts.optimizer_settings,
                 "is_finished": self.is_finished and self.step < self.total_steps,
                 "config": self.config.select_numerics_settings(),
                 "fingerprint": self.config.compute_numerics_fingerprint(),
@@ -484,12 +491,25 @@ class SessionEngine(RunOutput):
                     "iterate over session.batches(data) or session.steps(count)",
                 )
             )
+        if self.parts.optimizer is not None and self.step > self._first_step:
+            self._require_step()
         if self._is_in_iteration:
             self._leave_loop()
         if self._is_in_iteration and self.agreement.has_step:
             self._end_iteration(is_left=True)
         self.is_finished = True
         self.save()
+
+    def _require_step(self) -> None:
+        if not self.has_stepped:
+            made = format_count(self.step - self._first_step, "iteration")
+            raise EchelonError(
+                Fault(
+                    f"the loop has made {made}, but session.step was never called, so nothing was "
+                    "trained",
+                    "call session.backward(loss) and session.step(optimizer) in it",
+                )
+            )
 
 
 def _get_device(count: Any) -> torch.device | None:

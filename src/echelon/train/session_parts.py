@@ -3,6 +3,8 @@ a state."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +31,22 @@ class SessionParts:
     """
 
     def __init__(
-        self, group: RankGroup, snapshot: Snapshot | None, saved_parts: list[str], step: int
+        self,
+        group: RankGroup,
+        snapshot: Snapshot | None,
+        info: Mapping[str, Any],
+        takes_new_settings: bool,
     ) -> None:
+        """`info` is that of the snapshot, or empty. `takes_new_settings` is set for a snapshot that
+        a person gave by its path: then learning rates and the like that the loop has changed since
+        win over those in the snapshot."""
         self._group, self._snapshot = group, snapshot
-        self._saved_parts, self._step = saved_parts, step
+        self._saved_parts: list[str] = info.get("parts", [])
+        self._step = int(info.get("step", 0))
+        self._saved_settings: Mapping[str, Any] = info.get("optimizer_settings", {})
+        self._takes_new_settings = takes_new_settings
+        self.optimizer_settings: dict[str, list[dict[str, Any]]] = {}
+        """The settings of every group of every optimizer, as the loop has built them."""
         self._parts: dict[str, Any] = {}
         self.own_names: dict[int, str] = {}
         """By id, the names of parts that an experiment has named."""
@@ -97,9 +111,29 @@ class SessionParts:
             self.optimizer = part
         key = f"{name}-{count + 1}" if count else name
         self._parts[key] = part
+        if isinstance(part, torch.optim.Optimizer):
+            self.optimizer_settings[key] = _read_group_settings(part)
         if key in self._saved_parts:
             state = self._snapshot.load_part(key) if self._snapshot is not None else None
             _load_part(key, part, broadcast_tree(state, self._group), self._step)
+            if self._takes_new_settings and isinstance(part, torch.optim.Optimizer):
+                self._apply_new_settings(key, part)
+
+    def _apply_new_settings(self, key: str, optimizer: torch.optim.Optimizer) -> None:
+        """Set what the loop builds otherwise than when the snapshot was saved."""
+        before = self._saved_settings.get(key, [])
+        for group, old, new in zip(
+            optimizer.param_groups, before, self.optimizer_settings[key], strict=False
+        ):
+            changed = {name: value for name, value in new.items() if old.get(name) != value}
+            if "initial_lr" in changed and self._group.world.rank == 0:
+                print(
+                    f"warning: the schedule of {key} goes on with the learning rates of the "
+                    f"snapshot, not with lr={changed['initial_lr']:g}; leave it out of "
+                    "session.prepare to begin a new one",
+                    file=sys.stderr,
+                )
+            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in changed.items()})
 
     def require_same(self) -> None:
         """Raise where ranks have different parts, or other ones than the snapshot."""
@@ -189,6 +223,20 @@ def _load_part(key: str, part: Any, state: Any, step: int) -> None:
                 "build it as it was, or start anew: trainer.resume=never",
             )
         ) from error
+
+
+def _read_group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the plain numbers and flags of every group, as JSON gives them back."""
+    groups = [
+        {
+            name: value
+            for name, value in group.items()
+            if name != "params" and isinstance(value, (int, float, str, list, tuple))
+        }
+        for group in optimizer.param_groups
+    ]
+    plain: list[dict[str, Any]] = json.loads(json.dumps(groups))
+    return plain
 
 
 def _move_like(state: Any, example: Any) -> Any:
