@@ -268,6 +268,8 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
         session.register(extra=WeightAverage(model))
     if mistake == "no loop":
         return
+    if mistake == "too early":
+        session.backward(model(torch.ones(1, FEATURES)).sum())
     if mistake == "batch size":
         session.batches(make_data(8), batch_size=0)
     orders: dict[str, dict[str, Any]] = {

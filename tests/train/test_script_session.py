@@ -57,7 +57,7 @@ def test_the_block_trains_what_main_trains(world_size: int, tmp_path: Path) -> N
     for rank, each in enumerate(ended.ranks):
         assert f"rank {rank} {GOES_ON}" in each.output
     assert f"finished {STEPS} steps" in ended.said
-    assert "again, with run.name=a" in ended.said
+    assert 'again, with echelon.session("run.name=a")' in ended.said
     assert read_run_status(ended.run).state == "finished"
     by_main = train_world(
         tmp_path, world_size, *BATCHES, name="main", experiment=session_loops.regression
@@ -145,7 +145,7 @@ def test_commands_know_that_a_script_trained(tmp_path: Path) -> None:
     assert "is of a script with a training loop of its own" in resumed.output
     assert "start the script again, with run.name=a" in resumed.output
     shown = verb(tmp_path, "show", folder)
-    assert "again, with run.name=a" in shown.output
+    assert 'again, with echelon.session("run.name=a")' in shown.output
     with pytest.raises(EchelonError, match="has a training loop of its own"):
         echelon.load(folder)
 

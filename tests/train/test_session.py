@@ -297,6 +297,7 @@ def test_rows_of_all_are_shared(tmp_path: Path) -> None:
         ("data", "session.prepare is given tuple, which has no state_dict"),
         ("no state", "session.register is given buffer of type list"),
         ("no loop", "the training function returned without a loop"),
+        ("too early", "session.backward is called, but no loop of the session has begun"),
         ("batch size", "batch_size=0"),
         ("own size", "trainer.batch_size=8 has no effect, as the loop gives batch_size=4 to"),
         ("late", "model comes to the session after its loop has begun"),

@@ -89,6 +89,7 @@ def test_killed_and_resumed_each_is_there_once(tmp_path: Path) -> None:
         answer = verb(tmp_path, *words)
         assert answer.code == 0, answer.output
         assert "Traceback" not in answer.output
+        assert ("images " in answer.output) == (words[0] == "show")
 
 
 def require_events(run: Run, said: dict[int, str], weights: dict[int, Any]) -> None:

@@ -144,7 +144,7 @@ def shorten_path(path: Path) -> str:
 def suggest_resume(run: Run, script: str | None, setting: str = "") -> str:
     """Return how a run is continued: by a command, or by starting its script once more."""
     if script is not None:
-        return f"start {script} again, with run.name={run.name}"
+        return f'start {script} again, with echelon.session("run.name={run.name}")'
     return f"echelon resume {format_run_argument(run)} {setting}".rstrip()
 
 

@@ -262,6 +262,7 @@ class Session:
                     "give the number of things that the mean is over",
                 )
             )
+        self._require_loop("backward")
         weight = self._engine.compute_weight(count)
         self._engine.heartbeat.beat()
         if isinstance(weight, Tensor) or weight != 1.0:
@@ -271,6 +272,16 @@ class Session:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             self._is_in_backward = False
+
+    def _require_loop(self, call: str) -> None:
+        if not self._engine.parts.is_complete:
+            raise EchelonError(
+                Fault(
+                    f"session.{call} is called, but no loop of the session has begun",
+                    "iterate over session.batches(data), which takes the place of a DataLoader, or "
+                    "over session.steps(count)",
+                )
+            )
 
     def _check_gradient(self) -> None:
         """Raise where a gradient is computed without `backward`: it would count as that of a whole
@@ -297,6 +308,7 @@ class Session:
                     "prepare it: session.prepare(model, optimizer)",
                 )
             )
+        self._require_loop("step")
         if self.world_size > 1 and (reducer := prepared.update_reducer()) is not None:
             self._engine.agreement.agree_in_step(reducer.reduce)
         else:
@@ -306,7 +318,7 @@ class Session:
                 Fault(
                     f"no parameter of {type(optimizer).__name__} has a gradient in step "
                     f"{self.completed_steps + 1}",
-                    "call session.backward(loss) before session.step",
+                    "call session.backward(loss) before session.step, and clear nothing between",
                 )
             )
         if clip is not None:
@@ -515,6 +527,8 @@ def _read_number(name: str, value: Any, session: Session) -> float | Tensor:
         Fault(
             f"{name} is no number: {type(value).__name__}, {what} (rank {session.rank}, step "
             f"{session.completed_steps + 1})",
-            f"log one number, such as {name}={name}.mean()",
+            f"log one number, such as {name}={name}.mean()"
+            if isinstance(value, Tensor)
+            else "log a number, a text, an echelon.Image or an echelon.Histogram",
         )
     )

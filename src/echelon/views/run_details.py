@@ -342,6 +342,15 @@ def _explain_no_curves(details: RunDetails) -> str:
 # --- files, and what to type ---
 
 
+def _describe_images(run: Run) -> str:
+    """Return where the images that were logged are, or nothing."""
+    try:
+        count = sum(name.endswith(".png") for name in os.listdir(run.media_folder))
+    except OSError:
+        return ""
+    return f"{shorten_path(run.media_folder)}, {_format_count(count, 'file')}" if count else ""
+
+
 def _list_snapshots(run: Run) -> list[tuple[int, bool, Path]]:
     """Return step, whether it is the best, and folder of each snapshot, oldest first."""
     best = find_best(run.snapshots_folder)
@@ -359,7 +368,11 @@ def _list_locations(record: RunRecord) -> dict[str, str]:
     snapshots = (
         f"{shorten_path(record.run.snapshots_folder)} at step {', '.join(steps)}" if steps else ""
     )
-    rows = {"folder": shorten_path(record.run.folder), "snapshots": snapshots}
+    rows = {
+        "folder": shorten_path(record.run.folder),
+        "snapshots": snapshots,
+        "images": _describe_images(record.run),
+    }
     return {name: value for name, value in rows.items() if value}
 
 
