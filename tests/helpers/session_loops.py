@@ -420,3 +420,40 @@ def uneven(cfg: Settings, session: echelon.Session) -> None:
             session.gather(x)
     if cfg.mistake == "gather":
         session.gather(torch.ones(1))
+
+
+class Running(nn.Module):
+    """A buffer that is replaced in every iteration."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 3000), nn.Linear(3000, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.tanh(self.first(x))).squeeze(1) / 50
+        return output
+
+
+def awkward(cfg: Settings, session: echelon.Session) -> None:
+    """Gradients changed by hand, a group that comes later, two evaluations at once, counts of
+    zero."""
+    model = Running()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    eval_data = make_data(5), make_data(7)
+    for numbers, x, y in session.batches(make_data(cfg.samples)):
+        if session.completed_steps == 2:
+            optimizer.add_param_group({"params": list(model.last.parameters()), "lr": cfg.lr})
+        model.seen = model.seen + session.gather(x).mean()
+        counted = numbers % 5 < 2
+        errors = (model(x) - y).square() * counted
+        session.backward(errors.sum() / counted.sum().clamp(min=1), count=counted.sum())
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad *= 0.5
+        session.step(optimizer)
+        list(zip(*(session.eval_batches(data) for data in eval_data), strict=False))
+        session.log(loss=errors.sum() / counted.sum())  # of a share without one: not a number

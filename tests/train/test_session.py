@@ -221,7 +221,7 @@ def test_an_error_within_an_iteration_saves_nothing_of_it(world_size: int, tmp_p
     assert differing(state_at(resumed.run, STEPS), state_at(whole.run, STEPS)) == []
 
 
-@pytest.mark.parametrize(("mistake", "name"), [("own", "train_data"), ("own eval", "eval_data")])
+@pytest.mark.parametrize(("mistake", "name"), [("own", "train_data"), ("own eval", "eval_batches")])
 def test_data_that_differs_between_ranks_is_refused(
     mistake: str, name: str, tmp_path: Path
 ) -> None:
@@ -262,6 +262,18 @@ def test_a_rate_that_is_changed_on_purpose_holds_after_a_resume(tmp_path: Path) 
         tmp_path, 1, *longer[:2], "lr=0.01", f"trainer.resume={snapshot}", loop=plain, name="again"
     )
     assert {line["lr"] for line in metrics(again.run) if "lr" in line} == {0.01}
+
+
+def test_awkward_loops_have_the_same_numbers_at_any_size(tmp_path: Path) -> None:
+    ended = [
+        run_loop(tmp_path, size, *BATCHES, loop=session_loops.awkward, name=f"of-{size}")
+        for size in (1, 2, 3)
+    ]
+    for trained in ended:
+        assert set(trained.codes) == {0}, trained.said
+        assert metrics(trained.run)[-1]["samples"] == 51
+        require_close(trained, ended[0], limit=1e-4)
+    assert float(state_at(ended[0].run, STEPS)["model"]["seen"]) != 0.0
 
 
 def test_steps_without_data(tmp_path: Path) -> None:

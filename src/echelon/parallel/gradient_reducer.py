@@ -2,8 +2,8 @@
 
 A loop of one's own calls backward and the optimizers in any order: twice before a step, for two
 models in turn, for one half of the parameters. So the model stays as it is, and the gradients of an
-optimizer are summed when it is about to step. Where each of them was computed once since the step
-before, as in most trainings, the next steps send them while the backward pass still runs.
+optimizer are summed when it is about to step. Nothing leaves while the backward pass still runs:
+the loop may change gradients until it steps, and ranks could not agree on what to send again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _BUCKET_BYTES = 25 << 20
-_LAST_BUCKET_BYTES = 1 << 20
-"""The last one waits for the step, so it is small."""
 
 
 class GradientReducer:
@@ -34,74 +32,32 @@ class GradientReducer:
         check_gradient: Callable[[], None],
     ) -> None:
         """`check_gradient` is called for every gradient that is computed, and may refuse it."""
-        self._check_gradient = check_gradient
         self._buckets = _make_buckets(parameters, control_size)
-        self._places = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.params}
-        self._counts = {id(p): 0 for p in parameters}
-        """How often a gradient was computed since the last step."""
-        self._missing = [len(bucket.params) for bucket in self._buckets]
-        self._sent_count = 0
-        """Buckets under way; they leave in one order on all ranks."""
-        self._sends_early = False
-        self._is_late = False
-        """Whether a gradient changed after its bucket had left."""
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(lambda _: check_gradient())  # type: ignore[no-untyped-call]
             for p in parameters
         ]
 
     def close(self) -> None:
-        """Wait for what is under way, and note no gradient any more."""
-        self._drop_sent()
+        """Check no gradient any more."""
         for hook in self._hooks:
             hook.remove()
 
-    def reduce(self, control: Tensor) -> Tensor:
+    def reduce(self, control: Tensor | None) -> Tensor:
         """Replace every gradient by its sum over all ranks, and return the sums of `control`, on
-        the device: reading them there would make a GPU wait.
+        the device: reading them there would make a GPU wait. None is as zeros.
 
         A parameter without a gradient on any rank stays without one.
         """
-        if self._is_late:  # what has left is not what was computed
-            self._drop_sent()
-        self._buckets[-1].control.copy_(control)
-        self._send_up_to(len(self._buckets))
+        if control is None:
+            self._buckets[-1].control.zero_()
+        else:
+            self._buckets[-1].control.copy_(control)
+        for bucket in self._buckets:
+            bucket.send()
         for bucket in self._buckets:
             bucket.receive()
-        self._prepare_next_step()
         return self._buckets[-1].control.clone()
-
-    def _note_gradient(self, parameter: Tensor) -> None:
-        """Count a gradient, and send the buckets that are complete; called by autograd."""
-        self._check_gradient()
-        key = id(parameter)
-        self._counts[key] += 1
-        place = self._places[key]
-        if self._counts[key] > 1:
-            self._is_late |= place < self._sent_count
-            return
-        self._missing[place] -= 1
-        if self._sends_early:
-            ready = self._sent_count
-            while ready < len(self._buckets) - 1 and not self._missing[ready]:
-                ready += 1
-            self._send_up_to(ready)
-
-    def _send_up_to(self, stop: int) -> None:
-        for bucket in self._buckets[self._sent_count : stop]:
-            bucket.send()
-        self._sent_count = max(self._sent_count, stop)
-
-    def _drop_sent(self) -> None:
-        for bucket in self._buckets[: self._sent_count]:
-            bucket.wait()
-        self._sent_count = 0
-
-    def _prepare_next_step(self) -> None:
-        self._sends_early = max(self._counts.values()) <= 1
-        self._counts = dict.fromkeys(self._counts, 0)
-        self._missing = [len(bucket.params) for bucket in self._buckets]
-        self._sent_count, self._is_late = 0, False
 
 
 class _Bucket:
@@ -137,14 +93,9 @@ class _Bucket:
             self._is_there.copy_(torch.tensor(there, dtype=self._row.dtype))
         self._work = dist.all_reduce(self._row, async_op=True)
 
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
     def receive(self) -> None:
         """Give every parameter its summed gradient."""
-        self.wait()
+        self._work.wait()
         # Where this rank has them all nobody need look, which a GPU would have to wait for.
         are_there = [True] * len(self.params) if self._has_all else (self._is_there > 0).tolist()
         for p, view, is_there in zip(self.params, self._views, are_there, strict=True):
@@ -161,17 +112,5 @@ def _make_buckets(parameters: Sequence[nn.Parameter], control_size: int) -> list
             kind, size = (p.dtype, p.device), 0
         groups[-1].append(p)
         size += p.numel() * p.element_size()
-    *others, last = groups
-    split = _find_small_end(last)
-    groups = [*others, *([last[:split]] if split else []), last[split:]]
     final = len(groups) - 1
     return [_Bucket(g, control_size if i == final else 0) for i, g in enumerate(groups)]
-
-
-def _find_small_end(params: list[nn.Parameter]) -> int:
-    """Return where the last few parameters begin: at least one."""
-    size, index = 0, len(params) - 1
-    while index > 0 and size < _LAST_BUCKET_BYTES:
-        size += params[index].numel() * params[index].element_size()
-        index -= 1
-    return index if size >= _LAST_BUCKET_BYTES else 0

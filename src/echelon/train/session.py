@@ -286,7 +286,7 @@ class Session:
     def _check_gradient(self) -> None:
         """Raise where a gradient is computed without `backward`: it would count as that of a whole
         batch on every process."""
-        if not (self._is_in_backward or self._engine.is_over):
+        if not (self._is_in_backward or self._open_engine.is_over):
             raise EchelonError(
                 Fault(
                     f"loss.backward() is called in step {self.completed_steps + 1}, so the "
@@ -309,6 +309,7 @@ class Session:
                 )
             )
         self._require_loop("step")
+        prepared.update_parameters()
         if self.world_size > 1 and (reducer := prepared.update_reducer()) is not None:
             self._engine.agreement.agree_in_step(reducer.reduce)
         else:
@@ -463,6 +464,7 @@ class _PreparedOptimizer:
         engine: SessionEngine,
     ) -> None:
         self.parameters = parameters
+        self._optimizer = optimizer
         self._check_gradient = check_gradient
         self._unprofiled_step = UnprofiledStep(optimizer)
         self._is_stepping = False
@@ -495,6 +497,10 @@ class _PreparedOptimizer:
 
         # A bound method, as a learning-rate scheduler expects to find one.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def update_parameters(self) -> None:
+        """Look at the optimizer's parameters anew: the loop may have added a group."""
+        self.parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def update_reducer(self) -> GradientReducer | None:
         """Return the reducer for the parameters that are trained now, as the loop may freeze and

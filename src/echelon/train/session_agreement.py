@@ -76,11 +76,11 @@ class SessionAgreement:
         if self._control is None:
             self._control = self._collect_control()
 
-    def agree_in_step(self, reduce: Callable[[Tensor], Tensor]) -> None:
+    def agree_in_step(self, reduce: Callable[[Tensor | None], Tensor]) -> None:
         """Sum the gradients of an optimizer with `reduce`, and the ranks' requests with them."""
         self._loop_exit.begin_message()
         if self._control is not None:  # a second step in the iteration
-            reduce(torch.zeros(CONTROL_SIZE))
+            reduce(None)
             return
         control = torch.tensor(self._collect_control())
         if self._device.type == "cpu":
@@ -88,7 +88,7 @@ class SessionAgreement:
         else:
             # Read from a GPU it would make the GPU wait, so it crosses beside the gradients.
             work = dist.all_reduce(control, async_op=True)
-            reduce(torch.zeros(CONTROL_SIZE))
+            reduce(None)
             if work is not None:
                 work.wait()
         self._control, self._is_agreed = control.tolist(), True

@@ -88,7 +88,8 @@ class SessionEngine(RunOutput):
         self._output_tee = output_tee
         self._metrics = MetricSums()
         self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
-        self._share = Share(None, 1, 1)
+        self._share = self._loop_share = Share(None, 1, 1)
+        """That of the loop, or of an evaluation within; and that of the loop."""
         self._is_in_iteration = False
         self._has_compared_eval_data = False
         self._first_step = self.step
@@ -163,8 +164,7 @@ class SessionEngine(RunOutput):
         """Yield this rank's share of every batch, in order; see `Session.eval_batches`."""
         if not self._has_compared_eval_data:
             self._has_compared_eval_data = True
-            require_same_data(self.group, None, eval_data=data)
-        before = self._share
+            require_same_data(self.group, None, **{"the data of eval_batches": data})
         self.heartbeat.suspend()
         shares = iter_eval_shares(
             self.config, self.group.world, self.device, data, batch_size, collate_fn
@@ -175,7 +175,7 @@ class SessionEngine(RunOutput):
                 yield share.data
                 self.heartbeat.beat()
         finally:
-            self._share = before
+            self._share = self._loop_share
             shares.close()
 
     def _begin_loop(self, total_steps: int, what: str) -> None:
@@ -226,7 +226,7 @@ class SessionEngine(RunOutput):
         the iteration of an error must not be saved. `finish` ends that of a `break`.
         """
         while self.step < self.total_steps and not self.is_finished:
-            self._share = next(shares)
+            self._share = self._loop_share = next(shares)
             self._log_weight = self._share.sample_count
             self._is_in_iteration = True
             try:
@@ -242,7 +242,7 @@ class SessionEngine(RunOutput):
         """Count the iteration, and do what is due; `is_left` where the user's loop ends here."""
         self._is_in_iteration = False
         self.step += 1
-        self.samples += self._share.total if self.plan is not None else 0
+        self.samples += self._loop_share.total if self.plan is not None else 0
         self.heartbeat.step = self.step
         self.heartbeat.beat()
         if self.on_first_step is not None:
@@ -254,7 +254,8 @@ class SessionEngine(RunOutput):
             self._loop_exit.leave(self.step)
         else:
             self._loop_exit.go_on(self.step)
-        broadcast_buffers(self.parts.buffers)
+        if self.group.world.size > 1:
+            broadcast_buffers(self.parts.list_buffers())
         if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
             self._write_log_line()
         is_due = self._is_interval_over(self.config.trainer.save)
@@ -283,7 +284,7 @@ class SessionEngine(RunOutput):
     def compute_weight(self, count: float | Tensor | None) -> float | Tensor:
         """Return the weight of this rank's mean in the mean over all ranks; the sum of all ranks'
         weights is 1."""
-        share = self._share
+        share = self._loop_share
         if count is None:
             return share.sample_count / share.total
         own = count if share.sample_count else 0.0
@@ -324,7 +325,7 @@ class SessionEngine(RunOutput):
         """Return whether something is due in the current iteration."""
         if minutes is not None and self.agreement.has_time_passed(minutes):
             return True
-        total = self._share.total if self.plan is not None else 0
+        total = self._loop_share.total if self.plan is not None else 0
         return self._is_due_after(self.step + 1, self.samples + total, steps, epochs)
 
     def _is_interval_over(self, every: Interval) -> bool:
@@ -442,7 +443,7 @@ class SessionEngine(RunOutput):
         """Save a snapshot, unless this step has been saved already. All ranks take part."""
         if self.step in (0, self.saved_step):
             return
-        self.saved_step = self.step
+        self.saved_step, self.unsaved_reason = self.step, None
         if self.evaluations is not None:
             self.evaluations.is_left = is_evaluation_left
         self.heartbeat.suspend()

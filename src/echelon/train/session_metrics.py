@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from echelon.parallel.process_group import RankGroup
@@ -30,10 +31,17 @@ class MetricSums:
 
     def add(self, numbers: Mapping[str, float | Tensor], weight: float | Tensor) -> None:
         """Add numbers of one iteration."""
+        if isinstance(weight, Tensor):
+            weight = weight.double()  # a count of half precision would stop to grow
+        elif not weight:
+            return
         for name, value in numbers.items():
             total, weights = self._sums.get(name, (0.0, 0.0))
             exact = value.double() if isinstance(value, Tensor) else value
-            self._sums[name] = [total + exact * weight, weights + weight]
+            term = exact * weight
+            if isinstance(weight, Tensor):  # the mean over nothing is not a number
+                term = torch.where(weight > 0, term, torch.zeros_like(weight))
+            self._sums[name] = [total + term, weights + weight]
 
     def gather(self, group: RankGroup) -> list[RankSums]:
         """Return the sums of every rank on rank 0, and nothing on other ranks. A collective."""

@@ -54,8 +54,6 @@ class SessionParts:
         """Parts that have to be equal on all ranks whenever they are saved."""
         self._modules: list[nn.Module] = []
         self.parameter_ids: set[int] = set()
-        self.buffers: list[Tensor] = []
-        """Of all modules. They are rank 0's after every iteration."""
         self.optimizer: torch.optim.Optimizer | None = None
         """The first one."""
         self.is_complete = False
@@ -74,9 +72,13 @@ class SessionParts:
         self.add_part("model", module)
         self._modules.append(module)
         self.parameter_ids |= {id(p) for p in module.parameters()}
-        self.buffers += list(module.buffers())
         broadcast_buffers([p.detach() for p in module.parameters()])
         broadcast_buffers(list(module.buffers()))
+
+    def list_buffers(self) -> list[Tensor]:
+        """Return the buffers of all modules, which are rank 0's after every iteration. Listed anew,
+        as a module may have put other tensors in their place."""
+        return [buffer for module in self._modules for buffer in module.buffers()]
 
     def add_part(self, name: str, part: Any, is_numbered: bool = True) -> None:
         """Add a part of the snapshots, and restore it if there is one.
