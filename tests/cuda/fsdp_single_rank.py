@@ -72,7 +72,7 @@ def curve(kind: str, device: torch.device, name: str, again: bool) -> tuple[list
     if kind == "whole":
         made.model.to(device)
     precision.configure(made)
-    enable_fused_kernels(made, device)
+    enable_fused_kernels(made.optimizer, made.model, device)
     source = make_source(made.train_data, "train_data", 0, device)
     if kind == "whole":
         replica: Any = DDPReplica(made, world, device, trainer, precision, Heartbeat())

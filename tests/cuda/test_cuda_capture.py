@@ -175,7 +175,7 @@ def test_the_whole_step_holds_an_all_reduce(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     experiment = Experiment(model, optimizer, torch.nn.functional.mse_loss, None)
-    enable_fused_kernels(experiment, device)
+    enable_fused_kernels(experiment.optimizer, experiment.model, device)
     assert make_capturable(optimizer, device) is None
     replica = DDPReplica(
         experiment,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.cudagraph.capture import _find_hook_owner
+from echelon.cudagraph.capture import find_hook_owner
 from echelon.cudagraph.host_state import find_host_change, read_host_state
 from echelon.experiment.definition import Experiment
 
@@ -105,10 +105,10 @@ def test_a_step_on_its_own_changes_nothing() -> None:
 
 def test_hooks_of_the_user() -> None:
     e = experiment()
-    assert _find_hook_owner(e) is None
+    assert find_hook_owner(e.model, [e.optimizer]) is None
     e.model[0].weight.register_hook(lambda grad: grad)
-    assert _find_hook_owner(e) == "the model's 0.weight"
+    assert find_hook_owner(e.model, [e.optimizer]) == "the model's 0.weight"
     e.model[1].register_forward_hook(lambda *_: None)
-    assert _find_hook_owner(e) == "the model's 1"
+    assert find_hook_owner(e.model, [e.optimizer]) == "the model's 1"
     e.optimizer.register_step_post_hook(lambda *_: None)
-    assert _find_hook_owner(e) == "the optimizer"
+    assert find_hook_owner(e.model, [e.optimizer]) == "the optimizer"

@@ -33,7 +33,7 @@ def run_steps(e: Experiment, steps: int = 3) -> list[torch.Tensor]:
 @pytest.mark.parametrize("make", ["Adam", "AdamW"])
 def test_adam_is_fused_and_steps_as_before(make: str) -> None:
     plain, fused = experiment(make), experiment(make)
-    enable_fused_kernels(fused, CPU)
+    enable_fused_kernels(fused.optimizer, fused.model, CPU)
     assert all(group["fused"] for group in fused.optimizer.param_groups)
     for a, b in zip(run_steps(plain), run_steps(fused), strict=True):
         torch.testing.assert_close(a, b)
@@ -45,7 +45,7 @@ GPU = torch.device("cuda")
 
 def test_fused_momentum_survives_a_first_step_that_is_skipped() -> None:
     plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
-    enable_fused_kernels(fused, GPU)
+    enable_fused_kernels(fused.optimizer, fused.model, GPU)
     assert fused.optimizer.param_groups[0]["fused"]
     fused.optimizer.found_inf = torch.tensor(1.0)  # as a scaler says it
     run_steps(fused, 1)
@@ -56,7 +56,7 @@ def test_fused_momentum_survives_a_first_step_that_is_skipped() -> None:
 
 def test_fused_momentum_of_a_layer_that_joins_later() -> None:
     plain, fused = experiment("SGD", momentum=0.9), experiment("SGD", momentum=0.9)
-    enable_fused_kernels(fused, GPU)
+    enable_fused_kernels(fused.optimizer, fused.model, GPU)
     for e in (plain, fused):
         first, _, last = e.model
         nn.init.ones_(last.weight)
@@ -69,7 +69,7 @@ def test_fused_momentum_of_a_layer_that_joins_later() -> None:
 
 def test_dampened_momentum_is_not_fused() -> None:
     e = experiment("SGD", momentum=0.9, dampening=0.1)
-    enable_fused_kernels(e, GPU)
+    enable_fused_kernels(e.optimizer, e.model, GPU)
     assert e.optimizer.param_groups[0]["fused"] is None
 
 
@@ -82,14 +82,14 @@ def test_what_the_experiment_chose_or_torch_lacks_stays(
 ) -> None:
     e = experiment(make, **settings)
     before = copy.deepcopy([{**g, "params": []} for g in e.optimizer.param_groups])
-    enable_fused_kernels(e, CPU)
+    enable_fused_kernels(e.optimizer, e.model, CPU)
     assert [{**g, "params": []} for g in e.optimizer.param_groups] == before
 
 
 def test_a_snapshot_says_what_the_experiment_chose() -> None:
     e = experiment("Adam")
     ways = OptimizerFlags(e.optimizer)
-    enable_fused_kernels(e, CPU)
+    enable_fused_kernels(e.optimizer, e.model, CPU)
     assert make_capturable(e.optimizer, CPU) is None
     run_steps(e)
     [group] = ways.make_portable_state(e.optimizer.state_dict())["param_groups"]
@@ -99,7 +99,7 @@ def test_a_snapshot_says_what_the_experiment_chose() -> None:
         (e.model.state_dict(), ways.make_portable_state(e.optimizer.state_dict()))
     )
     again, plain = (resume_optimizer(*copy.deepcopy(saved)) for _ in range(2))
-    enable_fused_kernels(again, CPU)
+    enable_fused_kernels(again.optimizer, again.model, CPU)
     for a, b in zip(run_steps(again), run_steps(plain), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -277,8 +277,6 @@ def test_a_mistake_in_a_step_is_a_sentence(mistake: str, said: str, tmp_path: Pa
 def test_settings_that_a_step_does_not_read(tmp_path: Path) -> None:
     words = {
         "trainer.clip=1.0": "session.step(optimizer, clip=…)",
-        "trainer.capture=never": "a CUDA graph would not repeat",
-        "trainer.compile=true": "torch.compile(model)",
         "replica.kind=fsdp": "shards are gathered in one",
         "trainer.accumulate=2": "for each piece of a batch",
         "trainer.evaluate.minutes=5.0": "trainer.evaluate.steps",

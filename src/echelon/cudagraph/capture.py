@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from echelon.config.schema import TrainerConfig
 from echelon.cudagraph.host_state import HostState, find_host_change, read_host_state
@@ -35,8 +36,98 @@ _MIN_WORTHWHILE_STEPS = 64
 StepFunction = Callable[[Any, int, int], Tensor]
 
 
-class StepCapture:
-    """Captures the step when it can, and replays it from then on."""
+class GraphedStep(Protocol):
+    """A captured step."""
+
+    def fits(self, batch: Any) -> bool:
+        """Return whether the step can be replayed for this batch."""
+        ...
+
+    def replay(self, batch: Any) -> None:
+        """Run the step for this batch."""
+        ...
+
+
+Graph = TypeVar("Graph", bound=GraphedStep)
+
+
+class GraphCapture(Generic[Graph]):
+    """Captures a step when it can, and replays it from then on.
+
+    make_graph        captures the step for a batch
+    read_state        reads the host's state, to compare it before and after a step
+    abandon_step      cleans up after a step that failed halfway
+    is_required       whether a step that cannot be captured is a fault
+    """
+
+    def __init__(
+        self,
+        make_graph: Callable[[Any], Graph],
+        read_state: Callable[[], HostState],
+        abandon_step: Callable[[], None],
+        world_size: int,
+        is_required: bool,
+    ) -> None:
+        self._make_graph, self._read_state = make_graph, read_state
+        self._abandon_step = abandon_step
+        self._world_size = world_size
+        self._is_required = is_required
+        self._steps_seen = 0
+        self._state_before: HostState | None = None
+        self.graph: Graph | None = None
+        self.has_given_up = False
+
+    def replay_or_capture(self, batch: Any) -> bool:
+        """Replay the step for this batch, where it is or can now be captured; returns False where
+        the caller must run it as usual."""
+        if self.has_given_up or (self.graph is not None and not self.graph.fits(batch)):
+            return False
+        if self.graph is None:
+            self._steps_seen += 1
+            if self._steps_seen == _WARMUP_STEPS:
+                self._state_before = self._read_state()
+            if self._steps_seen <= _WARMUP_STEPS or not self._try_capture(batch):
+                return False
+        assert self.graph is not None
+        self.graph.replay(batch)
+        return True
+
+    def discard_graph(self) -> None:
+        """Forgets the captured step, because it is not the step any more; it is captured anew
+        after some plain steps."""
+        self.graph, self._steps_seen = None, 0
+
+    def give_up(self, reason: str) -> None:
+        """Run the step as usual from here on, and say why; where it is required, raise."""
+        self.graph, self.has_given_up = None, True
+        report_obstacle(reason, self._is_required)
+
+    def _try_capture(self, batch: Any) -> bool:
+        """Return whether the step could be captured; otherwise it is reported once and never tried
+        again."""
+        assert self._state_before is not None
+        reason = find_host_change(self._state_before, self._read_state()) or _find_memory_obstacle()
+        reason = agree_on_obstacle(reason, self._world_size)
+        if reason is None:
+            reason = agree_on_obstacle(self._capture(batch), self._world_size)
+        if reason is not None:
+            self.give_up(reason)
+        return reason is None
+
+    def _capture(self, batch: Any) -> str | None:
+        """Captures the step; returns the reason where that failed."""
+        stream = torch.cuda.current_stream()
+        try:
+            self.graph = self._make_graph(batch)
+        except Exception as error:  # whatever the reason, the step still works without a graph
+            _leave_capture_stream(stream)
+            self._abandon_step()
+            return _summarize_error(error)
+        return None
+
+
+class StepCapture(GraphCapture[StepGraph]):
+    """Captures the step of an experiment with a loss, whose batches are cut out of blocks."""
 
     def __init__(
         self,
@@ -48,19 +139,19 @@ class StepCapture:
         world_size: int,
         result_width: int,
     ) -> None:
+        """`result_width` is how many numbers a step reports."""
+        super().__init__(
+            self._make_step_graph,
+            lambda: read_host_state(experiment),
+            abandon_step,
+            world_size,
+            is_required=trainer.capture == "always",
+        )
         self._step = step
-        self._abandon_step = abandon_step
         self._experiment = experiment
         self._source = source
         self._batch_size = trainer.batch_size
-        self._is_required = trainer.capture == "always"
-        self._world_size = world_size
         self._result_width = result_width
-        """How many numbers a step reports."""
-        self._steps_seen = 0
-        self._state_before: HostState | None = None
-        self.graph: StepGraph | None = None
-        self.has_given_up = False
 
     def try_replay(self, batch: Batch | BlockSlice, total: int) -> bool:
         """Replays the step for this batch; returns False where the caller must run it as usual.
@@ -72,59 +163,16 @@ class StepCapture:
             return False
         if not isinstance(batch, BlockSlice):
             if self._experiment.batch_transform is not None:
-                self._give_up("batch_transform does not return tensors with a row per sample")
+                self.give_up("batch_transform does not return tensors with a row per sample")
             return False
-        if self.graph is not None and not self.graph.fits(batch):  # made by a batch_transform
-            return False
-        if self.graph is None:
-            self._steps_seen += 1
-            if self._steps_seen == _WARMUP_STEPS:
-                self._state_before = read_host_state(self._experiment)
-            if self._steps_seen <= _WARMUP_STEPS or not self._try_capture(batch, total):
-                return False
-        assert self.graph is not None
-        self.graph.replay(batch)
-        return True
+        return self.replay_or_capture(batch)
 
-    def discard_graph(self) -> None:
-        """Forgets the captured step, because it is not the step any more; it is captured anew
-        after some plain steps."""
-        self.graph, self._steps_seen = None, 0
-
-    def _try_capture(self, block_slice: BlockSlice, total: int) -> bool:
-        """Return whether the step could be captured; otherwise it is reported once and never tried
-        again."""
-        assert self._state_before is not None
-        reason = (
-            find_host_change(self._state_before, read_host_state(self._experiment))
-            or _find_memory_obstacle()
-        )
-        reason = agree_on_obstacle(reason, self._world_size)
-        if reason is None:
-            reason = agree_on_obstacle(self._capture(block_slice, total), self._world_size)
-        if reason is not None:
-            self._give_up(reason)
-        return reason is None
-
-    def _give_up(self, reason: str) -> None:
-        self.graph, self.has_given_up = None, True
-        report_obstacle(reason, self._is_required)
-
-    def _capture(self, block_slice: BlockSlice, total: int) -> str | None:
-        """Captures the step; returns the reason where that failed."""
-
+    def _make_step_graph(self, block_slice: BlockSlice) -> StepGraph:
         def body(data: tuple[Tensor, ...]) -> Tensor:
-            return self._step(data, block_slice.sample_count, total)
+            return self._step(data, block_slice.sample_count, self._batch_size)
 
-        stream = torch.cuda.current_stream()
-        try:
-            capacity = self._source.compute_block_rows(block_slice.sample_count)
-            self.graph = StepGraph(body, block_slice, capacity, self._result_width)
-        except Exception as error:  # whatever the reason, the step still works without a graph
-            _leave_capture_stream(stream)
-            self._abandon_step()
-            return _summarize_error(error)
-        return None
+        capacity = self._source.compute_block_rows(block_slice.sample_count)
+        return StepGraph(body, block_slice, capacity, self._result_width)
 
 
 def _leave_capture_stream(stream: torch.cuda.Stream) -> None:
@@ -182,7 +230,7 @@ def find_obstacle(
         return "the model's buffers are broadcast to all ranks in every step"
     if world_size > 1 and trainer.unused_parameters:
         return "ranks may use different parameters (trainer.unused_parameters=true)"
-    if hook_owner := _find_hook_owner(experiment):
+    if hook_owner := find_hook_owner(experiment.model, [experiment.optimizer]):
         return f"{hook_owner} has hooks, which run on the host"
     scales = getattr(experiment.optimizer, "_step_supports_amp_scaling", False)
     if experiment.scaler is not None and not scales:
@@ -196,14 +244,14 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def _find_hook_owner(experiment: Experiment) -> str | None:
+def find_hook_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
     """Return whose hooks would run once, at the capture, and never again."""
-    if any(getattr(experiment.optimizer, hooks, None) for hooks in _STEP_HOOKS):
+    if any(getattr(optimizer, hooks, None) for optimizer in optimizers for hooks in _STEP_HOOKS):
         return "the optimizer"
-    for name, module in experiment.model.named_modules():
+    for name, module in model.named_modules():
         if any(getattr(module, hooks, None) for hooks in _HOOKS):
             return f"the model's {name}" if name else "the model"
-    for name, p in experiment.model.named_parameters():
+    for name, p in model.named_parameters():
         if any(getattr(p, hooks, None) for hooks in _GRADIENT_HOOKS):
             return f"the model's {name}"
     return None

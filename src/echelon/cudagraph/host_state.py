@@ -1,8 +1,8 @@
 """Finds what a step changes on the host, which a CUDA graph of the step would not repeat.
 
 The state is compared before and after a step: random-number generators, attributes of modules, and
-what the loss and other functions of the user keep in attributes, closures and globals. Tensors on
-the GPU are not compared, as a replay does change those.
+what the loss and other functions of the user keep in attributes, closures and globals. What is in
+tensors on the GPU is not compared, as a replay does change it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from echelon.experiment.definition import Experiment
 
@@ -29,16 +30,52 @@ _MAX_ITEMS = 100
 HostState = tuple[dict[str, Any], Any]
 
 
-def read_host_state(experiment: Experiment) -> HostState:
+def read_host_state(
+    experiment: Experiment, references: Mapping[str, Any] | None = None
+) -> HostState:
     """Return what can be compared of the host's state: values by name, and the states of the
-    generators."""
+    generators.
+
+    `references` are the values that a step of the user's own refers to (`step_references.py`).
+    """
     found: dict[str, Any] = {}
     for name, module in experiment.model.named_modules():
         found |= _read_module(f"the model's {name}." if name else "the model's ", module)
     for what in ("loss", "predict"):
         function = getattr(experiment, what)
         found |= {f"the {what}'s {key}": value for key, value in _read_callable(function)}
+    for name, value in (references or {}).items():
+        found |= _read_reference(f"the step's {name}", value)
     return found, _read_rng_states()
+
+
+def _read_reference(name: str, value: Any) -> dict[str, Any]:
+    """Reads what a step refers to by a name: a graph keeps the tensor that stood there when it was
+    captured, and what an optimizer keeps outside of tensors."""
+    if isinstance(value, nn.Module):
+        parts = value.named_modules()
+        return {
+            k: v for key, part in parts for k, v in _read_module(f"{name}.{key}.", part).items()
+        }
+    if isinstance(value, Optimizer):
+        return {
+            f"{name}.state": [_fingerprint_value(state, 2) for state in value.state.values()],
+            f"{name}.param_groups": _fingerprint_value(read_group_settings(value)),
+        }
+    return {name: _fingerprint_value(value)}
+
+
+def read_group_settings(optimizer: Optimizer) -> list[tuple[Any, ...]]:
+    """Return the settings of every group of an optimizer, which a graph holds as they were. One
+    that is a tensor on a GPU is read by the graph in every step."""
+    return [
+        tuple(
+            id(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        )
+        for group in optimizer.param_groups
+    ]
 
 
 def find_host_change(before: HostState, after: HostState) -> str | None:
@@ -110,13 +147,14 @@ def _fingerprint_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _fingerprint_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Return something to compare a value by: cheap, and never equal after a change that matters.
 
-    Tensors on the CPU are compared by torch's version counter, containers by their first items down
-    to a small depth, other objects by their identity and attributes.
+    Tensors on the CPU are compared by torch's version counter. A replay does change tensors on the
+    GPU, so they may only not be replaced by others. Containers are compared by their first items
+    down to a small depth, other objects by their identity and attributes.
     """
     if isinstance(value, _PLAIN_TYPES):
         return value
     if isinstance(value, Tensor):
-        return (id(value), value._version) if value.device.type == "cpu" else None
+        return (id(value), value._version) if value.device.type == "cpu" else id(value)
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes < 1000 else id(value)
     if depth == 0 or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):

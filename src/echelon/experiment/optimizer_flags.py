@@ -10,10 +10,9 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.experiment.definition import Experiment
 from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.kernels import can_use_kernels
 from echelon.optim import RowAdam, RowSGD
@@ -35,13 +34,10 @@ def move_state_to_parameters(optimizer: Optimizer) -> None:
                 state[key] = value.to(p.device)
 
 
-def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
+def enable_fused_kernels(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
     """Switches to fused kernels, unless the experiment chose otherwise or its parameters do not
     allow it."""
-    optimizer = experiment.optimizer
-    if type(optimizer) not in _FUSABLE_OPTIMIZERS.get(device.type, ()) or find_sparse_tables(
-        experiment.model
-    ):
+    if type(optimizer) not in _FUSABLE_OPTIMIZERS.get(device.type, ()) or find_sparse_tables(model):
         return
     if not all(map(_can_fuse, optimizer.param_groups)):
         return
@@ -49,8 +45,8 @@ def enable_fused_kernels(experiment: Experiment, device: torch.device) -> None:
         group["fused"] = True
     create_momentum_buffers(optimizer)
     # torch's constructors set these two attributes where fused=True is passed.
-    optimizer._step_supports_amp_scaling = True
-    optimizer._need_device_dtype_check_for_fused = True
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
     _move_step_counts(optimizer)
 
 

@@ -204,7 +204,7 @@ def prepare_training(
         trainer.profile, training.step, training.total_steps, run.traces_folder, world.rank, device
     )
     training.speed = speed
-    enable_fused_kernels(experiment, device)
+    enable_fused_kernels(experiment.optimizer, experiment.model, device)
     if world.rank == 0:
         training.writer = SnapshotWriter(
             run.snapshots_folder, trainer.keep_last, resumed_step=training.step

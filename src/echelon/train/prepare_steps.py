@@ -3,6 +3,8 @@ evaluations, and the loop over both."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from echelon.config.schema import Config
 from echelon.experiment.definition import Experiment
 from echelon.experiment.precision import Precision
@@ -21,7 +23,7 @@ _STEP_SETTINGS = UsedSettings(
     (
         *SESSION_SETTINGS.names,
         *("evaluate.steps", "evaluate.epochs", "best", "best_is", "early_stop.", "sanity_steps"),
-        "ema",
+        *("ema", "capture", "compile"),
     ),
     {
         "trainer.evaluate.minutes": "set trainer.evaluate.steps or trainer.evaluate.epochs",
@@ -30,10 +32,6 @@ _STEP_SETTINGS = UsedSettings(
         "trainer.schedule": "give the experiment a schedule",
         "trainer.warmup_steps": "give the experiment a schedule",
         "trainer.precision": "compute under torch.autocast in the step",
-        "trainer.compile": "call torch.compile(model) in the experiment's function: only its own "
-        "step knows what is computed",
-        "trainer.capture": "leave it out: a step of your own is not captured, because a CUDA graph "
-        "would not repeat what it does on the host",
         "replica.kind": "leave it out, or give a loss in the place of step: a step of your own "
         "may use its models in any order, and shards are gathered in one",
     },
@@ -57,10 +55,17 @@ def prepare_steps(
     config = resolve_best(config, evaluator)
     evaluations = make_evaluations(experiment, config, evaluator)
     engine, info = prepare_session(config, run, group, stop, heartbeat, output, _STEP_SETTINGS)
-    if devices[0].type == "cuda" and group.world.rank == 0:
-        from echelon.cudagraph.capture import report_obstacle
-
-        report_obstacle("the experiment has a step of its own, which runs on the host", False)
+    if config.trainer.compile:
+        _compile_models(experiment.model, heartbeat)
     if evaluator is not None:
         engine.evaluations = evaluations
     return StepLoop(experiment, engine, info)
+
+
+def _compile_models(model: nn.Module, heartbeat: Heartbeat) -> None:
+    """Compile the forward pass of the model, or of each where there are several by name: what the
+    step computes around them only the step knows."""
+    from echelon.experiment.compilation import CompiledFunction
+
+    for part in model.values() if isinstance(model, nn.ModuleDict) else (model,):
+        part.forward = CompiledFunction(part.forward, heartbeat)

@@ -94,11 +94,13 @@ class Session:
     @property
     def completed_steps(self) -> int:
         """Iterations of the loop that are over."""
+        self._engine.host_calls.add("session.completed_steps")
         return self._engine.step
 
     @property
     def epoch(self) -> int:
         """The pass over the data that the current batch belongs to, from 1."""
+        self._engine.host_calls.add("session.epoch")
         return self._engine.epoch
 
     @property
@@ -233,6 +235,7 @@ class Session:
         samples of a share count: a share must not be empty, so where the samples do not suffice it
         has one that does not count.
         """
+        self._engine.host_calls.add("session.eval_batches")
         return self._engine.iter_eval_batches(data, batch_size, collate_fn)
 
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
@@ -349,6 +352,7 @@ class Session:
                     "write session.every(epochs=1)",
                 )
             )
+        self._engine.host_calls.add("session.every")
         return self._engine.is_due(steps, epochs, minutes)
 
     def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
@@ -361,6 +365,7 @@ class Session:
         Texts, echelon.Image and echelon.Histogram are logged too, at once and for this iteration;
         those of rank 0 count.
         """
+        self._engine.host_calls.add("session.log")
         values = {**(values or {}), **more}
         media = {n: v for n, v in values.items() if isinstance(v, (str, Image, Histogram))}
         numbers = {
@@ -399,12 +404,14 @@ class Session:
                     f"say it: session.best({name}=…, higher_is_better=True)",
                 )
             )
+        self._engine.host_calls.add("session.best")
         number = _read_number(name, given, self)
         return self._engine.record_best(name, float(number), direction)
 
     def stop(self) -> None:
         """End the loop on all processes, as a run that is finished: after this iteration where it
         is called before `step`, and otherwise after the next one."""
+        self._engine.host_calls.add("session.stop")
         self._engine.agreement.request_finish()
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -448,6 +455,7 @@ class Session:
 
     def print(self, *values: Any) -> None:
         """Print on rank 0 alone."""
+        self._engine.host_calls.add("session.print")
         if self.is_main_process:
             print(*values, file=sys.stderr)
 

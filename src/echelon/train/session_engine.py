@@ -37,7 +37,7 @@ from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.session_agreement import SessionAgreement
-from echelon.train.session_metrics import MetricSums, merge_sums
+from echelon.train.session_metrics import MetricSums, RankSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
 from echelon.train.session_shares import Share, iter_eval_shares, open_loop_data
 from echelon.train.stop_signals import StopSignals
@@ -58,6 +58,8 @@ class SessionEngine(RunOutput):
     """Whether the block of a script's session has ended, so that nothing can be asked for."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first iteration of this start."""
+    flush_metrics: Callable[[], None] | None = None
+    """Adds to the metrics what a captured step has kept on the device."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class SessionEngine(RunOutput):
         self.is_finished = bool(info.get("is_finished", False))
         """Whether the loop of a resumed run had ended by itself."""
         self._output_tee = output_tee
-        self._metrics = MetricSums()
-        self._metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
+        self.metrics = MetricSums()
+        self.metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
         self._share = self._loop_share = Share(None, 1, 1)
         """That of the loop, or of an evaluation within; and that of the loop."""
         self._is_in_iteration = False
@@ -107,7 +109,10 @@ class SessionEngine(RunOutput):
         self._is_left = False
         """Whether the user's loop was left within an iteration, by `break` or by an error."""
         self._is_best = False
-        self._log_weight: float | Tensor = 1.0
+        self.log_weight: float | Tensor = 1.0
+        """The number of things that what is logged is a mean over."""
+        self.host_calls: set[str] = set()
+        """What the loop has asked the session in a way that a captured step could not."""
         self.saved_step = self.step if info else None
         self._line_begun = (time.monotonic(), self.step, self.samples)
 
@@ -227,7 +232,7 @@ class SessionEngine(RunOutput):
         """
         while self.step < self.total_steps and not self.is_finished:
             self._share = self._loop_share = next(shares)
-            self._log_weight = self._share.sample_count
+            self.log_weight = self._share.sample_count
             self._is_in_iteration = True
             try:
                 yield self._share.data
@@ -288,7 +293,7 @@ class SessionEngine(RunOutput):
         if count is None:
             return share.sample_count / share.total
         own = count if share.sample_count else 0.0
-        self._log_weight = own
+        self.log_weight = own
         if self.group.world.size == 1:
             return 1.0
         self.begin_message()
@@ -345,7 +350,7 @@ class SessionEngine(RunOutput):
         """Add to the means of the next line of metrics, weighted by this rank's samples, or by what
         the mean of its loss is over."""
         if self._share.sample_count:  # what a rank computes without a sample of its own is nothing
-            self._metrics.add(numbers, self._log_weight)
+            self.metrics.add(numbers, self.log_weight)
 
     def log_media(self, media: dict[str, Media]) -> None:
         """Log texts, images and histograms of rank 0 for the current iteration."""
@@ -402,9 +407,14 @@ class SessionEngine(RunOutput):
         epoch, batch = self.plan.locate(self.step, self.samples)
         return max(1, epoch + (batch > 0))
 
+    def _gather_metrics(self) -> list[RankSums]:
+        if self.flush_metrics is not None:
+            self.flush_metrics()
+        return self.metrics.gather(self.group)
+
     def _write_log_line(self) -> None:
-        sums = merge_sums(self._metrics.gather(self.group))
-        self._metrics.clear()
+        sums = merge_sums(self._gather_metrics())
+        self.metrics.clear()
         if self.group.world.rank != 0:
             return
         begun_s, step, samples = self._line_begun
@@ -417,7 +427,7 @@ class SessionEngine(RunOutput):
             "epoch": self._count_epochs(),
             "samples": self.samples,
             **logged,
-            **({"lr": optimizer.param_groups[0]["lr"]} if optimizer is not None else {}),
+            **({"lr": float(optimizer.param_groups[0]["lr"])} if optimizer is not None else {}),
             **(
                 {"samples_per_s": (self.samples - samples) / seconds}
                 if self.plan is not None
@@ -449,7 +459,7 @@ class SessionEngine(RunOutput):
         self.heartbeat.suspend()
         self.parts.require_savable(self.step)
         rng_rows = self.group.gather(pack_rng_state(self.device))
-        metrics = self._metrics.gather(self.group)
+        metrics = self._gather_metrics()
         if self.group.world.rank == 0:
             assert self.writer is not None
             parts = self.parts.collect_state()

@@ -43,6 +43,12 @@ class MetricSums:
                 term = torch.where(weight > 0, term, torch.zeros_like(weight))
             self._sums[name] = [total + term, weights + weight]
 
+    def add_sums(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Add sums of several iterations with the sums of their weights."""
+        for name, (total, weight) in sums.items():
+            known, weights = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = [known + total, weights + weight]
+
     def gather(self, group: RankGroup) -> list[RankSums]:
         """Return the sums of every rank on rank 0, and nothing on other ranks. A collective."""
         own = {name: [float(total), float(n)] for name, (total, n) in self._sums.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
@@ -50,6 +51,9 @@ class SessionParts:
         self._parts: dict[str, Any] = {}
         self.own_names: dict[int, str] = {}
         """By id, the names of parts that an experiment has named."""
+        self.optimizer_flags: dict[int, OptimizerFlags] = {}
+        """By the id of an optimizer, what was chosen for this machine and belongs in no
+        snapshot."""
         self.equal_state: Mapping[str, Any] = {}
         """Parts that have to be equal on all ranks whenever they are saved."""
         self._modules: list[nn.Module] = []
@@ -180,7 +184,11 @@ class SessionParts:
 
     def collect_state(self) -> dict[str, Any]:
         """Return the state of every part."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        for name, part in self._parts.items():
+            if (flags := self.optimizer_flags.get(id(part))) is not None:
+                state[name] = flags.make_portable_state(state[name])
+        return state
 
     @property
     def names(self) -> list[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment, get_parts_by_name
 from echelon.experiment.module_modes import enter_train_mode
+from echelon.experiment.optimizer_flags import OptimizerFlags, enable_fused_kernels
 from echelon.experiment.schedule_length import require_long_schedule, waits_for_metric
 from echelon.snapshot.layout import EMA_NAME
 from echelon.train.prepare import make_batch_transform
@@ -18,6 +20,9 @@ from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine
 from echelon.train.weight_average import WeightAverage
+
+if TYPE_CHECKING:
+    from echelon.cudagraph.own_step_capture import OwnStepCapture
 
 
 class StepLoop:
@@ -34,7 +39,13 @@ class StepLoop:
         self._schedules = [s for s in schedules if not waits_for_metric(s)]
         self._parameters: list[nn.Parameter] = []
         """Of all optimizers."""
+        self._optimizers: dict[str, Optimizer] = get_parts_by_name(
+            "optimizer", experiment.optimizer
+        )
         self._average: WeightAverage | None = None
+        self._capture: OwnStepCapture | None = None
+        self._host_calls: set[str] = set()
+        """What the step has asked the session so far, and a CUDA graph would not ask again."""
         self._has_trained = engine.step > 0
         self._transform = make_batch_transform(
             experiment, engine.config, engine.group.world, engine.device
@@ -56,22 +67,60 @@ class StepLoop:
             if engine.evaluations.is_left:  # of the step that the run resumes from
                 engine.evaluate()
         enter_train_mode(self._experiment.model)
+        self._prepare_capture()
         for batch in batches:
             self._run_step(batch)
         engine.evaluate()
 
     def _prepare_parts(self) -> None:
         """Give all parts to the session, which restores them. Those with names keep them."""
-        experiment = self._experiment
-        optimizers = get_parts_by_name("optimizer", experiment.optimizer)
+        experiment, optimizers = self._experiment, self._optimizers
         named = optimizers | get_parts_by_name("schedule", experiment.schedule)
         self.engine.parts.own_names = {id(part): name for name, part in named.items()}
+        self.engine.parts.optimizer_flags = {id(o): OptimizerFlags(o) for o in optimizers.values()}
         self._session.prepare(experiment.model, *named.values())
+        if self.engine.device.type == "cuda":  # on a CPU it is to the bit what a loop computes
+            for optimizer in optimizers.values():  # once restored: a snapshot brings its own flags
+                enable_fused_kernels(optimizer, experiment.model, self.engine.device)
         self._session.register(**(experiment.state or {}))
         self.engine.parts.equal_state = experiment.state or {}
         self._prepare_average()
         groups = [group for o in optimizers.values() for group in o.param_groups]
         self._parameters = [p for group in groups for p in group["params"]]
+
+    def _prepare_capture(self) -> None:
+        """Let the step be captured as a CUDA graph where that is wanted and possible, and say why
+        where it is not."""
+        engine, choice = self.engine, self.engine.config.trainer.capture
+        is_required, on_gpu = choice == "always", engine.device.type == "cuda"
+        if choice == "never" or not (on_gpu or is_required) or engine.step == engine.total_steps:
+            return
+        from echelon.cudagraph.capture import find_step_shortage, report_obstacle
+        from echelon.cudagraph.own_step_capture import OwnStepCapture, find_own_step_obstacle
+
+        experiment, world_size = self._experiment, engine.group.world.size
+        followed = [getattr(schedule, "optimizer", None) for schedule in self._schedules]
+        scheduled = [o for o in self._optimizers.values() if any(o is f for f in followed)]
+        reason = None if on_gpu else "there is no GPU"
+        reason = reason or find_step_shortage(engine.total_steps - engine.step, is_required)
+        reason = reason or find_own_step_obstacle(
+            experiment, self._optimizers, scheduled, engine.device, world_size
+        )
+        if reason is not None:
+            if engine.group.world.rank == 0 or is_required:
+                report_obstacle(reason, is_required)
+            return
+        self._capture = OwnStepCapture(
+            experiment,
+            self._optimizers,
+            scheduled,
+            self._call_step,
+            engine.metrics.add_sums,
+            self._clear_gradients,
+            self._host_calls,
+            is_required,
+        )
+        engine.flush_metrics = self._capture.flush_sums
 
     def _prepare_average(self) -> None:
         """Begin or restore the average of the weights, which is evaluated in their place."""
@@ -107,13 +156,29 @@ class StepLoop:
         return batches
 
     def _run_step(self, batch: Any) -> None:
-        """Call the experiment's step; what it leaves in gradients does not come to the next one, as
-        it would not come to a run that is resumed in between."""
-        assert self._experiment.step is not None
+        """Train with one batch: replay the captured step, or call the experiment's."""
         if self._transform is not None:
             count = max(1, self.engine.share_count)  # a rank without a sample has a spare one
             batch = self._transform.transform_data(batch, count, self.engine.step)
+        if self._capture is not None and self._capture.try_replay(batch):
+            self.engine.agreement.note_step()  # which the graph does not repeat
+        else:
+            numbers, _ = self._call_step(batch)
+            self._session.log(numbers)
+        for schedule in self._schedules:
+            schedule.step()
+
+    def _call_step(self, batch: Any) -> tuple[dict[str, Any], float | Tensor]:
+        """Call the experiment's step; return what it logs, and the number of things that this is a
+        mean over.
+
+        What it leaves in gradients does not come to the next one, as it would not come to a run
+        that is resumed in between.
+        """
+        assert self._experiment.step is not None
+        self.engine.host_calls.clear()
         returned = self._experiment.step(batch, self._session)
+        self._host_calls |= self.engine.host_calls
         if not (returned is None or isinstance(returned, Mapping)):
             raise EchelonError(
                 Fault(
@@ -128,11 +193,13 @@ class StepLoop:
                 self._average.update()
         else:
             self._require_step(returned or {})
-        self._session.log(**{str(name): value for name, value in (returned or {}).items()})
+        self._clear_gradients()
+        numbers = {str(name): value for name, value in (returned or {}).items()}
+        return numbers, self.engine.log_weight
+
+    def _clear_gradients(self) -> None:
         for p in self._parameters:
             p.grad = None
-        for schedule in self._schedules:
-            schedule.step()
 
     @property
     def _number(self) -> int:
