@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
                 buffer.mul_(group["momentum"]).add_(p.grad)
                 direction = p.grad + group["momentum"] * buffer
                 p.mul_(len(p) ** 0.5 / p.norm())
-                p.add_(make_orthogonal(direction.flatten(1)).view_as(p), alpha=-group["lr"])
+                p.sub_(group["lr"] * make_orthogonal(direction.flatten(1)).view_as(p))
 
 
 def make_orthogonal(matrix: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def test_a_buffer_that_a_module_replaces() -> None:
         model.running_mean = torch.ones(3)
 
     changed = find_change(lambda batch, session: None, replace, model)
-    assert changed == "the model's _buffers changes from step to step"
+    assert changed == "the model's running_mean changes from step to step"
 
 
 def test_random_numbers_of_a_replay_buffer() -> None:

@@ -57,9 +57,14 @@ def _read_reference(name: str, value: Any) -> dict[str, Any]:
         return {
             k: v for key, part in parts for k, v in _read_module(f"{name}.{key}.", part).items()
         }
+    if isinstance(value, Tensor):
+        return {name: (id(value), _fingerprint_value(value))}
     if isinstance(value, Optimizer):
         return {
-            f"{name}.state": [_fingerprint_value(state, 2) for state in value.state.values()],
+            f"{name}.state": [
+                {key: (id(part), _fingerprint_value(part)) for key, part in state.items()}
+                for state in value.state.values()
+            ],
             f"{name}.param_groups": _fingerprint_value(read_group_settings(value)),
         }
     return {name: _fingerprint_value(value)}
@@ -89,8 +94,10 @@ def find_host_change(before: HostState, after: HostState) -> str | None:
 
 
 def _read_module(prefix: str, module: nn.Module) -> dict[str, Any]:
-    """Reads a module's attributes and what its forward refers to."""
-    own = {f"{prefix}{key}": _fingerprint_value(value) for key, value in vars(module).items()}
+    """Reads a module's attributes and what its forward refers to. A buffer may change, but it may
+    not be replaced by another tensor, which the graph would not read."""
+    own = {f"{prefix}{key}": id(value) for key, value in module._buffers.items()}
+    own |= {f"{prefix}{key}": _fingerprint_value(value) for key, value in vars(module).items()}
     return own | {f"{prefix}{key}": value for key, value in _read_function(type(module).forward)}
 
 
@@ -147,14 +154,13 @@ def _fingerprint_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _fingerprint_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Return something to compare a value by: cheap, and never equal after a change that matters.
 
-    Tensors on the CPU are compared by torch's version counter. A replay does change tensors on the
-    GPU, so they may only not be replaced by others. Containers are compared by their first items
-    down to a small depth, other objects by their identity and attributes.
+    Tensors on the CPU are compared by torch's version counter, containers by their first items down
+    to a small depth, other objects by their identity and attributes.
     """
     if isinstance(value, _PLAIN_TYPES):
         return value
     if isinstance(value, Tensor):
-        return (id(value), value._version) if value.device.type == "cpu" else id(value)
+        return (id(value), value._version) if value.device.type == "cpu" else None
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes < 1000 else id(value)
     if depth == 0 or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):

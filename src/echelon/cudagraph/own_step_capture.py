@@ -78,7 +78,6 @@ class OwnStepGraph:
 class OwnStepCapture(GraphCapture[OwnStepGraph]):
     """Captures the step of an experiment with a step of its own.
 
-    scheduled         optimizers whose learning rates change from step to step
     add_sums          is given what replayed steps have logged
     abandon_step      cleans up after a step that failed halfway
     host_calls        what the step has asked of the session, which answers on the host
@@ -88,23 +87,20 @@ class OwnStepCapture(GraphCapture[OwnStepGraph]):
         self,
         experiment: Experiment,
         optimizers: Mapping[str, Optimizer],
-        scheduled: list[Optimizer],
         run_step: StepRun,
         add_sums: Callable[[dict[str, tuple[Tensor, Tensor]]], None],
         abandon_step: Callable[[], None],
         host_calls: set[str],
-        is_required: bool,
     ) -> None:
         super().__init__(
             lambda batch: OwnStepGraph(run_step, batch),
             self._read_state,
             abandon_step,
             world_size=1,
-            is_required=is_required,
+            is_required=True,
         )
         self._experiment, self._optimizers = experiment, optimizers
         self._parameters = list(experiment.model.parameters())
-        self._scheduled = scheduled
         self._add_sums = add_sums
         self._host_calls = host_calls
         self._constants: Any = None
@@ -127,12 +123,6 @@ class OwnStepCapture(GraphCapture[OwnStepGraph]):
             self._constants = self._read_constants()
         self._unfit_batches += self.graph is not None and not is_replayed
         return is_replayed
-
-    def give_up(self, reason: str) -> None:
-        """Run the step as usual from here on, and say why."""
-        self.flush_sums()
-        self._put_rates_on_host()
-        super().give_up(reason)
 
     def flush_sums(self) -> None:
         """Hand over what replayed steps have logged."""
@@ -169,14 +159,6 @@ class OwnStepCapture(GraphCapture[OwnStepGraph]):
         named = {f"optimizer {name}": part for name, part in self._optimizers.items()}
         return read_host_state(self._experiment, references | named)
 
-    def _put_rates_on_host(self) -> None:
-        """Make learning rates of optimizers that are not torch's plain numbers again: on the device
-        they would make the host wait in every step."""
-        for optimizer in self._scheduled:
-            if not _is_capturable(optimizer):
-                for group in optimizer.param_groups:
-                    group["lr"] = float(group["lr"])
-
 
 def find_own_step_obstacle(
     experiment: Experiment,
@@ -186,7 +168,8 @@ def find_own_step_obstacle(
     world_size: int,
 ) -> str | None:
     """Return why the experiment's own step cannot be captured, as far as is known before the first
-    step; otherwise change its optimizers so that a graph can hold their steps."""
+    step; otherwise change its optimizers so that a graph can hold their steps. The learning rates
+    of `scheduled` ones change from step to step."""
     if experiment.train_data is None:
         return "without train_data it is given the number of the step"
     if world_size > 1:

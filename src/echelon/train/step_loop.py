@@ -79,9 +79,6 @@ class StepLoop:
         self.engine.parts.own_names = {id(part): name for name, part in named.items()}
         self.engine.parts.optimizer_flags = {id(o): OptimizerFlags(o) for o in optimizers.values()}
         self._session.prepare(experiment.model, *named.values())
-        if self.engine.device.type == "cuda":  # on a CPU it is to the bit what a loop computes
-            for optimizer in optimizers.values():  # once restored: a snapshot brings its own flags
-                enable_fused_kernels(optimizer, experiment.model, self.engine.device)
         self._session.register(**(experiment.state or {}))
         self.engine.parts.equal_state = experiment.state or {}
         self._prepare_average()
@@ -89,11 +86,13 @@ class StepLoop:
         self._parameters = [p for group in groups for p in group["params"]]
 
     def _prepare_capture(self) -> None:
-        """Let the step be captured as a CUDA graph where that is wanted and possible, and say why
-        where it is not."""
-        engine, choice = self.engine, self.engine.config.trainer.capture
-        is_required, on_gpu = choice == "always", engine.device.type == "cuda"
-        if choice == "never" or not (on_gpu or is_required) or engine.step == engine.total_steps:
+        """Let the step be captured as a CUDA graph where that is asked for and possible.
+
+        Only where it is asked for: a graph repeats no Python, and what the code of a step may do on
+        the host cannot be known for certain.
+        """
+        engine = self.engine
+        if engine.config.trainer.capture != "always" or engine.step == engine.total_steps:
             return
         from echelon.cudagraph.capture import find_step_shortage, report_obstacle
         from echelon.cudagraph.own_step_capture import OwnStepCapture, find_own_step_obstacle
@@ -101,24 +100,22 @@ class StepLoop:
         experiment, world_size = self._experiment, engine.group.world.size
         followed = [getattr(schedule, "optimizer", None) for schedule in self._schedules]
         scheduled = [o for o in self._optimizers.values() if any(o is f for f in followed)]
-        reason = None if on_gpu else "there is no GPU"
-        reason = reason or find_step_shortage(engine.total_steps - engine.step, is_required)
+        reason = None if engine.device.type == "cuda" else "there is no GPU"
+        reason = reason or find_step_shortage(engine.total_steps - engine.step, is_required=True)
+        for optimizer in self._optimizers.values():  # restored by now: a snapshot has its own flags
+            enable_fused_kernels(optimizer, experiment.model, engine.device)
         reason = reason or find_own_step_obstacle(
             experiment, self._optimizers, scheduled, engine.device, world_size
         )
         if reason is not None:
-            if engine.group.world.rank == 0 or is_required:
-                report_obstacle(reason, is_required)
-            return
+            report_obstacle(reason, is_required=True)
         self._capture = OwnStepCapture(
             experiment,
             self._optimizers,
-            scheduled,
             self._call_step,
             engine.metrics.add_sums,
             self._clear_gradients,
             self._host_calls,
-            is_required,
         )
         engine.flush_metrics = self._capture.flush_sums
 
