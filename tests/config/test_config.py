@@ -213,9 +213,14 @@ def test_a_setting_of_another_class_than_the_chosen_one() -> None:
         "lr": 3.0,
         "betas": [0.9, 0.99],
     }
+    hint = "it is a setting of Optimizer: write optimizer.class=Optimizer too"
     assert list_faults(["optimizer.lr=3", "optimizer.class=Sgd"], own) == {
-        "optimizer.lr=3: there is no such setting of the class that is chosen": "known: momentum"
+        "optimizer.lr=3: there is no such setting of the class that is chosen": hint
     }
+    assert list(list_faults(["optimizer={lr: 3}"], own).values()) == [hint]
+    assert list(list_faults(["optimizer=optimiser"], own).values()) == [
+        "write optimizer.class=Optimizer; known: Optimizer, Sgd"
+    ]
 
 
 def test_settings_without_a_default_are_asked_for_together() -> None:

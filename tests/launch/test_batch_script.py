@@ -359,6 +359,31 @@ def test_a_job_that_slurm_will_not_requeue_says_so_by_its_status(
     assert (tmp_path / "runs" / "a" / "exit").read_text() == "75\n"
 
 
+@pytest.mark.parametrize("program", [[], ["true"]], ids=["training", "program"])
+def test_a_second_job_of_the_script_leaves_the_folder_of_the_first_alone(
+    bench: Bench, tmp_path: Path, program: list[str]
+) -> None:
+    plan = planned(f"run.dir={tmp_path}/runs", "mode=srun", program=program)
+    run = run_folder.Run(tmp_path / "runs" / "a")
+    run.folder.mkdir(parents=True)
+    run.job_id_file.write_text("70006\n")
+    run.agent_exit_file.write_text("0\n")
+    make_command(bench.bin / "squeue", '#!/bin/bash\n[ "$3" = 70006 ] && echo 70006\n')
+    done = bench.run(plan, 0)
+    assert done.returncode == ExitCode.USAGE
+    assert "is in use by job 70006, which is queued or running" in done.stderr
+    assert bench.asked("srun") == []
+    assert not run.exit_code_file.exists()
+    assert run.agent_exit_file.exists()
+    assert run.read_job_id() == "70006"
+
+    # Once the first one is over, the second is the job of the run.
+    make_command(bench.bin / "squeue", "#!/bin/bash\nexit 1\n")
+    assert bench.run(plan, 0).returncode == 0
+    assert run.exit_code_file.read_text() == "0\n"
+    assert run.read_job_id() == "70007"
+
+
 def test_words_of_a_program_arrive_as_they_were_typed(bench: Bench, tmp_path: Path) -> None:
     program = ["bash", "-c", 'echo "$RANK" $(date); exit 1', "a  b", "it's", "new\nline", "", "*"]
     flags = ("launch.nodes_flag=--num_nodes", "launch.gpus_flag=--gpus", "launch.procs=2")

@@ -23,7 +23,7 @@ from command_runner import until
 from run_folders import make_run
 
 from echelon.config.schema import Config, RunConfig
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, ExitCode
 from echelon.jobs.cancel import cancel_runs
 from echelon.runs import writer
 from echelon.runs.create import create_run
@@ -136,6 +136,28 @@ def test_a_refused_start_changes_nothing_in_the_folder(run: Run) -> None:
             after = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
         assert after == before
     assert [path.name for path in run.folder.parent.iterdir()] == ["a"]
+
+
+def test_an_inline_start_is_refused_before_torch_is_imported(run: Run) -> None:
+    script = "import sys; sys.modules['torch'] = None; from echelon.cli import main; main()"
+    words = ["train", "run.name=a", f"run.dir={run.folder.parent}"]
+    with holder(run) as process:
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True
+        )
+        assert done.stderr.startswith(
+            f"error: run a is running already, as process {process.pid} on "
+        )
+    assert done.returncode == ExitCode.USAGE
+
+
+def test_a_writer_that_ends_within_a_moment_is_not_seen(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_PATIENCE_S", 60.0)
+    with holder(run) as process:
+        threading.Timer(0.2, process.kill).start()
+        assert find_writer(run) is None
 
 
 def test_a_run_that_is_set_aside_leaves_the_claim_to_the_new_one(run: Run) -> None:

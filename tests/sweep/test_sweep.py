@@ -139,6 +139,7 @@ parameters:
   hiden: {values: [1, 2]}
   trainer.epochs: {values: [1, -1, -2]}
   trainer.batch_size: {value: big}
+  launch.procs: {value: 2}
 """
     code, _, err = typed(text, "run.name=x", "--name", "a b")
     assert code == ExitCode.USAGE
@@ -155,6 +156,7 @@ parameters:
         "s.yml:6: trainer.epochs=-1",
         "s.yml:6: trainer.epochs=-2",
         "s.yml:7: trainer.batch_size=big",
+        "s.yml:8: the sweep sets launch.procs, which it may not",
     ):
         assert err.count(says) == 1, (says, err)
 

@@ -39,7 +39,7 @@ def hint(ended: Trained) -> str:
 
 SAMPLE = f"sample {BAD_SAMPLE} of train_data"
 CAUSES = {
-    "sample": f"{SAMPLE} has nan in column 0",
+    "sample": f"{SAMPLE} has nan in element 0 at [1]",
     "layer": f"layer 'exponent' (Exponent) gives what is not finite for {SAMPLE}",
     "loss": f"the loss function gives -inf for {SAMPLE}",
     "gradient": "the gradient of first.weight, first.bias, head.weight and 1 more is not finite "

@@ -123,4 +123,4 @@ def test_a_sample_that_is_not_finite_is_found_in_any_order(
     """The share of the step is read again: the same samples, with the same random numbers."""
     failed = train(tmp_path, world_size, f"order={order}", "bad_sample=4", name="bad")
     assert set(failed.codes) == {1}, failed.said
-    assert "sample 4 of train_data has inf in column 1" in failed.said
+    assert "sample 4 of train_data has inf in element 1" in failed.said

@@ -33,6 +33,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
     from echelon.config.schema import Config
+    from echelon.runs.run_folder import Run
 
 
 def main(
@@ -218,6 +219,8 @@ def resume(words: list[str]) -> int:
                 f"start the script again, with run.name={run.name}",
             )
         )
+    if _is_queued_command(run) and not any(word.startswith("launch=") for word in words):
+        return _queue_command_again(run, config, given.overrides, given.run)
     if run.work_folder.is_dir():
         os.chdir(run.work_folder)  # where the experiment's relative paths lead
     if config.trainer.resume == "never" or run.has_snapshots():
@@ -232,6 +235,42 @@ def resume(words: list[str]) -> int:
         print(answer)
         return ExitCode.OK
     return start_run(resumed)
+
+
+def _is_queued_command(run: Run) -> bool:
+    """Return whether a run is a training of a submitted command that a queue had started."""
+    from echelon.launch.registry import make_launcher
+
+    return run.command_file.exists() and bool(make_launcher(run.read_launch_config()).queue)
+
+
+def _queue_command_again(run: Run, config: Config, overrides: list[str], typed: str) -> int:
+    """Continue a training of a submitted command where it ran: in a job of the same command.
+
+    Settings cannot be changed then, as the training has those of its command.
+    """
+    from echelon.jobs.attach import attach_or_print_hint
+    from echelon.runs.finished_run import describe_finished_run
+    from echelon.submission.enqueue import enqueue_again
+
+    how = ""
+    if overrides:
+        how = f"{shlex.join(overrides)} cannot be given to it"
+    elif config.trainer.resume != "auto":
+        how = f"its trainer.resume={config.trainer.resume} would not continue the run"
+    if how:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a training of a submitted command, and {how}",
+                "train without the command: add launch=inline for this machine, or launch=slurm "
+                "with launch.nodes and its like",
+            )
+        )
+    if (answer := describe_finished_run(run, config, config, typed)) is not None:
+        print(f"{answer} launch=inline")  # its last word is a setting, for which see above
+        return ExitCode.OK
+    print(enqueue_again(run))
+    return attach_or_print_hint(run.read_launch_config(), wait=False)
 
 
 def _find_resumed_experiment(config: Config, overrides: Sequence[str]) -> UserExperiment | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -247,6 +248,11 @@ class ValueConverter:
         if len(others) == 1 and given is not None:  # its own words say more
             return self.convert(others[0], given, path, default)
         self._add_mismatch(typing.Union[members], path, default)  # noqa: UP007  # of a tuple
+        if len(records) > 1:
+            names = [record.name for record in records.values()]
+            nearest = next(iter(get_close_matches(format_value(given), names)), names[0])
+            write = f"write {format_path((*path, CLASS_KEY))}={nearest}; known: {', '.join(names)}"
+            self.problems[-1] = self.problems[-1]._replace(do=write)
         return None
 
     def _convert_record_union(
@@ -282,7 +288,12 @@ class ValueConverter:
                 return ConvertedValue({CLASS_KEY: name, **value.plain}, value.typed)
             trials.append(trial)
         # Of several that do not fit, the nearest one is explained.
-        self.problems += min(trials, key=lambda trial: len(trial.problems)).problems
+        for problem in min(trials, key=lambda trial: len(trial.problems)).problems:
+            owners = [r.name for r in records.values() if problem.path[-1] in r.fields]
+            if problem.kind == "unknown" and problem.path[:-1] == path and owners:
+                write = f"write {format_path((*path, CLASS_KEY))}={owners[0]} too"
+                problem = problem._replace(do=f"it is a setting of {owners[0]}: {write}")
+            self.problems.append(problem)
         return None
 
     # --- records ---

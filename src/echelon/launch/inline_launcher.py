@@ -15,6 +15,7 @@ from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
     find_batch_faults,
+    require_no_writer,
     warn_of_other_users,
 )
 from echelon.launch.plan import (
@@ -25,6 +26,9 @@ from echelon.launch.plan import (
     plan_local_probe,
 )
 from echelon.world import detect
+
+_STEPS_ALONE = ("train in this process",)
+"""What a process does that is a world of its own."""
 
 
 class InlineLauncher(Launcher):
@@ -54,7 +58,7 @@ class InlineLauncher(Launcher):
             raise EchelonError(*faults)
         place = RankPlacement(world.rank, machine.host, world.local_rank, world.devices)
         if world.size == 1:
-            return LaunchPlan(self.name, (place,), steps=("train in this process",))
+            return LaunchPlan(self.name, (place,), steps=_STEPS_ALONE)
         steps = (
             f"meet the other {world.size - 1} processes at {world.master}",
             f"train in this process as rank {world.rank} of {world.size}",
@@ -69,8 +73,11 @@ class InlineLauncher(Launcher):
         return find_batch_faults(config, plan)
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
-        """Warn of other users of the devices. A run that is already active is not refused here,
-        because its other ranks may have set its status."""
+        """Refuse a run that somebody else writes, before torch is imported, and warn of other
+        users of the devices. In a larger world the writer may be rank 0 of this very run, so that
+        is left to rank 0, which tells the others."""
+        if plan.steps == _STEPS_ALONE:
+            require_no_writer(config)
         warn_of_other_users(config, plan)
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:

@@ -78,15 +78,20 @@ def _set_up_folder(run: Run, config: Config, is_snapshot_here: bool) -> None:
     # 2. The new configuration.
     _make_folder(run, config)
     # 3. What an earlier start of the run left would be read as the end of this one.
-    outdated = (run.exit_code_file, run.cancel_file, run.job_id_file, run.command_file)
-    for file in (*outdated, run.archive_file):
-        file.unlink(missing_ok=True)
+    run.command_file.unlink(missing_ok=True)
+    clear_last_end(run)
     # 4. Its status, so that lists show it while torch is imported; the launcher completes it.
     run.update_status(**make_starting_status(config.launch.kind, None, None))
     # 5. Last, so that `latest` never names a run that was refused. A training has to make a step
     #    for it; of a program nobody knows whether it does.
     if config.program:
         point_latest_to(run)
+
+
+def clear_last_end(run: Run) -> None:
+    """Remove what says that the run is over or put away, before it is started again."""
+    for file in (run.exit_code_file, run.cancel_file, run.job_id_file, run.archive_file):
+        file.unlink(missing_ok=True)
 
 
 def adopt_run(folder: Path, config: Config) -> Run:

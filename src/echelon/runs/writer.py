@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,10 @@ class RunWriter:
 def find_writer(run: Run) -> RunWriter | None:
     """Return who writes into the folder beside this process; None if nobody does.
 
-    It answers at once, so it does not see a writer on a machine that shares no locks with this
-    one. Raises an EchelonError if the run is a Slurm job and Slurm does not answer.
+    It answers within a moment, so it does not see a writer on a machine that shares no locks with
+    this one. Raises an EchelonError if the run is a Slurm job and Slurm does not answer.
     """
+    _try_patiently(lambda: find_writing_process(run) is None)
     return find_writing_process(run) or _find_job(run)
 
 
@@ -112,7 +113,7 @@ def claim_run_folder(run: Run, *, shares_with_command: bool = False) -> None:
         release_run_folder(run)
     lock, record = FileLock(run.writer_file), _read_record(run)
     try:
-        if not _acquire_patiently(lock):
+        if not _try_patiently(lock.try_acquire):
             _require_shared(run, shares_with_command)
             return
     except LocksUnsupportedError:
@@ -208,9 +209,9 @@ def _leave_claims_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_claims_to_parent)
 
 
-def _acquire_patiently(lock: FileLock) -> bool:
+def _try_patiently(is_done: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + _PATIENCE_S
-    while not lock.try_acquire():
+    while not is_done():
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)

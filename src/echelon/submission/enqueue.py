@@ -14,8 +14,11 @@ from echelon.config.defaults_files import read_secrets
 from echelon.environments.env_command import list_warnings
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import job_array, sbatch
+from echelon.runs.create import clear_last_end
 from echelon.runs.run_folder import SUBMISSION_FILE, Run
 from echelon.runs.submitted_run import SUBMITTED_RUN_VARIABLE
+from echelon.runs.trusted_code import require_trusted_file
+from echelon.runs.writer import claim_run_folder, release_run_folder
 from echelon.submission.plan import SbatchJob, Submission
 from echelon.submission.source_copy import copy_source
 from echelon.utils.files import write_json_atomically
@@ -154,6 +157,27 @@ def _enqueue_job(job: SbatchJob) -> QueuedJob:
     if job.array is not None:
         return QueuedJob(*job_array.queue_array(job.array))
     job_id, run = sbatch.queue_run(job.configs[0], job.script)
+    return QueuedJob(job_id, [run])
+
+
+def enqueue_again(run: Run) -> QueuedJob:
+    """Queue the job of a submitted command again, as it was, in the folder that it left."""
+    sbatch.require_sbatch()
+    config = run.read_launch_config()
+    script, task = job_array.find_array_task(run) or (run.script_file, None)
+    require_trusted_file(script, script.stat())
+    options = [f"--job-name={run.name}", *([] if task is None else [f"--array={task}"])]
+    claim_run_folder(run)
+    try:
+        clear_last_end(run)
+        sbatch.record_queued(run, config)
+        command = ("sbatch", "--parsable", *options, str(script))
+        job_id = sbatch.submit_job(run.name, command, [run])
+        job_id += "" if task is None else f"_{task}"
+        run.job_id_file.write_text(f"{job_id}\n", encoding="utf-8")
+    finally:
+        # From here on the queue says that the folder is taken.
+        release_run_folder(run)
     return QueuedJob(job_id, [run])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from echelon.config.schema import Config
+from echelon.config.untrusted import check_values
 from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, Fault
 from echelon.runs.metric_direction import guess_best_is
@@ -186,6 +187,8 @@ def _compose_examples(
     Return the first configuration, or None where it has faults. A program's arguments cannot be
     checked: one is enough.
     """
+    if not settings.program:
+        file = _drop_refused_parameters(file, found)
     first = {p.name: next(_list_example_values(p)) for p in file.searched_parameters}
     config = found.collect(_compose_trial, settings, file, run, first, compose)
     if not settings.program:
@@ -194,6 +197,26 @@ def _compose_examples(
                 values = first | {parameter.name: value}
                 found.collect(_compose_trial, settings, file, run, values, compose)
     return config
+
+
+def _drop_refused_parameters(file: SweepFile, found: _FaultList) -> SweepFile:
+    """Return the file without the parameters that no sweep may set, whose faults are added: the
+    others are checked all the same."""
+    kept = {}
+    for key, parameter in file.parameters.items():
+        count = len(found.faults)
+        for value in _list_example_values(parameter):
+            found.collect(_check_parameter, file, parameter.name, value)
+        if len(found.faults) == count:
+            kept[key] = parameter
+    return replace(file, parameters=kept)
+
+
+def _check_parameter(file: SweepFile, name: str, value: Any) -> None:
+    try:
+        check_values({name: value})
+    except EchelonError as error:
+        raise EchelonError(*(_add_location(fault, file) for fault in error.faults)) from None
 
 
 def _compose_trial(

@@ -305,9 +305,12 @@ def _find_bad_value(share: StepShare) -> str | None:
             continue
         values = leaf.reshape(len(leaf), -1)
         row = int((~values.isfinite()).any(1).nonzero()[0])
-        value = values[row][~values[row].isfinite()][0].item()
+        first = int((~values[row].isfinite()).nonzero()[0])
+        value = values[row][first].item()
+        position = [int(i) for i in torch.unravel_index(torch.tensor(first), leaf.shape[1:])]
         place = keystr(path).strip("[]") if len(path) == 1 else keystr(path)
-        return f"sample {share.samples[row]} of {share.origin} has {value} in column {place}"
+        at = f" at {position}" if position else ""
+        return f"sample {share.samples[row]} of {share.origin} has {value} in element {place}{at}"
     return None
 
 

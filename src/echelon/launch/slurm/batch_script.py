@@ -116,7 +116,8 @@ def _render_script(
             ),
             "",
             *first_lines,
-            'rm -f "$run/exit" "$run/.code"',
+            "",
+            *_render_folder_guard(),
             'fail() { echo "$1" > "$run/exit"; exit "$1"; }',
             *_render_setup(config.launch),
             *(_render_environment(environment) if environment else ()),
@@ -143,6 +144,36 @@ def _render_script(
     )
 
 
+def _render_folder_guard() -> Iterator[str]:
+    """The lines that end a second job in the same folder before it changes anything there.
+
+    Whatever `echelon` queues has a folder of its own, but a person may give the script to sbatch
+    while a job of it waits or runs. The lock is for two that start at the same moment.
+    """
+    yield "# Only one job at a time works in this folder."
+    yield _JOB_LINE
+    yield "{"
+    yield "  flock -w 10 9 2> /dev/null"
+    yield '  other=$(cat "$run/job")'
+    yield '  if [ -n "$other" ] && [ "$other" != "$job" ] && [ ! -e "$run/exit" ] &&'
+    yield '    [ -n "$(squeue -h -j "$other" -o %i 2> /dev/null)" ]; then'
+    yield '    echo "error: $run is in use by job $other, which is queued or running" >&2'
+    yield '    echo "  hint: job $job did nothing; start it again when job $other is over" >&2'
+    yield f"    exit {int(ExitCode.USAGE)}"
+    yield "  fi"
+    yield '  if [ "$other" != "$job" ]; then echo "$job" > "$run/job"; fi'
+    yield '  rm -f "$run/exit" "$run/.code"'
+    yield '} 9>> "$run/job"'
+
+
+_JOB_LINE = (
+    # The last task of an array has the array's own number, by which Slurm means all of them.
+    "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; "
+    "job=${job:-$SLURM_JOB_ID}"
+)
+_REQUEUE_LINE = 'scontrol requeue "$job" && exit 0'
+
+
 def may_requeue(config: Config) -> bool:
     """Return whether the job may be queued again. A program that does not ask for it would be
     killed by the signal that announces the end of its time."""
@@ -154,15 +185,8 @@ def _render_requeue(config: Config) -> Iterator[str]:
     yield "  # Out of time with everything saved, or a node lost: go on in another job."
     yield f"  if {_render_requeue_condition(config)}; then"
     yield f'    rm -f "$run/{REQUEUE_FILE}"'
-    yield from (f"    {line}" for line in _REQUEUE_LINES)
+    yield f"    {_REQUEUE_LINE}"
     yield "  fi"
-
-
-_REQUEUE_LINES = (
-    # The last task of an array has the array's own number, by which all of them would be queued.
-    "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-    'scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0',
-)
 
 
 def _render_step_after_preflight(config: Config, lines: list[str]) -> Iterator[str]:
@@ -391,7 +415,8 @@ def render_sweep_script(
             'if [ "$code" -eq "$saved" ] || [ "$code" -eq "$killed" ]; then',
             f'  often="${{SLURM_RESTART_COUNT:-0}}" limit={config.launch.max_requeues}',
             '  if [ -z "$stopped" ] && [ "$often" -lt "$limit" ]; then',
-            *(f"    {line}" for line in _REQUEUE_LINES),
+            f"    {_JOB_LINE}",
+            f"    {_REQUEUE_LINE}",
             "  fi",
             "fi",
             'exit "$code"',

@@ -75,6 +75,16 @@ def queue_array(array: JobArray) -> tuple[str, list[Run]]:
     return job, created_runs
 
 
+def find_array_task(run: Run) -> tuple[Path, int] | None:
+    """Return the script of the array that a run was queued with, and the number of its task there;
+    None for a run with a script of its own."""
+    for listing in sorted(run.folder.parent.glob(".*.array")):
+        folders = listing.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        if str(run.folder) in folders:
+            return listing.with_suffix(".sh"), folders.index(str(run.folder))
+    return None
+
+
 def _create_queued_run(config: Config) -> Run:
     """Create a run and leave its folder to its task: a thousand claims would be as many files that
     are open at once."""
