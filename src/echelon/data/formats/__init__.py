@@ -1,0 +1,1 @@
+"""Files as data: one module per format, each with a `SampleReader` (`reader.py`)."""
