@@ -3,7 +3,7 @@ lie together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -68,8 +68,3 @@ class BadSampleError(Exception):
 
     def __str__(self) -> str:
         return f"{self.place}: {self.why}"
-
-
-def describe_columns(sample: Mapping[str, Any]) -> str:
-    """Return the columns of a sample in words, for a message: `jpg (12 kB), cls (1 byte)`."""
-    return ", ".join(f"{name} ({type(value).__name__})" for name, value in sample.items())
