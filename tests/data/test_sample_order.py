@@ -289,9 +289,9 @@ def test_a_far_position_of_a_billion_costs_what_the_first_costs(
     measures the time."""
     drawn: list[int] = []
 
-    def count(positions: Tensor, *arguments: int) -> Tensor:
+    def count(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor:
         drawn.append(positions.numel())
-        return map_positions(positions, *arguments)
+        return map_positions(positions, size, seed, epoch)
 
     monkeypatch.setattr(sample_order, "map_positions", count)
     one = EpochOrder(10**9, 256, 3, 8, seed=0, epoch=0)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from echelon.data.chunk_order import ChunkedOrder, ChunkWindows
+from echelon.data.data_layout import DataLayout, describe_layout
 from echelon.data.sample_order import EpochOrder, count_batches
 
 
@@ -42,6 +44,11 @@ class EpochPlan(Protocol):
         """The samples of the first epoch."""
         ...
 
+    @property
+    def layout(self) -> DataLayout:
+        """What decides the order besides the seed."""
+        ...
+
     def count_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch."""
         ...
@@ -63,12 +70,17 @@ class EpochPlan(Protocol):
 
 
 def make_epoch_plan(
-    size: int, batch_size: int, seed: int, sampler: Any = None, batch_sampler: Any = None
+    size: int,
+    batch_size: int,
+    seed: int,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    windows: ChunkWindows | None = None,
 ) -> EpochPlan:
     """Return the plan of a training over `size` samples. A sampler is read at once, for the first
     epoch, so that what is wrong with it is found before anything is computed."""
     if sampler is None and batch_sampler is None:
-        return ShuffledPlan(size, batch_size, seed)
+        return ShuffledPlan(size, batch_size, seed, windows)
     from echelon.data.sampler_plan import SamplerPlan
 
     return SamplerPlan(size, batch_size, seed, sampler, batch_sampler)
@@ -81,6 +93,13 @@ class ShuffledPlan:
     epoch_samples: int
     batch_size: int
     seed: int
+    windows: ChunkWindows | None = None
+    """Of data that lies in chunks and is larger than a window."""
+
+    @property
+    def layout(self) -> DataLayout:
+        """The number of samples, and the chunks and windows that are shuffled."""
+        return describe_layout(self.epoch_samples, self.windows)
 
     def count_batches(self, epoch: int) -> int:
         """Return the number of batches, which is the same in every epoch."""
@@ -100,6 +119,7 @@ class ShuffledPlan:
         self, epoch: int, rank: int, world_size: int, device: torch.device
     ) -> EpochOrder:
         """Return a rank's samples of an epoch."""
-        return EpochOrder(
-            self.epoch_samples, self.batch_size, rank, world_size, self.seed, epoch, device=device
-        )
+        place = (self.epoch_samples, self.batch_size, rank, world_size, self.seed, epoch)
+        if self.windows is not None:
+            return ChunkedOrder(*place, device=device, windows=self.windows)
+        return EpochOrder(*place, device=device)

@@ -45,14 +45,15 @@ _CHUNK_VALUES = 1 << 15
 """Values that are mixed at a time on a CPU; they stay in its second-level cache."""
 
 
-def map_positions(positions: Tensor, size: int, seed: int, epoch: int) -> Tensor:
+def map_positions(positions: Tensor, size: int, seed: int, epoch: int, purpose: str = "") -> Tensor:
     """Return the samples at these positions of the epoch: int64, of the same shape and device.
 
+    Another `purpose` gives another permutation of the same epoch, such as one of chunks.
     Positions outside ``range(size)`` give indices that belong to other positions or are outside as
     well. They are not checked, as that would make a GPU wait. Without Triton a GPU waits once per
     walk (see `_walk_into_range`), unless the size is a power of two.
     """
-    permutation = _KeyedPermutation(size, seed, epoch)
+    permutation = _KeyedPermutation(size, seed, epoch, purpose)
     if can_use_kernels(positions):
         from echelon.kernels.sample_order import map_positions_on_gpu
 
@@ -79,14 +80,14 @@ class _KeyedPermutation:
     which hashes half of the bits per round.
     """
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
+    def __init__(self, size: int, seed: int, epoch: int, purpose: str = "") -> None:
         bits = max(1, (size - 1).bit_length())
         self.domain = 1 << bits
         # Half the bytes is twice the speed, and enough for data sets of up to 2**31 samples. Such a
         # word holds every sample, but not the size 2**31 itself: compare with the last sample.
         self.word = torch.int32 if bits < 32 else torch.int64
         fold_bits = max(1, bits // 2)
-        keys = _derive_keys(seed, epoch)[: 2 * _choose_rounds(bits)]
+        keys = _derive_keys(seed, epoch, purpose)[: 2 * _choose_rounds(bits)]
         self._factors = [key % self.domain | 1 for key in keys[::2]]
         self._terms = [key % self.domain for key in keys[1::2]]
         self.fold_bits, self._fold_mask = fold_bits, (self.domain - 1) >> fold_bits
@@ -127,10 +128,10 @@ def _choose_rounds(bits: int) -> int:
     return _MAX_ROUNDS if bits < 16 else 6
 
 
-def _derive_keys(seed: int, epoch: int) -> tuple[int, ...]:
+def _derive_keys(seed: int, epoch: int, purpose: str = "") -> tuple[int, ...]:
     """Return the keys of an epoch: a hash, so that seed 1 in epoch 0 does not resemble seed 0 in
     epoch 1."""
-    digest = shake_128(f"{seed}/{epoch}".encode()).digest(16 * _MAX_ROUNDS)
+    digest = shake_128(f"{purpose}{seed}/{epoch}".encode()).digest(16 * _MAX_ROUNDS)
     return struct.unpack(f"<{2 * _MAX_ROUNDS}Q", digest)
 
 
@@ -262,6 +263,8 @@ class EpochOrder:
         offsets = torch.arange(stop - first, device=self.device) * self.batch_size
         positions = (offsets.unsqueeze(1) + within).flatten()
         counts = [len(share)] * (stop - first)
-        if not self.shuffle:
-            return positions, counts
-        return map_positions(positions, self.size, self.seed, self.epoch), counts
+        return self.map_positions(positions) if self.shuffle else positions, counts
+
+    def map_positions(self, positions: Tensor) -> Tensor:
+        """Return the samples at these positions of the epoch."""
+        return map_positions(positions, self.size, self.seed, self.epoch)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.data.data_layout import DataLayout
 from echelon.data.sample_order import count_batches, cut_share
 from echelon.data.sample_seeds import derive_seeds, keep_generators, seed_generators
 from echelon.errors import EchelonError, Fault
@@ -70,6 +71,8 @@ class SamplerPlan:
         self._lengths[0] = self._count_units(first)
         self._drawn = (0, first)
         self.epoch_samples = len(first.draws)
+        self.layout = DataLayout(size)
+        """Its chunks do not matter: the sampler decides the order."""
 
     def count_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from echelon.config.schema import Config, Interval
 from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import Batch, BatchOrder, BatchSource, BlockSlice
+from echelon.data.data_layout import LAYOUT_KEY
 from echelon.data.epoch_plan import EpochPlan, TrainOrder
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
@@ -375,6 +376,7 @@ class Training(RunOutput):
             "step": self.step,
             "samples": self.samples,
             "losses": self._unlogged_losses,  # since the last line of metrics
+            LAYOUT_KEY: self.plan.layout._asdict(),
             "changed_parameters": self._find_changed_parameters(),
             "config": self.config.select_numerics_settings(),
             "fingerprint": self.config.compute_numerics_fingerprint(),

@@ -14,6 +14,7 @@ from torch import nn
 from echelon.config.schema import Config
 from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import EvalOrder, TensorSource
+from echelon.data.chunk_order import find_chunk_windows
 from echelon.data.epoch_plan import make_epoch_plan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
@@ -155,7 +156,12 @@ def prepare_training(
     source = open_data(experiment, "train_data", trainer.loader_workers, device)
     transform = make_batch_transform(experiment, config, world, device)
     plan = make_epoch_plan(
-        len(source), trainer.batch_size, config.seed, experiment.sampler, experiment.batch_sampler
+        len(source),
+        trainer.batch_size,
+        config.seed,
+        experiment.sampler,
+        experiment.batch_sampler,
+        find_chunk_windows(experiment.train_data),
     )
     evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
     config = resolve_best(config, evaluator)

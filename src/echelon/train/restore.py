@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.config.schema import Config
+from echelon.data.data_layout import require_same_layout
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup
@@ -77,5 +78,8 @@ def restore_snapshot(training: Training, report: Callable[[str], None]) -> None:
     names = ("optimizer", "rng", STATE_PART)
     parts = {p: snapshot.load_part(p) for p in names if p in snapshot.parts} if snapshot else {}
     given = training.config.trainer.resume != "auto"
+    note = require_same_layout(info, training.plan.layout, training.config.trainer.resume)
+    if note is not None and group.world.rank == 0:
+        report(note)
     restore_state(training.experiment, training.optimizer_flags, parts, group, given)
     training.restore_progress(info)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.batches import get_columns
+from echelon.data.data_layout import DataLayout, find_layout_change
 from echelon.data.epoch_plan import EpochPlan
 from echelon.data.sampler_plan import SamplerPlan
 from echelon.errors import EchelonError, ExitCode, Fault
@@ -25,9 +26,12 @@ _REMEDY = (
     "on every process"
 )
 _ORDER = "the order of the sampler"
-_SAMPLER_REMEDY = (
-    "let it give the order of all samples, from the epoch alone; every rank cuts out its own share"
-)
+_LAYOUT = "the layout of the data"
+_REMEDIES = {
+    _ORDER: "let it give the order of all samples, from the epoch alone; every rank cuts out its "
+    "own share",
+    _LAYOUT: "give all ranks the same files in the same order",
+}
 
 
 def require_same_data(group: RankGroup, plan: EpochPlan | None, **data: Any) -> None:
@@ -36,6 +40,8 @@ def require_same_data(group: RankGroup, plan: EpochPlan | None, **data: Any) -> 
     if group.store is None:
         return
     own = {name: _summarize_data(rows) for name, rows in data.items()}
+    if plan is not None:
+        own[_LAYOUT] = list(plan.layout)
     if isinstance(plan, SamplerPlan):
         own[_ORDER] = [plan.epoch_samples, plan.compute_digest()]
     names = " and ".join(data)
@@ -44,7 +50,7 @@ def require_same_data(group: RankGroup, plan: EpochPlan | None, **data: Any) -> 
         Fault(
             f"{name} is not the same on all ranks: "
             f"{_describe_difference(name, of_rank, rank0.get(name, [0, '']))}",
-            _SAMPLER_REMEDY if name == _ORDER else _REMEDY,
+            _REMEDIES.get(name, _REMEDY),
         )
         for name, of_rank in own.items()
         if of_rank != rank0.get(name)
@@ -80,6 +86,8 @@ def _describe_difference(name: str, own: list[Any], rank0: list[Any]) -> str:
     """Says how this rank's data, or the order of it, differs from rank 0's."""
     if own[0] != rank0[0]:
         return f"{own[0]:,} samples here, {rank0[0]:,} on rank 0"
+    if name == _LAYOUT:
+        return f"{find_layout_change(DataLayout(*rank0), DataLayout(*own))}, as on rank 0"
     if name == _ORDER:
         return "the first epoch has another one than on rank 0"
     return "its first or last sample is another one than on rank 0"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from echelon.config.schema import Config, Interval
 from echelon.data.batches import BatchSource
+from echelon.data.data_layout import LAYOUT_KEY, require_same_layout
 from echelon.data.epoch_plan import EpochPlan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
@@ -84,6 +85,7 @@ class SessionEngine(RunOutput):
         self.parts = SessionParts(
             group, snapshot, info, takes_new_settings=config.trainer.resume not in ("auto", "never")
         )
+        self._snapshot_info = info
         self.samples = int(info.get("samples", 0))
         self.is_finished = bool(info.get("is_finished", False))
         """Whether the loop of a resumed run had ended by itself."""
@@ -138,6 +140,9 @@ class SessionEngine(RunOutput):
         require_same_data(self.group, loop_data.plan, train_data=data)
         self.group.wait_for_all("given the same data", COMPARE_TIMEOUT_S)
         self.plan = loop_data.plan
+        note = require_same_layout(self._snapshot_info, self.plan.layout, trainer.resume)
+        if note is not None and world.rank == 0:
+            print(note, file=sys.stderr)
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
         if steps is None:
@@ -469,6 +474,7 @@ class SessionEngine(RunOutput):
                 "samples": self.samples,
                 "best": self.best_value,
                 "metrics": metrics,
+                **({LAYOUT_KEY: self.plan.layout._asdict()} if self.plan is not None else {}),
                 "parts": self.parts.names,
                 "optimizer_settings": self.parts.optimizer_settings,
                 "is_finished": self.is_finished and self.step < self.total_steps,

@@ -1,0 +1,142 @@
+"""The order of samples that lie in chunks on a disk, as a function of (seed, epoch, position).
+
+A shuffle of all samples reads a file at random places, and a table's row group once for every
+sample in it. Here chunks of neighbouring samples are permuted, consecutive chunks of that order
+form windows of bounded size, and the samples of each window are permuted: reads stay within a
+window, whose chunks are read once. All permutations are keyed (`sample_order.py`), so that any
+position is reached at once, and neither the rank nor the world size enters. What is kept grows with
+the number of chunks, not of samples.
+
+The order is part of what a snapshot promises; `tests/data/test_chunk_order.py` pins some values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.data.formats.reader import ChunkTable
+from echelon.data.sample_order import EpochOrder, map_positions
+from echelon.errors import EchelonError, Fault
+
+DEFAULT_WINDOW_BYTES = 256 << 20
+_MAX_BLOCK_WINDOWS = 64
+"""Windows of a block: one costs some hundred microseconds, however few of its samples are drawn."""
+
+
+class EpochWindows(NamedTuple):
+    """The chunks of one epoch in their order, cut into windows."""
+
+    chunks: NDArray[np.int64]
+    """By place in this order: the number of the chunk in the data."""
+    chunk_positions: NDArray[np.int64]
+    """By place of a chunk: the position of its first sample in the epoch; and the end."""
+    window_positions: NDArray[np.int64]
+    """By window: the position of its first sample in the epoch; and the end."""
+
+
+class ChunkWindows:
+    """How the samples of a table of chunks are shuffled: within windows of at most so many bytes,
+    or of one chunk where that has more."""
+
+    def __init__(self, chunks: ChunkTable, window_bytes: int = DEFAULT_WINDOW_BYTES) -> None:
+        self.chunks, self.window_bytes = chunks, window_bytes
+        self._arranged: dict[tuple[int, int], EpochWindows] = {}
+
+    @property
+    def is_one_window(self) -> bool:
+        """Whether everything fits one window, so that the plain shuffle is as good for the disk."""
+        return int(self.chunks.sizes_bytes.sum()) <= self.window_bytes
+
+    def arrange_epoch(self, seed: int, epoch: int) -> EpochWindows:
+        """Return the chunks of an epoch in their order, in windows.
+
+        The last two are kept: loader processes begin an epoch before the one before has ended.
+        """
+        if (seed, epoch) not in self._arranged:
+            newest = list(self._arranged.items())[-1:]
+            self._arranged = dict(newest) | {(seed, epoch): self._arrange(seed, epoch)}
+        return self._arranged[seed, epoch]
+
+    def _arrange(self, seed: int, epoch: int) -> EpochWindows:
+        count = len(self.chunks.sizes_bytes)
+        places = torch.arange(count)
+        order = map_positions(places, count, seed, epoch, "chunks/").numpy()
+        chunk_positions = _accumulate(np.diff(self.chunks.starts)[order])
+        window_starts = self._cut_windows(_accumulate(self.chunks.sizes_bytes[order]))
+        return EpochWindows(order, chunk_positions, chunk_positions[window_starts])
+
+    def _cut_windows(self, bytes_before: NDArray[np.int64]) -> list[int]:
+        """Return the places of chunks at which windows begin, and the end."""
+        borders, end = [0], len(bytes_before) - 1
+        while borders[-1] < end:
+            first = borders[-1]
+            stop = bytes_before.searchsorted(bytes_before[first] + self.window_bytes, "right") - 1
+            borders.append(max(int(stop), first + 1))
+        return borders
+
+
+def _accumulate(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sums of all values before each, and of all."""
+    sums = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+def find_chunk_windows(data: Any) -> ChunkWindows | None:
+    """Return how a Dataset whose samples lie in chunks is shuffled; None for any other, and where
+    all of it fits one window."""
+    chunks = getattr(data, "chunks", None)
+    if not isinstance(chunks, ChunkTable):
+        return None
+    if (count := int(chunks.starts[-1])) != len(data):
+        raise EchelonError(
+            Fault(
+                f"the chunks of a {type(data).__name__} have {count:,} samples, but its length is "
+                f"{len(data):,}",
+                "give it a ChunkTable of its own samples, or none",
+            )
+        )
+    windows = ChunkWindows(chunks, getattr(data, "window_bytes", DEFAULT_WINDOW_BYTES))
+    return None if windows.is_one_window else windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedOrder(EpochOrder):
+    """The indices of one rank through one epoch of data in chunks."""
+
+    windows: ChunkWindows
+
+    def map_positions(self, positions: Tensor) -> Tensor:
+        """Return the samples at these positions of the epoch, which ascend."""
+        arranged = self.windows.arrange_epoch(self.seed, self.epoch)
+        wanted = positions.cpu().numpy()
+        starts = arranged.window_positions
+        # An empty chunk that is a window of its own begins where the next one does: take the last.
+        windows = starts.searchsorted(wanted, "right") - 1
+        borders = [0, *(np.flatnonzero(np.diff(windows)) + 1).tolist(), len(wanted)]
+        shuffled = np.empty_like(wanted)
+        for begin, end in pairwise(borders) if len(wanted) else ():
+            window = int(windows[begin])
+            first, stop = int(starts[window]), int(starts[window + 1])
+            within = torch.from_numpy(wanted[begin:end] - first)
+            key = f"window {window}/"
+            drawn = map_positions(within, stop - first, self.seed, self.epoch, key).numpy()
+            shuffled[begin:end] = drawn + first
+        places = arranged.chunk_positions.searchsorted(shuffled, "right") - 1
+        shuffled -= arranged.chunk_positions[places]
+        shuffled += self.windows.chunks.starts[arranged.chunks[places]]
+        return torch.from_numpy(shuffled).to(positions.device)
+
+    def _find_run_end(self, first: int, samples: int) -> int:
+        """Return the batch after the run that starts at `first`, which touches few windows."""
+        stop = super()._find_run_end(first, samples)
+        arranged = self.windows.arrange_epoch(self.seed, self.epoch)
+        window_samples = self.size // (len(arranged.window_positions) - 1)
+        return min(stop, first + max(1, _MAX_BLOCK_WINDOWS * window_samples // self.batch_size))

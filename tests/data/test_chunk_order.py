@@ -1,0 +1,179 @@
+"""The order of samples in chunks: one to one, within windows, the same at every world size, free to
+start anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.data import chunk_order
+from echelon.data.chunk_order import ChunkedOrder, ChunkWindows, find_chunk_windows
+from echelon.data.epoch_plan import make_epoch_plan
+from echelon.data.formats.reader import ChunkTable
+from echelon.data.sample_order import EpochOrder, map_positions
+from echelon.errors import EchelonError
+
+CPU = torch.device("cpu")
+GOLDEN_TEN = [1, 4, 3, 2, 5, 6, 0, 8, 7, 9]
+GOLDEN_BILLION = [898271364, 191443959, 150598002]
+
+
+def make_table(lengths: Sequence[int], sample_bytes: int = 1) -> ChunkTable:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return ChunkTable(starts, np.array(lengths, np.int64) * sample_bytes)
+
+
+def make_order(
+    table: ChunkTable, window_bytes: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> ChunkedOrder:
+    windows = ChunkWindows(table, window_bytes)
+    size = int(table.starts[-1])
+    return ChunkedOrder(size, batch_size, rank, world_size, 3, 1, windows=windows)
+
+
+def batches(order: EpochOrder, first: int = 0) -> list[list[int]]:
+    found: list[list[int]] = []
+    for indices, counts in order.iter_blocks(first):
+        assert indices.dtype == torch.int64
+        found += [part.tolist() for part in torch.split(indices, counts)]
+    return found
+
+
+def join(parts: Sequence[Sequence[int]]) -> list[int]:
+    return list(itertools.chain(*parts))
+
+
+LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda ls: sum(ls) > 0)
+WINDOWS = st.integers(1, 200)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, window=WINDOWS, batch_size=st.integers(1, 20), data=st.data())
+def test_every_sample_once_at_any_world_size_and_after_any_resume(
+    lengths: list[int], window: int, batch_size: int, data: st.DataObject
+) -> None:
+    table = make_table(lengths)
+    whole = batches(make_order(table, window, batch_size))
+    assert sorted(join(whole)) == list(range(sum(lengths)))
+    world_size = data.draw(st.integers(2, 5))
+    ranks = [
+        batches(make_order(table, window, batch_size, rank, world_size))
+        for rank in range(world_size)
+    ]
+    assert [join(parts) for parts in zip(*ranks, strict=True)] == whole
+    first = data.draw(st.integers(0, len(whole)))
+    assert batches(make_order(table, window, batch_size), first) == whole[first:]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, window=WINDOWS)
+def test_a_window_has_whole_chunks_and_at_most_its_bytes(lengths: list[int], window: int) -> None:
+    table = make_table(lengths)
+    arranged = ChunkWindows(table, window).arrange_epoch(3, 1)
+    by_hand: list[list[int]] = []
+    for chunk in arranged.chunks.tolist():
+        if not by_hand or sum(lengths[c] for c in by_hand[-1]) + lengths[chunk] > window:
+            by_hand.append([])
+        by_hand[-1].append(chunk)
+    drawn = join(batches(make_order(table, window, 7)))
+    chunk_of = np.repeat(np.arange(len(lengths)), lengths)
+    starts = arranged.window_positions.tolist()
+    for chunks, (first, stop) in zip(by_hand, itertools.pairwise(starts), strict=True):
+        assert set(chunk_of[drawn[first:stop]].tolist()) == {c for c in chunks if lengths[c]}
+        assert sum(lengths[c] for c in chunks) == stop - first
+
+
+def test_the_order_is_a_promise_to_old_snapshots() -> None:
+    assert join(batches(make_order(make_table([3, 0, 4, 3]), 7, 4))) == GOLDEN_TEN
+    starts = np.arange(10_001, dtype=np.int64) * 100_000
+    order = ChunkedOrder(
+        10**9, 3, 0, 1, 42, 7, windows=ChunkWindows(ChunkTable(starts, np.diff(starts)), 10**7)
+    )
+    far = torch.tensor([0, 1, 10**9 - 1])
+    assert order.map_positions(far).tolist() == GOLDEN_BILLION
+
+
+def test_epochs_seeds_and_windows_are_shuffled_differently() -> None:
+    windows = ChunkWindows(make_table([50] * 8), 100)
+    orders = [
+        join(batches(ChunkedOrder(400, 32, 0, 1, seed, epoch, windows=windows)))
+        for seed in range(3)
+        for epoch in range(3)
+    ]
+    for one, other in itertools.combinations(orders, 2):
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 40
+    within = [[sample % 50 for sample in orders[0][i : i + 100]] for i in range(0, 400, 100)]
+    assert all(one != other for one, other in itertools.combinations(within, 2))
+
+
+class Chunked(torch.utils.data.Dataset[int]):
+    def __init__(self, lengths: Sequence[int], window_bytes: int | None = None) -> None:
+        self.chunks = make_table(lengths)
+        if window_bytes is not None:
+            self.window_bytes = window_bytes
+
+    def __len__(self) -> int:
+        return int(self.chunks.starts[-1])
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_the_chunks_of_a_dataset_are_found() -> None:
+    small = make_epoch_plan(20, 4, 0, windows=find_chunk_windows(Chunked([10, 10])))
+    assert type(order := small.make_order(0, 0, 1, CPU)) is EpochOrder
+    assert join(batches(order)) == map_positions(torch.arange(20), 20, 0, 0).tolist()
+    large = make_epoch_plan(20, 4, 0, windows=find_chunk_windows(Chunked([10, 10], 10)))
+    assert type(order := large.make_order(0, 0, 1, CPU)) is ChunkedOrder
+    assert {sample // 10 for sample in join(batches(order))[:10]} in ({0}, {1})
+    assert find_chunk_windows([1, 2, 3]) is None
+
+
+def test_chunks_of_other_data_are_refused() -> None:
+    wrong = Chunked([10, 10])
+    wrong.chunks, wrong.__class__ = make_table([3]), Longer
+    with pytest.raises(EchelonError, match="have 3 samples, but its length is 20"):
+        find_chunk_windows(wrong)
+
+
+class Longer(Chunked):
+    def __len__(self) -> int:
+        return 20
+
+
+def test_a_far_position_of_a_billion_costs_what_the_first_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted in positions that are mapped, and in memory; `benchmarks/shuffle_quality.py` measures
+    the time."""
+    mapped: list[int] = []
+
+    def count(positions: torch.Tensor, *arguments: object) -> torch.Tensor:
+        mapped.append(positions.numel())
+        return map_positions(positions, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chunk_order, "map_positions", count)
+    starts = np.arange(25_001, dtype=np.int64) * 40_000
+    windows = ChunkWindows(ChunkTable(starts, np.full(25_000, 4 << 20)), 256 << 20)
+    order = ChunkedOrder(10**9, 256, 3, 8, 0, 1, windows=windows)
+    tracemalloc.start()
+    for first in (0, 3_900_000):
+        next(order.iter_blocks(first))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(mapped) <= 25_000 + 2 * 1024
+    assert peak < 5e6
+
+
+def test_blocks_touch_few_windows() -> None:
+    """Where windows have few samples, what a block costs is their number."""
+    order = make_order(make_table([2] * 5000, sample_bytes=100), 200, 8)
+    lengths = [indices.numel() for indices, _ in order.iter_blocks()]
+    assert max(lengths) <= 64 * 2
