@@ -1,4 +1,4 @@
-"""Data that has changed since a snapshot is named; a snapshot of another run may have other data."""
+"""Data that changed since a snapshot is named; a snapshot given by its path may have other data."""
 
 from __future__ import annotations
 
