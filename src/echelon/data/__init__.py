@@ -2,6 +2,7 @@
 
     echelon.data.open         returns the samples of files as a Dataset, for `train_data`
     echelon.data.open_tokens  returns windows of a file of tokens as a Dataset
+    echelon.data.mix          returns several Datasets as one, drawn from with weights
 
 Each of these has its own help page, such as `help(echelon.data.open)`. Everything else in this
 package is internal: which sample each rank takes when, and the batches made of them.
@@ -13,15 +14,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from echelon.data.mixture import mix
     from echelon.data.open_files import open, open_tokens
 
-__all__ = ["open", "open_tokens"]
+__all__ = ["mix", "open", "open_tokens"]
+
+_MODULE_OF = {
+    "mix": "echelon.data.mixture",
+    "open": "echelon.data.open_files",
+    "open_tokens": "echelon.data.open_files",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562): torch is imported with it."""
-    if name in __all__:
-        return getattr(import_module("echelon.data.open_files"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'echelon.data' has no attribute {name!r}")
 
 

@@ -29,6 +29,8 @@ class DataLayout(NamedTuple):
     window_bytes: int = 0
     digest: str = ""
     """Of where chunks begin and how large they are."""
+    mixture: str = ""
+    """The sources of a mixture, with weights and sizes."""
 
 
 def describe_layout(samples: int, windows: ChunkWindows | None) -> DataLayout:
@@ -53,6 +55,8 @@ def find_layout_change(then: DataLayout, now: DataLayout) -> str | None:
         if name == "chunks":
             counts = [f"in {n:,} chunks" if n else "all together" for n in (now[1], then[1])]
             return f"its samples are shuffled {counts[0]}, not {counts[1]}"
+        if name == "mixture":
+            return f"it mixes {now.mixture or 'nothing'}, not {then.mixture or 'nothing'}"
         if name == "window_bytes":
             return f"window_bytes={now.window_bytes}, not {then.window_bytes}"
         return "its chunks begin at other samples or have other sizes"

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echelon.data.chunk_order import ChunkedOrder, ChunkWindows
+from echelon.data.chunk_order import ChunkedOrder, ChunkWindows, find_chunk_windows
 from echelon.data.data_layout import DataLayout, describe_layout
+from echelon.data.mixture import Mixture, MixtureDraws, MixtureOrder
 from echelon.data.sample_order import EpochOrder, count_batches
+from echelon.errors import EchelonError, Fault
 
 
 class TrainOrder(Protocol):
@@ -75,12 +77,24 @@ def make_epoch_plan(
     seed: int,
     sampler: Any = None,
     batch_sampler: Any = None,
-    windows: ChunkWindows | None = None,
+    data: Any = None,
 ) -> EpochPlan:
-    """Return the plan of a training over `size` samples. A sampler is read at once, for the first
-    epoch, so that what is wrong with it is found before anything is computed."""
-    if sampler is None and batch_sampler is None:
-        return ShuffledPlan(size, batch_size, seed, windows)
+    """Return the plan of a training over `size` samples, those of `data`, which may say how it is
+    to be ordered. A sampler is read at once, for the first epoch, so that what is wrong with it is
+    found before anything is computed."""
+    is_sampled = sampler is not None or batch_sampler is not None
+    if isinstance(data, Mixture):
+        if is_sampled:
+            raise EchelonError(
+                Fault(
+                    "a sampler is given beside a mixture, which has an order of its own",
+                    "leave out the sampler, or give the sources without echelon.data.mix",
+                )
+            )
+        draws = MixtureDraws(data, seed)
+        return MixturePlan(data.epoch_samples, batch_size, seed, mixture=data, draws=draws)
+    if not is_sampled:
+        return ShuffledPlan(size, batch_size, seed, find_chunk_windows(data))
     from echelon.data.sampler_plan import SamplerPlan
 
     return SamplerPlan(size, batch_size, seed, sampler, batch_sampler)
@@ -123,3 +137,23 @@ class ShuffledPlan:
         if self.windows is not None:
             return ChunkedOrder(*place, device=device, windows=self.windows)
         return EpochOrder(*place, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePlan(ShuffledPlan):
+    """As many draws from a mixture in every epoch; the next epoch goes on where one has ended."""
+
+    mixture: Mixture
+    draws: MixtureDraws
+
+    @property
+    def layout(self) -> DataLayout:
+        """The sources with their sizes and weights."""
+        return DataLayout(len(self.mixture), mixture=self.mixture.describe())
+
+    def make_order(
+        self, epoch: int, rank: int, world_size: int, device: torch.device
+    ) -> MixtureOrder:
+        """Return a rank's samples of an epoch."""
+        place = (self.epoch_samples, self.batch_size, rank, world_size, self.seed, epoch)
+        return MixtureOrder(*place, device=device, draws=self.draws, rows=len(self.mixture))

@@ -14,7 +14,6 @@ from torch import nn
 from echelon.config.schema import Config
 from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import EvalOrder, TensorSource
-from echelon.data.chunk_order import find_chunk_windows
 from echelon.data.epoch_plan import make_epoch_plan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
@@ -161,7 +160,7 @@ def prepare_training(
         config.seed,
         experiment.sampler,
         experiment.batch_sampler,
-        find_chunk_windows(experiment.train_data),
+        experiment.train_data,
     )
     evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
     config = resolve_best(config, evaluator)

@@ -10,7 +10,6 @@ import torch
 
 from echelon.config.schema import Config
 from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
-from echelon.data.chunk_order import find_chunk_windows
 from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
 from echelon.data.loader_options import find_loader_faults
 from echelon.data.sample_order import EpochOrder
@@ -76,8 +75,7 @@ def open_loop_data(
     if faults := list(find_loader_faults(loader)):
         raise EchelonError(*faults)
     source = make_source(data, "data", workers, device, collate_fn, loader)
-    windows = find_chunk_windows(data)
-    plan = make_epoch_plan(len(source), size, config.seed, sampler, batch_sampler, windows)
+    plan = make_epoch_plan(len(source), size, config.seed, sampler, batch_sampler, data)
     if size < world.size and batch_sampler is None:
         raise EchelonError(
             Fault(
