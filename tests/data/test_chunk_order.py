@@ -127,10 +127,10 @@ class Chunked(torch.utils.data.Dataset[int]):
 
 
 def test_the_chunks_of_a_dataset_are_found() -> None:
-    small = make_epoch_plan(20, 4, 0, windows=find_chunk_windows(Chunked([10, 10])))
+    small = make_epoch_plan(20, 4, 0, data=Chunked([10, 10]))
     assert type(order := small.make_order(0, 0, 1, CPU)) is EpochOrder
     assert join(batches(order)) == map_positions(torch.arange(20), 20, 0, 0).tolist()
-    large = make_epoch_plan(20, 4, 0, windows=find_chunk_windows(Chunked([10, 10], 10)))
+    large = make_epoch_plan(20, 4, 0, data=Chunked([10, 10], 10))
     assert type(order := large.make_order(0, 0, 1, CPU)) is ChunkedOrder
     assert {sample // 10 for sample in join(batches(order))[:10]} in ({0}, {1})
     assert find_chunk_windows([1, 2, 3]) is None

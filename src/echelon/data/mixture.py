@@ -1,5 +1,5 @@
-"""Several data sets as one, each with a weight: which of them every sample comes from, as a function
-of position.
+"""Several data sets as one, each with a weight: from which of them a sample comes, as a function of
+position.
 
 The draws of a training are numbered through all epochs. A pattern of 65,536 slots says which source
 the draw of a number belongs to, and how many draws of that source came before it; so the weights
