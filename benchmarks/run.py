@@ -41,6 +41,7 @@ TITLES = {
     "restart": "From a killed worker to the next step",
     "cli": "What a command that needs no torch costs",
     "order": "Starting and drawing an epoch",
+    "shuffle_quality": "How well data in files is shuffled",
     "snapshots": "Saving and reading back 600 MB",
     "reading": "Preparing 20 million ratings",
     "feeding": "Feeding a recommender",

@@ -103,7 +103,8 @@ class CountingReader:
 def test_a_share_is_read_at_once(numbers: Path) -> None:
     reader = CountingReader(echelon.data.open(numbers))
     dataset = FileDataset(reader)
-    batch = SampleFetcher(dataset, None).fetch(SampleShare([3, SIZE + 12, 0], seed=0, epoch=0))
+    share = SampleShare([3, SIZE + 12, 0], seed=0, epoch=0)
+    batch = SampleFetcher(dataset, None).fetch(share).data
     assert batch["data"].tolist() == [3, 12, 0]
     assert reader.calls == [[3, 12, 0]]
     assert [int(each["data"]) for each in dataset.__getitems__([-1, 2])] == [16, 2]
@@ -116,7 +117,7 @@ def test_a_batch_of_columns_is_what_default_collate_makes(numbers: Path) -> None
     apart = SampleFetcher(dataset, lambda samples: default_collate(samples)).fetch(
         SampleShare([3, 12], seed=0, epoch=0)
     )
-    for batch in (fetched, collated, apart):
+    for batch in (fetched.data, collated.data, apart.data):
         assert list(batch) == ["data"]
         assert torch.equal(batch["data"], torch.tensor([3, 12]))
 

@@ -73,7 +73,7 @@ def test_a_dead_loader_process_is_explained(death: int, at: int, how: str, hint:
     batches = source.iter_batches(EvalOrder(64, 2, 0, 1), 0, CPU)
     with pytest.raises(EchelonError) as caught:
         _count(batches)
-    require_explained(caught.value, how, hint)
+    require_explained(caught.value, f"{how} while it fetched sample {at};", hint)
 
 
 def test_what_torch_says_of_another_loader_is_explained() -> None:

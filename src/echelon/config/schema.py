@@ -20,6 +20,7 @@ MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 CAPTURE_MODES = ("auto", "always", "never")
+BAD_SAMPLE_CHOICES = ("raise", "skip")
 REPLICA_KINDS = ("ddp", "fsdp")
 BEST_DIRECTIONS = ("auto", "min", "max")
 WANDB_MODES = ("online", "offline", "disabled")
@@ -178,6 +179,11 @@ class TrainerConfig:
     """Set it if some parameters take no part in some steps; costs a little per step."""
     loader_workers: int = 0
     """Processes per rank that load samples of a Dataset; tensors need none."""
+    bad_samples: str = "raise"
+    """What becomes of a sample that cannot be read or decoded: `raise` ends the training and names
+    it; `skip` lists it in the run's folder and takes the next readable sample in its place."""
+    max_bad_samples: int = 100
+    """How many samples may be skipped before the training ends."""
     precision: str = "float32"
     """Precision of the computation: float32, tf32 (faster matrix products on a GPU), bf16, or on a
     GPU fp16 (with a loss scaler); weights and optimizer state stay float32."""

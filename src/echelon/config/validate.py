@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from echelon.config import bundled_experiments
 from echelon.config.schema import (
+    BAD_SAMPLE_CHOICES,
     BEST_DIRECTIONS,
     CAPTURE_MODES,
     GPU_REQUESTS,
@@ -131,6 +132,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "trainer.warmup_steps": (t.warmup_steps, 0),
         "trainer.sanity_steps": (t.sanity_steps, 0),
         "trainer.loader_workers": (t.loader_workers, 0),
+        "trainer.max_bad_samples": (t.max_bad_samples, 1),
         "trainer.epochs": (t.epochs, 0),
         "trainer.steps": (t.steps, 1),
         "trainer.profile": (t.profile, 1),
@@ -202,6 +204,7 @@ def _check_choices(config: Config) -> Iterator[Fault]:
         "trainer.best_is": (config.trainer.best_is, BEST_DIRECTIONS),
         "trainer.precision": (config.trainer.precision, PRECISIONS),
         "trainer.capture": (config.trainer.capture, CAPTURE_MODES),
+        "trainer.bad_samples": (config.trainer.bad_samples, BAD_SAMPLE_CHOICES),
         "replica.kind": (config.replica.kind, REPLICA_KINDS),
         "track.progress": (config.track.progress, PROGRESS_STYLES),
     }

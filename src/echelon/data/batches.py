@@ -15,10 +15,11 @@ from torch import Tensor
 from echelon.data.batch_structure import move_batch
 from echelon.data.loader_options import describe_loader
 from echelon.data.sample_order import count_batches
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 
 if TYPE_CHECKING:
-    from echelon.data.sample_fetcher import SampleShare
+    from echelon.data.bad_samples import BadSampleList
+    from echelon.data.sample_fetcher import FetchedShare, SampleShare
 
 _COLUMN_TYPES = (Tensor, np.ndarray)
 _BLOCK_BYTES = 8 << 20
@@ -152,11 +153,13 @@ def make_source(
     device: torch.device,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    bad_samples: BadSampleList | None = None,
 ) -> BatchSource:
     """Return the source for the data of an experiment; `name` is the field that an error names.
 
     `collate_fn` makes a batch of a list of samples, which rows of tensors then are too. `options`
-    are DataLoader's, for the loader processes.
+    are DataLoader's, for the loader processes. Samples that cannot be read are skipped and listed
+    in `bad_samples`; without, the first one raises.
     """
     if (columns := get_columns(data)) is not None:
         if not all(t.ndim for t in columns):
@@ -175,9 +178,9 @@ def make_source(
             from torch.utils.data import TensorDataset
 
             rows = TensorDataset(*tensors)
-            source = DatasetSource(rows, workers, device, collate_fn, options)
+            source = DatasetSource(rows, workers, device, collate_fn, options, name)
     elif _is_indexable(data):
-        source = DatasetSource(data, workers, device, collate_fn, options)
+        source = DatasetSource(data, workers, device, collate_fn, options, name, bad_samples)
     else:
         raise _make_not_indexable_error(data, name)
     if len(source) == 0:
@@ -343,12 +346,16 @@ class DatasetSource:
         device: torch.device | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         options: Mapping[str, Any] | None = None,
+        name: str = "the data",
+        bad_samples: BadSampleList | None = None,
     ) -> None:
         from echelon.data.sample_fetcher import LoaderProcesses, SampleFetcher
 
         self.dataset = dataset
         self.storage_device = torch.device("cpu")
-        self._fetcher = SampleFetcher(dataset, collate_fn)
+        self._name, self._bad_samples = name, bad_samples
+        max_bad_samples = None if bad_samples is None else bad_samples.max_count
+        self._fetcher = SampleFetcher(dataset, collate_fn, name, max_bad_samples)
         self._processes = (
             LoaderProcesses(self._fetcher, workers, options or {}, device or self.storage_device)
             if workers
@@ -372,7 +379,8 @@ class DatasetSource:
             for share in iter_shares(order, first):
                 yield self._fetch_share(share, device)
             return
-        for data, count in self._processes.iter_batches(order, first, make_next):
+        for fetched, count in self._processes.iter_batches(order, first, make_next):
+            data = self._take_data(fetched)
             yield Batch(move_batch(data, device) if count else None, count)
 
     def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:
@@ -389,8 +397,18 @@ class DatasetSource:
 
     def _fetch_share(self, share: SampleShare, device: torch.device) -> Batch:
         """Fetches a share in this process."""
-        data = move_batch(self._fetcher.fetch(share), device) if share.draws else None
-        return Batch(data, len(share.draws))
+        if not share.draws:
+            return Batch(None, 0)
+        data = self._take_data(self._fetcher.fetch(share))
+        return Batch(move_batch(data, device), len(share.draws))
+
+    def _take_data(self, fetched: FetchedShare) -> Any:
+        """Return the samples of a share; list those that were skipped, and raise its faults."""
+        if fetched.bad_samples and self._bad_samples is not None:
+            self._bad_samples.add(self._name, fetched.bad_samples)
+        if fetched.faults:
+            raise EchelonError(*fetched.faults, exit=ExitCode.FAILED)
+        return fetched.data
 
 
 def _make_data_error(what: str, do: str) -> EchelonError:

@@ -54,17 +54,18 @@ def _is_from_torch(handler: Any) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("torch.utils.data.")
 
 
-def iter_fetched(loader: Any, workers: int) -> Iterator[Any]:
+def iter_fetched(loader: Any, workers: int, describe_work: Callable[[int], str]) -> Iterator[Any]:
     """Yield the batches of a DataLoader, and raise a fault where one of its processes died.
 
-    Processes that serve several iterations may also have died since the last one.
+    Processes that serve several iterations may also have died since the last one. `describe_work`
+    returns what a process was fetching, by its number.
     """
     previous_handler = signal.getsignal(signal.SIGCHLD)
-    with _explain_death(lambda: loader._iterator, workers):
+    with _explain_death(lambda: loader._iterator, workers, describe_work):
         iterator = iter(loader)
     remove_death_signal(previous_handler)
     while True:
-        with _explain_death(lambda: iterator, workers):
+        with _explain_death(lambda: iterator, workers, describe_work):
             batch = next(iterator, _END)
         if batch is _END:
             return
@@ -75,7 +76,9 @@ _END = object()
 
 
 @contextlib.contextmanager
-def _explain_death(get_iterator: Callable[[], Any], workers: int) -> Iterator[None]:
+def _explain_death(
+    get_iterator: Callable[[], Any], workers: int, describe_work: Callable[[int], str]
+) -> Iterator[None]:
     """Raise a fault instead of an error that the death of a loader process caused.
 
     A process that dies while its batch is received breaks a connection, so the error itself may be
@@ -98,7 +101,8 @@ def _explain_death(get_iterator: Callable[[], Any], workers: int) -> Iterator[No
         dead = [p for p in processes if p.exitcode]
         if not dead:
             raise
-        raise _make_dead_loader_error(dead[0].pid, dead[0].exitcode, workers) from error
+        work = describe_work(processes.index(dead[0]))
+        raise _make_dead_loader_error(dead[0].pid, dead[0].exitcode, workers, work) from error
 
 
 def explain_dead_loader(error: BaseException, workers: int) -> EchelonError | None:
@@ -120,14 +124,19 @@ def explain_dead_loader(error: BaseException, workers: int) -> EchelonError | No
     return None
 
 
-def _make_dead_loader_error(pid: object, exit_code: int, workers: int) -> EchelonError:
-    """Return the error for a loader process that died with this code, or by a signal."""
+def _make_dead_loader_error(
+    pid: object, exit_code: int, workers: int, work: str = ""
+) -> EchelonError:
+    """Return the error for a loader process that died with this code, or by a signal, while it
+    fetched something."""
     name = signal.Signals(-exit_code).name if exit_code < 0 else ""
     how = f"ended with exit code {exit_code}" if exit_code else "ended"
+    how = f"was killed by {name}" if name else how
+    how += f" while it fetched {work}" if work else ""
     return EchelonError(
         Fault(
             f"a process that loads data (pid {pid}, trainer.loader_workers={workers}) "
-            f"{f'was killed by {name}' if name else how}; the training process itself did not fail",
+            f"{how}; the training process itself did not fail",
             _SIGNAL_HINTS.get(name, _IN_THIS_PROCESS),
         ),
         exit=ExitCode.FAILED,

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate, get_worker_info
 
+from echelon.data.bad_samples import (
+    BadSample,
+    describe_error,
+    make_bad_sample_fault,
+    make_too_many_fault,
+)
 from echelon.data.file_dataset import FileDataset
+from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
 from echelon.data.sample_seeds import (
     derive_collate_seed,
@@ -45,23 +53,48 @@ def iter_shares(order: BatchOrder, first_batch: int) -> Iterator[SampleShare]:
             yield SampleShare(numbers[stop - count : stop], order.seed, order.epoch)
 
 
+class FetchedShare(NamedTuple):
+    """What a share became, as a loader process returns it. Faults are values, because torch raises
+    an exception of a loader process again as another one."""
+
+    data: Any
+    """The collated samples; None where there are faults."""
+    bad_samples: tuple[BadSample, ...] = ()
+    """Those that were skipped."""
+    faults: tuple[Fault, ...] = ()
+
+
 class SampleFetcher:
-    """A Dataset together with how its samples are seeded and collated.
+    """A Dataset together with how its samples are seeded and collated, and what becomes of those
+    that cannot be read.
 
     To torch's DataLoader it is a Dataset whose `__getitems__` returns a whole batch.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None,
+        name: str = "the data",
+        max_bad_samples: int | None = None,
+    ) -> None:
+        """`name` is that of the data in faults. `max_bad_samples`: how many samples may be skipped;
+        None: an error of a sample is raised."""
         self.dataset = dataset
+        self.work_slots: Tensor | None = None
+        """In memory that loader processes share, for each of them: a sample that it fetches, and
+        how many it fetches together with that one; 0 where it fetches none."""
         self._size = len(dataset)
         self._collate = collate_fn or default_collate
         self._is_fetched_singly = _is_fetched_singly(dataset)
         self._files, self._subsets = _find_files(dataset)
+        self._name, self._max_bad_samples = name, max_bad_samples
+        self._slot: Any = None
 
     def __len__(self) -> int:
         return self._size
 
-    def __getitems__(self, share: SampleShare) -> Any:
+    def __getitems__(self, share: SampleShare) -> FetchedShare:
         """Return the collated samples of a share that is not empty.
 
         Random numbers are seeded before every sample. A FileDataset reads all samples at once,
@@ -69,34 +102,162 @@ class SampleFetcher:
         fetches all at once and is seeded once, by the first of them; so is the collation.
         """
         rows = [draw % self._size for draw in share.draws]
-        if self._files is not None:
-            for indices in self._subsets:
-                rows = [indices[row] for row in rows]
-            if self._collate is default_collate:
-                batch = self._files.read_batch(np.asarray(rows, np.int64))
-                if batch is not None:
-                    return batch
-        seeds = derive_seeds(share.seed, share.epoch, share.draws)
-        if self._files is not None:
-            samples = self._files.read_rows(rows)
-            for place, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                seed_generators(seed)
-                samples[place] = self._files.finish_sample(row, samples[place])
-        elif self._is_fetched_singly:
-            samples = []
-            for row, seed in zip(rows, seeds, strict=True):
-                seed_generators(seed)
-                samples.append(self.dataset[row])
-        else:
-            seed_generators(seeds[0])
-            samples = self.dataset.__getitems__(rows)
-        seed_generators(derive_collate_seed(seeds[0]))
-        return self._collate(samples)
+        try:
+            return FetchedShare(self._fetch_batch(rows, share))
+        except _SampleError as failed:
+            # Which sample it was is found out one by one, in every epoch again: what is kept here
+            # would not be there in a run that resumes.
+            if isinstance(failed.error, EchelonError):
+                return FetchedShare(None, faults=failed.error.faults)
+            seeds = derive_seeds(share.seed, share.epoch, share.draws)
+            if self._max_bad_samples is None:
+                if fault := self._explain_error(rows, seeds):
+                    return FetchedShare(None, faults=(fault,))
+                raise failed.error from None
+            return self._fetch_readable(rows, seeds, share)
+        finally:
+            self._note_work(0, 0)
 
-    def fetch(self, share: SampleShare) -> Any:
+    def fetch(self, share: SampleShare) -> FetchedShare:
         """Return the same in the training process, whose own random numbers stay untouched."""
         with keep_generators():
             return self.__getitems__(share)
+
+    def describe_work(self, process: int) -> str:
+        """Return what a loader process is fetching, to name it where it died; empty where it is not
+        known."""
+        row, count = (0, 0) if self.work_slots is None else self.work_slots[process].tolist()
+        if not count:
+            return ""
+        place = self._locate(row)
+        return place if count == 1 else f"{count} samples, the first of them {place}"
+
+    def _fetch_batch(self, rows: list[int], share: SampleShare) -> Any:
+        """Return the collated samples of these rows, with the random numbers of the share's."""
+        try:
+            batch, seeds = self._read_batch(rows), None
+            if batch is None:
+                seeds = derive_seeds(share.seed, share.epoch, share.draws)
+                samples = self._fetch_samples(rows, seeds)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise _SampleError(error) from error
+        if seeds is None:
+            return batch
+        seed_generators(derive_collate_seed(seeds[0]))
+        return self._collate(samples)
+
+    def _read_batch(self, rows: list[int]) -> Any:
+        """Return the samples of files that need no more than to be read, as one batch."""
+        if self._files is None or self._collate is not default_collate:
+            return None
+        self._note_work(rows[0], len(rows))
+        return self._files.read_batch(np.asarray(self._map_to_files(rows), np.int64))
+
+    def _fetch_samples(self, rows: list[int], seeds: list[int]) -> list[Any]:
+        samples: list[Any] = []
+        if self._files is not None:
+            self._note_work(rows[0], len(rows))
+            in_files = self._map_to_files(rows)
+            stored = self._files.read_rows(in_files)
+            for row, in_file, each, seed in zip(rows, in_files, stored, seeds, strict=True):
+                self._note_work(row, 1)
+                seed_generators(seed)
+                samples.append(self._files.finish_sample(in_file, each))
+        elif self._is_fetched_singly:
+            for row, seed in zip(rows, seeds, strict=True):
+                self._note_work(row, 1)
+                seed_generators(seed)
+                samples.append(self.dataset[row])
+        else:
+            self._note_work(rows[0], len(rows))
+            seed_generators(seeds[0])
+            samples = self.dataset.__getitems__(rows)
+        return samples
+
+    def _fetch_readable(
+        self, rows: list[int], seeds: list[int], share: SampleShare
+    ) -> FetchedShare:
+        """Return the samples of a share with the next readable one in the place of each that is
+        not."""
+        assert self._max_bad_samples is not None
+        readable: list[int] = []
+        skipped: list[BadSample] = []
+        for row, seed in zip(rows, seeds, strict=True):
+            bad: list[tuple[int, Exception]] = []
+            while error := self._try_sample(instead := (row + len(bad)) % self._size, seed):
+                bad.append((instead, error))
+                if len(bad) > min(self._max_bad_samples, self._size - 1):
+                    last = self._describe_bad_sample(instead, error, instead)
+                    fault = make_too_many_fault(self._name, self._max_bad_samples, last)
+                    return FetchedShare(None, tuple(skipped), (fault,))
+            readable.append(instead)
+            skipped += [self._describe_bad_sample(*each, instead) for each in bad]
+        try:
+            return FetchedShare(self._fetch_batch(readable, share), tuple(skipped))
+        except _SampleError as failed:  # each alone was readable: not a matter of a sample
+            raise failed.error from None
+
+    def _explain_error(self, rows: list[int], seeds: list[int]) -> Fault | None:
+        """Return the fault of the first sample that cannot be read, if it can be named better than
+        by its traceback."""
+        for row, seed in zip(rows, seeds, strict=True):
+            error = self._try_sample(row, seed)
+            if error is None:
+                continue
+            has_place = self._files is not None or hasattr(self.dataset, "locate")
+            if not has_place and not isinstance(error, BadSampleError):
+                return None
+            bad = self._describe_bad_sample(row, error, row)
+            return make_bad_sample_fault(self._name, bad.place, bad.why)
+        return None
+
+    def _describe_bad_sample(self, row: int, error: Exception, instead: int) -> BadSample:
+        place = str(error.place) if isinstance(error, BadSampleError) else self._locate(row)
+        return BadSample(row, place, describe_error(error), instead)
+
+    def _try_sample(self, row: int, seed: int) -> Exception | None:
+        """Return the error of fetching a sample alone; None where it is readable."""
+        try:
+            self._fetch_samples([row], [seed])
+        except (MemoryError, EchelonError):
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _locate(self, row: int) -> str:
+        """Return where a sample is, as a message names it."""
+        try:
+            if self._files is not None:
+                return str(self._files.locate(self._map_to_files([row])[0]))
+            return str(self.dataset.locate(row))
+        except Exception:  # of a Dataset without files, or of one that does not know
+            return f"sample {row}"
+
+    def _map_to_files(self, rows: list[int]) -> list[int]:
+        """Return the numbers that rows of the Dataset have in the files."""
+        for indices in self._subsets:
+            rows = [indices[row] for row in rows]
+        return rows
+
+    def _note_work(self, row: int, count: int) -> None:
+        """Note what this loader process fetches, for the case that it dies of it."""
+        if self._slot is None:
+            info = get_worker_info()
+            if info is None or self.work_slots is None:
+                return
+            self._slot = self.work_slots[info.id].numpy()  # which takes a tenth of torch's time
+        self._slot[0], self._slot[1] = row, count
+
+
+class _SampleError(Exception):
+    """Carries an error of fetching samples past those of collating them."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def _find_files(dataset: Any) -> tuple[FileDataset | None, list[Any]]:
@@ -137,6 +298,9 @@ class LoaderProcesses:
         self._fetched: Iterator[Any] = iter(())
         self._begun: deque[BatchOrder] = deque()
         """The orders that the processes were asked for and that are not consumed yet."""
+        self._fetcher = fetcher
+        slots = torch.zeros(workers, 2, dtype=torch.int64)
+        fetcher.work_slots = slots.share_memory_()  # type: ignore[no-untyped-call]
         chosen = {"persistent_workers": True, "pin_memory": device.type == "cuda", **options}
         chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"))
         try:
@@ -160,8 +324,8 @@ class LoaderProcesses:
 
     def iter_batches(
         self, order: BatchOrder, first: int, make_next: MakeNextOrder | None
-    ) -> Iterator[tuple[Any, int]]:
-        """Yields the collated shares of an order with their sizes, and None for an empty one.
+    ) -> Iterator[tuple[FetchedShare, int]]:
+        """Yields the shares of an order as they were fetched, with their sizes.
 
         At its end the processes go on with the next order, so that the first batches of an epoch
         are there when it begins. What they fetched ahead is dropped where another order is asked
@@ -170,12 +334,12 @@ class LoaderProcesses:
         if not (self._begun and first == 0 and _is_same_order(self._begun[0], order)):
             self._begun = deque()
             self._requests.upcoming = self._iter_requests(order, first, make_next, self._begun)
-            self._fetched = iter_fetched(self._loader, self._workers)
+            self._fetched = iter_fetched(self._loader, self._workers, self._fetcher.describe_work)
         begun, is_complete = self._begun, False
         try:
             for share in iter_shares(order, first):
                 # torch's loader cannot fetch an empty batch.
-                yield next(self._fetched) if share.draws else None, len(share.draws)
+                yield next(self._fetched) if share.draws else FetchedShare(None), len(share.draws)
             is_complete = True
         finally:
             if is_complete and begun:

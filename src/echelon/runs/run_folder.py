@@ -76,6 +76,11 @@ class Run:
         return self.folder / HISTORY_FILE
 
     @property
+    def bad_samples_file(self) -> Path:
+        """The samples that the run has skipped (`trainer.bad_samples=skip`), a line each."""
+        return self.folder / "bad_samples.jsonl"
+
+    @property
     def annotations_file(self) -> Path:
         """The tags and the note that a person gave the run. See `runs.annotations`."""
         return self.folder / "annotations.json"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from echelon.config.schema import Config
+from echelon.data.bad_samples import BadSampleList
 from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import EvalOrder, TensorSource
 from echelon.data.epoch_plan import make_epoch_plan
@@ -54,6 +55,7 @@ from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import (
+    make_bad_sample_list,
     make_evaluations,
     make_evaluator,
     open_data,
@@ -139,7 +141,10 @@ def prepare_training(
     # 3. Place the model. A sharded model stays where it is: step 11 moves it block by block, as the
     #    whole model need not fit one device.
     is_sharded = config.replica.kind == "fsdp"
-    stages = [] if is_sharded else _place_model(experiment, config, world, is_placed_by_user)
+    bad_samples = make_bad_sample_list(config, run)
+    stages = []
+    if not is_sharded:
+        stages = _place_model(experiment, config, world, is_placed_by_user, bad_samples)
     blocks = _prepare_blocks(experiment, config)
 
     # 4. Bring the optimizer's state to the parameters, and note its flags before we change any.
@@ -152,7 +157,7 @@ def prepare_training(
 
     # 6. Open the data. It comes after the model, whose memory decides whether the data still fits
     #    on the GPU.
-    source = open_data(experiment, "train_data", trainer.loader_workers, device)
+    source = open_data(experiment, "train_data", trainer.loader_workers, device, bad_samples)
     transform = make_batch_transform(experiment, config, world, device)
     plan = make_epoch_plan(
         len(source),
@@ -162,7 +167,9 @@ def prepare_training(
         experiment.batch_sampler,
         experiment.train_data,
     )
-    evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
+    evaluator = make_evaluator(
+        experiment, config, group, devices, heartbeat, precision, bad_samples
+    )
     config = resolve_best(config, evaluator)
     evaluations = make_evaluations(experiment, config, evaluator)
 
@@ -245,7 +252,11 @@ def prepare_training(
 
 
 def _place_model(
-    experiment: Experiment, config: Config, world: World, is_placed_by_user: bool
+    experiment: Experiment,
+    config: Config,
+    world: World,
+    is_placed_by_user: bool,
+    bad_samples: BadSampleList | None,
 ) -> list[StageDescription]:
     """Moves the model to this process's devices; returns its stages where there are several
     devices."""
@@ -255,7 +266,7 @@ def _place_model(
         return []
     if is_placed_by_user:
         return describe_manual_placement(experiment, world.devices, devices)
-    data = open_data(experiment, "train_data", 0, cpu)
+    data = open_data(experiment, "train_data", 0, cpu, bad_samples)
     # Two samples, as some layers do not accept a batch of one.
     few_samples = data.fetch_batch(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu)
     sample_data = few_samples.data

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from echelon.config.schema import Config
+from echelon.data.bad_samples import BadSampleList
 from echelon.data.batches import BatchSource, make_source
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment, get_parts_by_name
@@ -15,16 +16,31 @@ from echelon.experiment.precision import Precision
 from echelon.experiment.schedule_length import waits_for_metric
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.run_folder import Run
 from echelon.train.best_metric import find_direction, resolve_best_metric
 from echelon.train.early_stop import EarlyStop
 from echelon.train.evaluate import Evaluator
 from echelon.train.evaluations import Evaluations
 
 
-def open_data(experiment: Experiment, name: str, workers: int, device: torch.device) -> BatchSource:
+def open_data(
+    experiment: Experiment,
+    name: str,
+    workers: int,
+    device: torch.device,
+    bad_samples: BadSampleList | None,
+) -> BatchSource:
     """Return the source of train_data or eval_data."""
     data, collate_fn = getattr(experiment, name), experiment.collate_fn
-    return make_source(data, name, workers, device, collate_fn, experiment.loader)
+    return make_source(data, name, workers, device, collate_fn, experiment.loader, bad_samples)
+
+
+def make_bad_sample_list(config: Config, run: Run) -> BadSampleList | None:
+    """Return the list of samples that the run skips; None where the first one is to end it."""
+    trainer = config.trainer
+    if trainer.bad_samples == "raise":
+        return None
+    return BadSampleList(run.bad_samples_file, trainer.max_bad_samples)
 
 
 def make_evaluator(
@@ -34,6 +50,7 @@ def make_evaluator(
     devices: Sequence[torch.device],
     heartbeat: Heartbeat,
     precision: Precision,
+    bad_samples: BadSampleList | None,
 ) -> Evaluator | None:
     """Return the evaluator, or None where the experiment has neither data to evaluate by nor an
     evaluation of its own."""
@@ -42,7 +59,8 @@ def make_evaluator(
     first, last = devices[0], devices[-1]
     source = None
     if experiment.eval_data is not None:
-        source = open_data(experiment, "eval_data", config.trainer.loader_workers, first)
+        workers = config.trainer.loader_workers
+        source = open_data(experiment, "eval_data", workers, first, bad_samples)
     size = config.trainer.eval_batch_size or config.trainer.batch_size
     return Evaluator(experiment, source, size, group, first, last, heartbeat.beat, precision)
 

@@ -13,7 +13,12 @@ from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
 from echelon.train.output_tee import OutputTee
-from echelon.train.prepare_evaluation import make_evaluations, make_evaluator, resolve_best
+from echelon.train.prepare_evaluation import (
+    make_bad_sample_list,
+    make_evaluations,
+    make_evaluator,
+    resolve_best,
+)
 from echelon.train.prepare_session import SESSION_SETTINGS, UsedSettings, prepare_session
 from echelon.train.step_loop import StepLoop
 from echelon.train.stop_signals import StopSignals
@@ -51,7 +56,10 @@ def prepare_steps(
     settings say."""
     devices = get_process_devices(group.world)
     precision = Precision("float32", devices[0])
-    evaluator = make_evaluator(experiment, config, group, devices, heartbeat, precision)
+    bad_samples = make_bad_sample_list(config, run)
+    evaluator = make_evaluator(
+        experiment, config, group, devices, heartbeat, precision, bad_samples
+    )
     config = resolve_best(config, evaluator)
     evaluations = make_evaluations(experiment, config, evaluator)
     engine, info = prepare_session(config, run, group, stop, heartbeat, output, _STEP_SETTINGS)

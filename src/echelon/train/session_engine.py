@@ -35,6 +35,7 @@ from echelon.train.loop_arguments import require_no_lost_settings, require_posit
 from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
+from echelon.train.prepare_evaluation import make_bad_sample_list
 from echelon.train.run_output import RunOutput
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.session_agreement import SessionAgreement
@@ -104,6 +105,7 @@ class SessionEngine(RunOutput):
         self.evaluations: Evaluations | None = None
         """Of an experiment with a step of its own; a user's loop evaluates by itself."""
         self._sources: list[BatchSource] = []
+        self._bad_samples = make_bad_sample_list(config, run)
         self._loop_exit = LoopExit(group, self.step)
         self.agreement = SessionAgreement(
             group, device, stop, config.trainer.save.minutes, self._loop_exit
@@ -134,7 +136,14 @@ class SessionEngine(RunOutput):
         require_positive(**given)
         require_no_lost_settings(trainer, "session.batches", **given)
         loop_data = open_loop_data(
-            self.config, world, self.device, self.samples, data, batch_size, **loader
+            self.config,
+            world,
+            self.device,
+            self.samples,
+            self._bad_samples,
+            data,
+            batch_size,
+            **loader,
         )
         self._sources.append(loop_data.source)
         require_same_data(self.group, loop_data.plan, train_data=data)
@@ -176,8 +185,9 @@ class SessionEngine(RunOutput):
             self._has_compared_eval_data = True
             require_same_data(self.group, None, **{"the data of eval_batches": data})
         self.heartbeat.suspend()
+        world, bad_samples = self.group.world, self._bad_samples
         shares = iter_eval_shares(
-            self.config, self.group.world, self.device, data, batch_size, collate_fn
+            self.config, world, self.device, bad_samples, data, batch_size, collate_fn
         )
         try:
             for share in shares:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from echelon.config.schema import Config
+from echelon.data.bad_samples import BadSampleList
 from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
 from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
 from echelon.data.loader_options import find_loader_faults
@@ -60,6 +61,7 @@ def open_loop_data(
     world: World,
     device: torch.device,
     samples: int,
+    bad_samples: BadSampleList | None,
     data: Any,
     batch_size: int | None,
     num_workers: int | None = None,
@@ -74,7 +76,7 @@ def open_loop_data(
     workers = config.trainer.loader_workers if num_workers is None else num_workers
     if faults := list(find_loader_faults(loader)):
         raise EchelonError(*faults)
-    source = make_source(data, "data", workers, device, collate_fn, loader)
+    source = make_source(data, "data", workers, device, collate_fn, loader, bad_samples)
     plan = make_epoch_plan(len(source), size, config.seed, sampler, batch_sampler, data)
     if size < world.size and batch_sampler is None:
         raise EchelonError(
@@ -100,6 +102,7 @@ def iter_eval_shares(
     config: Config,
     world: World,
     device: torch.device,
+    bad_samples: BadSampleList | None,
     data: Any,
     batch_size: int | None,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -107,7 +110,8 @@ def iter_eval_shares(
     """Yield this rank's share of every batch of evaluation data, in order."""
     trainer = config.trainer
     size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
-    source = make_source(data, "data", trainer.loader_workers, device, collate_fn)
+    workers = trainer.loader_workers
+    source = make_source(data, "eval_data", workers, device, collate_fn, None, bad_samples)
     order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
     try:
         for batch in source.iter_batches(order, 0, device):
