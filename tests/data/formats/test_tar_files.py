@@ -31,7 +31,7 @@ def write_tar(
     with tarfile.open(file, "w", format=format) as tar:
         for name, content in members.items() if isinstance(members, Mapping) else members:
             info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(content), mtime  # type: ignore[assignment]  # pax has floats
+            info.size, info.mtime = len(content), mtime  # pax has floats too
             tar.addfile(info, io.BytesIO(content))
     return file
 
