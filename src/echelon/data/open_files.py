@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echelon.data.file_dataset import FileDataset
+from echelon.data.formats.arrow_files import is_saved_dataset
 from echelon.data.formats.reader import DataFile
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.text import join_names
@@ -167,7 +168,11 @@ def _resolve_path(text: str, endings: tuple[str, ...]) -> list[DataFile] | Fault
 
 
 def _walk_folder(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """Yields the files of a folder at any depth, by name."""
+    """Yields the files of a folder at any depth, by name. A folder that Hugging Face's library
+    saved is one of them: it says itself which files it has."""
+    if is_saved_dataset(folder):
+        yield folder
+        return
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -206,6 +211,7 @@ def choose_format(files: Sequence[DataFile]) -> str:
     for file in files:
         name = file.path.name.lower()
         known = [key for key, each in FORMATS.items() if name.endswith(each.endings)]
+        known = ["arrow"] if file.path.is_dir() else known
         if known:
             by_format.setdefault(known[0], []).append(file.path)
             continue

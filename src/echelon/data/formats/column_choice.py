@@ -28,6 +28,22 @@ def choose_columns(
     return list(chosen)
 
 
+def check_same_names(paths: Sequence[Path], types: Sequence[Mapping[str, str]]) -> None:
+    """Raises for every file that has other columns than the first."""
+    faults = []
+    for path, own in zip(paths, types, strict=True):
+        lacks = [name for name in types[0] if name not in own]
+        adds = [name for name in own if name not in types[0]]
+        if lacks or adds:
+            common = [name for name in types[0] if name in own]
+            found = [f"it has no {name!r}" for name in lacks] + [
+                f"it has {name!r}" for name in adds
+            ]
+            what = f"{path} has other columns than {paths[0]}: {', '.join(found[:5])}"
+            faults.append(Fault(what, f"choose from those that all have: columns={common}"))
+    raise_faults(faults)
+
+
 def check_same_types(
     files: Sequence[Path], types: Sequence[Mapping[str, str]], columns: Sequence[str]
 ) -> None:
