@@ -80,7 +80,8 @@ class SampleFetcher:
         if self._files is not None:
             samples = self._files.read_rows(rows)
             for place, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                seed_generators(seed)
+                if self._files.may_draw:
+                    seed_generators(seed)
                 samples[place] = self._files.finish_sample(row, samples[place])
         elif self._is_fetched_singly:
             samples = []
