@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ class FileDataset(Dataset[Any]):
         self._transform = transform
         self.may_draw = transform is not None or not (decoder is None or decoder.leaves_numbers)
         """Whether finishing a sample may draw random numbers: functions of the user's may."""
+
+        self._has_batches = not self.may_draw and hasattr(reader, "read_columns")
+        """Whether batches can be read as columns, as far as is known."""
 
     @property
     def chunks(self) -> ChunkTable:
@@ -82,16 +85,18 @@ class FileDataset(Dataset[Any]):
     def read_batch(self, rows: NDArray[np.int64]) -> dict[str, Any] | None:
         """Return the batch that torch's default_collate makes of these samples, without taking
         them apart first; None where that cannot be done."""
-        if self.may_draw or not isinstance(self.reader, ColumnReader):
+        if not self._has_batches:
             return None
         batch = {}
-        for name, values in self.reader.read_columns(rows).items():
+        for name, values in cast(ColumnReader, self.reader).read_columns(rows).items():
             if isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
                 batch[name] = torch.from_numpy(values)
             elif isinstance(values, Tensor) or all(type(value) is str for value in values):
                 batch[name] = values
             else:
-                return None  # default_collate may know what to do, or says why it cannot be done
+                # default_collate may know what to do, or says why it cannot be done.
+                self._has_batches = False
+                return None
         return batch
 
     def _count_from_start(self, row: int) -> int:

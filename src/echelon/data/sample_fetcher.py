@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate, get_worker_info
 
 from echelon.data.file_dataset import FileDataset
@@ -68,14 +69,20 @@ class SampleFetcher:
         which draws nothing, and then finishes each. A Dataset with a `__getitems__` of its own
         fetches all at once and is seeded once, by the first of them; so is the collation.
         """
-        rows = [draw % self._size for draw in share.draws]
-        if self._files is not None:
-            for indices in self._subsets:
-                rows = [indices[row] for row in rows]
-            if self._collate is default_collate:
-                batch = self._files.read_batch(np.asarray(rows, np.int64))
-                if batch is not None:
-                    return batch
+        batch = self._read_batch(share)
+        return self._collate_samples(share) if batch is None else batch
+
+    def fetch(self, share: SampleShare) -> Any:
+        """Return the same in the training process, whose own random numbers stay untouched."""
+        batch = self._read_batch(share)
+        if batch is not None:
+            return batch
+        with keep_generators():
+            return self._collate_samples(share)
+
+    def _collate_samples(self, share: SampleShare) -> Any:
+        """Return the batch of samples that are fetched, seeded and finished each by itself."""
+        rows = self._find_rows(share).tolist()
         seeds = derive_seeds(share.seed, share.epoch, share.draws)
         if self._files is not None:
             samples = self._files.read_rows(rows)
@@ -94,10 +101,20 @@ class SampleFetcher:
         seed_generators(derive_collate_seed(seeds[0]))
         return self._collate(samples)
 
-    def fetch(self, share: SampleShare) -> Any:
-        """Return the same in the training process, whose own random numbers stay untouched."""
-        with keep_generators():
-            return self.__getitems__(share)
+    def _read_batch(self, share: SampleShare) -> Any:
+        """Return a batch that is read as a whole, without random numbers; None where samples are
+        collated one by one."""
+        if self._files is None or self._collate is not default_collate:
+            return None
+        return self._files.read_batch(self._find_rows(share))
+
+    def _find_rows(self, share: SampleShare) -> NDArray[np.int64]:
+        """Return which samples of the Dataset are meant, or of the files below its Subsets."""
+        rows = np.asarray(share.draws, np.int64) % self._size
+        if self._files is not None:
+            for indices in self._subsets:
+                rows = np.asarray([indices[row] for row in rows.tolist()], np.int64)
+        return rows
 
 
 def _find_files(dataset: Any) -> tuple[FileDataset | None, list[Any]]:

@@ -44,14 +44,27 @@ class NumberColumn:
     """Numbers, or rows of equally many of them."""
 
     def __init__(self, values: NDArray[Any], is_null: NDArray[np.bool_] | None = None) -> None:
-        self._values, self._is_null = values, is_null
+        self.values, self.is_null = values, is_null
 
     def take(self, rows: NDArray[np.int64]) -> Any:
         """Return an array of these rows, or a list with None for nulls."""
-        taken = self._values[rows]
-        if self._is_null is None or not (missing := self._is_null[rows]).any():
+        taken = self.values[rows]
+        if self.is_null is None or not (missing := self.is_null[rows]).any():
             return taken
         return [None if gap else each for each, gap in zip(taken, missing, strict=True)]
+
+
+class NumberBlock:
+    """Columns of numbers of one type, a row beside the other: any row of all of them is in one
+    place of memory, and is taken at once."""
+
+    def __init__(self, columns: Sequence[NDArray[Any]]) -> None:
+        self._values = np.stack(columns, axis=1)
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return an array with a column for each."""
+        taken: NDArray[Any] = self._values[rows]
+        return taken
 
 
 class ListColumn:
@@ -89,6 +102,8 @@ class ObjectColumn:
 
 
 ColumnValues = NumberColumn | ListColumn | ObjectColumn
+Piece = Mapping[tuple[str, ...], ColumnValues | NumberBlock]
+"""Columns by name. A block has the names of all its columns."""
 
 
 def stack_if_equal(arrays: list[Any]) -> Any:
@@ -139,6 +154,24 @@ def name_type(kind: Any) -> str:
     return "" if types.is_null(kind) else str(kind).replace("large_", "")
 
 
+def merge_numbers(columns: Mapping[str, ColumnValues]) -> Piece:
+    """Return columns with those that are plain numbers of one type in blocks."""
+    by_type: dict[np.dtype[Any], list[str]] = {}
+    for name, column in columns.items():
+        if isinstance(column, NumberColumn) and column.values.ndim == 1 and column.is_null is None:
+            by_type.setdefault(column.values.dtype, []).append(name)
+    merged: dict[tuple[str, ...], ColumnValues | NumberBlock] = {}
+    for names in by_type.values():
+        if len(names) > 1:
+            values = [columns[name].values for name in names]  # type: ignore[union-attr]
+            merged[tuple(names)] = NumberBlock(values)
+    in_blocks = {name for names in merged for name in names}
+    for name, column in columns.items():
+        if name not in in_blocks:
+            merged[name,] = column
+    return merged
+
+
 def _is_number(kind: Any) -> bool:
     types = import_pyarrow().types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
@@ -159,21 +192,21 @@ class PieceCache:
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._pieces: OrderedDict[int, tuple[Mapping[str, ColumnValues], int]] = OrderedDict()
+        self._pieces: OrderedDict[int, tuple[Piece, int]] = OrderedDict()
         self.size_bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process begins with an empty one."""
         return PieceCache, (self._max_bytes,)
 
-    def get(self, piece: int) -> Mapping[str, ColumnValues] | None:
+    def get(self, piece: int) -> Piece | None:
         """Return a piece that is kept."""
         if piece not in self._pieces:
             return None
         self._pieces.move_to_end(piece)
         return self._pieces[piece][0]
 
-    def put(self, piece: int, columns: Mapping[str, ColumnValues], size_bytes: int) -> None:
+    def put(self, piece: int, columns: Piece, size_bytes: int) -> None:
         """Keeps a piece in the place of those that were not used for longest."""
         self._pieces[piece] = columns, size_bytes
         self.size_bytes += size_bytes
@@ -195,27 +228,44 @@ class TableReader:
     def __len__(self) -> int:
         return int(self._piece_starts[-1])
 
-    def load_piece(self, piece: int) -> tuple[Mapping[str, ColumnValues], int]:
+    def load_piece(self, piece: int) -> tuple[Piece, int]:
         """Return the columns of a piece, and the bytes they take."""
         raise NotImplementedError
 
     def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """Return the columns of these rows."""
-        parts: dict[str, list[Any]] = {name: [] for name in self.column_names}
-        places = []
+        places, parts = [], []
         for piece, place, within in group_by_piece(self._piece_starts, rows):
             columns = self._cache.get(piece)
             if columns is None:
                 columns, size_bytes = self.load_piece(piece)
                 self._cache.put(piece, columns, size_bytes)
             places.append(place)
-            for name, taken in parts.items():
-                taken.append(columns[name].take(within))
-        return {name: _join_parts(taken, places, len(rows)) for name, taken in parts.items()}
+            parts.append({names: column.take(within) for names, column in columns.items()})
+        if any(part.keys() != parts[0].keys() for part in parts):  # some have nulls
+            parts = [_split_blocks(part) for part in parts]
+        joined = {
+            names: _join_parts([part[names] for part in parts], places, len(rows))
+            for names in (parts[0] if parts else ())
+        }
+        found = _split_blocks(joined)
+        return {name: found.get((name,), []) for name in self.column_names}
 
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by number."""
         return split_columns(self.read_columns(np.asarray(rows, np.int64)), len(rows))
+
+
+def _split_blocks(taken: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    """Return what was taken of blocks as columns, each by itself in memory."""
+    split: dict[tuple[str, ...], Any] = {}
+    for names, values in taken.items():
+        if len(names) == 1:
+            split[names] = values
+        else:
+            columns = np.ascontiguousarray(values.T)
+            split.update({(name,): column for name, column in zip(names, columns, strict=True)})
+    return split
 
 
 def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.formats.arrow_columns import (
-    ColumnValues,
+    Piece,
     TableReader,
     cut_rows,
     import_pyarrow,
@@ -115,7 +115,7 @@ class ArrowReader(TableReader):
         file, number = find_piece(self._file_starts, stored)
         return SamplePlace(self._paths[file], number)
 
-    def load_piece(self, piece: int) -> tuple[Mapping[str, ColumnValues], int]:
+    def load_piece(self, piece: int) -> tuple[Piece, int]:
         """Return a record batch. What is not compressed stays on the disk until it is used."""
         file, number = self._places[piece]
         if file not in self._mapped:
@@ -125,7 +125,7 @@ class ArrowReader(TableReader):
         if batch is None or batch.num_rows != rows:
             what = f"{self._paths[file]} changed since it was opened"
             raise EchelonError(Fault(what, "let its writer finish, and start again"))
-        columns = {name: make_column(batch.column(name)) for name in self.column_names}
+        columns: Piece = {(name,): make_column(batch.column(name)) for name in self.column_names}
         is_mapped = not self._mapped[file].is_compressed
         return columns, _VIEW_BYTES * len(columns) if is_mapped else batch.nbytes
 

@@ -4,7 +4,7 @@ the chosen columns only, and kept while the order reads near it."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from echelon.data.formats.arrow_columns import (
     ColumnValues,
     NumberColumn,
     ObjectColumn,
+    Piece,
     TableReader,
     cut_rows,
     import_pyarrow,
     make_column,
+    merge_numbers,
     name_type,
 )
 from echelon.data.formats.column_choice import (
@@ -109,7 +111,7 @@ class ParquetReader(TableReader):
         file, number = find_piece(self._file_starts, row)
         return SamplePlace(self._paths[file], number)
 
-    def load_piece(self, piece: int) -> tuple[Mapping[str, ColumnValues], int]:
+    def load_piece(self, piece: int) -> tuple[Piece, int]:
         """Reads and decodes a row group, or a part of it."""
         pa = import_pyarrow()
         file, group, first, count = self._pieces[piece]
@@ -126,7 +128,7 @@ class ParquetReader(TableReader):
         columns = {name: make_column(table.column(name)) for name in self._stored}
         for name, values in self._partitions.items():
             columns.setdefault(name, _repeat_value(values[file], count))
-        return columns, table.nbytes
+        return merge_numbers(columns), table.nbytes
 
     def _open_file(self, file: int) -> Any:
         """Return an open file; the ones that were used last stay open."""
