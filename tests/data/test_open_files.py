@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import echelon
 from echelon.errors import EchelonError
@@ -94,3 +96,32 @@ def test_the_public_names_are_imported_when_they_are_used() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert "'open', 'open_tokens'" in done.stdout
+
+
+def test_pictures_and_tars_are_opened_by_their_folder_and_ending(tmp_path: Path) -> None:
+    for number, label in enumerate(("cat", "dog", "dog")):
+        path = tmp_path / "pictures" / label / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (2, 2), (number, 0, 0)).save(path)
+    dataset = echelon.data.open(tmp_path / "pictures")
+    assert [each["label"] for each in dataset] == [0, 1, 1]
+    assert dataset[2]["image"].getpixel((0, 0)) == (2, 0, 0)
+    assert (
+        echelon.data.open(tmp_path / "pictures", format="images", decode=None)[0]["image"][1:4]
+        == b"PNG"
+    )
+    assert "open the folder that has a folder of pictures for each class" in refuse(path)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(path, "x.png")
+    assert echelon.data.open(tmp_path / "*.tar")[0]["png"].size == (2, 2)
+
+
+def test_what_is_decoded(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
+    path = tmp_path / "a.jsonl"
+    assert echelon.data.open(path)[0] == {"text": "a", "n": 1}
+    assert echelon.data.open(path, decode={"n": str})[0] == {"text": "a", "n": "1"}
+    joined = echelon.data.open(path, decode=lambda name, value: f"{name}={value}")
+    assert joined[0] == {"text": "text=a", "n": "n=1"}
+    with pytest.raises(EchelonError, match="decode has 'x', which is not a column"):
+        echelon.data.open(path, decode={"x": str})

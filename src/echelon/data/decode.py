@@ -72,6 +72,12 @@ class SampleDecoder:
         if faults:
             raise EchelonError(*dict.fromkeys(faults))
 
+    @property
+    def leaves_numbers(self) -> bool:
+        """Whether all that is not bytes stays as it is, and no function of the user's is called."""
+        known = _AUTO.values()
+        return self._function is None and all(f in known for f in self._by_column.values())
+
     def decode_sample(
         self, sample: dict[str, Any], locate: Callable[[], SamplePlace]
     ) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from echelon.data.decode import SampleDecoder
 from echelon.data.formats.reader import ChunkTable, ColumnReader, SamplePlace, SampleReader
 
 
@@ -28,12 +29,17 @@ class FileDataset(Dataset[Any]):
     def __init__(
         self,
         reader: SampleReader,
-        decode: Callable[[dict[str, Any], SamplePlace], dict[str, Any]] | None = None,
+        decoder: SampleDecoder | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.reader = reader
-        self._decode = decode
+        self._decoder = decoder
         self._transform = transform
+        self.may_draw = transform is not None or not (decoder is None or decoder.leaves_numbers)
+        """Whether finishing a sample may draw random numbers: functions of the user's may."""
+
+        self._has_batches = not self.may_draw and hasattr(reader, "read_columns")
+        """Whether batches can be read as columns, as far as is known."""
 
     @property
     def chunks(self) -> ChunkTable:
@@ -72,24 +78,25 @@ class FileDataset(Dataset[Any]):
     def finish_sample(self, row: int, sample: dict[str, Any]) -> Any:
         """Return a sample of `read_rows` decoded and transformed. A transform may draw random
         numbers, so this is called once they are seeded for the sample."""
-        if self._decode is not None:
-            sample = self._decode(sample, self.locate(row))
+        if self._decoder is not None:
+            sample = self._decoder.decode_sample(sample, lambda: self.locate(row))
         return sample if self._transform is None else self._transform(sample)
 
     def read_batch(self, rows: NDArray[np.int64]) -> dict[str, Any] | None:
         """Return the batch that torch's default_collate makes of these samples, without taking
         them apart first; None where that cannot be done."""
-        is_finished = self._decode is None and self._transform is None
-        if not is_finished or not isinstance(self.reader, ColumnReader):
+        if not self._has_batches:
             return None
         batch = {}
-        for name, values in self.reader.read_columns(rows).items():
+        for name, values in cast(ColumnReader, self.reader).read_columns(rows).items():
             if isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
                 batch[name] = torch.from_numpy(values)
             elif isinstance(values, Tensor) or all(type(value) is str for value in values):
                 batch[name] = values
             else:
-                return None  # default_collate may know what to do, or says why it cannot be done
+                # default_collate may know what to do, or says why it cannot be done.
+                self._has_batches = False
+                return None
         return batch
 
     def _count_from_start(self, row: int) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from echelon.data.decode import DecodeSetting, SampleDecoder
 from echelon.data.file_dataset import FileDataset
+from echelon.data.formats.arrow_files import is_saved_dataset
+from echelon.data.formats.column_choice import raise_faults
+from echelon.data.formats.image_folder import IMAGE_ENDINGS
 from echelon.data.formats.reader import DataFile
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.text import join_names
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Decode = str | Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
 
 class FileFormat(NamedTuple):
@@ -35,7 +38,10 @@ FORMATS = {
         (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "jsonl_files:JsonlReader"
     ),
     "npy": FileFormat((".npy",), "numpy_files:NumpyReader"),
+    "tar": FileFormat((".tar",), "tar_files:TarReader"),
+    "images": FileFormat((), "image_folder:ImageFolderReader"),
 }
+"""Pictures are found by their folder, which has one for each class."""
 _TOKENS_HINT = "files of tokens are opened with echelon.data.open_tokens(path, length=1024)"
 
 
@@ -43,7 +49,7 @@ def open(
     paths: Paths,
     *,
     columns: Sequence[str] | None = None,
-    decode: Decode = "auto",
+    decode: DecodeSetting = "auto",
     transform: Callable[[Any], Any] | None = None,
     format: str | None = None,
 ) -> FileDataset:
@@ -55,13 +61,13 @@ def open(
     paths      A file, a folder, a pattern such as "data/*.parquet", or a list of them. Files of a
                folder or a pattern are taken in the order of their names.
     columns    The columns to read; all without it. Others are not read from the disk.
-    decode     What becomes of bytes: "auto" decodes images, arrays, json and text by the name or
-               the ending of a column; None leaves bytes; a function decodes every column; a dict
-               gives functions by column.
+    decode     What becomes of bytes: "auto" decodes pictures, arrays, json and text by the name of
+               a column (jpg, npy, json, txt, cls, image); None leaves bytes; a function is called
+               with the name and the value of every column; a dict has functions by column.
     transform  Called with every sample, after decoding; it returns what the Dataset gives. What it
                draws from random, numpy and torch is the same at any number of processes.
-    format     What the files are, where their endings do not say it: "parquet", "arrow", "jsonl"
-               or "npy".
+    format     What the files are, where their endings do not say it: "parquet", "arrow", "jsonl",
+               "npy", "tar", or "images" for a folder with one folder of pictures for each class.
     """
     if format is not None and format not in FORMATS:
         raise EchelonError(
@@ -71,12 +77,21 @@ def open(
         raise EchelonError(
             Fault(f"columns={columns!r} is a text", f"give a list of names: columns=[{columns!r}]")
         )
-    endings = FORMATS if format is None else {}
-    files = find_files(paths, [ending for known in endings.values() for ending in known.endings])
+    known = [] if format else [ending for each in FORMATS.values() for ending in each.endings]
+    files = find_files(paths, known, are_images=format == "images")
     chosen = format or choose_format(files)
     module, _, name = FORMATS[chosen].reader.partition(":")
-    reader = getattr(import_module(f"echelon.data.formats.{module}"), name)(files, columns)
-    return _make_dataset(FileDataset(reader, None, transform), files)
+    make_reader = getattr(import_module(f"echelon.data.formats.{module}"), name)
+    if chosen == "images":
+        reader = make_reader(_get_folder(files), columns)
+    elif chosen == "tar":
+        reader = make_reader([file.path for file in files], columns)
+    else:
+        reader = make_reader(files, columns)
+    if not len(reader):
+        names = join_names([str(file.path) for file in files])
+        raise EchelonError(Fault(f"there are no samples in {names}", "give files with samples"))
+    return FileDataset(reader, SampleDecoder(decode, reader.column_names), transform)
 
 
 def open_tokens(
@@ -115,18 +130,18 @@ def open_tokens(
         raise EchelonError(*faults)
     files = find_files(paths, (".bin", ".npy"))
     reader = TokenReader(files, length, str(dtype), stride or length)
-    return FileDataset(reader, None, transform)
+    return FileDataset(reader, transform=transform)
 
 
-def find_files(paths: Paths, endings: Sequence[str]) -> list[DataFile]:
+def find_files(paths: Paths, endings: Sequence[str], *, are_images: bool = False) -> list[DataFile]:
     """Return the files that are meant. Of a folder, those with one of the endings, at any depth;
     all of them where no endings are given. Hidden ones, and those that begin with `_`, are left
-    out, as Spark's and Parquet's tools do."""
+    out, as Spark's and Parquet's tools do. A folder of pictures is not taken apart."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     files: list[DataFile] = []
     faults: list[Fault] = []
     for each in given:
-        found = _resolve_path(os.fspath(each), tuple(endings))
+        found = _resolve_path(os.fspath(each), tuple(endings), are_images)
         if isinstance(found, Fault):
             faults.append(found)
         else:
@@ -138,7 +153,7 @@ def find_files(paths: Paths, endings: Sequence[str]) -> list[DataFile]:
     return files
 
 
-def _resolve_path(text: str, endings: tuple[str, ...]) -> list[DataFile] | Fault:
+def _resolve_path(text: str, endings: tuple[str, ...], are_images: bool) -> list[DataFile] | Fault:
     if "://" in text:
         return Fault(
             f"{text} is not on a file system of this machine",
@@ -146,7 +161,9 @@ def _resolve_path(text: str, endings: tuple[str, ...]) -> list[DataFile] | Fault
         )
     path = Path(text).expanduser()
     if path.is_dir():
-        files = [DataFile(file, path) for file in _walk_folder(path, endings)]
+        files = [] if are_images else [DataFile(f, path) for f in _walk_folder(path, endings)]
+        if not files and next(_walk_folder(path, IMAGE_ENDINGS), None):
+            files = [DataFile(path, path)]
         return files or Fault(
             f"the folder {path} has no files with a known ending",
             f"known: {join_names(endings, 20)}; or say what they are with format="
@@ -167,7 +184,11 @@ def _resolve_path(text: str, endings: tuple[str, ...]) -> list[DataFile] | Fault
 
 
 def _walk_folder(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """Yields the files of a folder at any depth, by name."""
+    """Yields the files of a folder at any depth, by name. A folder that Hugging Face's library
+    saved is one of them: it says itself which files it has."""
+    if is_saved_dataset(folder):
+        yield folder
+        return
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -206,17 +227,18 @@ def choose_format(files: Sequence[DataFile]) -> str:
     for file in files:
         name = file.path.name.lower()
         known = [key for key, each in FORMATS.items() if name.endswith(each.endings)]
+        if file.path.is_dir():
+            known = ["arrow" if is_saved_dataset(file.path) else "images"]
         if known:
             by_format.setdefault(known[0], []).append(file.path)
             continue
         endings = join_names([ending for each in FORMATS.values() for ending in each.endings], 20)
         hint = f"known: {endings}; or say what it is with format="
-        faults.append(
-            Fault(
-                f"{file.path} has no ending of a known format",
-                _TOKENS_HINT if name.endswith(".bin") else hint,
-            )
-        )
+        if name.endswith(".bin"):
+            hint = _TOKENS_HINT
+        elif name.endswith(IMAGE_ENDINGS):
+            hint = "open the folder that has a folder of pictures for each class"
+        faults.append(Fault(f"{file.path} has no ending of a known format", hint))
     if len(by_format) > 1:
         counts = ", ".join(f"{len(own)} {key} ({own[0]})" for key, own in by_format.items())
         faults.append(
@@ -225,14 +247,15 @@ def choose_format(files: Sequence[DataFile]) -> str:
                 "open one format at a time, such as with a pattern: data/*.parquet",
             )
         )
-    if faults:
-        raise EchelonError(*faults)
+    raise_faults(faults)
     [chosen] = by_format
     return chosen
 
 
-def _make_dataset(dataset: FileDataset, files: Sequence[DataFile]) -> FileDataset:
-    if not len(dataset):
+def _get_folder(files: Sequence[DataFile]) -> Path:
+    """Return the one folder of pictures."""
+    if len(files) > 1 or not files[0].path.is_dir():
         names = join_names([str(file.path) for file in files])
-        raise EchelonError(Fault(f"there are no samples in {names}", "give files with samples"))
-    return dataset
+        what = f"format=images: {names} is not one folder" if len(files) == 1 else f"given: {names}"
+        raise EchelonError(Fault(what, "give one folder, with a folder of pictures for each class"))
+    return files[0].path

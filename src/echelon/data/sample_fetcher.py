@@ -88,6 +88,9 @@ class SampleFetcher:
         self._collate = collate_fn or default_collate
         self._is_fetched_singly = _is_fetched_singly(dataset)
         self._files, self._subsets = _find_files(dataset)
+        is_plain = self._files is not None and not self._files.may_draw
+        self._may_draw = not is_plain or self._collate is not default_collate
+        """Whether code of the user may draw random numbers; where none does, nothing is seeded."""
         self._name, self._max_bad_samples = name, max_bad_samples
         self._slot: Any = None
 
@@ -120,6 +123,8 @@ class SampleFetcher:
 
     def fetch(self, share: SampleShare) -> FetchedShare:
         """Return the same in the training process, whose own random numbers stay untouched."""
+        if not self._may_draw:
+            return self.__getitems__(share)
         with keep_generators():
             return self.__getitems__(share)
 
@@ -145,7 +150,8 @@ class SampleFetcher:
             raise _SampleError(error) from error
         if seeds is None:
             return batch
-        seed_generators(derive_collate_seed(seeds[0]))
+        if self._may_draw:
+            seed_generators(derive_collate_seed(seeds[0]))
         return self._collate(samples)
 
     def _read_batch(self, rows: list[int]) -> Any:
@@ -163,7 +169,8 @@ class SampleFetcher:
             stored = self._files.read_rows(in_files)
             for row, in_file, each, seed in zip(rows, in_files, stored, seeds, strict=True):
                 self._note_work(row, 1)
-                seed_generators(seed)
+                if self._may_draw:
+                    seed_generators(seed)
                 samples.append(self._files.finish_sample(in_file, each))
         elif self._is_fetched_singly:
             for row, seed in zip(rows, seeds, strict=True):

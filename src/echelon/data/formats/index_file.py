@@ -107,6 +107,17 @@ class FileIndex:
             spans[position] = part
         return spans
 
+    def find_spans(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return for each sample the number of its file, its offset there and its span."""
+        found = []
+        for row in rows:
+            file = int(np.searchsorted(self.starts, row, side="right")) - 1
+            index = self._found[file]
+            opened = _open_indexed_file(self.files[file], self.kind, index.path, index.checksum)
+            number = row - int(self.starts[file])
+            found.append((file, int(opened.offsets[number]), int(opened.spans[number])))
+        return found
+
     def _read_from_file(self, file: int, numbers: NDArray[np.int64]) -> Iterator[bytes]:
         """Yield the bytes of samples of one file; their numbers ascend."""
         path, found = self.files[file], self._found[file]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.column_choice import choose_columns, raise_faults
 from echelon.data.formats.reader import (
     DataFile,
     SamplePlace,
@@ -18,7 +19,7 @@ from echelon.data.formats.reader import (
     split_columns,
     sum_to_starts,
 )
-from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.errors import Fault
 from echelon.utils.os_errors import format_os_error_reason
 
 ARRAY_COLUMN = "data"
@@ -34,7 +35,8 @@ class NumpyReader:
         arrays = _map_arrays(self._paths)
         first = arrays[0]
         names = list(first.dtype.names or [ARRAY_COLUMN])
-        self.column_names = choose_columns(names, columns, self._paths[0])
+        types = dict.fromkeys(names, "")
+        self.column_names = choose_columns(self._paths[:1], [types], columns)
         row_bytes = first.dtype.itemsize * int(np.prod(first.shape[1:], dtype=np.int64))
         self._starts = sum_to_starts([len(array) for array in arrays])
         self.chunks = cut_files_evenly([len(array) for array in arrays], row_bytes)
@@ -63,22 +65,6 @@ class NumpyReader:
         """Return the file and the row in it."""
         piece, number = find_piece(self._starts, row)
         return SamplePlace(self._paths[piece], number)
-
-
-def choose_columns(names: Sequence[str], chosen: Sequence[str] | None, file: Path) -> list[str]:
-    """Return the chosen columns, in the order in which they were chosen, or all. Raises where the
-    file does not have one."""
-    if chosen is None:
-        return list(names)
-    missing = [name for name in chosen if name not in names]
-    if missing:
-        raise EchelonError(*(make_missing_column_fault(name, names, file) for name in missing))
-    return list(chosen)
-
-
-def make_missing_column_fault(name: str, names: Sequence[str], file: Path) -> Fault:
-    """Return the fault of a chosen column that a file does not have."""
-    return Fault(f"columns has {name!r}, which {file} does not have", suggest_nearest(name, names))
 
 
 def map_array(path: Path) -> NDArray[Any]:
@@ -111,8 +97,7 @@ def _map_arrays(paths: Sequence[Path]) -> list[NDArray[Any]]:
                 )
             )
         arrays.append(array)
-    if faults:
-        raise EchelonError(*faults)
+    raise_faults(faults)
     return arrays
 
 

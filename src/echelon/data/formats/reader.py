@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,6 @@ class SampleReader(Protocol):
         ...
 
 
-@runtime_checkable
 class ColumnReader(Protocol):
     """A reader that also gives many samples as columns, far faster than one by one."""
 
@@ -126,10 +126,11 @@ def group_by_piece(
             yield int(pieces[0]), slice(None), rows - starts[pieces[0]]
         return
     order = np.argsort(pieces, kind="stable")
-    borders = np.flatnonzero(np.diff(pieces[order])) + 1
-    for places in np.split(order, borders):
-        piece = int(pieces[places[0]])
-        yield piece, places, rows[places] - starts[piece]
+    grouped, sorted_rows = pieces[order], rows[order]
+    borders = [0, *(np.flatnonzero(np.diff(grouped)) + 1).tolist(), len(rows)]
+    for begin, end in pairwise(borders):
+        piece = int(grouped[begin])
+        yield piece, order[begin:end], sorted_rows[begin:end] - starts[piece]
 
 
 def gather_rows(

@@ -13,6 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.numpy_files import map_array
 from echelon.data.formats.reader import (
     DataFile,
@@ -23,7 +24,7 @@ from echelon.data.formats.reader import (
     split_columns,
     sum_to_starts,
 )
-from echelon.errors import EchelonError, Fault
+from echelon.errors import Fault
 from echelon.utils.os_errors import format_os_error_reason
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -92,8 +93,7 @@ def _map_windows(paths: Sequence[Path], dtype: str, length: int) -> list[NDArray
             )
         else:
             found.append(sliding_window_view(tokens, length + 1))
-    if faults:
-        raise EchelonError(*faults)
+    raise_faults(faults)
     return found
 
 
