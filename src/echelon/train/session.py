@@ -273,6 +273,8 @@ class Session:
         engine.heartbeat.beat()
         # The gradient of weight * loss, without a product that autograd would have to go through.
         gradient: Tensor | None = None
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = float(weight)  # a copy to a GPU would wait for it
         if isinstance(weight, Tensor):
             gradient = weight.to(loss).view_as(loss)
         elif weight != 1.0:
