@@ -16,6 +16,9 @@ from toy_experiments import FEATURES, Life, trace
 
 import echelon
 
+WIDTH = 600
+"""A layer of that many inputs and outputs does not share the first message with others."""
+
 
 @dataclass
 class Settings:
@@ -131,6 +134,55 @@ def adversaries(cfg: Settings, session: echelon.Session) -> None:
         session.log(loss=loss, judge_loss=loss_real + loss_fake)
 
 
+class WideJudge(nn.Module):
+    """Gradients of more than one message. A share without a rare sample has none of one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+        self.plain, self.rare = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, is_rare: Tensor) -> Tensor:
+        hidden = self.body(x)
+        score: Tensor = self.plain(hidden).squeeze(1)
+        return score + self.rare(hidden).squeeze(1) * is_rare if is_rare.any() else score
+
+
+def wide_adversaries(cfg: Settings, session: echelon.Session) -> None:
+    """`adversaries` of some size. Between backward and step gradients are clipped, cut and cleared
+    by hand."""
+    maker = nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh(), nn.Linear(WIDTH, FEATURES))
+    judge = WideJudge()
+    makes, judges = (torch.optim.SGD(m.parameters(), lr=cfg.lr) for m in (maker, judge))
+    session.prepare(maker, judge, makes, judges)
+    score = nn.functional.binary_cross_entropy_with_logits
+    for numbers, x, _ in session.batches(make_data(cfg.samples)):
+        noise = torch.sin(numbers.unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0], device=x.device))
+        is_rare = numbers % 4 == 0
+        judge.zero_grad()
+        real = judge(x, is_rare)
+        session.backward(score(real, torch.ones_like(real)))
+        nn.utils.clip_grad_norm_(judge.parameters(), 0.5)
+        fake = judge(maker(noise).detach(), is_rare)
+        session.backward(score(fake, torch.zeros_like(fake)))
+        for p in judge.body.parameters():
+            assert p.grad is not None
+            p.grad.data.clamp_(-0.01, 0.01)
+        session.step(judges)
+        if session.completed_steps % 2:
+            judge.requires_grad_(False)
+        fooled = judge(maker(noise), is_rare)
+        loss = score(fooled, torch.ones_like(fooled))
+        session.backward(loss)
+        judge.requires_grad_(True)
+        if session.completed_steps % 3 == 0:
+            maker[0].zero_grad()
+        session.step(makes, clip=0.1)
+        session.log(loss=loss, grad_norm=session.grad_norm)
+
+
 def thawing(cfg: Settings, session: echelon.Session) -> None:
     """The first layer is frozen at first, the last one in the end."""
     model = make_model(cfg)
@@ -165,7 +217,16 @@ def tokens(cfg: Settings, session: echelon.Session) -> None:
 
 def contrast(cfg: Settings, session: echelon.Session) -> None:
     """Every sample is compared with those of all ranks."""
-    model = nn.Linear(FEATURES, 4)
+    compare_samples(nn.Linear(FEATURES, 4), cfg, session)
+
+
+def wide_contrast(cfg: Settings, session: echelon.Session) -> None:
+    """`contrast` with gradients of more than one message."""
+    layers = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+    compare_samples(nn.Sequential(*layers), cfg, session)
+
+
+def compare_samples(model: nn.Module, cfg: Settings, session: echelon.Session) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
     for numbers, x, _ in session.batches(make_data(cfg.samples)):
@@ -291,6 +352,9 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.gather(loss)
         if mistake == "own backward":
             loss.backward()  # type: ignore[no-untyped-call]
+        if mistake == "own gradient":
+            model.weight.grad = torch.ones_like(model.weight)
+            session.step(optimizer)
         if mistake == "own step":
             session.backward(loss)
             optimizer.step()
@@ -334,15 +398,14 @@ def nonfinite(cfg: Settings, session: echelon.Session) -> None:
         session.step(optimizer)
 
 
-def without_early_sends(cfg: Settings, session: echelon.Session) -> None:
+def repeated_passes(cfg: Settings, session: echelon.Session) -> None:
     """`regression`, but its gradients are computed in two passes now and then."""
     model = make_model(cfg)
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
-    is_plain = os.environ.get("ECHELON_TEST_PLAIN") == "1"
     for _, x, y in session.batches(make_data(cfg.samples)):
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
-        if session.completed_steps % 3 == 2 and not is_plain:
+        if session.completed_steps % 3 == 2:
             session.backward(loss / 2)
             loss = nn.functional.mse_loss(model(x).squeeze(1), y)
             session.backward(loss / 2)
@@ -383,13 +446,11 @@ def timed(cfg: Settings, session: echelon.Session) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
     for _, x, _ in session.batches(make_data(cfg.samples)):
-        session.backward(model(x).square().mean())
         step = session.completed_steps + 1
         due = [session.every(minutes=minutes) for minutes in (1e-9, 1e-4, 1e9)]
-        if step % 3:  # a step of an optimizer carries the clock, and the end of an iteration
+        if step % 3:  # a backward pass carries the clock, and the end of an iteration
+            session.backward(model(x).square().mean())
             session.step(optimizer)
-        else:
-            optimizer.zero_grad()
         due += [session.every(minutes=minutes) for minutes in (1e-9, 1e-4, 1e9)]
         trace(due=due, at=step)
 
@@ -451,9 +512,10 @@ def awkward(cfg: Settings, session: echelon.Session) -> None:
         counted = numbers % 5 < 2
         errors = (model(x) - y).square() * counted
         session.backward(errors.sum() / counted.sum().clamp(min=1), count=counted.sum())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for p in model.parameters():
             if p.grad is not None:
-                p.grad *= 0.5
+                p.grad = p.grad.clamp(-0.05, 0.05)
         session.step(optimizer)
         list(zip(*(session.eval_batches(data) for data in eval_data), strict=False))
         session.log(loss=errors.sum() / counted.sum())  # of a share without one: not a number

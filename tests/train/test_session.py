@@ -88,7 +88,9 @@ def compare_trees(a: Any, b: Any, limit: float, path: str) -> None:
         session_loops.thawing,
         session_loops.tokens,
         session_loops.contrast,
-        session_loops.without_early_sends,
+        session_loops.repeated_passes,
+        session_loops.wide_adversaries,
+        session_loops.wide_contrast,
         session_loops.sampled,
     ],
 )
@@ -234,8 +236,12 @@ def test_data_that_differs_between_ranks_is_refused(
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
+        ("own gradient", "1 parameters of SGD have a gradient in step 1 that session.backward has"),
         ("own backward", "loss.backward() is called in step 1, so the gradients of 2 processes"),
-        ("own step", "optimizer.step() of SGD is called in step 1, without the gradients of other"),
+        (
+            "own step",
+            "optimizer.step() of SGD is called in step 1, which the session would not count",
+        ),
         ("never", "but session.step was never called, so nothing was trained"),
     ],
 )

@@ -17,6 +17,7 @@ from echelon.errors import EchelonError, Fault
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
+from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.metric_direction import guess_best_is
 from echelon.train.media import Histogram, Image
 from echelon.train.session_agreement import CONTROL_SIZE
@@ -73,9 +74,12 @@ class Session:
         self._optimizers: dict[int, _PreparedOptimizer] = {}
         """By the id of each."""
         self._grad_norm: Tensor | None = None
-        self._is_in_backward = False
         world = engine.group.world
         self.rank, self.world_size = world.rank, world.size
+        self._reducer: GradientReducer | None = None
+        """None where the process is alone."""
+        if world.size > 1:
+            self._reducer = GradientReducer(CONTROL_SIZE, self._refuse_gradient)
         self.device = engine.device
         self.is_main_process = world.rank == 0
         self.folder: Path = engine.run.folder
@@ -145,6 +149,8 @@ class Session:
             if isinstance(part, nn.Module):
                 part.to(self.device)
                 self._engine.parts.add_module(part)
+                if self._reducer is not None:
+                    self._reducer.add_parameters(part.parameters())
             elif isinstance(part, torch.optim.Optimizer):
                 self._add_optimizer(part)
             else:
@@ -185,11 +191,7 @@ class Session:
                 )
             )
         self._engine.parts.add_part("optimizer", optimizer)
-        self._optimizers[id(optimizer)] = prepared = _PreparedOptimizer(
-            optimizer, parameters, self._check_gradient, self._engine
-        )
-        if self.world_size > 1:
-            prepared.update_reducer()
+        self._optimizers[id(optimizer)] = _PreparedOptimizer(optimizer, self._engine)
 
     # --- the loop ---
 
@@ -241,9 +243,10 @@ class Session:
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
         """Compute gradients of a loss that is a mean over this process's share of the batch.
 
-        The gradients add up to those of the mean over the whole batch. `count` is the number of
-        things the mean is over, where these are not the samples: tokens, or the sum of class
-        weights. Calls add their gradients, as in torch.
+        Afterwards every process has the gradients of the mean over the whole batch; they are summed
+        while the backward pass still runs. `count` is the number of things the mean is over, where
+        these are not the samples: tokens, or the sum of class weights. Calls add their gradients,
+        as in torch.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = (
@@ -266,15 +269,32 @@ class Session:
                 )
             )
         self._require_loop("backward")
-        weight = self._engine.compute_weight(count)
-        self._engine.heartbeat.beat()
-        if isinstance(weight, Tensor) or weight != 1.0:
-            loss = loss * weight
-        self._is_in_backward = True
+        engine, reducer = self._engine, self._reducer
+        # What has exchanged tensors forward may do so backward.
+        has_collectives = reducer is not None and count_collectives() != engine.collective_count
+        weight = engine.compute_weight(count)
+        engine.heartbeat.beat()
+        # The gradient of weight * loss, without a product that autograd would have to go through.
+        gradient: Tensor | None = None
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = float(weight)  # a copy to a GPU would wait for it
+        if isinstance(weight, Tensor):
+            gradient = weight.to(loss).view_as(loss)
+        elif weight != 1.0:
+            gradient = torch.full_like(loss, weight)
+        if reducer is None:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            engine.agreement.note_requests()
+            return
+        reducer.begin(engine.backward_count, may_send_early=not has_collectives)
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._is_in_backward = False
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+        except BaseException:
+            reducer.abort()
+            raise
+        engine.agreement.agree_in_backward(reducer.finish)
+        engine.backward_count += 1
+        engine.collective_count = count_collectives()
 
     def _require_loop(self, call: str) -> None:
         if not self._engine.parts.is_complete:
@@ -286,10 +306,11 @@ class Session:
                 )
             )
 
-    def _check_gradient(self) -> None:
-        """Raise where a gradient is computed without `backward`: it would count as that of a whole
-        batch on every process."""
-        if not (self._is_in_backward or self._open_engine.is_over):
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        """Raise where a gradient for an optimizer is computed without `backward`: it would be that
+        of a process's share."""
+        is_used = any(prepared.has_parameter(parameter) for prepared in self._optimizers.values())
+        if is_used and not self._open_engine.is_over:
             raise EchelonError(
                 Fault(
                     f"loss.backward() is called in step {self.completed_steps + 1}, so the "
@@ -300,8 +321,7 @@ class Session:
             )
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
-        """Sum the gradients of the optimizer's parameters over all processes, clip them to a total
-        norm, step, and clear them."""
+        """Clip the gradients of the optimizer to a total norm, step it, and clear them."""
         prepared = self._optimizers.get(id(optimizer))
         if prepared is None:
             raise EchelonError(
@@ -312,12 +332,9 @@ class Session:
                 )
             )
         self._require_loop("step")
-        prepared.update_parameters()
-        if self.world_size > 1 and (reducer := prepared.update_reducer()) is not None:
-            self._engine.agreement.agree_in_step(reducer.reduce)
-        else:
-            self._engine.agreement.note_step()
-        if all(p.grad is None for p in prepared.parameters):
+        parameters = prepared.list_parameters()
+        with_gradient = [p for p in parameters if p.grad is not None]
+        if not with_gradient:
             raise EchelonError(
                 Fault(
                     f"no parameter of {type(optimizer).__name__} has a gradient in step "
@@ -325,12 +342,34 @@ class Session:
                     "call session.backward(loss) before session.step, and clear nothing between",
                 )
             )
+        if self._reducer is not None:
+            self._require_reduced(optimizer, with_gradient, self._reducer)
         if clip is not None:
-            self._grad_norm = nn.utils.clip_grad_norm_(prepared.parameters, clip)
+            self._grad_norm = nn.utils.clip_grad_norm_(with_gradient, clip)
         prepared.step()
-        self._engine.has_stepped = True
-        for p in prepared.parameters:
+        self._engine.agreement.has_step = self._engine.has_stepped = True
+        for p in with_gradient:
             p.grad = None
+
+    def _require_reduced(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        reducer: GradientReducer,
+    ) -> None:
+        """Raise where a gradient is not one of `backward`, which sums over all processes."""
+        ids = set(map(id, parameters))
+        if foreign := len(ids - reducer.reduced_ids):
+            raise EchelonError(
+                Fault(
+                    f"{foreign} parameters of {type(optimizer).__name__} have a gradient in step "
+                    f"{self.completed_steps + 1} that session.backward has not computed, so "
+                    f"{self.world_size} processes would train apart",
+                    "make all parameters before session.prepare, and give session.backward a loss "
+                    "that has this gradient, such as (parameter * gradient.detach()).sum()",
+                )
+            )
+        reducer.reduced_ids -= ids
 
     # --- between ---
 
@@ -410,7 +449,7 @@ class Session:
 
     def stop(self) -> None:
         """End the loop on all processes, as a run that is finished: after this iteration where it
-        is called before `step`, and otherwise after the next one."""
+        is called before the first `backward`, and otherwise after the next one."""
         self._engine.host_calls.add("session.stop")
         self._engine.agreement.request_finish()
 
@@ -461,25 +500,14 @@ class Session:
 
 
 class _PreparedOptimizer:
-    """An optimizer of the session, and the reducer of its gradients. Its own `step` is refused
-    until the session is over: the gradients of other processes would be missing."""
+    """An optimizer of the session. Its own `step` is refused until the session is over: the session
+    would not know that the iteration has trained something."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
-        check_gradient: Callable[[], None],
-        engine: SessionEngine,
-    ) -> None:
-        self.parameters = parameters
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: SessionEngine) -> None:
         self._optimizer = optimizer
-        self._check_gradient = check_gradient
         self._unprofiled_step = UnprofiledStep(optimizer)
         self._is_stepping = False
         self._refuse_own_step(optimizer, engine)
-        self._reducer: GradientReducer | None = None
-        self._trained_flags: list[bool] = []
-        """For which parameters the reducer was made."""
 
     def step(self) -> None:
         """Step the optimizer."""
@@ -498,7 +526,7 @@ class _PreparedOptimizer:
             raise EchelonError(
                 Fault(
                     f"optimizer.step() of {type(optimizer).__name__} is called in step "
-                    f"{engine.step + 1}, without the gradients of other processes",
+                    f"{engine.step + 1}, which the session would not count",
                     "call session.step(optimizer) in its place, which clips and clears as well",
                 )
             )
@@ -506,23 +534,13 @@ class _PreparedOptimizer:
         # A bound method, as a learning-rate scheduler expects to find one.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def update_parameters(self) -> None:
-        """Look at the optimizer's parameters anew: the loop may have added a group."""
-        self.parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+    def list_parameters(self) -> list[nn.Parameter]:
+        """Return the optimizer's parameters. Listed anew, as the loop may have added a group."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def update_reducer(self) -> GradientReducer | None:
-        """Return the reducer for the parameters that are trained now, as the loop may freeze and
-        thaw them; None if all are frozen."""
-        flags = [p.requires_grad for p in self.parameters]
-        if flags != self._trained_flags:
-            if self._reducer is not None:
-                self._reducer.close()
-            trained = [p for p in self.parameters if p.requires_grad]
-            self._reducer = (
-                GradientReducer(trained, CONTROL_SIZE, self._check_gradient) if trained else None
-            )
-            self._trained_flags = flags
-        return self._reducer
+    def has_parameter(self, parameter: Tensor) -> bool:
+        """Return whether the optimizer trains a parameter."""
+        return any(p is parameter for p in self.list_parameters())
 
 
 def _read_number(name: str, value: Any, session: Session) -> float | Tensor:

@@ -20,6 +20,7 @@ from echelon.data.epoch_plan import EpochPlan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
@@ -103,9 +104,11 @@ class SessionEngine(RunOutput):
         """Of an experiment with a step of its own; a user's loop evaluates by itself."""
         self._sources: list[BatchSource] = []
         self._loop_exit = LoopExit(group, self.step)
-        self.agreement = SessionAgreement(
-            group, device, stop, config.trainer.save.minutes, self._loop_exit
-        )
+        self.agreement = SessionAgreement(group, stop, config.trainer.save.minutes, self._loop_exit)
+        self.collective_count = 0
+        """Collectives before the iteration, or up to the last backward pass in it."""
+        self.backward_count = 0
+        """Backward passes in the current iteration."""
         self._is_left = False
         """Whether the user's loop was left within an iteration, by `break` or by an error."""
         self._is_best = False
@@ -234,6 +237,7 @@ class SessionEngine(RunOutput):
             self._share = self._loop_share = next(shares)
             self.log_weight = self._share.sample_count
             self._is_in_iteration = True
+            self.backward_count, self.collective_count = 0, count_collectives()
             try:
                 yield self._share.data
             except GeneratorExit:
