@@ -521,7 +521,11 @@ def uneven(cfg: Settings, session: echelon.Session) -> None:
         step = session.completed_steps + 1
         if is_last and step == cfg.leave_before:
             break
+        if cfg.mistake == "all skip" and step == 5:
+            continue
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        if cfg.mistake == "skip" and is_last and step == 5:
+            continue
         session.backward(loss)
         session.step(optimizer)
         if is_last and step == cfg.leave_at:

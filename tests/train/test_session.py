@@ -497,6 +497,20 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(
     assert read_run_status(ended.run).state == "failed"
 
 
+def test_a_rank_that_skips_a_step_alone_is_named(tmp_path: Path) -> None:
+    words = (*BATCHES, "mistake=skip", "trainer.save.steps=1")
+    ended = run_loop(tmp_path, 3, *words, loop=session_loops.uneven)
+    assert set(ended.codes) == {ExitCode.FAILED}, ended.said
+    for rank in ended.ranks:
+        assert "rank 2 ended step 5 without a call that rank" in rank.output
+        assert "Traceback" not in rank.output
+    assert snapshot_steps(ended.run)[-1] == 4
+    together = run_loop(
+        tmp_path, 3, *BATCHES, "mistake=all skip", loop=session_loops.uneven, name="b"
+    )
+    assert set(together.codes) == {0}, together.said
+
+
 def test_a_rank_that_breaks_in_the_last_iteration_is_not_alone(tmp_path: Path) -> None:
     ended = run_loop(tmp_path, 2, *BATCHES, f"leave_at={STEPS}", loop=session_loops.uneven)
     assert set(ended.codes) == {0}, ended.said
