@@ -198,6 +198,90 @@ def thawing(cfg: Settings, session: echelon.Session) -> None:
         session.log(loss=loss)
 
 
+def thawed_once(cfg: Settings, session: echelon.Session) -> None:
+    """The first layer is thawed in one step, which a resumed run does not come to again."""
+    model = make_model(cfg)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    Life(optimizer).steps = session.completed_steps
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        if session.completed_steps == 3:
+            model[0].requires_grad_(True)
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+def rare_targets(cfg: Settings, session: echelon.Session) -> None:
+    """One sample of a batch has a target: the loss of the other shares is 0 / 0."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    data = make_data(20)
+    for numbers, x, y in session.batches(data, sampler=range(20)):
+        is_known = numbers % 5 == 1
+        errors = (model(x).squeeze(1) - y).square() * is_known
+        loss = errors.sum() / is_known.sum()
+        session.backward(loss, count=is_known.sum())
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+def evaluated(cfg: Settings, session: echelon.Session) -> None:
+    """Batch norms, and results that come after the loop."""
+    model = make_model(cfg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    session.register(average=average)
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        session.backward(nn.functional.mse_loss(model(x).squeeze(1), y))
+        session.step(optimizer)
+        average.update_parameters(model)
+        session.log(lr=7.0)
+        for _ in session.eval_batches(make_data(5)):
+            for norm in [*model.buffers(), *average.buffers()]:
+                rows = session.gather(norm.reshape(1, -1))
+                assert torch.equal(rows, rows[:1].expand_as(rows))
+    session.log(tested=0.25)
+    session.best(error=evaluate(model, cfg, session), higher_is_better=False)
+
+
+class Collected:
+    """What a rank has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def unequal(cfg: Settings, session: echelon.Session) -> None:
+    """What ranks do each in their own way."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    collected = Collected()
+    session.prepare(model, optimizer, schedule)
+    session.register(collected=collected)
+    for numbers, x, y in session.batches(make_data(cfg.samples)):
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        if cfg.mistake == "rows":
+            session.gather(x if session.rank == 0 else x.double())
+        session.step(optimizer)
+        if cfg.mistake == "schedule":
+            schedule.step(loss.item())
+        if cfg.mistake == "state":
+            collected.seen += numbers.tolist()
+
+
 def tokens(cfg: Settings, session: echelon.Session) -> None:
     """A mean over tokens, of which samples have different numbers."""
     model = nn.Linear(FEATURES, 4)
@@ -322,7 +406,15 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
         session.prepare(make_data(3))
     if mistake == "no state":
         session.register(buffer=[1, 2])  # type: ignore[arg-type]
+    if mistake == "total":
+        session.total_steps  # noqa: B018
+    if mistake == "closure":
+        session.prepare(model, torch.optim.LBFGS(model.parameters()))
     session.prepare(model, optimizer)
+    if mistake == "object":
+        collected = Collected()
+        collected.seen.append(object())
+        session.register(collected=collected)
     if mistake == "twice":
         session.prepare(model)
     if mistake == "unequal" and session.rank == 1:
@@ -336,18 +428,25 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
     orders: dict[str, dict[str, Any]] = {
         "shuffle": {"shuffle": False},
         "index": {"batch_sampler": [[0, 99]]},
+        "two orders": {"sampler": [1], "batch_sampler": [[1]]},
+        "share": {"sampler": torch.utils.data.DistributedSampler(range(17), 2, 0)},  # type: ignore[arg-type]
+        "collate": {"collate_fn": 3},
         "own size": {"batch_size": 4},
     }
     data, eval_data = make_data(cfg.samples), make_data(5)
     if mistake in ("own data", "own eval data") and session.rank == 1:
         rows = data if mistake == "own data" else eval_data
         rows[1][0] += 1.0
-    for _, x, y in session.batches(data, **orders.get(mistake, {})):
+    batches = session.batches(data, **orders.get(mistake, {}))
+    if mistake == "no iteration":
+        return
+    for _, x, y in batches:
         if mistake == "own eval data":
             list(session.eval_batches(eval_data))
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
-        if mistake == "count":
-            session.backward(loss, count=-1)
+        counts = {"count": -1, "word": "3", "counts": torch.ones(2), "none": 0}
+        if mistake in counts:
+            session.backward(loss, count=counts[mistake])  # type: ignore[arg-type]
         if mistake == "row":
             session.gather(loss)
         if mistake == "own backward":
@@ -376,7 +475,13 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.grad_norm  # noqa: B018
         if mistake == "stranger":
             session.step(torch.optim.SGD(other.parameters(), lr=1.0))
-        session.step(optimizer)
+        session.step(optimizer, clip=-1.0 if mistake == "clip" else None)
+        if mistake == "place":
+            session.log(step=3)
+        if mistake == "no name":
+            session.log(loss)  # type: ignore[arg-type]
+        if mistake == "eval size":
+            list(session.eval_batches(eval_data, batch_size=-1))
         if mistake == "text":
             session.log(loss=["high"])
         if mistake == "best":
@@ -387,6 +492,11 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.every(epochs=0)
         if mistake == "no time":
             session.every(minutes=0)
+    if mistake == "again":
+        for _ in batches:
+            pass
+    if mistake == "after":
+        session.backward(model(make_data(1)[1]).sum())
 
 
 def nonfinite(cfg: Settings, session: echelon.Session) -> None:
@@ -472,7 +582,11 @@ def uneven(cfg: Settings, session: echelon.Session) -> None:
         step = session.completed_steps + 1
         if is_last and step == cfg.leave_before:
             break
+        if cfg.mistake == "all skip" and step == 5:
+            continue
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        if cfg.mistake == "skip" and is_last and step == 5:
+            continue
         session.backward(loss)
         session.step(optimizer)
         if is_last and step == cfg.leave_at:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,11 +13,13 @@ from torch import Tensor, nn
 
 from echelon.data.sample_order import cut_share
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.checks import find_closure_faults
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
 from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.metric_direction import guess_best_is
+from echelon.train.loop_arguments import require_clip
 from echelon.train.media import Histogram, Image
 from echelon.train.session_agreement import CONTROL_SIZE
 from echelon.train.session_engine import SessionEngine
@@ -74,6 +75,9 @@ class Session:
         self._optimizers: dict[int, _PreparedOptimizer] = {}
         """By the id of each."""
         self._grad_norm: Tensor | None = None
+        self._gathers_gradients = False
+        """Whether a backward pass exchanges tensors of the user, so that no rank may leave one
+        out."""
         world = engine.group.world
         self.rank, self.world_size = world.rank, world.size
         self._reducer: GradientReducer | None = None
@@ -109,7 +113,15 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        """Iterations of the whole loop."""
+        """Iterations of the whole loop, once it has begun."""
+        if not self._engine.parts.is_complete:
+            raise EchelonError(
+                Fault(
+                    "session.total_steps is read, but no loop of the session has begun",
+                    "take a parameter training: echelon.TrainingInfo beside the session, and call "
+                    "training.count_total_steps(len(data)), or count the batches",
+                )
+            )
         return self._engine.total_steps
 
     @property
@@ -161,8 +173,9 @@ class Session:
         """Save these with every snapshot, and restore them now if the run has one: weight averages,
         replay buffers, counters; anything with `state_dict` and `load_state_dict`.
 
-        The state of rank 0 is saved, and all ranks receive it. It consists of tensors, numbers,
-        texts, lists, tuples and dicts, as a snapshot cannot hold objects.
+        The state of rank 0 is saved, and all ranks receive it; a warning says where that of another
+        rank differs. It consists of tensors, numbers, texts, lists, tuples and dicts, as a snapshot
+        cannot hold objects.
         """
         faults = [
             Fault(
@@ -179,6 +192,8 @@ class Session:
             self._engine.parts.add_part(name, part, is_numbered=False)
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if faults := list(find_closure_faults(optimizer, "the optimizer")):
+            raise EchelonError(*faults)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known = self._engine.parts.parameter_ids
         foreign = sum(id(p) not in known for p in parameters)
@@ -247,6 +262,9 @@ class Session:
         while the backward pass still runs. `count` is the number of things the mean is over, where
         these are not the samples: tokens, or the sum of class weights. Calls add their gradients,
         as in torch.
+
+        A share may count 0, and its loss be 0 / 0. A count on a GPU is not read, so let the loss be
+        finite there: total / count.clamp(min=1).
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = (
@@ -259,13 +277,6 @@ class Session:
                 Fault(
                     f"session.backward is given {what} in step {self.completed_steps + 1}",
                     "give it the loss: a tensor with one number that depends on the parameters",
-                )
-            )
-        if not (count is None or isinstance(count, Tensor)) and not 0 <= count < math.inf:
-            raise EchelonError(
-                Fault(
-                    f"session.backward is given count={count} in step {self.completed_steps + 1}",
-                    "give the number of things that the mean is over",
                 )
             )
         self._require_loop("backward")
@@ -286,9 +297,13 @@ class Session:
             loss.backward(gradient)  # type: ignore[no-untyped-call]
             engine.agreement.note_requests()
             return
+        # The mean over nothing is 0 / 0, and its gradients would be too, though they count nothing.
+        counts_nothing = isinstance(weight, float) and weight == 0.0
+        is_left_out = counts_nothing and not (self._gathers_gradients or loss.isfinite())
         reducer.begin(engine.backward_count, may_send_early=not has_collectives)
         try:
-            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            if not is_left_out:
+                loss.backward(gradient)  # type: ignore[no-untyped-call]
         except BaseException:
             reducer.abort()
             raise
@@ -303,6 +318,13 @@ class Session:
                     f"session.{call} is called, but no loop of the session has begun",
                     "iterate over session.batches(data), which takes the place of a DataLoader, or "
                     "over session.steps(count)",
+                )
+            )
+        if self._engine.is_loop_over:
+            raise EchelonError(
+                Fault(
+                    f"session.{call} is called after the loop, whose last snapshot is saved",
+                    "train in the loop; give it more steps or epochs",
                 )
             )
 
@@ -345,6 +367,7 @@ class Session:
         if self._reducer is not None:
             self._require_reduced(optimizer, with_gradient, self._reducer)
         if clip is not None:
+            require_clip(clip, self._engine.step + 1)
             self._grad_norm = nn.utils.clip_grad_norm_(with_gradient, clip)
         prepared.step()
         self._engine.agreement.has_step = self._engine.has_stepped = True
@@ -401,9 +424,17 @@ class Session:
         A line is written every trainer.log_steps iterations, with the mean over these iterations
         and over all processes, weighted by their samples, or by the `count` of the last backward.
 
-        Texts, echelon.Image and echelon.Histogram are logged too, at once and for this iteration;
-        those of rank 0 count.
+        Numbers that come after the loop belong to its last step. Texts, echelon.Image and
+        echelon.Histogram are logged too, at once and for this iteration; those of rank 0 count.
         """
+        if not (values is None or isinstance(values, Mapping)):
+            raise EchelonError(
+                Fault(
+                    f"session.log is given {type(values).__name__} without a name (rank "
+                    f"{self.rank}, step {self.completed_steps + 1})",
+                    "name it: session.log(loss=loss)",
+                )
+            )
         self._engine.host_calls.add("session.log")
         values = {**(values or {}), **more}
         media = {n: v for n, v in values.items() if isinstance(v, (str, Image, Histogram))}
@@ -467,6 +498,7 @@ class Session:
                 )
             )
         count = self._engine.share_count
+        self._gathers_gradients |= rows.requires_grad
         self._engine.begin_message()
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
 
@@ -552,7 +584,7 @@ def _read_number(name: str, value: Any, session: Session) -> float | Tensor:
         return float(value)
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # of numpy
         number = value.item()
-        if isinstance(number, (int, float)) and math.isfinite(number):
+        if isinstance(number, (int, float)):
             return float(number)
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
     raise EchelonError(

@@ -87,7 +87,7 @@ class SessionAgreement:
         assert self._control is not None
         if self._group.world.size > 1 and not self._is_agreed:
             control = torch.tensor(self._control)
-            self._loop_exit.begin_message()
+            self._loop_exit.meet_without_step()
             dist.all_reduce(control)
             self._control = control.tolist()
         agreed, self._control = self._control, None
