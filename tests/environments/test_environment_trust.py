@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from other_users import NOBODY, STRANGER, act_as, give_away, make_open_folder, n
 
 from echelon.environments import EnvironmentPlan, build_environment, plan_environment
 from echelon.environments.cache import EnvironmentPaths
+from echelon.environments.env_command import show_environment
 from echelon.errors import EchelonError
 
 FORGED_PYTHON = """\
@@ -57,7 +59,9 @@ def test_one_of_our_own_is_used(shared: Path) -> None:
 
 
 @needs_root
-def test_a_strangers_environment_at_the_expected_key_is_refused(shared: Path) -> None:
+def test_a_strangers_environment_at_the_expected_key_is_refused(
+    shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a cache that everybody may write, as a stranger would make it."""
     plan = make_ready_environment(shared)
     plan.folder.parent.chmod(0o777)
@@ -68,6 +72,10 @@ def test_a_strangers_environment_at_the_expected_key_is_refused(shared: Path) ->
     assert "set ECHELON_CACHE to a folder of your own" in refusal
     plan.folder.parent.chmod(0o755)
     assert f"{plan.folder} belongs to {STRANGER}" in get_refusal(plan)
+    show_environment(shared / "source", "cache", sys.executable, as_json=False)
+    assert f"is not used: {plan.folder} belongs to {STRANGER}" in capsys.readouterr().out
+    show_environment(shared / "source", "cache", sys.executable, as_json=True)
+    assert json.loads(capsys.readouterr().out)["ready"] is False
     assert not (shared / "it ran").exists()
 
 

@@ -16,6 +16,9 @@ from toy_experiments import FEATURES, Life, trace
 
 import echelon
 
+WIDTH = 600
+"""A layer of that many inputs and outputs does not share the first message with others."""
+
 
 @dataclass
 class Settings:
@@ -131,6 +134,55 @@ def adversaries(cfg: Settings, session: echelon.Session) -> None:
         session.log(loss=loss, judge_loss=loss_real + loss_fake)
 
 
+class WideJudge(nn.Module):
+    """Gradients of more than one message. A share without a rare sample has none of one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+        self.plain, self.rare = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, is_rare: Tensor) -> Tensor:
+        hidden = self.body(x)
+        score: Tensor = self.plain(hidden).squeeze(1)
+        return score + self.rare(hidden).squeeze(1) * is_rare if is_rare.any() else score
+
+
+def wide_adversaries(cfg: Settings, session: echelon.Session) -> None:
+    """`adversaries` of some size. Between backward and step gradients are clipped, cut and cleared
+    by hand."""
+    maker = nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh(), nn.Linear(WIDTH, FEATURES))
+    judge = WideJudge()
+    makes, judges = (torch.optim.SGD(m.parameters(), lr=cfg.lr) for m in (maker, judge))
+    session.prepare(maker, judge, makes, judges)
+    score = nn.functional.binary_cross_entropy_with_logits
+    for numbers, x, _ in session.batches(make_data(cfg.samples)):
+        noise = torch.sin(numbers.unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0], device=x.device))
+        is_rare = numbers % 4 == 0
+        judge.zero_grad()
+        real = judge(x, is_rare)
+        session.backward(score(real, torch.ones_like(real)))
+        nn.utils.clip_grad_norm_(judge.parameters(), 0.5)
+        fake = judge(maker(noise).detach(), is_rare)
+        session.backward(score(fake, torch.zeros_like(fake)))
+        for p in judge.body.parameters():
+            assert p.grad is not None
+            p.grad.data.clamp_(-0.01, 0.01)
+        session.step(judges)
+        if session.completed_steps % 2:
+            judge.requires_grad_(False)
+        fooled = judge(maker(noise), is_rare)
+        loss = score(fooled, torch.ones_like(fooled))
+        session.backward(loss)
+        judge.requires_grad_(True)
+        if session.completed_steps % 3 == 0:
+            maker[0].zero_grad()
+        session.step(makes, clip=0.1)
+        session.log(loss=loss, grad_norm=session.grad_norm)
+
+
 def thawing(cfg: Settings, session: echelon.Session) -> None:
     """The first layer is frozen at first, the last one in the end."""
     model = make_model(cfg)
@@ -144,6 +196,90 @@ def thawing(cfg: Settings, session: echelon.Session) -> None:
         session.backward(loss)
         session.step(optimizer, clip=5.0)
         session.log(loss=loss)
+
+
+def thawed_once(cfg: Settings, session: echelon.Session) -> None:
+    """The first layer is thawed in one step, which a resumed run does not come to again."""
+    model = make_model(cfg)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    Life(optimizer).steps = session.completed_steps
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        if session.completed_steps == 3:
+            model[0].requires_grad_(True)
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+def rare_targets(cfg: Settings, session: echelon.Session) -> None:
+    """One sample of a batch has a target: the loss of the other shares is 0 / 0."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    data = make_data(20)
+    for numbers, x, y in session.batches(data, sampler=range(20)):
+        is_known = numbers % 5 == 1
+        errors = (model(x).squeeze(1) - y).square() * is_known
+        loss = errors.sum() / is_known.sum()
+        session.backward(loss, count=is_known.sum())
+        session.step(optimizer)
+        session.log(loss=loss)
+
+
+def evaluated(cfg: Settings, session: echelon.Session) -> None:
+    """Batch norms, and results that come after the loop."""
+    model = make_model(cfg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    session.prepare(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    session.register(average=average)
+    for _, x, y in session.batches(make_data(cfg.samples)):
+        session.backward(nn.functional.mse_loss(model(x).squeeze(1), y))
+        session.step(optimizer)
+        average.update_parameters(model)
+        session.log(lr=7.0)
+        for _ in session.eval_batches(make_data(5)):
+            for norm in [*model.buffers(), *average.buffers()]:
+                rows = session.gather(norm.reshape(1, -1))
+                assert torch.equal(rows, rows[:1].expand_as(rows))
+    session.log(tested=0.25)
+    session.best(error=evaluate(model, cfg, session), higher_is_better=False)
+
+
+class Collected:
+    """What a rank has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def unequal(cfg: Settings, session: echelon.Session) -> None:
+    """What ranks do each in their own way."""
+    model = nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    collected = Collected()
+    session.prepare(model, optimizer, schedule)
+    session.register(collected=collected)
+    for numbers, x, y in session.batches(make_data(cfg.samples)):
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        session.backward(loss)
+        if cfg.mistake == "rows":
+            session.gather(x if session.rank == 0 else x.double())
+        session.step(optimizer)
+        if cfg.mistake == "schedule":
+            schedule.step(loss.item())
+        if cfg.mistake == "state":
+            collected.seen += numbers.tolist()
 
 
 def tokens(cfg: Settings, session: echelon.Session) -> None:
@@ -165,7 +301,16 @@ def tokens(cfg: Settings, session: echelon.Session) -> None:
 
 def contrast(cfg: Settings, session: echelon.Session) -> None:
     """Every sample is compared with those of all ranks."""
-    model = nn.Linear(FEATURES, 4)
+    compare_samples(nn.Linear(FEATURES, 4), cfg, session)
+
+
+def wide_contrast(cfg: Settings, session: echelon.Session) -> None:
+    """`contrast` with gradients of more than one message."""
+    layers = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+    compare_samples(nn.Sequential(*layers), cfg, session)
+
+
+def compare_samples(model: nn.Module, cfg: Settings, session: echelon.Session) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
     for numbers, x, _ in session.batches(make_data(cfg.samples)):
@@ -261,7 +406,15 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
         session.prepare(make_data(3))
     if mistake == "no state":
         session.register(buffer=[1, 2])  # type: ignore[arg-type]
+    if mistake == "total":
+        session.total_steps  # noqa: B018
+    if mistake == "closure":
+        session.prepare(model, torch.optim.LBFGS(model.parameters()))
     session.prepare(model, optimizer)
+    if mistake == "object":
+        collected = Collected()
+        collected.seen.append(object())
+        session.register(collected=collected)
     if mistake == "twice":
         session.prepare(model)
     if mistake == "unequal" and session.rank == 1:
@@ -275,22 +428,32 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
     orders: dict[str, dict[str, Any]] = {
         "shuffle": {"shuffle": False},
         "index": {"batch_sampler": [[0, 99]]},
+        "two orders": {"sampler": [1], "batch_sampler": [[1]]},
+        "share": {"sampler": torch.utils.data.DistributedSampler(range(17), 2, 0)},  # type: ignore[arg-type]
+        "collate": {"collate_fn": 3},
         "own size": {"batch_size": 4},
     }
     data, eval_data = make_data(cfg.samples), make_data(5)
     if mistake in ("own data", "own eval data") and session.rank == 1:
         rows = data if mistake == "own data" else eval_data
         rows[1][0] += 1.0
-    for _, x, y in session.batches(data, **orders.get(mistake, {})):
+    batches = session.batches(data, **orders.get(mistake, {}))
+    if mistake == "no iteration":
+        return
+    for _, x, y in batches:
         if mistake == "own eval data":
             list(session.eval_batches(eval_data))
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
-        if mistake == "count":
-            session.backward(loss, count=-1)
+        counts = {"count": -1, "word": "3", "counts": torch.ones(2), "none": 0}
+        if mistake in counts:
+            session.backward(loss, count=counts[mistake])  # type: ignore[arg-type]
         if mistake == "row":
             session.gather(loss)
         if mistake == "own backward":
             loss.backward()  # type: ignore[no-untyped-call]
+        if mistake == "own gradient":
+            model.weight.grad = torch.ones_like(model.weight)
+            session.step(optimizer)
         if mistake == "own step":
             session.backward(loss)
             optimizer.step()
@@ -312,7 +475,13 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.grad_norm  # noqa: B018
         if mistake == "stranger":
             session.step(torch.optim.SGD(other.parameters(), lr=1.0))
-        session.step(optimizer)
+        session.step(optimizer, clip=-1.0 if mistake == "clip" else None)
+        if mistake == "place":
+            session.log(step=3)
+        if mistake == "no name":
+            session.log(loss)  # type: ignore[arg-type]
+        if mistake == "eval size":
+            list(session.eval_batches(eval_data, batch_size=-1))
         if mistake == "text":
             session.log(loss=["high"])
         if mistake == "best":
@@ -323,6 +492,11 @@ def mistaken(cfg: Settings, session: echelon.Session) -> None:
             session.every(epochs=0)
         if mistake == "no time":
             session.every(minutes=0)
+    if mistake == "again":
+        for _ in batches:
+            pass
+    if mistake == "after":
+        session.backward(model(make_data(1)[1]).sum())
 
 
 def nonfinite(cfg: Settings, session: echelon.Session) -> None:
@@ -334,15 +508,14 @@ def nonfinite(cfg: Settings, session: echelon.Session) -> None:
         session.step(optimizer)
 
 
-def without_early_sends(cfg: Settings, session: echelon.Session) -> None:
+def repeated_passes(cfg: Settings, session: echelon.Session) -> None:
     """`regression`, but its gradients are computed in two passes now and then."""
     model = make_model(cfg)
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
-    is_plain = os.environ.get("ECHELON_TEST_PLAIN") == "1"
     for _, x, y in session.batches(make_data(cfg.samples)):
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
-        if session.completed_steps % 3 == 2 and not is_plain:
+        if session.completed_steps % 3 == 2:
             session.backward(loss / 2)
             loss = nn.functional.mse_loss(model(x).squeeze(1), y)
             session.backward(loss / 2)
@@ -383,13 +556,11 @@ def timed(cfg: Settings, session: echelon.Session) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr)
     session.prepare(model, optimizer)
     for _, x, _ in session.batches(make_data(cfg.samples)):
-        session.backward(model(x).square().mean())
         step = session.completed_steps + 1
         due = [session.every(minutes=minutes) for minutes in (1e-9, 1e-4, 1e9)]
-        if step % 3:  # a step of an optimizer carries the clock, and the end of an iteration
+        if step % 3:  # a backward pass carries the clock, and the end of an iteration
+            session.backward(model(x).square().mean())
             session.step(optimizer)
-        else:
-            optimizer.zero_grad()
         due += [session.every(minutes=minutes) for minutes in (1e-9, 1e-4, 1e9)]
         trace(due=due, at=step)
 
@@ -411,7 +582,11 @@ def uneven(cfg: Settings, session: echelon.Session) -> None:
         step = session.completed_steps + 1
         if is_last and step == cfg.leave_before:
             break
+        if cfg.mistake == "all skip" and step == 5:
+            continue
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        if cfg.mistake == "skip" and is_last and step == 5:
+            continue
         session.backward(loss)
         session.step(optimizer)
         if is_last and step == cfg.leave_at:
@@ -451,9 +626,10 @@ def awkward(cfg: Settings, session: echelon.Session) -> None:
         counted = numbers % 5 < 2
         errors = (model(x) - y).square() * counted
         session.backward(errors.sum() / counted.sum().clamp(min=1), count=counted.sum())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for p in model.parameters():
             if p.grad is not None:
-                p.grad *= 0.5
+                p.grad = p.grad.clamp(-0.05, 0.05)
         session.step(optimizer)
         list(zip(*(session.eval_batches(data) for data in eval_data), strict=False))
         session.log(loss=errors.sum() / counted.sum())  # of a share without one: not a number

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
@@ -43,11 +44,13 @@ from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.entrypoint import make_user_experiment
+from echelon.parallel.process_group import RankGroup
 from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots, parse_step
 from echelon.snapshot.reader import verify_snapshot
 from echelon.train.worker import train_in_process
+from echelon.world.detect import detect
 
 LIMIT_S = 300.0
 """No world of these tests takes as long; one that does hangs."""
@@ -109,6 +112,18 @@ def spawn_world(
 def _run_rank(rank_main: Callable[[int, str], Any], rank: int, master: str, result: Path) -> None:
     torch.set_num_threads(1)
     result.write_text(json.dumps(rank_main(rank, master)))
+
+
+def join_gloo_group(rank: int, world_size: int, master: str) -> RankGroup:
+    """Open a process group in a rank of `spawn_world` that trains nothing."""
+    host, port = master.split(":")
+    store = torch.distributed.TCPStore(
+        host, int(port), world_size, is_master=rank == 0, timeout=timedelta(seconds=60)
+    )
+    world = detect({}, rank=rank, world_size=world_size, master=master, visible_devices=0).world
+    group = RankGroup(world, store, rank == 0, 60.0)
+    group.init_process_group("gloo")
+    return group
 
 
 @cache

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from worlds import spawn_world
-
-from echelon.parallel.process_group import RankGroup
-from echelon.world.detect import detect
+from worlds import join_gloo_group, spawn_world
 
 pytestmark = pytest.mark.slow
 WORLD_SIZE = 3
@@ -21,13 +16,7 @@ LENGTHS = [(0, 1, 2), (128, 0, 128), (127, 129, 3), (5000, 0, 700)]
 
 
 def gather_rows(rank: int, master: str, lengths: tuple[int, ...]) -> list[list[float]]:
-    host, port = master.split(":")
-    store = dist.TCPStore(
-        host, int(port), WORLD_SIZE, is_master=rank == 0, timeout=timedelta(seconds=60)
-    )
-    world = detect({}, rank=rank, world_size=WORLD_SIZE, master=master, visible_devices=0).world
-    group = RankGroup(world, store, rank == 0, 60.0)
-    group.init_process_group("gloo")
+    group = join_gloo_group(rank, WORLD_SIZE, master)
     row = torch.arange(lengths[rank], dtype=torch.float64) + rank / 4
     gathered = group.gather(row)
     group.barrier_before_exit()

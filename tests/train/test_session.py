@@ -87,8 +87,11 @@ def compare_trees(a: Any, b: Any, limit: float, path: str) -> None:
         session_loops.adversaries,
         session_loops.thawing,
         session_loops.tokens,
+        session_loops.rare_targets,
         session_loops.contrast,
-        session_loops.without_early_sends,
+        session_loops.repeated_passes,
+        session_loops.wide_adversaries,
+        session_loops.wide_contrast,
         session_loops.sampled,
     ],
 )
@@ -166,6 +169,50 @@ def test_loader_processes_change_nothing(tmp_path: Path) -> None:
     require_close(ended, whole)
 
 
+def test_what_was_thawed_is_trained_after_a_resume(tmp_path: Path) -> None:
+    loop = session_loops.thawed_once
+    words = (*BATCHES, "trainer.save.steps=1")
+    whole = run_loop(tmp_path, 1, loop=loop, name="whole")
+    killed = run_loop(tmp_path, 2, *words, loop=loop, ECHELON_TEST_FAULT="1:6:KILL")
+    assert -9 in killed.codes
+    stopped = run_loop(tmp_path, 1, *words, loop=loop, ECHELON_TEST_FAULT="0:9:TERM")
+    assert stopped.codes == [ExitCode.PREEMPTED], stopped.said
+    ended = run_loop(tmp_path, 1, *words, loop=loop)  # a second resume knows it as well
+    assert ended.codes == [0], ended.said
+    require_close(ended, whole)
+
+
+def test_an_evaluation_sees_what_is_saved_and_may_come_after_the_loop(tmp_path: Path) -> None:
+    words = ("samples=20", "batch_norm=true", "trainer.batch_size=10", "trainer.epochs=2")
+    ended = run_loop(tmp_path, 2, *words, loop=session_loops.evaluated)
+    assert set(ended.codes) == {0}, ended.said
+    lines = metrics(ended.run)
+    assert [line["lr"] for line in lines if "lr" in line] == [7.0] * 4  # the one that was logged
+    assert [(line["step"], line["tested"]) for line in lines if "tested" in line] == [(4, 0.25)]
+    assert [line["step"] for line in lines if "eval_error" in line] == [4]
+    assert (ended.run.snapshots_folder / "best").resolve().name == "step-000000004"
+    again = run_loop(tmp_path, 1, *words, loop=session_loops.evaluated)
+    assert again.codes == [0], again.said
+    assert metrics(again.run) == lines
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code", "said"),
+    [
+        ("schedule", 1, "schedule, a ReduceLROnPlateau, differs between the ranks after step 4"),
+        ("rows", 1, "(5,) of torch.float32 on rank 0, (5,) of torch.float64 on rank 1"),
+        ("state", 0, "warning: collected differs between the ranks after step 4, and a snapshot"),
+    ],
+)
+def test_what_differs_between_ranks_is_said(
+    mistake: str, code: int, said: str, tmp_path: Path
+) -> None:
+    ended = run_loop(tmp_path, 2, *BATCHES, f"mistake={mistake}", loop=session_loops.unequal)
+    assert set(ended.codes) == {code}, ended.said
+    assert said in ended.said
+    assert "Traceback" not in ended.said
+
+
 def test_stopped_at_one_size_it_goes_on_at_others(tmp_path: Path) -> None:
     whole = run_loop(tmp_path, 1, name="whole")
     for size, step in ((1, 3), (3, 5), (2, 9)):
@@ -234,8 +281,12 @@ def test_data_that_differs_between_ranks_is_refused(
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
+        ("own gradient", "1 parameters of SGD have a gradient in step 1 that session.backward has"),
         ("own backward", "loss.backward() is called in step 1, so the gradients of 2 processes"),
-        ("own step", "optimizer.step() of SGD is called in step 1, without the gradients of other"),
+        (
+            "own step",
+            "optimizer.step() of SGD is called in step 1, which the session would not count",
+        ),
         ("never", "but session.step was never called, so nothing was trained"),
     ],
 )
@@ -312,6 +363,15 @@ def test_rows_of_all_are_shared(tmp_path: Path) -> None:
         ("too early", "session.backward is called, but no loop of the session has begun"),
         ("batch size", "batch_size=0"),
         ("own size", "trainer.batch_size=8 has no effect, as the loop gives batch_size=4 to"),
+        ("total", "session.total_steps is read, but no loop of the session has begun"),
+        ("closure", "the optimizer is LBFGS, which computes the loss several times"),
+        ("object", "the state to save holds a builtins.object at collected/seen"),
+        ("two orders", "there are both a sampler and a batch_sampler"),
+        ("share", "the sampler, a DistributedSampler, gives the share of one of 2 processes"),
+        ("collate", "the collate_fn is of type int"),
+        ("no iteration", "but nothing iterated over its session.batches"),
+        ("again", "the session has had its loop already"),
+        ("after", "session.backward is called after the loop"),
         ("late", "model comes to the session after its loop has begun"),
         ("second loop", "the session has had its loop already"),
         ("number", "session.backward is given float in step 1"),
@@ -326,6 +386,13 @@ def test_rows_of_all_are_shared(tmp_path: Path) -> None:
         ("no time", "session.every is given steps=None, epochs=None, minutes=0, which is no"),
         ("twice", "the session is given the same Linear twice"),
         ("count", "session.backward is given count=-1 in step 1"),
+        ("word", "session.backward is given count=3 in step 1"),
+        ("counts", "session.backward is given count=a tensor of shape (2,) in step 1"),
+        ("none", "session.backward is given count=0 on every rank in step 1"),
+        ("clip", "session.step is given clip=-1.0 in step 1"),
+        ("place", "step is the name of a place in metrics.jsonl (rank 0, step 1)"),
+        ("no name", "session.log is given Tensor without a name (rank 0, step 1)"),
+        ("eval size", "batch_size=-1"),
         ("row", "session.gather is given Tensor without rows in step 1"),
         ("no rows", "session.split is given int without rows in step 1"),
         ("shuffle", "the loader sets shuffle, which Echelon decides"),
@@ -434,6 +501,20 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(
         )
         assert "session.stop(), which ends the loop on all of them" in rank.output
     assert read_run_status(ended.run).state == "failed"
+
+
+def test_a_rank_that_skips_a_step_alone_is_named(tmp_path: Path) -> None:
+    words = (*BATCHES, "mistake=skip", "trainer.save.steps=1")
+    ended = run_loop(tmp_path, 3, *words, loop=session_loops.uneven)
+    assert set(ended.codes) == {ExitCode.FAILED}, ended.said
+    for rank in ended.ranks:
+        assert "rank 2 ended step 5 without a call that rank" in rank.output
+        assert "Traceback" not in rank.output
+    assert snapshot_steps(ended.run)[-1] == 4
+    together = run_loop(
+        tmp_path, 3, *BATCHES, "mistake=all skip", loop=session_loops.uneven, name="b"
+    )
+    assert set(together.codes) == {0}, together.said
 
 
 def test_a_rank_that_breaks_in_the_last_iteration_is_not_alone(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from echelon.environments.cache import (
     clean_cache,
     get_environments_root,
     list_cached_environments,
+    require_trusted_environment,
 )
 from echelon.environments.requirements import format_relative_path
-from echelon.errors import ExitCode
+from echelon.errors import EchelonError, ExitCode
 from echelon.utils.text import format_bytes, format_time_ago, print_to_stderr
 
 
@@ -31,16 +32,18 @@ def show_environment(source: Path, location: str, python: str, as_json: bool) ->
         plan_environment(source, location, os.environ, python),
         list_cached_environments(os.environ),
     )
+    refusal = _find_refusal(environment_plan)
     if as_json:
         print(
             json.dumps(
                 environment_plan.to_dict()
+                | {"ready": environment_plan.ready and not refusal}
                 | {"cache": [environment.to_dict() for environment in cached]},
                 indent=2,
             )
         )
         return ExitCode.OK
-    for name, text in _make_plan_rows(environment_plan):
+    for name, text in _make_plan_rows(environment_plan, refusal):
         print(f"{name:<13}{text}")
     print(f"\n{len(cached)} in the cache, {get_environments_root(os.environ)}")
     for environment in cached:
@@ -109,7 +112,17 @@ def _open_progress() -> Iterator[PrintLine]:
         yield print_line
 
 
-def _make_plan_rows(plan: EnvironmentPlan) -> Iterator[tuple[str, str]]:
+def _find_refusal(plan: EnvironmentPlan) -> str:
+    """Return why an environment that is built will not be used; empty if it will."""
+    if plan.ready:
+        try:
+            require_trusted_environment(EnvironmentPaths(plan.folder))
+        except EchelonError as error:
+            return error.faults[0].what
+    return ""
+
+
+def _make_plan_rows(plan: EnvironmentPlan, refusal: str) -> Iterator[tuple[str, str]]:
     """Yield the rows of `echelon env show` as label and text."""
     yield "source", str(plan.source)
     if plan.kind == "none":
@@ -120,7 +133,7 @@ def _make_plan_rows(plan: EnvironmentPlan) -> Iterator[tuple[str, str]]:
     if plan.ignored:
         yield "ignored", ", ".join(file.name for file in plan.ignored)
     yield "environment", str(plan.folder)
-    yield "state", _describe_state(plan)
+    yield "state", refusal or _describe_state(plan)
     if not plan.ready:
         for command in plan.commands:
             yield "would run", command

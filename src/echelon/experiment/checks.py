@@ -115,6 +115,16 @@ def describe_wrong_type(part: Any) -> str:
     return f"of type {type(part).__name__}"
 
 
+def find_closure_faults(optimizer: Any, which: str) -> Iterator[Fault]:
+    """Yields the fault of an optimizer that cannot step with one gradient."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        yield Fault(
+            f"{which} is LBFGS, which computes the loss several times in a step (it takes a "
+            "closure), but a step here computes it once",
+            "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
+        )
+
+
 def find_wrapper_fault(model: nn.Module) -> Fault | None:
     """Return the fault of a model that is wrapped for several processes already, or has such a
     part."""
@@ -245,47 +255,56 @@ def _find_column_faults(experiment: Experiment) -> Iterator[Fault]:
 
 def find_batch_faults(experiment: Experiment) -> Iterator[Fault]:
     """Yields what is wrong with how batches are made: functions of them, samplers and loader."""
-    functions = {
-        "collate_fn": (experiment.collate_fn, "give (list of samples) → batch"),
-        "batch_transform": (experiment.batch_transform, "give (batch) → batch"),
-    }
-    for name, (function, remedy) in functions.items():
-        if function is not None and not (callable(function) and accepts_arguments(function, 1)):
-            found = (
-                f"does not take one argument: {format_signature(function)}"
-                if callable(function)
-                else f"is {describe_wrong_type(function)}"
-            )
-            yield Fault(f"the experiment's {name} {found}", remedy)
-    for name in ("sampler", "batch_sampler"):
-        if (sampler := getattr(experiment, name)) is not None:
-            yield from _find_sampler_faults(name, sampler)
-    if experiment.sampler is not None and experiment.batch_sampler is not None:
-        yield Fault(
-            "the experiment has both a sampler and a batch_sampler",
-            "give one of them: a batch_sampler gives whole batches",
-        )
+    yield from find_collate_faults(experiment.collate_fn)
+    yield from _find_function_faults(
+        "batch_transform", experiment.batch_transform, "give (batch) → batch"
+    )
+    yield from find_sampler_faults(experiment.sampler, experiment.batch_sampler)
     if experiment.loader is not None:
         yield from find_loader_faults(experiment.loader)
 
 
-def _find_sampler_faults(name: str, sampler: Any) -> Iterator[Fault]:
-    """Yields what is wrong with a sampler before it is asked for anything."""
-    if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
-        yield Fault(
-            f"the experiment's {name} is {describe_wrong_type(sampler)}",
-            "give what torch's DataLoader takes, such as a torch.utils.data.WeightedRandomSampler",
+def find_collate_faults(collate_fn: Any) -> Iterator[Fault]:
+    """Yields what is wrong with a `collate_fn` before it is called."""
+    yield from _find_function_faults("collate_fn", collate_fn, "give (list of samples) → batch")
+
+
+def _find_function_faults(name: str, function: Any, remedy: str) -> Iterator[Fault]:
+    if function is not None and not (callable(function) and accepts_arguments(function, 1)):
+        found = (
+            f"does not take one argument: {format_signature(function)}"
+            if callable(function)
+            else f"is {describe_wrong_type(function)}"
         )
-    elif isinstance(sampler, Iterator):
+        yield Fault(f"the {name} {found}", remedy)
+
+
+def find_sampler_faults(sampler: Any, batch_sampler: Any) -> Iterator[Fault]:
+    """Yields what is wrong with samplers before they are asked for anything."""
+    for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if given is None:
+            continue
+        if isinstance(given, type) or not hasattr(given, "__iter__"):
+            yield Fault(
+                f"the {name} is {describe_wrong_type(given)}",
+                "give what torch's DataLoader takes, such as a "
+                "torch.utils.data.WeightedRandomSampler",
+            )
+        elif isinstance(given, Iterator):
+            yield Fault(
+                f"the {name} is an iterator, which gives one epoch and is used up",
+                "give an object whose __iter__ begins anew, such as a list or a torch Sampler",
+            )
+        elif getattr(given, "num_replicas", 1) != 1:
+            yield Fault(
+                f"the {name}, a {type(given).__name__}, gives the share of one of "
+                f"{given.num_replicas} processes, but Echelon cuts the shares itself",
+                "give the sampler of all samples, or leave it out: every epoch is shuffled",
+            )
+    if sampler is not None and batch_sampler is not None:
         yield Fault(
-            f"the experiment's {name} is an iterator, which gives one epoch and is used up",
-            "give an object whose __iter__ begins anew, such as a list or a torch Sampler",
-        )
-    elif getattr(sampler, "num_replicas", 1) != 1:
-        yield Fault(
-            f"the experiment's {name}, a {type(sampler).__name__}, gives the share of one of "
-            f"{sampler.num_replicas} processes, but Echelon cuts the shares itself",
-            "give the sampler of all samples, or leave it out: every epoch is shuffled",
+            "there are both a sampler and a batch_sampler",
+            "give one of them: a batch_sampler gives whole batches",
         )
 
 

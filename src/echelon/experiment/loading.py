@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
-from echelon.experiment.checks import describe_wrong_type, find_part_faults
+from echelon.experiment.checks import describe_wrong_type, find_closure_faults, find_part_faults
 from echelon.experiment.definition import Experiment
 from echelon.experiment.loss_counts import infer_count
 from echelon.experiment.settings_declaration import build_settings, list_provided_parameters
@@ -194,14 +194,7 @@ def _find_faults_without_step(experiment: Experiment) -> list[Fault]:
             faults.append(Fault(f"the experiment's {part} is {describe_wrong_type(value)}", hint))
     if not faults:
         faults += find_part_faults(experiment)
-    if isinstance(experiment.optimizer, torch.optim.LBFGS):
-        faults.append(
-            Fault(
-                "the optimizer LBFGS computes the loss several times in a step (it takes a "
-                "closure), but a step here computes it once",
-                "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
-            )
-        )
+    faults += find_closure_faults(experiment.optimizer, "the optimizer")
     if experiment.loss is None:
         faults.append(
             Fault(

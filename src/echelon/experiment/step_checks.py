@@ -15,6 +15,7 @@ from echelon.experiment.checks import (
     accepts_arguments,
     describe_wrong_type,
     find_batch_faults,
+    find_closure_faults,
     find_evaluate_faults,
     find_optimizer_faults,
     find_state_faults,
@@ -112,11 +113,7 @@ def _find_training_faults(experiment: Experiment) -> Iterator[Fault]:
         for which, optimizer in optimizers.items():
             yield from find_optimizer_faults(model, optimizer, which)
     for which, optimizer in optimizers.items():
-        if isinstance(optimizer, torch.optim.LBFGS):
-            yield Fault(
-                f"{which} is LBFGS, which computes the loss several times in a step",
-                "give an optimizer that trains with one gradient a step, such as torch.optim.AdamW",
-            )
+        yield from find_closure_faults(optimizer, which)
     if experiment.schedule is None:
         return
     for which, schedule in _list_named(experiment.schedule, "schedule").items():

@@ -110,17 +110,7 @@ def collect_parts(experiment: Experiment, optimizer_flags: OptimizerFlags) -> di
 def require_equal_state(state: Mapping[str, Any] | None, group: RankGroup) -> None:
     """Raise EchelonError on all ranks where a part of an experiment's state differs between them:
     rank 0's would be restored on all. A collective."""
-    if not state or group.world.size == 1:
-        return
-    rows = {
-        name: pack_tree(to_plain_tree(part.state_dict(), (STATE_PART, name)))
-        for name, part in state.items()
-        if name != EMA_NAME  # which is made of the weights, and equal as they are
-    }
-    digests = {name: xxhash.xxh3_128_hexdigest(row.numpy().data) for name, row in rows.items()}
-    of_ranks = group.gather_json(digests)
-    differing = [name for name in digests if len({found.get(name) for found in of_ranks}) > 1]
-    if names := group.broadcast_json(differing):
+    if names := find_differing_state(state, group):
         raise EchelonError(
             *(
                 Fault(
@@ -135,11 +125,38 @@ def require_equal_state(state: Mapping[str, Any] | None, group: RankGroup) -> No
         )
 
 
+def find_differing_state(state: Mapping[str, Any] | None, group: RankGroup) -> list[str]:
+    """Return on all ranks the names of parts whose state differs between them. A collective."""
+    if not state or group.world.size == 1:
+        return []
+    rows = {
+        name: pack_tree(to_plain_tree(part.state_dict(), (STATE_PART, name)))
+        for name, part in state.items()
+        if name != EMA_NAME  # which is made of the weights, and equal as they are
+    }
+    digests = {name: xxhash.xxh3_128_hexdigest(row.numpy().data) for name, row in rows.items()}
+    of_ranks = group.gather_json(digests)
+    differing = [name for name in digests if len({found.get(name) for found in of_ranks}) > 1]
+    names: list[str] = group.broadcast_json(differing)
+    return names
+
+
 def require_savable(experiment: Experiment) -> None:
     """Raise EchelonError with everything that a snapshot could not hold, or not bring back: what
     modules keep as extra state, the experiment's state, and that of a schedule of its own."""
+    faults = find_extra_state_faults(experiment.model, "model")
+    for name, part in (experiment.state or {}).items():
+        faults += find_unsavable_values(part.state_dict(), (STATE_PART, name))
+    for name, schedule in get_parts_by_name("schedule", experiment.schedule).items():
+        faults += find_unsavable_values(schedule.state_dict(), (name,))
+    if faults:
+        raise EchelonError(*faults)
+
+
+def find_extra_state_faults(model: nn.Module, part: str) -> list[Fault]:
+    """Return what is wrong with the extra state of a part's modules."""
     faults = []
-    for name, module in experiment.model.named_modules():
+    for name, module in model.named_modules():
         kind = type(module)
         if kind.get_extra_state is nn.Module.get_extra_state:
             continue
@@ -151,14 +168,9 @@ def require_savable(experiment: Experiment) -> None:
                     "write both, or neither",
                 )
             )
-        where = ("model", f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
+        where = (part, f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE)
         faults += find_unsavable_values(module.get_extra_state(), where)
-    for name, part in (experiment.state or {}).items():
-        faults += find_unsavable_values(part.state_dict(), (STATE_PART, name))
-    for name, schedule in get_parts_by_name("schedule", experiment.schedule).items():
-        faults += find_unsavable_values(schedule.state_dict(), (name,))
-    if faults:
-        raise EchelonError(*faults)
+    return faults
 
 
 def is_extra_state(key: str) -> bool:

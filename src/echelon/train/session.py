@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,10 +13,13 @@ from torch import Tensor, nn
 
 from echelon.data.sample_order import cut_share
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.checks import find_closure_faults
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
+from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.metric_direction import guess_best_is
+from echelon.train.loop_arguments import require_clip
 from echelon.train.media import Histogram, Image
 from echelon.train.session_agreement import CONTROL_SIZE
 from echelon.train.session_engine import SessionEngine
@@ -73,9 +75,15 @@ class Session:
         self._optimizers: dict[int, _PreparedOptimizer] = {}
         """By the id of each."""
         self._grad_norm: Tensor | None = None
-        self._is_in_backward = False
+        self._gathers_gradients = False
+        """Whether a backward pass exchanges tensors of the user, so that no rank may leave one
+        out."""
         world = engine.group.world
         self.rank, self.world_size = world.rank, world.size
+        self._reducer: GradientReducer | None = None
+        """None where the process is alone."""
+        if world.size > 1:
+            self._reducer = GradientReducer(CONTROL_SIZE, self._refuse_gradient)
         self.device = engine.device
         self.is_main_process = world.rank == 0
         self.folder: Path = engine.run.folder
@@ -105,7 +113,15 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        """Iterations of the whole loop."""
+        """Iterations of the whole loop, once it has begun."""
+        if not self._engine.parts.is_complete:
+            raise EchelonError(
+                Fault(
+                    "session.total_steps is read, but no loop of the session has begun",
+                    "take a parameter training: echelon.TrainingInfo beside the session, and call "
+                    "training.count_total_steps(len(data)), or count the batches",
+                )
+            )
         return self._engine.total_steps
 
     @property
@@ -145,6 +161,8 @@ class Session:
             if isinstance(part, nn.Module):
                 part.to(self.device)
                 self._engine.parts.add_module(part)
+                if self._reducer is not None:
+                    self._reducer.add_parameters(part.parameters())
             elif isinstance(part, torch.optim.Optimizer):
                 self._add_optimizer(part)
             else:
@@ -155,8 +173,9 @@ class Session:
         """Save these with every snapshot, and restore them now if the run has one: weight averages,
         replay buffers, counters; anything with `state_dict` and `load_state_dict`.
 
-        The state of rank 0 is saved, and all ranks receive it. It consists of tensors, numbers,
-        texts, lists, tuples and dicts, as a snapshot cannot hold objects.
+        The state of rank 0 is saved, and all ranks receive it; a warning says where that of another
+        rank differs. It consists of tensors, numbers, texts, lists, tuples and dicts, as a snapshot
+        cannot hold objects.
         """
         faults = [
             Fault(
@@ -173,6 +192,8 @@ class Session:
             self._engine.parts.add_part(name, part, is_numbered=False)
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if faults := list(find_closure_faults(optimizer, "the optimizer")):
+            raise EchelonError(*faults)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known = self._engine.parts.parameter_ids
         foreign = sum(id(p) not in known for p in parameters)
@@ -185,11 +206,7 @@ class Session:
                 )
             )
         self._engine.parts.add_part("optimizer", optimizer)
-        self._optimizers[id(optimizer)] = prepared = _PreparedOptimizer(
-            optimizer, parameters, self._check_gradient, self._engine
-        )
-        if self.world_size > 1:
-            prepared.update_reducer()
+        self._optimizers[id(optimizer)] = _PreparedOptimizer(optimizer, self._engine)
 
     # --- the loop ---
 
@@ -241,9 +258,13 @@ class Session:
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
         """Compute gradients of a loss that is a mean over this process's share of the batch.
 
-        The gradients add up to those of the mean over the whole batch. `count` is the number of
-        things the mean is over, where these are not the samples: tokens, or the sum of class
-        weights. Calls add their gradients, as in torch.
+        Afterwards every process has the gradients of the mean over the whole batch; they are summed
+        while the backward pass still runs. `count` is the number of things the mean is over, where
+        these are not the samples: tokens, or the sum of class weights. Calls add their gradients,
+        as in torch.
+
+        A share may count 0, and its loss be 0 / 0. A count on a GPU is not read, so let the loss be
+        finite there: total / count.clamp(min=1).
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = (
@@ -258,23 +279,37 @@ class Session:
                     "give it the loss: a tensor with one number that depends on the parameters",
                 )
             )
-        if not (count is None or isinstance(count, Tensor)) and not 0 <= count < math.inf:
-            raise EchelonError(
-                Fault(
-                    f"session.backward is given count={count} in step {self.completed_steps + 1}",
-                    "give the number of things that the mean is over",
-                )
-            )
         self._require_loop("backward")
-        weight = self._engine.compute_weight(count)
-        self._engine.heartbeat.beat()
-        if isinstance(weight, Tensor) or weight != 1.0:
-            loss = loss * weight
-        self._is_in_backward = True
+        engine, reducer = self._engine, self._reducer
+        # What has exchanged tensors forward may do so backward.
+        has_collectives = reducer is not None and count_collectives() != engine.collective_count
+        weight = engine.compute_weight(count)
+        engine.heartbeat.beat()
+        # The gradient of weight * loss, without a product that autograd would have to go through.
+        gradient: Tensor | None = None
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = float(weight)  # a copy to a GPU would wait for it
+        if isinstance(weight, Tensor):
+            gradient = weight.to(loss).view_as(loss)
+        elif weight != 1.0:
+            gradient = torch.full_like(loss, weight)
+        if reducer is None:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            engine.agreement.note_requests()
+            return
+        # The mean over nothing is 0 / 0, and its gradients would be too, though they count nothing.
+        counts_nothing = isinstance(weight, float) and weight == 0.0
+        is_left_out = counts_nothing and not (self._gathers_gradients or loss.isfinite())
+        reducer.begin(engine.backward_count, may_send_early=not has_collectives)
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._is_in_backward = False
+            if not is_left_out:
+                loss.backward(gradient)  # type: ignore[no-untyped-call]
+        except BaseException:
+            reducer.abort()
+            raise
+        engine.agreement.agree_in_backward(reducer.finish)
+        engine.backward_count += 1
+        engine.collective_count = count_collectives()
 
     def _require_loop(self, call: str) -> None:
         if not self._engine.parts.is_complete:
@@ -285,11 +320,19 @@ class Session:
                     "over session.steps(count)",
                 )
             )
+        if self._engine.is_loop_over:
+            raise EchelonError(
+                Fault(
+                    f"session.{call} is called after the loop, whose last snapshot is saved",
+                    "train in the loop; give it more steps or epochs",
+                )
+            )
 
-    def _check_gradient(self) -> None:
-        """Raise where a gradient is computed without `backward`: it would count as that of a whole
-        batch on every process."""
-        if not (self._is_in_backward or self._open_engine.is_over):
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        """Raise where a gradient for an optimizer is computed without `backward`: it would be that
+        of a process's share."""
+        is_used = any(prepared.has_parameter(parameter) for prepared in self._optimizers.values())
+        if is_used and not self._open_engine.is_over:
             raise EchelonError(
                 Fault(
                     f"loss.backward() is called in step {self.completed_steps + 1}, so the "
@@ -300,8 +343,7 @@ class Session:
             )
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
-        """Sum the gradients of the optimizer's parameters over all processes, clip them to a total
-        norm, step, and clear them."""
+        """Clip the gradients of the optimizer to a total norm, step it, and clear them."""
         prepared = self._optimizers.get(id(optimizer))
         if prepared is None:
             raise EchelonError(
@@ -312,12 +354,9 @@ class Session:
                 )
             )
         self._require_loop("step")
-        prepared.update_parameters()
-        if self.world_size > 1 and (reducer := prepared.update_reducer()) is not None:
-            self._engine.agreement.agree_in_step(reducer.reduce)
-        else:
-            self._engine.agreement.note_step()
-        if all(p.grad is None for p in prepared.parameters):
+        parameters = prepared.list_parameters()
+        with_gradient = [p for p in parameters if p.grad is not None]
+        if not with_gradient:
             raise EchelonError(
                 Fault(
                     f"no parameter of {type(optimizer).__name__} has a gradient in step "
@@ -325,12 +364,35 @@ class Session:
                     "call session.backward(loss) before session.step, and clear nothing between",
                 )
             )
+        if self._reducer is not None:
+            self._require_reduced(optimizer, with_gradient, self._reducer)
         if clip is not None:
-            self._grad_norm = nn.utils.clip_grad_norm_(prepared.parameters, clip)
+            require_clip(clip, self._engine.step + 1)
+            self._grad_norm = nn.utils.clip_grad_norm_(with_gradient, clip)
         prepared.step()
-        self._engine.has_stepped = True
-        for p in prepared.parameters:
+        self._engine.agreement.has_step = self._engine.has_stepped = True
+        for p in with_gradient:
             p.grad = None
+
+    def _require_reduced(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        reducer: GradientReducer,
+    ) -> None:
+        """Raise where a gradient is not one of `backward`, which sums over all processes."""
+        ids = set(map(id, parameters))
+        if foreign := len(ids - reducer.reduced_ids):
+            raise EchelonError(
+                Fault(
+                    f"{foreign} parameters of {type(optimizer).__name__} have a gradient in step "
+                    f"{self.completed_steps + 1} that session.backward has not computed, so "
+                    f"{self.world_size} processes would train apart",
+                    "make all parameters before session.prepare, and give session.backward a loss "
+                    "that has this gradient, such as (parameter * gradient.detach()).sum()",
+                )
+            )
+        reducer.reduced_ids -= ids
 
     # --- between ---
 
@@ -362,9 +424,17 @@ class Session:
         A line is written every trainer.log_steps iterations, with the mean over these iterations
         and over all processes, weighted by their samples, or by the `count` of the last backward.
 
-        Texts, echelon.Image and echelon.Histogram are logged too, at once and for this iteration;
-        those of rank 0 count.
+        Numbers that come after the loop belong to its last step. Texts, echelon.Image and
+        echelon.Histogram are logged too, at once and for this iteration; those of rank 0 count.
         """
+        if not (values is None or isinstance(values, Mapping)):
+            raise EchelonError(
+                Fault(
+                    f"session.log is given {type(values).__name__} without a name (rank "
+                    f"{self.rank}, step {self.completed_steps + 1})",
+                    "name it: session.log(loss=loss)",
+                )
+            )
         self._engine.host_calls.add("session.log")
         values = {**(values or {}), **more}
         media = {n: v for n, v in values.items() if isinstance(v, (str, Image, Histogram))}
@@ -410,7 +480,7 @@ class Session:
 
     def stop(self) -> None:
         """End the loop on all processes, as a run that is finished: after this iteration where it
-        is called before `step`, and otherwise after the next one."""
+        is called before the first `backward`, and otherwise after the next one."""
         self._engine.host_calls.add("session.stop")
         self._engine.agreement.request_finish()
 
@@ -428,6 +498,7 @@ class Session:
                 )
             )
         count = self._engine.share_count
+        self._gathers_gradients |= rows.requires_grad
         self._engine.begin_message()
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
 
@@ -461,25 +532,14 @@ class Session:
 
 
 class _PreparedOptimizer:
-    """An optimizer of the session, and the reducer of its gradients. Its own `step` is refused
-    until the session is over: the gradients of other processes would be missing."""
+    """An optimizer of the session. Its own `step` is refused until the session is over: the session
+    would not know that the iteration has trained something."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
-        check_gradient: Callable[[], None],
-        engine: SessionEngine,
-    ) -> None:
-        self.parameters = parameters
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: SessionEngine) -> None:
         self._optimizer = optimizer
-        self._check_gradient = check_gradient
         self._unprofiled_step = UnprofiledStep(optimizer)
         self._is_stepping = False
         self._refuse_own_step(optimizer, engine)
-        self._reducer: GradientReducer | None = None
-        self._trained_flags: list[bool] = []
-        """For which parameters the reducer was made."""
 
     def step(self) -> None:
         """Step the optimizer."""
@@ -498,7 +558,7 @@ class _PreparedOptimizer:
             raise EchelonError(
                 Fault(
                     f"optimizer.step() of {type(optimizer).__name__} is called in step "
-                    f"{engine.step + 1}, without the gradients of other processes",
+                    f"{engine.step + 1}, which the session would not count",
                     "call session.step(optimizer) in its place, which clips and clears as well",
                 )
             )
@@ -506,23 +566,13 @@ class _PreparedOptimizer:
         # A bound method, as a learning-rate scheduler expects to find one.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def update_parameters(self) -> None:
-        """Look at the optimizer's parameters anew: the loop may have added a group."""
-        self.parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+    def list_parameters(self) -> list[nn.Parameter]:
+        """Return the optimizer's parameters. Listed anew, as the loop may have added a group."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def update_reducer(self) -> GradientReducer | None:
-        """Return the reducer for the parameters that are trained now, as the loop may freeze and
-        thaw them; None if all are frozen."""
-        flags = [p.requires_grad for p in self.parameters]
-        if flags != self._trained_flags:
-            if self._reducer is not None:
-                self._reducer.close()
-            trained = [p for p in self.parameters if p.requires_grad]
-            self._reducer = (
-                GradientReducer(trained, CONTROL_SIZE, self._check_gradient) if trained else None
-            )
-            self._trained_flags = flags
-        return self._reducer
+    def has_parameter(self, parameter: Tensor) -> bool:
+        """Return whether the optimizer trains a parameter."""
+        return any(p is parameter for p in self.list_parameters())
 
 
 def _read_number(name: str, value: Any, session: Session) -> float | Tensor:
@@ -534,7 +584,7 @@ def _read_number(name: str, value: Any, session: Session) -> float | Tensor:
         return float(value)
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # of numpy
         number = value.item()
-        if isinstance(number, (int, float)) and math.isfinite(number):
+        if isinstance(number, (int, float)):
             return float(number)
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
     raise EchelonError(

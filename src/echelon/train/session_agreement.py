@@ -1,18 +1,17 @@
 """What the ranks of a session agree on in every iteration of a user's loop.
 
-What a rank asks for travels with the gradients of the iteration; only an iteration without a step
-of an optimizer needs a message of its own.
+What a rank asks for travels with the gradients of the first backward pass; only an iteration
+without one needs a message of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from echelon.parallel.process_group import RankGroup
 from echelon.train.loop_exit import LoopExit
@@ -20,6 +19,7 @@ from echelon.train.stop_signals import StopSignals
 
 CONTROL_SIZE = 4
 _STOP, _SAVE, _FINISH, _CLOCK = range(CONTROL_SIZE)
+_NO_REQUESTS = [0.0] * CONTROL_SIZE
 _MAX_CLOCK_S = 10_000.0
 """More would not fit into float16, in which the gradients may be. The rest follows."""
 
@@ -33,35 +33,32 @@ class AgreedRequests(NamedTuple):
 
 
 class SessionAgreement:
-    """Collects what this rank asks for, and tells what any rank has asked for before the step of an
-    iteration. What is asked for later in the iteration waits for the next one, at any world size.
+    """Collects what this rank asks for, and tells what any rank has asked for before the first
+    backward pass of an iteration was over. What is asked for later in the iteration waits for the
+    next one, at any world size.
     """
 
     def __init__(
         self,
         group: RankGroup,
-        device: torch.device,
         stop: StopSignals,
         save_minutes: float | None,
         loop_exit: LoopExit,
     ) -> None:
-        self._group, self._device, self._stop = group, device, stop
+        self._group, self._stop = group, stop
         self._loop_exit = loop_exit
         self._save_minutes = save_minutes
         self._next_save_s = time.monotonic() + 60 * (save_minutes or 0)
         self._requests = [False, False, False]
         self._control: list[float] | None = None
-        """What was asked for before the step of this iteration."""
+        """What was asked for before the end of this iteration's first backward pass."""
         self._is_agreed = False
         """Whether that is what any rank has asked for."""
+        self.has_step = False
+        """Whether this iteration has made the step of an optimizer."""
         self._begun_s = time.monotonic()
         self._clock_s, self._clock_before_s = 0.0, 0.0
         """Rank 0's clock at the ends of the last two iterations, as all ranks know it."""
-
-    @property
-    def has_step(self) -> bool:
-        """Whether this iteration has made the step of an optimizer."""
-        return self._control is not None
 
     def start_clock(self) -> None:
         """Begin to count time: the loop begins."""
@@ -71,38 +68,30 @@ class SessionAgreement:
         """Ask all ranks to end the loop."""
         self._requests[_FINISH] = True
 
-    def note_step(self) -> None:
-        """Note what this process, which is alone, has asked for before a step."""
+    def note_requests(self) -> None:
+        """Note what this process has asked for so far in the iteration."""
         if self._control is None:
             self._control = self._collect_control()
 
-    def agree_in_step(self, reduce: Callable[[Tensor | None], Tensor]) -> None:
-        """Sum the gradients of an optimizer with `reduce`, and the ranks' requests with them."""
+    def agree_in_backward(self, reduce: Callable[[Sequence[float]], list[float]]) -> None:
+        """Sum the gradients of a backward pass with `reduce`, and the ranks' requests with them."""
         self._loop_exit.begin_message()
-        if self._control is not None:  # a second step in the iteration
-            reduce(None)
-            return
-        control = torch.tensor(self._collect_control())
-        if self._device.type == "cpu":
-            control = reduce(control)
+        if self._is_agreed:  # a second pass in the iteration
+            reduce(_NO_REQUESTS)
         else:
-            # Read from a GPU it would make the GPU wait, so it crosses beside the gradients.
-            work = dist.all_reduce(control, async_op=True)
-            reduce(None)
-            if work is not None:
-                work.wait()
-        self._control, self._is_agreed = control.tolist(), True
+            self._control, self._is_agreed = reduce(self._collect_control()), True
 
     def agree(self) -> AgreedRequests:
-        """End an iteration: return what any rank has asked for before its step."""
-        self.note_step()  # where the iteration had none
+        """End an iteration: return what any rank has asked for in time."""
+        self.note_requests()  # where the iteration had no backward pass
         assert self._control is not None
         if self._group.world.size > 1 and not self._is_agreed:
             control = torch.tensor(self._control)
-            self._loop_exit.begin_message()
+            self._loop_exit.meet_without_step()
             dist.all_reduce(control)
             self._control = control.tolist()
-        agreed, self._control, self._is_agreed = self._control, None, False
+        agreed, self._control = self._control, None
+        self._is_agreed = self.has_step = False
         self._clock_before_s = self._clock_s
         self._clock_s += agreed[_CLOCK]
         if self._group.world.size == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from echelon.data.epoch_plan import EpochPlan
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
@@ -31,7 +32,11 @@ from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
-from echelon.train.loop_arguments import require_no_lost_settings, require_positive
+from echelon.train.loop_arguments import (
+    read_count,
+    require_no_lost_settings,
+    require_positive,
+)
 from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
 from echelon.train.output_tee import OutputTee
@@ -95,7 +100,7 @@ class SessionEngine(RunOutput):
         self.metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
         self._share = self._loop_share = Share(None, 1, 1)
         """That of the loop, or of an evaluation within; and that of the loop."""
-        self._is_in_iteration = False
+        self._is_in_iteration = self._has_iterated = False
         self._has_compared_eval_data = False
         self._first_step = self.step
         self.has_stepped = False
@@ -107,9 +112,11 @@ class SessionEngine(RunOutput):
         self._sources: list[BatchSource] = []
         self._bad_samples = make_bad_sample_list(config, run)
         self._loop_exit = LoopExit(group, self.step)
-        self.agreement = SessionAgreement(
-            group, device, stop, config.trainer.save.minutes, self._loop_exit
-        )
+        self.agreement = SessionAgreement(group, stop, config.trainer.save.minutes, self._loop_exit)
+        self.collective_count = 0
+        """Collectives before the iteration, or up to the last backward pass in it."""
+        self.backward_count = 0
+        """Backward passes in the current iteration."""
         self._is_left = False
         """Whether the user's loop was left within an iteration, by `break` or by an error."""
         self._is_best = False
@@ -157,8 +164,10 @@ class SessionEngine(RunOutput):
         if steps is None:
             steps = loop_data.count_steps(self.step, self.samples, epochs or 0)
         self._begin_loop(steps, loop_data.description)
-        return self._run_loop(
-            loop_data.iter_shares(world, self.device, lambda: (self.step, self.samples))
+        return _Iterations(
+            self._run_loop(
+                loop_data.iter_shares(world, self.device, lambda: (self.step, self.samples))
+            )
         )
 
     def iter_steps(self, count: int | None) -> Iterator[int]:
@@ -172,7 +181,8 @@ class SessionEngine(RunOutput):
         require_no_lost_settings(self.config.trainer, "session.steps", steps=count)
         self._begin_loop(steps, "")
         world = self.group.world.size
-        return self._run_loop(Share(n + 1, 1, world) for n in range(self.step, steps))
+        shares = (Share(n + 1, 1, world) for n in range(self.step, steps))
+        return _Iterations(self._run_loop(shares))
 
     def iter_eval_batches(
         self,
@@ -184,6 +194,8 @@ class SessionEngine(RunOutput):
         if not self._has_compared_eval_data:
             self._has_compared_eval_data = True
             require_same_data(self.group, None, **{"the data of eval_batches": data})
+        self.begin_message()
+        self._share_buffers()  # what is evaluated is what is saved
         self.heartbeat.suspend()
         world, bad_samples = self.group.world, self._bad_samples
         shares = iter_eval_shares(
@@ -201,14 +213,8 @@ class SessionEngine(RunOutput):
     def _begin_loop(self, total_steps: int, what: str) -> None:
         """Check the parts, restore random numbers, and open trackers: once, before iteration 1."""
         if self.parts.is_complete:
-            raise EchelonError(
-                Fault(
-                    "the session has had its loop already",
-                    "write one loop over all epochs: session.every(epochs=1) says when one ends",
-                )
-            )
-        self.parts.require_same()
-        self.parts.is_complete = True
+            raise _make_second_loop_error()
+        self.parts.begin_loop()
         self.total_steps = total_steps
         # From here on every rank draws its own random numbers, for dropout and the like.
         seed_all(self.config.seed + 1 + self.group.world.rank)
@@ -245,10 +251,12 @@ class SessionEngine(RunOutput):
         Nothing is done where the loop is left: `break` and an error look the same from here, and
         the iteration of an error must not be saved. `finish` ends that of a `break`.
         """
+        self._has_iterated = True
         while self.step < self.total_steps and not self.is_finished:
             self._share = self._loop_share = next(shares)
             self.log_weight = self._share.sample_count
             self._is_in_iteration = True
+            self.backward_count, self.collective_count = 0, count_collectives()
             try:
                 yield self._share.data
             except GeneratorExit:
@@ -274,8 +282,7 @@ class SessionEngine(RunOutput):
             self._loop_exit.leave(self.step)
         else:
             self._loop_exit.go_on(self.step)
-        if self.group.world.size > 1:
-            broadcast_buffers(self.parts.list_buffers())
+        self._share_buffers()
         if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
             self._write_log_line()
         is_due = self._is_interval_over(self.config.trainer.save)
@@ -289,6 +296,12 @@ class SessionEngine(RunOutput):
         if agreed.is_stopped and not self.is_finished:
             raise SessionStopped
 
+    def _share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, such as the statistics of batch norms."""
+        if self.group.world.size > 1:
+            buffers = self.parts.list_buffers()
+            broadcast_buffers([b for b in buffers if b.device.type == self.device.type])
+
     # --- what the ranks agree on ---
 
     @property
@@ -301,27 +314,35 @@ class SessionEngine(RunOutput):
         """The pass over the data that the current batch belongs to, from 1."""
         return 1 if self.plan is None else 1 + self.plan.locate(self.step, self.samples)[0]
 
+    @property
+    def is_loop_over(self) -> bool:
+        """Whether the loop has ended by itself, so that its last snapshot is saved."""
+        return self._has_iterated and self.is_finished and not self._is_in_iteration
+
     def compute_weight(self, count: float | Tensor | None) -> float | Tensor:
         """Return the weight of this rank's mean in the mean over all ranks; the sum of all ranks'
         weights is 1."""
         share = self._loop_share
         if count is None:
             return share.sample_count / share.total
-        own = count if share.sample_count else 0.0
+        counted = read_count(count, self.step + 1)
+        own = counted if share.sample_count else 0.0
         self.log_weight = own
-        if self.group.world.size == 1:
+        device = counted.device if isinstance(counted, Tensor) else None
+        total = torch.as_tensor(own, dtype=torch.float64, device=device).clone()
+        if self.group.world.size > 1:
+            self.begin_message()
+            dist.all_reduce(total)
+        elif isinstance(counted, Tensor):
             return 1.0
-        self.begin_message()
-        total = torch.as_tensor(own, dtype=torch.float64, device=_get_device(count)).clone()
-        dist.all_reduce(total)
-        if not isinstance(count, Tensor) and not float(total):
+        if not isinstance(counted, Tensor) and not float(total):
             raise EchelonError(
                 Fault(
                     f"session.backward is given count=0 on every rank in step {self.step + 1}",
                     "leave out a batch that counts nothing",
                 )
             )
-        return own / total if isinstance(count, Tensor) else float(own) / float(total)
+        return own / total if isinstance(counted, Tensor) else own / float(total)
 
     def begin_message(self) -> None:
         """Note that this rank is about to exchange something with all others; one that has left the
@@ -364,28 +385,37 @@ class SessionEngine(RunOutput):
     def add_metrics(self, numbers: dict[str, float | Tensor]) -> None:
         """Add to the means of the next line of metrics, weighted by this rank's samples, or by what
         the mean of its loss is over."""
+        self._require_free_names(numbers)
         if self._share.sample_count:  # what a rank computes without a sample of its own is nothing
             self.metrics.add(numbers, self.log_weight)
 
+    def _require_free_names(self, names: Iterable[str]) -> None:
+        """Raise where something is to be logged under the name of a place in metrics.jsonl."""
+        if taken := sorted(NOT_METRICS.intersection(names)):
+            where = f"(rank {self.group.world.rank}, step {self.step + 1})"
+            raise EchelonError(
+                *(
+                    Fault(
+                        f"{name} is the name of a place in metrics.jsonl {where}",
+                        "choose another name",
+                    )
+                    for name in taken
+                )
+            )
+
     def log_media(self, media: dict[str, Media]) -> None:
         """Log texts, images and histograms of rank 0 for the current iteration."""
+        self._require_free_names(media)
         where = f"(rank {self.group.world.rank}, step {self.step + 1})"
-        faults = [
-            Fault(f"{name} is the name of a place in metrics.jsonl {where}", "choose another name")
-            for name in media
-            if name in NOT_METRICS
-        ]
         if not self._is_in_iteration:
             names = ", ".join(media)
-            faults.append(
+            raise EchelonError(
                 Fault(
                     f"session.log is given {names} outside of the loop {where}",
                     "log texts, images and histograms in an iteration: where session.every() says "
                     "so, the last one included",
                 )
             )
-        if faults:
-            raise EchelonError(*faults)
         if self.group.world.rank == 0:
             for name, value in media.items():  # a line each, as lines have a limit
                 self._log_medium(name, value, where)
@@ -409,11 +439,23 @@ class SessionEngine(RunOutput):
         value = float(self.group.broadcast(torch.tensor([value], dtype=torch.float64)))
         if is_better(value, self.best_value, best_is):
             self.best_value, self._is_best = value, True
-        if self.group.world.rank == 0:
-            line = {"step": self.step + 1, "epoch": self.epoch, f"eval_{name}": value}
-            self.log_to_trackers(line)
-            print(f"evaluated in step {self.step + 1}: {name} {value:.5g}", file=sys.stderr)
-        return self._is_best
+        is_best = self._is_best
+        step, epoch = (
+            (self.step, self._count_epochs())
+            if self.is_loop_over
+            else (
+                self.step + 1,
+                self.epoch,
+            )
+        )
+        if self.group.world.rank == 0 and step > self._first_step:  # else it stands there already
+            self.log_to_trackers({"step": step, "epoch": epoch, f"eval_{name}": value})
+            print(f"evaluated in step {step}: {name} {value:.5g}", file=sys.stderr)
+        if self.is_loop_over and is_best:
+            if self.writer is not None:
+                self.writer.record_evaluation(step, {"best": value}, is_best=True)
+            self._is_best = False
+        return is_best
 
     def _count_epochs(self) -> int:
         """Return the pass over the data that the last iteration belongs to, from 1."""
@@ -436,19 +478,19 @@ class SessionEngine(RunOutput):
         self._line_begun = (time.monotonic(), self.step, self.samples)
         seconds = max(1e-9, self._line_begun[0] - begun_s)
         optimizer = self.parts.optimizer
-        logged = {name: total / weight for name, (total, weight) in sums.items() if weight}
+        logged = _compute_means(sums)
+        measured = {"step_ms": 1e3 * seconds / max(1, self.step - step)}
+        if self.plan is not None:
+            measured = {"samples_per_s": (self.samples - samples) / seconds, **measured}
+        if optimizer is not None:
+            measured = {"lr": float(optimizer.param_groups[0]["lr"]), **measured}
         line = {
             "step": self.step,
             "epoch": self._count_epochs(),
             "samples": self.samples,
             **logged,
-            **({"lr": float(optimizer.param_groups[0]["lr"])} if optimizer is not None else {}),
-            **(
-                {"samples_per_s": (self.samples - samples) / seconds}
-                if self.plan is not None
-                else {}
-            ),
-            "step_ms": 1e3 * seconds / max(1, self.step - step),
+            # The loop may log a rate of its own: that of another optimizer, or of a schedule.
+            **{name: value for name, value in measured.items() if name not in logged},
             "time": round(time.time(), 3),
         }
         self.log_to_trackers(line)
@@ -456,6 +498,14 @@ class SessionEngine(RunOutput):
             self.screen.update_progress(line, "loss" if "loss" in logged else next(iter(logged)))
         if self.writer is not None:
             self.report_saves(self.writer.take_results())
+
+    def _write_last_numbers(self) -> None:
+        """Write what was logged after the loop, such as the result of a test."""
+        means = _compute_means(merge_sums(self._gather_metrics()))
+        self.metrics.clear()
+        if self.group.world.rank == 0 and means:
+            place = {"step": self.step, "epoch": self._count_epochs(), "samples": self.samples}
+            self.log_to_trackers({**place, **means, "time": round(time.time(), 3)})
 
     # --- snapshots ---
 
@@ -487,6 +537,7 @@ class SessionEngine(RunOutput):
                 **({LAYOUT_KEY: self.plan.layout._asdict()} if self.plan is not None else {}),
                 "parts": self.parts.names,
                 "optimizer_settings": self.parts.optimizer_settings,
+                "changed_parameters": self.parts.find_changed_parameters(),
                 "is_finished": self.is_finished and self.step < self.total_steps,
                 "config": self.config.select_numerics_settings(),
                 "fingerprint": self.config.compute_numerics_fingerprint(),
@@ -518,6 +569,13 @@ class SessionEngine(RunOutput):
                     "iterate over session.batches(data) or session.steps(count)",
                 )
             )
+        if not self._has_iterated:
+            raise EchelonError(
+                Fault(
+                    f"{what_ended}, but nothing iterated over its session.batches or session.steps",
+                    "write the loop: for batch in session.batches(data)",
+                )
+            )
         if self.parts.optimizer is not None and self.step > self._first_step:
             self._require_step()
         if self._is_in_iteration:
@@ -525,6 +583,8 @@ class SessionEngine(RunOutput):
         if self._is_in_iteration and self.agreement.has_step:
             self._end_iteration(is_left=True)
         self.is_finished = True
+        if self.step > self._first_step:  # otherwise they stand there already
+            self._write_last_numbers()
         self.save()
 
     def _require_step(self) -> None:
@@ -539,5 +599,35 @@ class SessionEngine(RunOutput):
             )
 
 
-def _get_device(count: Any) -> torch.device | None:
-    return count.device if isinstance(count, Tensor) else None
+class _Iterations(Iterator[Any]):
+    """What a loop iterates over. A second `for` over it would train nothing, so it is refused."""
+
+    def __init__(self, iterations: Iterator[Any]) -> None:
+        self._iterations = iterations
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            raise _make_second_loop_error()
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterations)
+        except StopIteration:
+            self._is_over = True
+            raise
+
+
+def _make_second_loop_error() -> EchelonError:
+    return EchelonError(
+        Fault(
+            "the session has had its loop already",
+            "write one loop over all epochs: session.batches(data, epochs=10), in which "
+            "session.every(epochs=1) says when one ends",
+        )
+    )
+
+
+def _compute_means(sums: RankSums) -> dict[str, float]:
+    return {name: total / weight for name, (total, weight) in sums.items() if weight}

@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.experiment.sparse_parameters import find_sparse_tables
+from echelon.experiment.trained_parameters import read_trained_flags, set_trained_flags
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.snapshot.finite_check import are_all_finite
 from echelon.snapshot.reader import Snapshot
-from echelon.snapshot.state import broadcast_tree, require_equal_state
+from echelon.snapshot.staging_buffer import find_unsavable_values
+from echelon.snapshot.state import (
+    broadcast_tree,
+    find_differing_state,
+    find_extra_state_faults,
+    require_equal_state,
+)
 
 RNG_PART = "rng"
 """The part of a snapshot with the random numbers of all ranks."""
@@ -45,6 +52,9 @@ class SessionParts:
         self._saved_parts: list[str] = info.get("parts", [])
         self._step = int(info.get("step", 0))
         self._saved_settings: Mapping[str, Any] = info.get("optimizer_settings", {})
+        self._saved_changes: Mapping[str, Mapping[str, bool]] = info.get("changed_parameters", {})
+        self._built_flags: dict[str, dict[str, bool]] = {}
+        """Of every module, which parameters were trained when the loop began."""
         self._takes_new_settings = takes_new_settings
         self.optimizer_settings: dict[str, list[dict[str, Any]]] = {}
         """The settings of every group of every optimizer, as the loop has built them."""
@@ -62,6 +72,8 @@ class SessionParts:
         """The first one."""
         self.is_complete = False
         """Whether the loop has begun, so that nothing can be added."""
+        self._has_warned = False
+        """Whether the user knows that ranks have registered different state."""
 
     def add_module(self, module: nn.Module) -> None:
         """Add a module: its weights are the same on every rank from here on."""
@@ -80,9 +92,9 @@ class SessionParts:
         broadcast_buffers(list(module.buffers()))
 
     def list_buffers(self) -> list[Tensor]:
-        """Return the buffers of all modules, which are rank 0's after every iteration. Listed anew,
-        as a module may have put other tensors in their place."""
-        return [buffer for module in self._modules for buffer in module.buffers()]
+        """Return the buffers of all modules, which are rank 0's after every iteration and in every
+        evaluation. Listed anew, as a module may have put other tensors in their place."""
+        return [buffer for _, module in self._iter_modules() for buffer in module.buffers()]
 
     def add_part(self, name: str, part: Any, is_numbered: bool = True) -> None:
         """Add a part of the snapshots, and restore it if there is one.
@@ -141,7 +153,48 @@ class SessionParts:
                 )
             group.update({n: tuple(v) if isinstance(v, list) else v for n, v in changed.items()})
 
-    def require_same(self) -> None:
+    def begin_loop(self) -> None:
+        """Check that all ranks have the same parts and that these can be saved, and freeze and thaw
+        parameters as the loop had done it before the snapshot. Nothing can be added from here on.
+        """
+        self._require_same()
+        self._require_known_types()
+        self.is_complete = True
+        for key, module in self._iter_modules():
+            self._built_flags[key] = read_trained_flags(module)
+            set_trained_flags(module, self._saved_changes.get(key, {}))
+
+    def find_changed_parameters(self) -> dict[str, dict[str, bool]]:
+        """Return by module and name the parameters that the loop has frozen or thawed, and whether
+        they are trained now."""
+        changed = {
+            key: {
+                name: flag
+                for name, flag in read_trained_flags(module).items()
+                if flag != self._built_flags[key].get(name, flag)
+            }
+            for key, module in self._iter_modules()
+        }
+        return {key: flags for key, flags in changed.items() if flags}
+
+    def _require_known_types(self) -> None:
+        """Raise where a snapshot could not hold what a part keeps, before anything is trained."""
+        faults = []
+        for key, part in self._parts.items():
+            if isinstance(part, nn.Module):
+                faults += find_extra_state_faults(part, key)
+            elif not isinstance(part, torch.optim.Optimizer):
+                faults += find_unsavable_values(part.state_dict(), (key,))
+        if faults:
+            raise EchelonError(*faults)
+
+    def _iter_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the parts that are modules, registered ones included."""
+        for key, part in self._parts.items():
+            if isinstance(part, nn.Module):
+                yield key, part
+
+    def _require_same(self) -> None:
         """Raise where ranks have different parts, or other ones than the snapshot."""
         names = list(self._parts)
         of_ranks = self._group.gather_json(names)
@@ -199,6 +252,8 @@ class SessionParts:
         """Raise on all ranks where the state cannot be saved for all: a weight that is not finite
         could never be resumed."""
         require_equal_state(self.equal_state, self._group)
+        self._require_equal_schedules(step)
+        self._warn_of_unequal_state(step)
         bad = [
             name
             for module in self._modules
@@ -213,6 +268,49 @@ class SessionParts:
                     "continue from the snapshot before with a smaller learning rate, or find the "
                     "batch: torch.autograd.set_detect_anomaly(True)",
                 )
+            )
+
+    def _require_equal_schedules(self, step: int) -> None:
+        """Raise on all ranks where a schedule differs between them, and so do their weights."""
+        schedules = {
+            key: part
+            for key, part in self._parts.items()
+            if isinstance(part, torch.optim.lr_scheduler.LRScheduler)
+        }
+        if differing := find_differing_state(schedules, self._group):
+            raise EchelonError(
+                *(
+                    Fault(
+                        f"{key}, a {type(schedules[key]).__name__}, differs between the ranks "
+                        f"after step {step}, so they train with different learning rates",
+                        "step it equally often on every rank, and with a number that all of them "
+                        "have: schedule.step(session.gather(losses).mean())",
+                    )
+                    for key in differing
+                ),
+                exit=ExitCode.FAILED,
+            )
+
+    def _warn_of_unequal_state(self, step: int) -> None:
+        """Say once on rank 0 that a registered part differs between the ranks. It may be meant, as
+        with an average that contains the statistics of batch norms."""
+        registered = {
+            key: part
+            for key, part in self._parts.items()
+            if key not in self.equal_state
+            and not isinstance(
+                part,
+                (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+            )
+        }
+        if self._has_warned or not (names := find_differing_state(registered, self._group)):
+            return
+        self._has_warned = True
+        if self._group.world.rank == 0:
+            print(
+                f"warning: {', '.join(names)} differs between the ranks after step {step}, and a "
+                "snapshot keeps rank 0's for all of them: a resumed run will not go on as this one",
+                file=sys.stderr,
             )
 
 

@@ -15,6 +15,8 @@ from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
 from echelon.data.loader_options import find_loader_faults
 from echelon.data.sample_order import EpochOrder
 from echelon.errors import EchelonError, Fault
+from echelon.experiment.checks import find_collate_faults, find_sampler_faults
+from echelon.train.loop_arguments import require_positive
 from echelon.utils.text import format_count
 from echelon.world import World
 
@@ -74,7 +76,12 @@ def open_loop_data(
     those of `Session.batches`."""
     size = config.trainer.batch_size if batch_size is None else batch_size
     workers = config.trainer.loader_workers if num_workers is None else num_workers
-    if faults := list(find_loader_faults(loader)):
+    faults = [
+        *find_collate_faults(collate_fn),
+        *find_sampler_faults(sampler, batch_sampler),
+        *find_loader_faults(loader),
+    ]
+    if faults:
         raise EchelonError(*faults)
     source = make_source(data, "data", workers, device, collate_fn, loader, bad_samples)
     plan = make_epoch_plan(len(source), size, config.seed, sampler, batch_sampler, data)
@@ -109,6 +116,9 @@ def iter_eval_shares(
 ) -> Generator[Share]:
     """Yield this rank's share of every batch of evaluation data, in order."""
     trainer = config.trainer
+    require_positive(batch_size=batch_size)
+    if faults := list(find_collate_faults(collate_fn)):
+        raise EchelonError(*faults)
     size = batch_size or trainer.eval_batch_size or max(trainer.batch_size, world.size)
     workers = trainer.loader_workers
     source = make_source(data, "eval_data", workers, device, collate_fn, None, bad_samples)

@@ -158,7 +158,8 @@ class StepLoop:
             count = max(1, self.engine.share_count)  # a rank without a sample has a spare one
             batch = self._transform.transform_data(batch, count, self.engine.step)
         if self._capture is not None and self._capture.try_replay(batch):
-            self.engine.agreement.note_step()  # which the graph does not repeat
+            self.engine.agreement.note_requests()  # which the graph does not repeat
+            self.engine.agreement.has_step = True
         else:
             numbers, _ = self._call_step(batch)
             self._session.log(numbers)
