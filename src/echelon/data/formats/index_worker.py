@@ -22,7 +22,7 @@ from echelon.data.formats.index_layout import IndexTask
 from echelon.errors import Fault
 
 _BYTES_PER_PROCESS = 128 << 20
-"""A process takes about as long to start as to read so much."""
+"""For less, a process is not worth its start."""
 
 
 def run_index_tasks(tasks: Sequence[IndexTask]) -> list[Fault]:
