@@ -1,7 +1,7 @@
 """Pictures in a folder for each class, `train/cat/1.jpg`, as torchvision's ImageFolder has them.
 
-The folder is listed whenever it is opened, which takes about a second for a million files on a
-local disk. There is no index: it could not be trusted without listing the folder again.
+The folder is listed whenever it is opened. There is no index: it could not be trusted without
+listing the folder again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ImageFolderReader:
             raise EchelonError(*faults)
         self.class_names = classes
         self._class_starts = np.cumsum([0, *map(len, paths)], dtype=np.int64)
-        # One object for all: a million strings take four times as much, and forked processes that
+        # One object for all: a string for each takes more memory, and forked processes that
         # count references to them copy their pages.
         encoded = [os.fsencode(path) for images in paths for path in images]
         self._path_ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)

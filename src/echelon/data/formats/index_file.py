@@ -55,7 +55,7 @@ __all__ = ["CHUNK_BYTES", "BuildIndex", "FileIndex", "SampleSpans", "load_index"
 _OPEN_FILES = 64
 """Files of data that a process keeps open, each with its index. Many systems allow 1,024."""
 _CHECK_THREADS = 16
-"""For folders on a network, where asking for 10,000 files one by one takes a minute."""
+"""For folders on a network, where every file that is asked for costs a round trip."""
 _LOCK_NAME = "lock"
 
 

@@ -22,7 +22,7 @@ from echelon.data.formats.index_layout import IndexTask
 from echelon.errors import Fault
 
 _BYTES_PER_PROCESS = 128 << 20
-"""A process takes about as long to start as to read so much."""
+"""For less, a process is not worth its start."""
 
 
 def run_index_tasks(tasks: Sequence[IndexTask]) -> list[Fault]:
@@ -75,7 +75,7 @@ def _run_in_processes(
             # In a session of its own: Ctrl-C is for this process, which ends the others.
             workers.append(
                 subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+                    command, stdin=pipe, stdout=pipe, encoding="utf-8", start_new_session=True
                 )
             )
             cleanup.enter_context(workers[-1])
@@ -122,7 +122,7 @@ def _show_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def main() -> None:
     """Index the files that standard input names, a line each, and answer each with its faults."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a module prints is no answer
     for line in sys.stdin:
         file, target, kind, module, name = json.loads(line)

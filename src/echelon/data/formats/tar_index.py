@@ -1,8 +1,8 @@
-"""Finding the samples of a tar file, about as fast as it can be read.
+"""Finding the samples of a tar file, about as fast as `tar t` lists it.
 
 Most headers are plain: a regular file with a name of at most 100 bytes, perhaps after a pax header
 with its times. Those of a whole buffer are looked at together by numpy, and what is not plain goes
-through `MemberWalk`, one by one. Both give the same; the first takes a tenth of the time.
+through `MemberWalk`, one by one. Both give the same; the first takes a third of the time.
 """
 
 from __future__ import annotations
