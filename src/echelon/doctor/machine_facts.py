@@ -40,6 +40,7 @@ _ADJTIMEX_ERROR = 5
 """The state TIME_ERROR of adjtimex(2): the clock is not synchronized."""
 _UNLIMITED = resource.RLIM_INFINITY
 EXTRAS = {
+    "data": "pyarrow",
     "movielens": "pyarrow",
     "wandb": "wandb",
     "tensorboard": "tensorboard",
