@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -169,3 +172,66 @@ def test_open_files_are_bounded(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     assert index.read_spans(range(100)) == [f"{i}\n".encode() for i in range(100)]
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * index_file._OPEN_FILES
+
+
+def test_a_folder_that_cannot_be_written_has_its_index_in_the_cache(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+    (tmp_path / ".echelon").write_text("in the way, also for root")
+    assert load(*files).read_spans([8]) == [b"bbbb\n"]
+    assert len(list((tmp_path / "cache" / "indexes").glob("*.index"))) == 3
+    # By content: it is found for the same files in another place.
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in files:
+        file.rename(moved / file.name)
+    (moved / ".echelon").write_text("in the way")
+    assert load(*(moved / file.name for file in files)).read_spans([8]) == [b"bbbb\n"]
+    assert [count_calls(file) for file in files] == [1, 1, 1]
+    assert not list(moved.glob("*.calls"))
+
+
+def test_an_index_that_can_be_written_nowhere_is_a_fault(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+    for name in (".echelon", "cache"):
+        (tmp_path / name).write_text("in the way, also for root")
+    with pytest.raises(EchelonError) as caught:
+        load(*files)
+    assert len(caught.value.faults) == 3
+    assert f"the index of {files[0]} cannot be written: {tmp_path}/.echelon: " in str(caught.value)
+    assert "set ECHELON_CACHE to a folder that is" in str(caught.value)
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+from test_index_file import load
+print("ready", flush=True)
+sys.stdin.readline()
+index = load(*map(Path, sys.argv[1:]))
+print(index.read_spans(range(len(index))))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_open_at_once_index_once(tmp_path: Path) -> None:
+    files = [write_lines(tmp_path / f"{i}.txt", [f"{i} {j}" for j in range(500)]) for i in range(9)]
+    command = [sys.executable, "-c", _LOAD, *map(str, files)]
+    started = [
+        subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=Path(__file__).parent)
+        for _ in range(3)
+    ]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    outputs = {process.communicate(timeout=120)[0] for process in started}
+    expected = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
+    assert outputs == {f"{expected}\n"}
+    assert [count_calls(file) for file in files] == [1] * 9

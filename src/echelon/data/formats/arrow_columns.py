@@ -234,7 +234,8 @@ class TableReader:
 
     def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """Return the columns of these rows."""
-        places, parts = [], []
+        places: list[Any] = []
+        parts = []
         for piece, place, within in group_by_piece(self._piece_starts, rows):
             columns = self._cache.get(piece)
             if columns is None:

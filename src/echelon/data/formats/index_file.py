@@ -19,79 +19,44 @@ import functools
 import itertools
 import json
 import os
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from echelon.data.formats.index_layout import (
+    CHUNK_BYTES,
+    INDEX_VERSION,
+    BuildIndex,
+    FileStamp,
+    IndexTask,
+    SampleSpans,
+    StoredIndex,
+    make_changed_fault,
+    make_unreadable_fault,
+    read_index,
+    stamp_file,
+)
+from echelon.data.formats.index_worker import run_index_tasks
 from echelon.data.formats.reader import BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
 from echelon.utils.cache_root import get_cache_root
-from echelon.utils.files import replace_file
 from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.trust import make_trusted_folder
 
-CHUNK_BYTES = 4 << 20
-"""Neighbouring samples of about so many bytes are a chunk."""
-_MAGIC = b"echindex"
-_PREFIX = struct.Struct("<8sQQ")
-"""The magic, the length of the header, the checksum of header and chunks."""
-_VERSION = 1
-_CHECKED_BYTES = 16 << 10
-"""So much of the head and of the tail of a file is compared with what was indexed."""
+__all__ = ["CHUNK_BYTES", "BuildIndex", "FileIndex", "SampleSpans", "load_index"]
+
 _OPEN_FILES = 64
 """Files of data that a process keeps open, each with its index. Many systems allow 1,024."""
 _CHECK_THREADS = 16
 """For folders on a network, where asking for 10,000 files one by one takes a minute."""
 _LOCK_NAME = "lock"
-
-
-class SampleSpans(NamedTuple):
-    """Where the samples of one file are, in the order of the file."""
-
-    offsets: NDArray[np.uint64]
-    """Of the first byte of each sample, ascending."""
-    spans: NDArray[np.uint64]
-    """Bytes from there to the end of each sample."""
-    notes: dict[str, Any]
-    """What else the format keeps of a file, as JSON: `{"columns": {"jpg": 1000}}`."""
-
-
-BuildIndex = Callable[[Path], SampleSpans]
-"""Reads a file and returns where its samples are. A function at the top of a module: it is called
-by its name in other processes. Raises EchelonError for a file that is damaged."""
-
-
-class _FileStamp(NamedTuple):
-    """What shows that a file is the one that was indexed."""
-
-    size: int
-    mtime_ns: int
-    checksum: int
-    """Of its head and its tail."""
-
-
-class _FoundIndex(NamedTuple):
-    """An index file that fits its file of data."""
-
-    path: Path
-    stamp: _FileStamp
-    checksum: int
-    samples: int
-    span_type: str
-    notes: dict[str, Any]
-    chunk_starts: NDArray[np.int64]
-    """Of this file alone, from 0."""
-    chunk_bytes: NDArray[np.int64]
-    offsets_at: int
-    """Where the offsets begin in the index file; the spans follow them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +70,7 @@ class FileIndex:
     chunks: ChunkTable
     notes: list[dict[str, Any]]
     """Of each file, what its `SampleSpans` had."""
-    _found: list[_FoundIndex]
+    _found: list[StoredIndex]
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -198,7 +163,7 @@ def load_index(files: Sequence[Path], kind: str, build_one: BuildIndex) -> FileI
     complete = [index for index in found if index is not None]
     if len(complete) < len(found):
         changed = [file for file, index in zip(files, found, strict=True) if index is None]
-        raise EchelonError(*map(_make_changed_fault, changed))
+        raise EchelonError(*map(make_changed_fault, changed))
     starts = np.cumsum([0, *(index.samples for index in complete)], dtype=np.int64)
     chunk_starts = [index.chunk_starts + starts[i] for i, index in enumerate(complete)]
     chunk_bytes = [index.chunk_bytes for index in complete]
@@ -213,75 +178,34 @@ def load_index(files: Sequence[Path], kind: str, build_one: BuildIndex) -> FileI
 # --- finding ------------------------------------------------------------------------------------
 
 
-def _find_all(files: Sequence[Path], kind: str) -> list[_FoundIndex | None]:
+def _find_all(files: Sequence[Path], kind: str) -> list[StoredIndex | None]:
     """Return the index of each file, None where there is none that fits."""
     faults: list[Fault] = []
     with ThreadPoolExecutor(_CHECK_THREADS) as threads:
         tasks = [threads.submit(_find_index, file, kind) for file in files]
     for file, task in zip(files, tasks, strict=True):
         if isinstance(error := task.exception(), OSError):
-            faults.append(_make_unreadable_fault(file, error))
+            faults.append(make_unreadable_fault(file, error))
     if faults:
         raise EchelonError(*faults)
     return [task.result() for task in tasks]
 
 
-def _find_index(file: Path, kind: str) -> _FoundIndex | None:
-    stamp = _stamp_file(file)
+def _find_index(file: Path, kind: str) -> StoredIndex | None:
+    stamp = stamp_file(file)
     for path in _list_candidates(file, kind, stamp):
-        if (found := _read_index(path, kind)) and found.stamp == stamp:
+        if (found := read_index(path, kind)) and found.stamp == stamp:
             return found
     return None
 
 
-def _list_candidates(file: Path, kind: str, stamp: _FileStamp) -> list[Path]:
+def _list_candidates(file: Path, kind: str, stamp: FileStamp) -> list[Path]:
     """Return where the index of a file may be, the preferred place first."""
     candidates = [file.parent / ".echelon" / f"{file.name}.index"]
     with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
-        key = xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, kind, *stamp]).encode())
+        key = xxhash.xxh3_128_hexdigest(json.dumps([INDEX_VERSION, kind, *stamp]).encode())
         candidates.append(get_cache_root(os.environ) / "indexes" / f"{key}.index")
     return candidates
-
-
-def _stamp_file(file: Path) -> _FileStamp:
-    handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(handle)
-        checksum = xxhash.xxh3_64(os.pread(handle, _CHECKED_BYTES, 0))
-        tail = max(_CHECKED_BYTES, status.st_size - _CHECKED_BYTES)
-        checksum.update(os.pread(handle, _CHECKED_BYTES, tail))
-    finally:
-        os.close(handle)
-    return _FileStamp(status.st_size, status.st_mtime_ns, checksum.intdigest())
-
-
-def _read_index(path: Path, kind: str) -> _FoundIndex | None:
-    """Return what an index file says, or None if it is absent, of another kind or damaged."""
-    try:
-        with path.open("rb") as file:
-            magic, header_size, checksum = _PREFIX.unpack(file.read(_PREFIX.size))
-            size = os.fstat(file.fileno()).st_size
-            if magic != _MAGIC or header_size > size:
-                return None
-            text = file.read(header_size)
-            header = json.loads(text)
-            if header["version"] != _VERSION or header["kind"] != kind:
-                return None
-            chunks, samples = int(header["chunks"]), int(header["samples"])
-            numbers = file.read(16 * chunks)
-            offsets_at = file.tell()
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
-        return None
-    if xxhash.xxh3_64_intdigest(text + numbers) != checksum:
-        return None
-    span_type = str(header["span_type"])
-    if size != offsets_at + samples * (8 + np.dtype(span_type).itemsize):
-        return None
-    table = np.frombuffer(numbers, np.int64).reshape(2, chunks)
-    stamp = _FileStamp(*header["stamp"])
-    return _FoundIndex(
-        path, stamp, checksum, samples, span_type, header["notes"], table[0], table[1], offsets_at
-    )
 
 
 # --- building -----------------------------------------------------------------------------------
@@ -301,7 +225,7 @@ def _build_missing(files: list[Path], kind: str, build_one: BuildIndex) -> None:
             for file, index in zip(files, found, strict=True)
             if index is None
         ]
-        if faults := _build_all(tasks):
+        if faults := run_index_tasks(tasks):
             raise EchelonError(*faults)
 
 
@@ -311,7 +235,7 @@ def _choose_targets(files: list[Path], kind: str) -> dict[Path, Path]:
     targets: dict[Path, Path] = {}
     faults: list[Fault] = []
     for file in files:
-        candidates = _list_candidates(file, kind, _stamp_file(file))
+        candidates = _list_candidates(file, kind, stamp_file(file))
         for folder in (candidate.parent for candidate in candidates):
             if folder not in refused:
                 refused[folder] = _prepare_folder(folder)
@@ -339,78 +263,6 @@ def _prepare_folder(folder: Path) -> str | None:
     return None
 
 
-class IndexTask(NamedTuple):
-    """One file to index."""
-
-    file: Path
-    target: Path
-    kind: str
-    build_one: BuildIndex
-
-    def run(self) -> list[Fault]:
-        """Index the file and write what was found. Return what is wrong with it."""
-        try:
-            stamp = _stamp_file(self.file)
-            spans = self.build_one(self.file)
-            is_same = _stamp_file(self.file) == stamp
-        except EchelonError as error:
-            return [*error.faults]
-        except OSError as error:
-            return [_make_unreadable_fault(self.file, error)]
-        if not is_same:
-            return [_make_changed_fault(self.file)]
-        try:
-            _write_index(self.target, self.kind, stamp, spans)
-        except OSError as error:
-            what = f"the index of {self.file} cannot be written into {self.target.parent}: "
-            return [Fault(what + format_os_error_reason(error), "free some space there")]
-        return []
-
-
-def _build_all(tasks: list[IndexTask]) -> list[Fault]:
-    return [fault for task in tasks for fault in task.run()]
-
-
-def _write_index(target: Path, kind: str, stamp: _FileStamp, found: SampleSpans) -> None:
-    offsets = np.ascontiguousarray(found.offsets, np.uint64)
-    longest = int(found.spans.max()) if len(found.spans) else 0
-    spans = np.ascontiguousarray(found.spans, np.uint32 if longest < 1 << 32 else np.uint64)
-    # A sample belongs to the piece of the file in which it begins.
-    starts = np.flatnonzero(np.diff(offsets // CHUNK_BYTES, prepend=np.uint64(1 << 63)))
-    sizes = np.add.reduceat(spans, starts, dtype=np.int64) if len(starts) else starts
-    header = {
-        "version": _VERSION,
-        "kind": kind,
-        "stamp": list(stamp),
-        "samples": len(offsets),
-        "chunks": len(starts),
-        "span_type": spans.dtype.name,
-        "notes": found.notes,
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-(_PREFIX.size + len(text)) % 8)  # the numbers that follow are mapped
-    chunks = starts.astype(np.int64).tobytes() + sizes.astype(np.int64).tobytes()
-    checksum = xxhash.xxh3_64_intdigest(text + chunks)
-    with replace_file(target) as temporary, temporary.open("wb") as file:
-        file.write(_PREFIX.pack(_MAGIC, len(text), checksum) + text + chunks)
-        file.write(offsets.data)
-        file.write(spans.data)
-
-
-def _make_unreadable_fault(file: Path, error: OSError) -> Fault:
-    return Fault(
-        f"{file} cannot be read: {format_os_error_reason(error)}",
-        "check the path and its permissions",
-    )
-
-
-def _make_changed_fault(file: Path) -> Fault:
-    return Fault(
-        f"{file} changed since it was indexed",
-        "let its writer finish, and start again: it is indexed anew then",
-    )
-
-
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -422,7 +274,7 @@ class _IndexedFile:
     the descriptors that they inherit.
     """
 
-    def __init__(self, handle: int, index: _FoundIndex) -> None:
+    def __init__(self, handle: int, index: StoredIndex) -> None:
         self.handle = handle
         count = index.samples
         # An empty part of a file cannot be mapped.
@@ -445,14 +297,14 @@ def _open_indexed_file(path: Path, kind: str, index_path: Path, checksum: int) -
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise EchelonError(_make_unreadable_fault(path, error)) from error
+        raise EchelonError(make_unreadable_fault(path, error)) from error
     status = os.fstat(handle)
-    index = _read_index(index_path, kind)
+    index = read_index(index_path, kind)
     is_known = index is not None and index.checksum == checksum
     if index and is_known and (status.st_size, status.st_mtime_ns) == index.stamp[:2]:
         return _IndexedFile(handle, index)
     os.close(handle)
-    raise EchelonError(_make_changed_fault(path))
+    raise EchelonError(make_changed_fault(path))
 
 
 def _read_at(handle: int, offset: int, size: int) -> bytes:
