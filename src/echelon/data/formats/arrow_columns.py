@@ -48,7 +48,7 @@ class NumberColumn:
 
     def take(self, rows: NDArray[np.int64]) -> Any:
         """Return an array of these rows, or a list with None for nulls."""
-        taken = self.values[rows]
+        taken = self.values.take(rows, 0)
         if self.is_null is None or not (missing := self.is_null[rows]).any():
             return taken
         return [None if gap else each for each, gap in zip(taken, missing, strict=True)]
@@ -63,7 +63,7 @@ class NumberBlock:
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return an array with a column for each."""
-        taken: NDArray[Any] = self._values[rows]
+        taken: NDArray[Any] = self._values.take(rows, 0)
         return taken
 
 
@@ -234,7 +234,8 @@ class TableReader:
 
     def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """Return the columns of these rows."""
-        places, parts = [], []
+        places: list[Any] = []
+        parts = []
         for piece, place, within in group_by_piece(self._piece_starts, rows):
             columns = self._cache.get(piece)
             if columns is None:
@@ -244,8 +245,12 @@ class TableReader:
             parts.append({names: column.take(within) for names, column in columns.items()})
         if any(part.keys() != parts[0].keys() for part in parts):  # some have nulls
             parts = [_split_blocks(part) for part in parts]
+        inverse = None
+        if len(parts) > 1:
+            inverse = np.empty(len(rows), np.int64)
+            inverse[np.concatenate(places)] = np.arange(len(rows))
         joined = {
-            names: _join_parts([part[names] for part in parts], places, len(rows))
+            names: _join_parts([part[names] for part in parts], inverse)
             for names in (parts[0] if parts else ())
         }
         found = _split_blocks(joined)
@@ -278,17 +283,13 @@ def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
             yield first, stop - first, size_bytes * (stop - first) // rows
 
 
-def _join_parts(parts: list[Any], places: list[Any], count: int) -> Any:
-    """Return the values of several pieces in the order in which they were asked for."""
-    if len(parts) == 1 and isinstance(places[0], slice):
+def _join_parts(parts: list[Any], inverse: NDArray[np.int64] | None) -> Any:
+    """Return the values of several pieces in the order in which they were asked for. `inverse` has
+    the place of each among the joined parts; None for one part."""
+    if inverse is None:
         return parts[0]
     if all(isinstance(part, np.ndarray) and part.shape[1:] == parts[0].shape[1:] for part in parts):
-        joined = np.empty((count, *parts[0].shape[1:]), parts[0].dtype)
-        for part, place in zip(parts, places, strict=True):
-            joined[place] = part
-        return joined
-    values: list[Any] = [None] * count
-    for part, place in zip(parts, places, strict=True):
-        for number, value in zip(place.tolist(), part, strict=True):
-            values[number] = value
-    return values
+        # To take is several times as fast in numpy as to assign to places.
+        return np.concatenate(parts).take(inverse, 0)
+    values = [value for part in parts for value in part]
+    return [values[place] for place in inverse.tolist()]

@@ -142,7 +142,13 @@ def gather_rows(
     """Return a copy of these rows of all arrays together, of which only every `step`-th is
     counted. `starts` says where each array begins."""
     if len(arrays) == 1:
-        gathered: NDArray[Any] = arrays[0][rows * step]
+        # `take` is several times as fast, but copies what is not in this order in memory whole.
+        flags = arrays[0].flags
+        gathered: NDArray[Any]
+        if flags.c_contiguous and flags.aligned:
+            gathered = arrays[0].take(rows * step, 0)
+        else:
+            gathered = arrays[0][rows * step]
         return gathered
     gathered = np.empty((len(rows), *arrays[0].shape[1:]), arrays[0].dtype)
     for piece, places, within in group_by_piece(starts, rows):
