@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from echelon.data.batches import BatchOrder, MakeNextOrder
 
 Collate = Callable[[list[Any]], Any]
+_END_TIMEOUT_S = 30.0
+"""So long a loader process may take to end before it is killed."""
 
 
 class SampleShare(NamedTuple):
@@ -375,10 +377,16 @@ class LoaderProcesses:
                 return
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes. torch asks them to end and does not wait for those that are slow: on
+        a busy machine they would still hold the user's files."""
         self._begun = deque()
         if (iterator := self._loader._iterator) is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+            for process in iterator._workers:  # type: ignore[attr-defined]
+                process.join(_END_TIMEOUT_S)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
             self._loader._iterator = None
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from echelon.data.formats import index_file
-from echelon.data.formats.index_file import CHUNK_BYTES, FileIndex, SampleSpans, load_index
-from echelon.data.formats.reader import BadSampleError, SamplePlace
+from echelon.data.formats.index_file import FileIndex, SampleSpans, load_index
+from echelon.data.formats.reader import CHUNK_BYTES, BadSampleError, SamplePlace
 from echelon.errors import EchelonError, Fault
 
 

@@ -30,7 +30,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from echelon.data.formats.index_layout import (
-    CHUNK_BYTES,
     INDEX_VERSION,
     BuildIndex,
     FileStamp,
@@ -43,14 +42,14 @@ from echelon.data.formats.index_layout import (
     stamp_file,
 )
 from echelon.data.formats.index_worker import run_index_tasks
-from echelon.data.formats.reader import BadSampleError, ChunkTable, SamplePlace
+from echelon.data.formats.reader import CHUNK_BYTES, BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
 from echelon.utils.cache_root import get_cache_root
 from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.trust import make_trusted_folder
 
-__all__ = ["CHUNK_BYTES", "BuildIndex", "FileIndex", "SampleSpans", "load_index"]
+__all__ = ["BuildIndex", "FileIndex", "SampleSpans", "load_index"]
 
 _OPEN_FILES = 64
 """Files of data that a process keeps open, each with its index. Many systems allow 1,024."""

@@ -20,12 +20,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from echelon.data.formats.reader import CHUNK_BYTES
 from echelon.errors import EchelonError, Fault
 from echelon.utils.files import replace_file
 from echelon.utils.os_errors import format_os_error_reason
 
-CHUNK_BYTES = 4 << 20
-"""Neighbouring samples of about so many bytes are a chunk."""
 _MAGIC = b"echindex"
 _PREFIX = struct.Struct("<8sQQ")
 """The magic, the length of the header, the checksum of header and chunks."""
