@@ -1,1 +1,30 @@
-"""Which sample each rank takes when, and the batches made of them."""
+"""Files as data: tables, arrays, tokens and texts on disk as one Dataset.
+
+    echelon.data.open         returns the samples of files as a Dataset, for `train_data`
+    echelon.data.open_tokens  returns windows of a file of tokens as a Dataset
+
+Each of these has its own help page, such as `help(echelon.data.open)`. Everything else in this
+package is internal: which sample each rank takes when, and the batches made of them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.data.open_files import open, open_tokens
+
+__all__ = ["open", "open_tokens"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use (PEP 562): torch is imported with it."""
+    if name in __all__:
+        return getattr(import_module("echelon.data.open_files"), name)
+    raise AttributeError(f"module 'echelon.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, also those not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate, get_worker_info
 
+from echelon.data.file_dataset import FileDataset
 from echelon.data.loader_errors import iter_fetched
 from echelon.data.sample_seeds import (
     derive_collate_seed,
@@ -54,6 +57,7 @@ class SampleFetcher:
         self._size = len(dataset)
         self._collate = collate_fn or default_collate
         self._is_fetched_singly = _is_fetched_singly(dataset)
+        self._files, self._subsets = _find_files(dataset)
 
     def __len__(self) -> int:
         return self._size
@@ -61,12 +65,32 @@ class SampleFetcher:
     def __getitems__(self, share: SampleShare) -> Any:
         """Return the collated samples of a share that is not empty.
 
-        Random numbers are seeded before every sample. A Dataset with a `__getitems__` of its own
+        Random numbers are seeded before every sample. A FileDataset reads all samples at once,
+        which draws nothing, and then finishes each. A Dataset with a `__getitems__` of its own
         fetches all at once and is seeded once, by the first of them; so is the collation.
         """
-        rows = [draw % self._size for draw in share.draws]
+        batch = self._read_batch(share)
+        return self._collate_samples(share) if batch is None else batch
+
+    def fetch(self, share: SampleShare) -> Any:
+        """Return the same in the training process, whose own random numbers stay untouched."""
+        batch = self._read_batch(share)
+        if batch is not None:
+            return batch
+        with keep_generators():
+            return self._collate_samples(share)
+
+    def _collate_samples(self, share: SampleShare) -> Any:
+        """Return the batch of samples that are fetched, seeded and finished each by itself."""
+        rows = self._find_rows(share).tolist()
         seeds = derive_seeds(share.seed, share.epoch, share.draws)
-        if self._is_fetched_singly:
+        if self._files is not None:
+            samples = self._files.read_rows(rows)
+            for place, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+                if self._files.may_draw:
+                    seed_generators(seed)
+                samples[place] = self._files.finish_sample(row, samples[place])
+        elif self._is_fetched_singly:
             samples = []
             for row, seed in zip(rows, seeds, strict=True):
                 seed_generators(seed)
@@ -77,14 +101,34 @@ class SampleFetcher:
         seed_generators(derive_collate_seed(seeds[0]))
         return self._collate(samples)
 
-    def fetch(self, share: SampleShare) -> Any:
-        """Return the same in the training process, whose own random numbers stay untouched."""
-        with keep_generators():
-            return self.__getitems__(share)
+    def _read_batch(self, share: SampleShare) -> Any:
+        """Return a batch that is read as a whole, without random numbers; None where samples are
+        collated one by one."""
+        if self._files is None or self._collate is not default_collate:
+            return None
+        return self._files.read_batch(self._find_rows(share))
+
+    def _find_rows(self, share: SampleShare) -> NDArray[np.int64]:
+        """Return which samples of the Dataset are meant, or of the files below its Subsets."""
+        rows = np.asarray(share.draws, np.int64) % self._size
+        if self._files is not None:
+            for indices in self._subsets:
+                rows = np.asarray([indices[row] for row in rows.tolist()], np.int64)
+        return rows
+
+
+def _find_files(dataset: Any) -> tuple[FileDataset | None, list[Any]]:
+    """Return the files that a Dataset, or a Subset of it, reads its samples from, and the indices
+    of the Subsets around them, the outermost first."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    return (dataset if isinstance(dataset, FileDataset) else None), subsets
 
 
 def _is_fetched_singly(dataset: Any) -> bool:
-    """Return whether a sample is fetched by its own call of `__getitem__`.
+    """Return whether a sample may be fetched by its own call of `__getitem__`.
 
     torch's own containers have a `__getitems__` that only passes the indices on.
     """
@@ -93,7 +137,7 @@ def _is_fetched_singly(dataset: Any) -> bool:
     if type(dataset) is StackDataset:
         parts = dataset.datasets
         return all(map(_is_fetched_singly, parts.values() if isinstance(parts, dict) else parts))
-    return not hasattr(dataset, "__getitems__")
+    return isinstance(dataset, FileDataset) or not hasattr(dataset, "__getitems__")
 
 
 class LoaderProcesses:

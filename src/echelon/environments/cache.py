@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from echelon.environments.build_lock import PrintLine, lock_if_unused, try_lock
 from echelon.errors import EchelonError, Fault
+from echelon.utils.cache_root import get_cache_root
 from echelon.utils.files import read_json_object
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.trust import (
@@ -25,16 +26,6 @@ from echelon.utils.trust import (
 
 MARKER_NAME = ".echelon-env.json"
 """Written last, so an environment without this file was never completed."""
-
-
-def get_cache_root(environ: Mapping[str, str]) -> Path:
-    """Return the folder of all caches: ECHELON_CACHE, else `echelon` in the XDG cache folder."""
-    if override := environ.get("ECHELON_CACHE"):
-        return Path(override).absolute()
-    xdg = environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that relative paths are to be ignored.
-    home = Path(xdg) if xdg.startswith("/") else Path(environ.get("HOME") or Path.home(), ".cache")
-    return home.absolute() / "echelon"
 
 
 def get_environments_root(environ: Mapping[str, str]) -> Path:

@@ -3,13 +3,18 @@ lie together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+CHUNK_BYTES = 4 << 20
+"""What is read together where a format has no pieces of its own: large enough for any disk to be
+read at its full speed, small enough for a window to mix many of them."""
 
 
 class SamplePlace(NamedTuple):
@@ -57,6 +62,92 @@ class SampleReader(Protocol):
     def locate(self, row: int) -> SamplePlace:
         """Return where a sample is."""
         ...
+
+
+class ColumnReader(Protocol):
+    """A reader that also gives many samples as columns, far faster than one by one."""
+
+    def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
+        """Return the columns of these samples: arrays or tensors with a row for each, or lists of
+        their values where those are no numbers, or have different shapes."""
+        ...
+
+
+class DataFile(NamedTuple):
+    """A file that a reader reads."""
+
+    path: Path
+    folder: Path
+    """The folder that was opened. Hive partitions (`year=2024`) are folders between the two."""
+
+
+def split_columns(columns: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the samples of `count` rows that were read as columns."""
+    names = list(columns)
+    if not names:
+        return [{} for _ in range(count)]
+    values = zip(*columns.values(), strict=True)
+    return [dict(zip(names, row, strict=True)) for row in values]
+
+
+def cut_files_evenly(file_rows: Sequence[int], row_bytes: int) -> ChunkTable:
+    """Return the chunks of files whose rows are all of one size. No chunk spans two files."""
+    rows = max(1, CHUNK_BYTES // max(1, row_bytes))
+    counts = [
+        min(rows, file_count - first)
+        for file_count in file_rows
+        for first in range(0, file_count, rows)
+    ]
+    lengths = np.asarray(counts, np.int64)
+    return ChunkTable(sum_to_starts(lengths), lengths * row_bytes)
+
+
+def sum_to_starts(counts: Any) -> NDArray[np.int64]:
+    """Return where each of consecutive pieces of so many rows begins, and the end of the last."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def find_piece(starts: NDArray[np.int64], row: int) -> tuple[int, int]:
+    """Return the piece that has a row, of pieces with these starts, and its number in there."""
+    piece = int(np.searchsorted(starts, row, side="right")) - 1
+    return piece, row - int(starts[piece])
+
+
+def group_by_piece(
+    starts: NDArray[np.int64], rows: NDArray[np.int64]
+) -> Iterator[tuple[int, NDArray[np.int64] | slice, NDArray[np.int64]]]:
+    """Yields each piece that has some of the rows, their places among the rows, and their numbers
+    within the piece."""
+    pieces = np.searchsorted(starts, rows, side="right") - 1
+    if not len(pieces) or (pieces == pieces[0]).all():
+        if len(pieces):
+            yield int(pieces[0]), slice(None), rows - starts[pieces[0]]
+        return
+    order = np.argsort(pieces, kind="stable")
+    grouped, sorted_rows = pieces[order], rows[order]
+    borders = [0, *(np.flatnonzero(np.diff(grouped)) + 1).tolist(), len(rows)]
+    for begin, end in pairwise(borders):
+        piece = int(grouped[begin])
+        yield piece, order[begin:end], sorted_rows[begin:end] - starts[piece]
+
+
+def gather_rows(
+    arrays: Sequence[NDArray[Any]],
+    starts: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    step: int = 1,
+) -> NDArray[Any]:
+    """Return a copy of these rows of all arrays together, of which only every `step`-th is
+    counted. `starts` says where each array begins."""
+    if len(arrays) == 1:
+        gathered: NDArray[Any] = arrays[0][rows * step]
+        return gathered
+    gathered = np.empty((len(rows), *arrays[0].shape[1:]), arrays[0].dtype)
+    for piece, places, within in group_by_piece(starts, rows):
+        gathered[places] = arrays[piece][within * step]
+    return gathered
 
 
 class BadSampleError(Exception):

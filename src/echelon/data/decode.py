@@ -1,0 +1,164 @@
+"""From the bytes of a sample to values: pictures, arrays, JSON, text, class numbers.
+
+Decoding happens where samples are fetched, so in loader processes if there are some. What a column
+is, its name says: an extension of a tar member (`jpg`, `seg.png`), or `image`. Values that are no
+bytes, such as numbers of a table, stay as they are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+
+from echelon.data.formats.reader import BadSampleError, SamplePlace
+from echelon.errors import EchelonError, Fault
+
+DecodeValue = Callable[[Any], Any]
+"""Takes what is stored in a column and returns what the sample is to have."""
+DecodeSetting = (
+    Literal["auto"] | None | Callable[[str, Any], Any] | Mapping[str, DecodeValue | None]
+)
+"""What `echelon.data.open` takes as `decode`; see SampleDecoder."""
+
+_PICKLES = ("pkl", "pickle", "pt", "pth", "pyd")
+_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Of the many that PIL knows: some others start programs."""
+
+
+class SampleDecoder:
+    """Decodes the columns of samples.
+
+    ``decode`` is one of:
+
+    * ``"auto"``: by the name of the column, and bytes of other names stay bytes
+    * ``None``: everything stays as it is stored
+    * a function of the column's name and its value
+    * a dict from columns to functions of the value, or to None to keep it; the other columns are
+      decoded as with ``"auto"``
+
+    Raises EchelonError for what cannot be decoded at all: pickles, which could run any code, and
+    pictures where pillow is not installed.
+    """
+
+    def __init__(self, decode: DecodeSetting, column_names: Iterable[str]) -> None:
+        self._function = decode if callable(decode) else None
+        self._by_column: dict[str, DecodeValue] = {}
+        if decode is None or callable(decode):
+            return
+        chosen = {} if decode == "auto" else decode
+        if not isinstance(chosen, Mapping):
+            what = f"decode is {decode!r}"
+            raise EchelonError(Fault(what, 'give "auto", None, a function or a dict of functions'))
+        names = [*column_names]
+        faults = [
+            Fault(f"decode has {name!r}, which is not a column", f"columns: {', '.join(names)}")
+            for name in chosen
+            if name not in names
+        ]
+        for name in names:
+            if name in chosen:
+                function = chosen[name]
+            else:
+                function = _AUTO.get(_get_extension(name))
+                faults += _find_faults(name, function)
+            if function is not None:
+                self._by_column[name] = function
+        if faults:
+            raise EchelonError(*dict.fromkeys(faults))
+
+    @property
+    def leaves_numbers(self) -> bool:
+        """Whether all that is not bytes stays as it is, and no function of the user's is called."""
+        known = _AUTO.values()
+        return self._function is None and all(f in known for f in self._by_column.values())
+
+    def decode_sample(
+        self, sample: dict[str, Any], locate: Callable[[], SamplePlace]
+    ) -> dict[str, Any]:
+        """Return a sample with decoded values. Raises BadSampleError, at the place ``locate``
+        returns, for whatever a function raises."""
+        decoded = dict(sample)
+        for column, value in sample.items():
+            try:
+                if self._function is not None:
+                    decoded[column] = self._function(column, value)
+                elif column in self._by_column:
+                    decoded[column] = self._by_column[column](value)
+            except (EchelonError, BadSampleError):
+                raise
+            except Exception as error:
+                why = str(error) or type(error).__name__
+                raise BadSampleError(locate(), f"{column} cannot be decoded: {why}") from error
+        return decoded
+
+
+def _get_extension(column: str) -> str:
+    return column.rpartition(".")[2].lower()
+
+
+def _find_faults(column: str, function: DecodeValue | None) -> list[Fault]:
+    if _get_extension(column) in _PICKLES:
+        return [
+            Fault(
+                f"the column {column!r} is pickled, and loading a pickle may run any code in it",
+                f"decode it yourself with decode={{{column!r}: load}}, where load calls "
+                "torch.load(…, weights_only=True); or leave it out with columns=[…]",
+            )
+        ]
+    if function is _decode_image and find_spec("PIL") is None:
+        return [
+            Fault(
+                f"the column {column!r} has pictures, and pillow is not installed",
+                "pip install 'echelon[data]', or keep the bytes with decode=None",
+            )
+        ]
+    return []
+
+
+def _decode_image(value: Any) -> Any:
+    """Return a PIL image in RGB. Hugging Face stores pictures in tables as `{"bytes": …}`."""
+    from PIL import Image, UnidentifiedImageError
+
+    data = value["bytes"] if isinstance(value, Mapping) else value
+    if not isinstance(data, bytes):
+        return value
+    try:
+        image = Image.open(io.BytesIO(data), formats=_IMAGE_FORMATS)
+    except UnidentifiedImageError as error:  # whose text has the address of an object
+        raise ValueError("it is not a picture of a known format") from error
+    image.load()  # else the pixels are read where they are first used, and errors are raised there
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _decode_array(data: bytes) -> Any:
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+def _decode_arrays(data: bytes) -> dict[str, Any]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def _decode_text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+def _decode_if_bytes(function: Callable[[bytes], Any], value: Any) -> Any:
+    """Return what is not bytes as it is: a table has values of its own."""
+    return function(value) if isinstance(value, bytes) else value
+
+
+_AUTO: dict[str, DecodeValue] = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "image"), _decode_image),
+    **dict.fromkeys(("txt", "text"), partial(_decode_if_bytes, _decode_text)),
+    "npy": partial(_decode_if_bytes, _decode_array),
+    "npz": partial(_decode_if_bytes, _decode_arrays),
+    "json": partial(_decode_if_bytes, json.loads),
+    "cls": partial(_decode_if_bytes, int),
+}

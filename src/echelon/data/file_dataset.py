@@ -1,0 +1,107 @@
+"""Files as a Dataset: samples by number, decoded and transformed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from echelon.data.decode import SampleDecoder
+from echelon.data.formats.reader import ChunkTable, ColumnReader, SamplePlace, SampleReader
+
+
+class FileDataset(Dataset[Any]):
+    """The samples of files, as `echelon.data.open` returns them: a map-style Dataset whose samples
+    are dicts of columns, or what `transform` makes of them.
+
+        dataset[3]          one sample
+        len(dataset)        the number of samples
+        dataset.column_names
+        dataset.locate(3)   the file that has it, and its number there
+        dataset.chunks      which samples lie together, for the order in which they are read
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        decoder: SampleDecoder | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.reader = reader
+        self._decoder = decoder
+        self._transform = transform
+        self.may_draw = transform is not None or not (decoder is None or decoder.leaves_numbers)
+        """Whether finishing a sample may draw random numbers: functions of the user's may."""
+
+        self._has_batches = not self.may_draw and hasattr(reader, "read_columns")
+        """Whether batches can be read as columns, as far as is known."""
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """Which samples lie together."""
+        return self.reader.chunks
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a sample, before `transform`."""
+        return self.reader.column_names
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, row: int) -> Any:
+        [sample] = self.__getitems__([row])
+        return sample
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        samples = self.read_rows(rows)
+        return [self.finish_sample(row, each) for row, each in zip(rows, samples, strict=True)]
+
+    def locate(self, row: int) -> SamplePlace:
+        """Return the file that has a sample, and its number there."""
+        return self.reader.locate(self._count_from_start(row))
+
+    # --- in steps, for batches ---
+
+    def read_rows(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return samples as they are stored. This draws no random numbers."""
+        return self.reader.read_samples([self._count_from_start(row) for row in rows])
+
+    def finish_sample(self, row: int, sample: dict[str, Any]) -> Any:
+        """Return a sample of `read_rows` decoded and transformed. A transform may draw random
+        numbers, so this is called once they are seeded for the sample."""
+        if self._decoder is not None:
+            sample = self._decoder.decode_sample(sample, lambda: self.locate(row))
+        return sample if self._transform is None else self._transform(sample)
+
+    def read_batch(self, rows: NDArray[np.int64]) -> dict[str, Any] | None:
+        """Return the batch that torch's default_collate makes of these samples, without taking
+        them apart first; None where that cannot be done."""
+        if not self._has_batches:
+            return None
+        batch = {}
+        for name, values in cast(ColumnReader, self.reader).read_columns(rows).items():
+            if isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
+                batch[name] = torch.from_numpy(values)
+            elif isinstance(values, Tensor) or all(type(value) is str for value in values):
+                batch[name] = values
+            else:
+                # default_collate may know what to do, or says why it cannot be done.
+                self._has_batches = False
+                return None
+        return batch
+
+    def _count_from_start(self, row: int) -> int:
+        """Return the number of a row that may be counted from the end, as in a list."""
+        size = len(self.reader)
+        if not -size <= row < size:
+            raise IndexError(f"there is no sample {row}: the files have {size:,}")
+        return row % size

@@ -1,0 +1,294 @@
+"""Columns of Arrow tables as numpy and Python values, any rows of many pieces at once.
+
+Numbers become numpy scalars and keep their type, lists of numbers become arrays, texts, bytes and
+all else Python values. A null is None.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.formats.reader import (
+    ChunkTable,
+    group_by_piece,
+    split_columns,
+    sum_to_starts,
+)
+from echelon.errors import EchelonError, Fault
+
+MAX_PIECE_BYTES = 128 << 20
+"""Larger pieces, such as the row groups of some writers, are cut: a window of the order holds
+several."""
+CACHE_BYTES = 384 << 20
+"""What a process keeps of decoded pieces. A window of the order has 256 MB, and the first samples
+of the next one are read while it ends."""
+
+
+def import_pyarrow(module: str = "pyarrow") -> Any:
+    """Return pyarrow or one of its modules, or raise with how to install it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        what = "reading Parquet and Arrow files needs pyarrow, which is not installed"
+        raise EchelonError(Fault(what, "pip install 'echelon[data]'")) from error
+
+
+class NumberColumn:
+    """Numbers, or rows of equally many of them."""
+
+    def __init__(self, values: NDArray[Any], is_null: NDArray[np.bool_] | None = None) -> None:
+        self.values, self.is_null = values, is_null
+
+    def take(self, rows: NDArray[np.int64]) -> Any:
+        """Return an array of these rows, or a list with None for nulls."""
+        taken = self.values[rows]
+        if self.is_null is None or not (missing := self.is_null[rows]).any():
+            return taken
+        return [None if gap else each for each, gap in zip(taken, missing, strict=True)]
+
+
+class NumberBlock:
+    """Columns of numbers of one type, a row beside the other: any row of all of them is in one
+    place of memory, and is taken at once."""
+
+    def __init__(self, columns: Sequence[NDArray[Any]]) -> None:
+        self._values = np.stack(columns, axis=1)
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return an array with a column for each."""
+        taken: NDArray[Any] = self._values[rows]
+        return taken
+
+
+class ListColumn:
+    """Lists of numbers of any length."""
+
+    def __init__(self, values: NDArray[Any], borders: NDArray[Any]) -> None:
+        self._values, self._borders = values, borders
+
+    def take(self, rows: NDArray[np.int64]) -> Any:
+        """Return an array where the lists are equally long, or a list of arrays."""
+        begins, ends = self._borders[rows].tolist(), self._borders[rows + 1].tolist()
+        lists = [self._values[a:b].copy() for a, b in zip(begins, ends, strict=True)]
+        return stack_if_equal(lists)
+
+
+class ObjectColumn:
+    """Texts, bytes, structs, and lists with nulls."""
+
+    def __init__(self, values: Any, leaf: Any) -> None:
+        self._values, self._leaf = values, leaf
+
+    def take(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return Python values. Lists of numbers, also nested ones, are arrays where they are
+        regular."""
+        taken: list[Any] = self._values.take(import_pyarrow().array(rows)).to_pylist()
+        if self._leaf is None:
+            return taken
+        return [self._make_array(value) for value in taken]
+
+    def _make_array(self, value: Any) -> Any:
+        try:
+            return value if value is None else np.array(value, self._leaf)
+        except (ValueError, TypeError):  # of different lengths, or with nulls
+            return value
+
+
+ColumnValues = NumberColumn | ListColumn | ObjectColumn
+Piece = Mapping[tuple[str, ...], ColumnValues | NumberBlock]
+"""Columns by name. A block has the names of all its columns."""
+
+
+def stack_if_equal(arrays: list[Any]) -> Any:
+    """Return arrays of one shape as one array, others as they are."""
+    is_equal = bool(arrays) and all(each.shape == arrays[0].shape for each in arrays)
+    return np.stack(arrays) if is_equal else arrays
+
+
+def make_column(values: Any) -> ColumnValues:
+    """Return an Arrow array so that rows of it can be taken."""
+    pa = import_pyarrow()
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)
+        if isinstance(values, pa.ChunkedArray):  # too long for one array
+            values = pa.concat_arrays(values.chunks)
+    if isinstance(values, pa.ExtensionArray):
+        values = values.storage
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        values = values.dictionary_decode()
+        kind = values.type
+    if _is_number(kind):
+        numbers = values.to_numpy(zero_copy_only=False) if not values.null_count else None
+        if numbers is None:
+            filled = values.fill_null(False if pa.types.is_boolean(kind) else 0)
+            is_null = values.is_null().to_numpy(zero_copy_only=False)
+            return NumberColumn(filled.to_numpy(zero_copy_only=False), is_null)
+        return NumberColumn(numbers)
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    is_fixed = pa.types.is_fixed_size_list(kind)
+    if (is_list or is_fixed) and not values.null_count and _is_number(kind.value_type):
+        inner = values.flatten()
+        if not inner.null_count:
+            numbers = inner.to_numpy(zero_copy_only=False)
+            if is_fixed:
+                return NumberColumn(numbers.reshape(len(values), kind.list_size))
+            borders = values.offsets.to_numpy()
+            return ListColumn(numbers, borders - borders[0])
+    return ObjectColumn(values, _find_leaf(kind))
+
+
+def name_type(kind: Any) -> str:
+    """Return the name of an Arrow type, the same for types whose values are read as the same.
+    That of a column with nulls alone is empty: it fits any other."""
+    types = import_pyarrow().types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return "" if types.is_null(kind) else str(kind).replace("large_", "")
+
+
+def merge_numbers(columns: Mapping[str, ColumnValues]) -> Piece:
+    """Return columns with those that are plain numbers of one type in blocks."""
+    by_type: dict[np.dtype[Any], list[str]] = {}
+    for name, column in columns.items():
+        if isinstance(column, NumberColumn) and column.values.ndim == 1 and column.is_null is None:
+            by_type.setdefault(column.values.dtype, []).append(name)
+    merged: dict[tuple[str, ...], ColumnValues | NumberBlock] = {}
+    for names in by_type.values():
+        if len(names) > 1:
+            values = [columns[name].values for name in names]  # type: ignore[union-attr]
+            merged[tuple(names)] = NumberBlock(values)
+    in_blocks = {name for names in merged for name in names}
+    for name, column in columns.items():
+        if name not in in_blocks:
+            merged[name,] = column
+    return merged
+
+
+def _is_number(kind: Any) -> bool:
+    types = import_pyarrow().types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _find_leaf(kind: Any) -> Any:
+    """Return numpy's type of the numbers in lists of any depth, or None for what is no list of
+    numbers."""
+    types = import_pyarrow().types
+    depth = 0
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return np.dtype(kind.to_pandas_dtype()) if depth and _is_number(kind) else None
+
+
+class PieceCache:
+    """The pieces that were used last, as columns, of at most so many bytes; always the last one."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._pieces: OrderedDict[int, tuple[Piece, int]] = OrderedDict()
+        self.size_bytes = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process begins with an empty one."""
+        return PieceCache, (self._max_bytes,)
+
+    def get(self, piece: int) -> Piece | None:
+        """Return a piece that is kept."""
+        if piece not in self._pieces:
+            return None
+        self._pieces.move_to_end(piece)
+        return self._pieces[piece][0]
+
+    def put(self, piece: int, columns: Piece, size_bytes: int) -> None:
+        """Keeps a piece in the place of those that were not used for longest."""
+        self._pieces[piece] = columns, size_bytes
+        self.size_bytes += size_bytes
+        while self.size_bytes > self._max_bytes and len(self._pieces) > 1:
+            _, (_, freed) = self._pieces.popitem(last=False)
+            self.size_bytes -= freed
+
+
+class TableReader:
+    """What the readers of Parquet and Arrow have in common: pieces of tables, and rows of them."""
+
+    column_names: list[str]
+    chunks: ChunkTable
+
+    def __init__(self, piece_rows: Sequence[int]) -> None:
+        self._piece_starts = sum_to_starts(piece_rows)
+        self._cache = PieceCache()
+
+    def __len__(self) -> int:
+        return int(self._piece_starts[-1])
+
+    def load_piece(self, piece: int) -> tuple[Piece, int]:
+        """Return the columns of a piece, and the bytes they take."""
+        raise NotImplementedError
+
+    def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
+        """Return the columns of these rows."""
+        places, parts = [], []
+        for piece, place, within in group_by_piece(self._piece_starts, rows):
+            columns = self._cache.get(piece)
+            if columns is None:
+                columns, size_bytes = self.load_piece(piece)
+                self._cache.put(piece, columns, size_bytes)
+            places.append(place)
+            parts.append({names: column.take(within) for names, column in columns.items()})
+        if any(part.keys() != parts[0].keys() for part in parts):  # some have nulls
+            parts = [_split_blocks(part) for part in parts]
+        joined = {
+            names: _join_parts([part[names] for part in parts], places, len(rows))
+            for names in (parts[0] if parts else ())
+        }
+        found = _split_blocks(joined)
+        return {name: found.get((name,), []) for name in self.column_names}
+
+    def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return rows by number."""
+        return split_columns(self.read_columns(np.asarray(rows, np.int64)), len(rows))
+
+
+def _split_blocks(taken: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    """Return what was taken of blocks as columns, each by itself in memory."""
+    split: dict[tuple[str, ...], Any] = {}
+    for names, values in taken.items():
+        if len(names) == 1:
+            split[names] = values
+        else:
+            columns = np.ascontiguousarray(values.T)
+            split.update({(name,): column for name, column in zip(names, columns, strict=True)})
+    return split
+
+
+def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the first row, the number of rows and the bytes of the parts that rows are cut into,
+    each of at most MAX_PIECE_BYTES."""
+    count = max(1, -(-size_bytes // MAX_PIECE_BYTES))
+    borders = [rows * cut // count for cut in range(count + 1)]
+    for first, stop in pairwise(borders):
+        if first < stop:
+            yield first, stop - first, size_bytes * (stop - first) // rows
+
+
+def _join_parts(parts: list[Any], places: list[Any], count: int) -> Any:
+    """Return the values of several pieces in the order in which they were asked for."""
+    if len(parts) == 1 and isinstance(places[0], slice):
+        return parts[0]
+    if all(isinstance(part, np.ndarray) and part.shape[1:] == parts[0].shape[1:] for part in parts):
+        joined = np.empty((count, *parts[0].shape[1:]), parts[0].dtype)
+        for part, place in zip(parts, places, strict=True):
+            joined[place] = part
+        return joined
+    values: list[Any] = [None] * count
+    for part, place in zip(parts, places, strict=True):
+        for number, value in zip(place.tolist(), part, strict=True):
+            values[number] = value
+    return values

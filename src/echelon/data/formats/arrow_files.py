@@ -1,0 +1,254 @@
+"""Arrow IPC files and streams, and folders of Hugging Face's `save_to_disk`, memory-mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.formats.arrow_columns import (
+    Piece,
+    TableReader,
+    cut_rows,
+    import_pyarrow,
+    make_column,
+    name_type,
+)
+from echelon.data.formats.column_choice import (
+    check_same_names,
+    check_same_types,
+    choose_columns,
+    raise_faults,
+)
+from echelon.data.formats.reader import (
+    ChunkTable,
+    DataFile,
+    SamplePlace,
+    cut_files_evenly,
+    find_piece,
+    sum_to_starts,
+)
+from echelon.errors import EchelonError, Fault
+from echelon.utils.files import read_json_object
+from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.text import join_names
+
+_STATE_FILE = "state.json"
+_SPLITS_FILE = "dataset_dict.json"
+_OPEN_THREADS = 16
+_VIEW_BYTES = 4 << 10
+"""What a mapped column takes of a process's own memory, about."""
+
+
+class _Layout(NamedTuple):
+    """What is kept of a file."""
+
+    types: dict[str, str]
+    batch_rows: list[int]
+    batch_bytes: list[dict[str, int]]
+    """Of each record batch, by column."""
+
+
+class _SavedDataset(NamedTuple):
+    """A folder of `save_to_disk`, or a file by itself."""
+
+    files: list[Path]
+    indices: list[Path]
+    """Files with the numbers of the rows that belong to it; none where all do."""
+
+
+class ArrowReader(TableReader):
+    """The rows of Arrow files. Of a folder of Hugging Face, those that its indices choose."""
+
+    def __init__(self, files: Sequence[DataFile], columns: Sequence[str] | None) -> None:
+        saved = _read_saved([file.path for file in files])
+        self._paths = [path for each in saved for path in each.files]
+        layouts = _read_layouts(self._paths)
+        types = [layout.types for layout in layouts]
+        if columns is None:
+            check_same_names(self._paths, types)
+        self.column_names = choose_columns(self._paths, types, columns)
+        check_same_types(self._paths, types, self.column_names)
+        file_rows = [sum(layout.batch_rows) for layout in layouts]
+        self._file_starts = sum_to_starts(file_rows)
+        self._order = _read_order(saved, file_rows)
+        self._mapped: dict[int, _MappedFile] = {}
+        self._places = [
+            (file, batch)
+            for file, layout in enumerate(layouts)
+            for batch in range(len(layout.batch_rows))
+        ]
+        rows = [count for layout in layouts for count in layout.batch_rows]
+        sizes = [
+            sum(size for name, size in batch.items() if name in self.column_names)
+            for layout in layouts
+            for batch in layout.batch_bytes
+        ]
+        super().__init__(rows)
+        self.chunks = self._cut_chunks(rows, sizes)
+
+    def _cut_chunks(self, rows: Sequence[int], sizes: Sequence[int]) -> ChunkTable:
+        if self._order is not None:  # its rows may be anywhere
+            return cut_files_evenly([len(self._order)], sum(sizes) // max(1, sum(rows)))
+        parts = [part for each in zip(rows, sizes, strict=True) for part in cut_rows(*each)]
+        starts = sum_to_starts([count for _, count, _ in parts])
+        return ChunkTable(starts, np.asarray([size for _, _, size in parts], np.int64))
+
+    def __len__(self) -> int:
+        return super().__len__() if self._order is None else len(self._order)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Every process maps the files itself."""
+        return {**self.__dict__, "_mapped": {}}
+
+    def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
+        """Return the columns of these rows."""
+        return super().read_columns(rows if self._order is None else self._order[rows])
+
+    def locate(self, row: int) -> SamplePlace:
+        """Return the file and the number of a row in it."""
+        stored = row if self._order is None else int(self._order[row])
+        file, number = find_piece(self._file_starts, stored)
+        return SamplePlace(self._paths[file], number)
+
+    def load_piece(self, piece: int) -> tuple[Piece, int]:
+        """Return a record batch. What is not compressed stays on the disk until it is used."""
+        file, number = self._places[piece]
+        if file not in self._mapped:
+            self._mapped[file] = _MappedFile(self._paths[file])
+        batch = self._mapped[file].get_batch(number)
+        rows = int(self._piece_starts[piece + 1] - self._piece_starts[piece])
+        if batch is None or batch.num_rows != rows:
+            what = f"{self._paths[file]} changed since it was opened"
+            raise EchelonError(Fault(what, "let its writer finish, and start again"))
+        columns: Piece = {(name,): make_column(batch.column(name)) for name in self.column_names}
+        is_mapped = not self._mapped[file].is_compressed
+        return columns, _VIEW_BYTES * len(columns) if is_mapped else batch.nbytes
+
+
+class _MappedFile:
+    """An Arrow file or stream, memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        pa = import_pyarrow()
+        with path.open("rb") as file:
+            is_stream = file.read(6) != b"ARROW1"
+        mapped = pa.memory_map(str(path))
+        whole = mapped.read_buffer(mapped.size())
+        mapped.seek(0)
+        reader = pa.ipc.open_stream(mapped) if is_stream else pa.ipc.open_file(mapped)
+        self.schema = reader.schema
+        # The batches of a stream are found one after the other, those of a file by their number.
+        self._batches = list(reader) if is_stream else None
+        self._reader = reader
+        self.count = len(self._batches or []) if is_stream else reader.num_record_batches
+        first = self.get_batch(0)
+        buffers = [] if first is None else [each for c in first for each in c.buffers() if each]
+        begin, end = whole.address, whole.address + whole.size
+        self.is_compressed = any(b.size and not begin <= b.address < end for b in buffers)
+        self.is_stream = is_stream
+
+    def get_batch(self, number: int) -> Any:
+        """Return a record batch, or None where there are not so many."""
+        if number >= self.count:
+            return None
+        return self._batches[number] if self._batches else self._reader.get_batch(number)
+
+
+def _read_layouts(paths: Sequence[Path]) -> list[_Layout]:
+    with ThreadPoolExecutor(_OPEN_THREADS) as threads:
+        layouts = list(threads.map(_read_layout, paths))
+    raise_faults([layout for layout in layouts if isinstance(layout, Fault)])
+    return [layout for layout in layouts if isinstance(layout, _Layout)]
+
+
+def _read_layout(path: Path) -> _Layout | Fault:
+    pa = import_pyarrow()
+    try:
+        if not path.stat().st_size:
+            return Fault(f"{path} is empty (0 bytes)", "write it again, or leave it out")
+        mapped = _MappedFile(path)
+        if mapped.is_stream and mapped.is_compressed:
+            return Fault(
+                f"{path} is a compressed Arrow stream, which can only be read from its beginning",
+                "write it as a file (pyarrow.feather.write_feather), or without compression",
+            )
+        types = {field.name: name_type(field.type) for field in mapped.schema}
+        rows, sizes = [], []
+        for number in range(mapped.count):
+            batch = mapped.get_batch(number)
+            rows.append(batch.num_rows)
+            sizes.append({name: batch.column(name).nbytes for name in types})
+    except pa.ArrowException as error:
+        what = f"{path} is not a complete Arrow file: {' '.join(str(error).split())}"
+        return Fault(what, "write it again: it may be cut off")
+    except OSError as error:
+        # pyarrow's own errors about what is in a file may be of this class, without a number.
+        reason = format_os_error_reason(error) if error.errno else " ".join(str(error).split())
+        return Fault(f"{path} cannot be read: {reason}", "check the file: it may be cut off")
+    return _Layout(types, rows, sizes)
+
+
+# --- folders of Hugging Face ---
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether Hugging Face's `save_to_disk` wrote a folder."""
+    return (folder / _STATE_FILE).is_file() or (folder / _SPLITS_FILE).is_file()
+
+
+def _read_saved(paths: Sequence[Path]) -> list[_SavedDataset]:
+    saved = [_read_state(path) if path.is_dir() else _SavedDataset([path], []) for path in paths]
+    raise_faults([each for each in saved if isinstance(each, Fault)])
+    return [each for each in saved if isinstance(each, _SavedDataset)]
+
+
+def _read_state(folder: Path) -> _SavedDataset | Fault:
+    if (folder / _SPLITS_FILE).is_file():
+        splits = (read_json_object(folder / _SPLITS_FILE) or {}).get("splits") or ["train"]
+        return Fault(
+            f"{folder} has several splits: {join_names(splits)}",
+            f"open one of them: {folder / splits[0]}",
+        )
+    state = read_json_object(folder / _STATE_FILE)
+    try:
+        names, indices = (
+            [entry["filename"] for entry in (state or {}).get(key) or []]
+            for key in ("_data_files", "_indices_data_files")
+        )
+    except (TypeError, KeyError):
+        names = indices = []
+    if not names:
+        what = f"{folder / _STATE_FILE} names no files"
+        return Fault(what, "save the dataset again with save_to_disk")
+    missing = [name for name in (*names, *indices) if not (folder / name).is_file()]
+    if missing:
+        what = f"{folder} lacks {join_names(missing)}, which its {_STATE_FILE} names"
+        return Fault(what, "copy the whole folder, or save the dataset again")
+    return _SavedDataset([folder / name for name in names], [folder / name for name in indices])
+
+
+def _read_order(
+    saved: Sequence[_SavedDataset], file_rows: Sequence[int]
+) -> NDArray[np.int64] | None:
+    """Return the stored rows in the order that the indices give, or None where there are none."""
+    if not any(each.indices for each in saved):
+        return None
+    order, begin, files = [], 0, iter(file_rows)
+    for each in saved:
+        count = sum(next(files) for _ in each.files)
+        chosen = [np.arange(count)] if not each.indices else []
+        for path in each.indices:
+            mapped = _MappedFile(path)
+            batches = [mapped.get_batch(number) for number in range(mapped.count)]
+            chosen += [batch.column(0).to_numpy().astype(np.int64) for batch in batches]
+        order += [begin + rows for rows in chosen]
+        if any(len(rows) and rows.max() >= count for rows in chosen):
+            what = f"the indices of {each.files[0].parent} are of more than its {count:,} rows"
+            raise EchelonError(Fault(what, "save the dataset again with save_to_disk"))
+        begin += count
+    return np.concatenate(order)

@@ -1,0 +1,126 @@
+"""Files of tokens, `.bin` or `.npy`: a sample is a window of them, and the one that is shifted by
+one token. The files are memory-mapped and never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from echelon.data.formats.column_choice import raise_faults
+from echelon.data.formats.numpy_files import map_array
+from echelon.data.formats.reader import (
+    DataFile,
+    SamplePlace,
+    cut_files_evenly,
+    find_piece,
+    gather_rows,
+    split_columns,
+    sum_to_starts,
+)
+from echelon.errors import Fault
+from echelon.utils.os_errors import format_os_error_reason
+
+TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_LLM_C_HEADERS = (20240520, 20240801)
+"""What the token files of llm.c begin with. Their first 1024 bytes are no tokens."""
+
+
+class TokenReader:
+    """Windows of `length` tokens, `stride` tokens apart, within each file. What is left at the end
+    of a file is shorter than a window, and is not read."""
+
+    column_names = ["inputs", "targets"]  # noqa: RUF012  the protocol has it as a list
+
+    def __init__(self, files: Sequence[DataFile], length: int, dtype: str, stride: int) -> None:
+        self._paths = [file.path for file in files]
+        self._length, self._dtype, self._stride = length, dtype, stride
+        windows = _map_windows(self._paths, dtype, length)
+        counts = [-(-len(each) // stride) for each in windows]
+        self._starts = sum_to_starts(counts)
+        self.chunks = cut_files_evenly(counts, min(stride, length) * windows[0].itemsize)
+        self._windows: list[NDArray[Any]] | None = windows
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled array would be copied: every process maps the files itself."""
+        return {**self.__dict__, "_windows": None}
+
+    def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the windows and the shifted ones, in tensors of int64."""
+        windows = self._windows = self._windows or _map_windows(
+            self._paths, self._dtype, self._length
+        )
+        gathered = gather_rows(windows, self._starts, rows, self._stride)
+        # Two tensors of their own: a model may call `view` on either.
+        return {
+            "inputs": torch.from_numpy(gathered[:, :-1].astype(np.int64)),
+            "targets": torch.from_numpy(gathered[:, 1:].astype(np.int64)),
+        }
+
+    def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return windows by number."""
+        return split_columns(self.read_columns(np.asarray(rows, np.int64)), len(rows))
+
+    def locate(self, row: int) -> SamplePlace:
+        """Return the file, and which window of it."""
+        piece, number = find_piece(self._starts, row)
+        return SamplePlace(self._paths[piece], number, f"token {number * self._stride:,}")
+
+
+def _map_windows(paths: Sequence[Path], dtype: str, length: int) -> list[NDArray[Any]]:
+    """Return for every file all its windows of length + 1, as a view."""
+    found, faults = [], []
+    for path in paths:
+        tokens = _map_tokens(path, dtype)
+        if isinstance(tokens, Fault):
+            faults.append(tokens)
+        elif len(tokens) <= length:
+            faults.append(
+                Fault(
+                    f"{path} has {len(tokens):,} tokens, and a sample of length={length} takes "
+                    f"{length + 1:,}, with the last target",
+                    "give a smaller length, or leave the file out",
+                )
+            )
+        else:
+            found.append(sliding_window_view(tokens, length + 1))
+    raise_faults(faults)
+    return found
+
+
+def _map_tokens(path: Path, dtype: str) -> NDArray[Any] | Fault:
+    """Return the tokens of a file, memory-mapped."""
+    try:
+        if path.suffix == ".npy":
+            tokens = map_array(path)
+            if tokens.ndim == 1 and tokens.dtype.kind in "iu":
+                return tokens
+            return Fault(
+                f"{path} has {tokens.dtype} of shape {tokens.shape}",
+                "give a file with one row of integers",
+            )
+        size = path.stat().st_size
+        if not size or size % np.dtype(dtype).itemsize:
+            return Fault(
+                f"{path} has {size:,} bytes, which are no whole number of {dtype} tokens",
+                "give the dtype that it was written with, or write it again",
+            )
+        tokens = np.asarray(np.memmap(path, dtype, "r"))
+    except (OSError, ValueError) as error:
+        reason = format_os_error_reason(error) if isinstance(error, OSError) else error
+        return Fault(f"{path} cannot be read: {reason}", "check the file")
+    if size >= 1024 and int(tokens[:4].view(np.int32)[0]) in _LLM_C_HEADERS:
+        return Fault(
+            f"{path} begins with a header of llm.c, which would be read as tokens",
+            f"cut it off: tail -c +1025 {path} > tokens.bin",
+        )
+    return tokens

@@ -1,0 +1,130 @@
+"""A FileDataset in batches: read at once, and every sample with random numbers of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_samples import draw_numbers
+from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
+
+import echelon
+from echelon.data.batches import DatasetSource
+from echelon.data.file_dataset import FileDataset
+from echelon.data.sample_fetcher import SampleFetcher, SampleShare
+from echelon.data.sample_order import EpochOrder
+from echelon.snapshot.state import pack_rng_state
+
+SIZE = 17
+BATCH = 5
+CPU = torch.device("cpu")
+
+
+def draw_with_number(sample: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor([float(sample["data"]), *draw_numbers()], dtype=torch.float64)
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    np.save(tmp_path / "a.npy", np.arange(10))
+    np.save(tmp_path / "b.npy", np.arange(10, SIZE))
+    return tmp_path
+
+
+def read_epoch(
+    data: Any, workers: int = 0, world_size: int = 1, collate_fn: Any = None
+) -> dict[int, Any]:
+    """What was read, by the first number of each sample."""
+    found: dict[int, Any] = {}
+    for rank in range(world_size):
+        source = DatasetSource(data, workers, collate_fn=collate_fn)
+        order = EpochOrder(len(data), BATCH, rank, world_size, seed=3, epoch=1)
+        for batch in source.iter_batches(order, 0, CPU):
+            for first, *others in batch.data.tolist() if batch.sample_count else []:
+                found[int(first)] = others
+        source.close()
+    return found
+
+
+@pytest.mark.parametrize(("workers", "world_size"), [(0, 2), (0, 3), (1, 1), (2, 3)])
+def test_a_random_transform_draws_the_same_at_any_number_of_processes(
+    numbers: Path, workers: int, world_size: int
+) -> None:
+    dataset = echelon.data.open(numbers, transform=draw_with_number)
+    whole = read_epoch(dataset)
+    assert sorted(whole) == list(range(SIZE))
+    assert len({draw for draws in whole.values() for draw in draws}) == 3 * SIZE
+    assert read_epoch(dataset, workers, world_size) == whole
+    assert read_epoch(dataset, workers, world_size, torch.stack) == whole
+
+
+def test_the_same_within_subsets_and_stacks(numbers: Path) -> None:
+    dataset = echelon.data.open(numbers, transform=draw_with_number)
+    half = Subset(Subset(dataset, range(SIZE)[::-1]), range(0, SIZE, 2))
+    one, three = read_epoch(half), read_epoch(half, world_size=3)
+    assert one == three
+    assert sorted(one) == list(range(0, SIZE, 2))
+    stack: StackDataset[Any] = StackDataset(dataset)
+
+    def unpack(samples: list[Any]) -> torch.Tensor:
+        return torch.stack([sample for (sample,) in samples])
+
+    whole = read_epoch(dataset)
+    assert read_epoch(stack, collate_fn=unpack) == whole
+    assert read_epoch(stack, world_size=2, collate_fn=unpack) == whole
+
+
+def test_reading_leaves_the_random_numbers_of_the_training_alone(numbers: Path) -> None:
+    before = pack_rng_state()
+    read_epoch(echelon.data.open(numbers, transform=draw_with_number))
+    assert torch.equal(pack_rng_state(), before)
+
+
+class CountingReader:
+    """The rows of a FileDataset, and how often they were asked for."""
+
+    def __init__(self, dataset: FileDataset) -> None:
+        self.reader = dataset.reader
+        self.chunks, self.column_names = self.reader.chunks, self.reader.column_names
+        self.locate = self.reader.locate
+        self.calls: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def read_samples(self, rows: Any) -> list[dict[str, Any]]:
+        self.calls.append(list(rows))
+        return self.reader.read_samples(rows)
+
+
+def test_a_share_is_read_at_once(numbers: Path) -> None:
+    reader = CountingReader(echelon.data.open(numbers))
+    dataset = FileDataset(reader)
+    batch = SampleFetcher(dataset, None).fetch(SampleShare([3, SIZE + 12, 0], seed=0, epoch=0))
+    assert batch["data"].tolist() == [3, 12, 0]
+    assert reader.calls == [[3, 12, 0]]
+    assert [int(each["data"]) for each in dataset.__getitems__([-1, 2])] == [16, 2]
+
+
+def test_a_batch_of_columns_is_what_default_collate_makes(numbers: Path) -> None:
+    dataset = echelon.data.open(numbers)
+    fetched = SampleFetcher(dataset, None).fetch(SampleShare([3, 12], seed=0, epoch=0))
+    collated = SampleFetcher(dataset, default_collate).fetch(SampleShare([3, 12], 0, 0))
+    apart = SampleFetcher(dataset, lambda samples: default_collate(samples)).fetch(
+        SampleShare([3, 12], seed=0, epoch=0)
+    )
+    for batch in (fetched, collated, apart):
+        assert list(batch) == ["data"]
+        assert torch.equal(batch["data"], torch.tensor([3, 12]))
+
+
+def test_it_is_a_list_and_a_dataset_of_torch(numbers: Path) -> None:
+    dataset = echelon.data.open(numbers)
+    assert [int(each["data"]) for each in dataset] == list(range(SIZE))
+    with pytest.raises(IndexError, match="there is no sample 17: the files have 17"):
+        dataset[SIZE]
+    loader = DataLoader(dataset, batch_size=6, num_workers=1)
+    assert torch.cat([batch["data"] for batch in loader]).tolist() == list(range(SIZE))
