@@ -19,7 +19,7 @@ __all__ = ["open", "open_tokens"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name at its first use (PEP 562): torch is imported with it."""
+    """Imports a public name at its first use (PEP 562): numpy is imported with it."""
     if name in __all__:
         return getattr(import_module("echelon.data.open_files"), name)
     raise AttributeError(f"module 'echelon.data' has no attribute {name!r}")
