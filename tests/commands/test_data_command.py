@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import numpy as np
 import pytest
 from run_folders import echelon
 from sample_files import overwrite, write_lines, write_photos, write_shard
+
+from echelon.commands.arguments import parse_size_bytes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -130,3 +133,30 @@ def test_what_cannot_be_done(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         echelon(capsys, "data", "lok", "lines.jsonl")
     assert caught.value.code == 2
+
+
+def test_pack_then_look(capsys: Capture) -> None:
+    write_photos(Path("photos"), "cat", "dog")
+    code, out, _ = echelon(capsys, "data", "pack", "photos", "-o", "data/train", "--procs", "1")
+    assert (code, out.partition(", in ")[0].partition(",")[0]) == (0, "6 samples in 1 shard (tar)")
+    words = ("data", "pack", "photos", "-o", "data/train", "--procs", "1", "--json")
+    code, out, _ = echelon(capsys, *words)
+    assert (code, json.loads(out)["kept"]) == (0, 1)
+    code, out, _ = echelon(capsys, "data", "look", "data/train", "-n", "0")
+    assert (code, out.startswith("6 samples in 1 file (tar), ")) == (0, True)
+    code, _, err = echelon(capsys, *words, "--shard-size", "1GB")
+    assert (code, "data/train has shards that were packed otherwise" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("256MB", 256_000_000), ("1.5 kB", 1500), ("2KiB", 2048), ("1G", 10**9)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "MB", "1XB", "1e3", "nan"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ArgumentTypeError):
+        parse_size_bytes(text)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from echelon.commands.arguments import make_parser, parse_line_count, parse_positive_int
+from echelon.commands.arguments import (
+    make_parser,
+    parse_line_count,
+    parse_positive_int,
+    parse_size_bytes,
+)
 
 _PATHS_HELP = "files, folders, or patterns in quotes: 'data/train-*.tar'"
 _FORMATS = ("parquet", "arrow", "jsonl", "npy", "tar", "images")
@@ -100,13 +105,66 @@ bad: [{file, first, samples, key, why}]}; of very many the first 10,000.""",
 
 
 def _pack(words: list[str]) -> int:
-    raise NotImplementedError
+    parser = make_parser(
+        "data pack",
+        "Write samples as shards: tar files in the way of WebDataset, or Parquet files, of about a "
+        "given size, with a list of their checksums, shards.json. They are read again and compared "
+        "with the source.",
+        """\
+After an interruption, also a kill, type the same again: shards that are whole are kept. The same
+source gives the same bytes, with any number of processes.
+
+In a tar a sample has a member for each column. A picture of a folder is KEY.jpg, its class KEY.cls.
+Other columns get an ending that says how to decode them: text.txt, label.json, vector.npy.
+
+examples:
+  echelon data pack photos -o data/train                     data/train/train-000000.tar …
+  echelon data pack 'raw/*.jsonl' -o data/texts --shard-size 100MB
+  echelon data pack old/*.tar -o data/train --format parquet
+
+--json prints {version: 1, folder, format, samples, shards, size_bytes, kept}, where `kept` counts
+shards that were there before.""",
+    )
+    _add_paths(parser, "sources", "--source-format")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="a new folder")
+    parser.add_argument(
+        "--format",
+        choices=("tar", "parquet"),
+        help="what to write (default: tar for pictures and other bytes, else parquet)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=parse_size_bytes,
+        default=256_000_000,
+        metavar="SIZE",
+        help="of a shard, about (default: 256MB)",
+    )
+    parser.add_argument("--name", help="of the files, NAME-000000.tar (default: that of DIR)")
+    _add_procs(parser)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_intermixed_args(words)
+    folder = Path(given.output)
+    name = given.name or folder.resolve().name
+    if not name or "/" in name or name.startswith((".", "_")):
+        parser.error(f"--name {name!r} is not a name of files that are read")
+    from echelon.views.data_tables import pack_files
+
+    return pack_files(
+        given.sources,
+        given.source_format,
+        folder,
+        given.format,
+        name,
+        given.shard_size,
+        given.procs,
+        given.json,
+    )
 
 
-def _add_paths(parser: argparse.ArgumentParser, name: str) -> None:
+def _add_paths(parser: argparse.ArgumentParser, name: str, format_option: str = "--format") -> None:
     parser.add_argument(name, nargs="+", metavar=name.removesuffix("s").upper(), help=_PATHS_HELP)
     parser.add_argument(
-        "--format", choices=_FORMATS, help="what they are, where their endings do not say it"
+        format_option, choices=_FORMATS, help="what they are, where their endings do not say it"
     )
 
 

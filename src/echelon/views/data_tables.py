@@ -1,4 +1,4 @@
-"""`echelon data look` and `check`: what is in files, and which samples cannot be read."""
+"""`echelon data look`, `check` and `pack`: what is in files, what cannot be read, shards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from echelon.data.check_files import BadSamples, FileCheck
 from echelon.data.inspect_files import FilesSummary, ShownSample, inspect_files
+from echelon.data.pack_files import ShardPacking
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.utils.files import write_text_atomically
 from echelon.utils.os_errors import format_os_error_reason
@@ -228,6 +229,50 @@ def _describe_result(samples: int, bad_samples: int, bad_files: int, files: int)
     if bad_files:
         faults.append(f"{format_count(bad_files, 'fault')} of whole files")
     return f"{where}: {', '.join(faults)}"
+
+
+# --- pack ---
+
+
+def pack_files(
+    paths: list[str],
+    source_format: str | None,
+    folder: Path,
+    format: str | None,
+    name: str,
+    shard_bytes: int,
+    processes: int | None,
+    json_wanted: bool,
+) -> int:
+    """Write the shards and print what is there."""
+    started = time.monotonic()
+    packing = ShardPacking(paths, source_format, folder, format, name, shard_bytes)
+    shards = size_bytes = kept = 0
+    with show_progress("packing", packing.samples) as advance:
+        for shard in packing.run(processes):
+            shards += 1
+            size_bytes += shard.entry.size_bytes
+            kept += shard.is_kept
+            advance(shard.entry.samples)
+    if json_wanted:
+        result = {
+            "version": 1,
+            "folder": str(folder),
+            "format": packing.format,
+            "samples": packing.samples,
+            "shards": shards,
+            "size_bytes": size_bytes,
+            "kept": kept,
+        }
+        print(json.dumps(result, indent=2))
+        return ExitCode.OK
+    were_there = f", {kept:,} of them were there" if kept else ""
+    print(
+        f"{format_count(packing.samples, 'sample')} in {format_count(shards, 'shard')} "
+        f"({packing.format}), {format_bytes(size_bytes)}, in {folder}{were_there} "
+        f"({format_elapsed(time.monotonic() - started)})"
+    )
+    return ExitCode.OK
 
 
 @contextlib.contextmanager
