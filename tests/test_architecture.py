@@ -332,6 +332,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
         ["--version"],
         ["train", "--help"],
         ["data", "--help"],
+        ["data", "look", "--help"],
         ["explain"],
         ["runs"],
         ["gpus", "--help"],

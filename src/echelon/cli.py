@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -18,7 +19,7 @@ from echelon.utils.streams import open_missing_streams
 
 
 class Subcommand(NamedTuple):
-    """One command that can be typed; its function has the same name, with `_` for `-`."""
+    """One command that can be typed; its function has its name, with `_` for `-` and blanks."""
 
     summary: str
     """Its line in `echelon --help`."""
@@ -78,6 +79,9 @@ def run_command(words: list[str]) -> int:
         return ExitCode.OK
     name = words[0]
     subcommand = SUBCOMMANDS.get(name)
+    if " ".join(words[:2]) in RECIPE_COMMANDS:
+        name, words = " ".join(words[:2]), words[1:]
+        subcommand = RECIPE_COMMANDS[name]
     if subcommand is None:
         hint = suggest_nearest(name, SUBCOMMANDS)
         print(f"error: there is no command {name!r}\n  hint: {hint}", file=sys.stderr)
@@ -85,7 +89,7 @@ def run_command(words: list[str]) -> int:
     # A recipe brings its commands itself, so that nothing in the core imports it.
     is_recipe = "." in subcommand.module
     module = subcommand.module if is_recipe else f"echelon.commands.{subcommand.module}"
-    return int(getattr(import_module(module), name.replace("-", "_"))(words[1:]))
+    return int(getattr(import_module(module), re.sub("[- ]", "_", name))(words[1:]))
 
 
 def _render_overview() -> str:
@@ -123,7 +127,7 @@ SUBCOMMANDS = {
     "note": Subcommand("a note and tags for a run", "runs"),
     "rm": Subcommand("move runs into the trash, and get them back", "removal"),
     "archive": Subcommand("take runs out of the lists, and back into them", "removal"),
-    "data": Subcommand("get a data set, such as MovieLens", _MOVIELENS),
+    "data": Subcommand("look at files of samples, check them, pack them into shards", "data"),
     "recommend": Subcommand("movies for a user, by a run of MovieLens", _MOVIELENS),
     "env": Subcommand("the environment of a source folder: build, show, clean", "env"),
     "gpus": Subcommand("who uses the GPUs, here and on other machines", "gpus"),
@@ -134,3 +138,6 @@ SUBCOMMANDS = {
     "node": Subcommand("be one node of a run; scripts call this", "node"),
     "wandb-job": Subcommand("be the job of a wandb agent; scripts call this", "submit"),
 }
+
+RECIPE_COMMANDS = {"data movielens": Subcommand("get a data set of MovieLens", _MOVIELENS)}
+"""What recipes add to a command of the core. They are not in the overview."""

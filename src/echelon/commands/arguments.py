@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -167,6 +168,18 @@ def parse_positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def parse_size_bytes(text: str) -> int:
+    """Return a number of bytes from a size such as 256MB, 1.5GB, 64MiB or 4096."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text)
+    size = 0
+    if found:
+        power = "kMGT".index(found[2].replace("K", "k")) + 1 if found[2] else 0
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give one such as 256MB")
+    return size
 
 
 def parse_line_count(text: str) -> int:

@@ -27,7 +27,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name at its first use (PEP 562): torch is imported with it."""
+    """Imports a public name at its first use (PEP 562)."""
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'echelon.data' has no attribute {name!r}")

@@ -27,7 +27,7 @@ DecodeSetting = (
 """What `echelon.data.open` takes as `decode`; see SampleDecoder."""
 
 _PICKLES = ("pkl", "pickle", "pt", "pth", "pyd")
-_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Of the many that PIL knows: some others start programs."""
 
 
@@ -98,6 +98,12 @@ class SampleDecoder:
         return decoded
 
 
+def list_opaque_columns(column_names: Iterable[str]) -> list[str]:
+    """Return the columns of pictures and of pickles, whose bytes are not for reading."""
+    opaque = [*_PICKLES, *(name for name, each in _AUTO.items() if each is _decode_image)]
+    return [name for name in column_names if _get_extension(name) in opaque]
+
+
 def _get_extension(column: str) -> str:
     return column.rpartition(".")[2].lower()
 
@@ -129,7 +135,7 @@ def _decode_image(value: Any) -> Any:
     if not isinstance(data, bytes):
         return value
     try:
-        image = Image.open(io.BytesIO(data), formats=_IMAGE_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except UnidentifiedImageError as error:  # whose text has the address of an object
         raise ValueError("it is not a picture of a known format") from error
     image.load()  # else the pixels are read where they are first used, and errors are raised there

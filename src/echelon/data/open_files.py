@@ -7,18 +7,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from echelon.data.decode import DecodeSetting, SampleDecoder
-from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.arrow_files import is_saved_dataset
 from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.image_folder import IMAGE_ENDINGS
-from echelon.data.formats.reader import DataFile
+from echelon.data.formats.reader import DataFile, SampleReader
+from echelon.data.shard_manifest import MANIFEST_NAME
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.text import join_names
+
+if TYPE_CHECKING:
+    from echelon.data.file_dataset import FileDataset
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -69,29 +72,45 @@ def open(
     format     What the files are, where their endings do not say it: "parquet", "arrow", "jsonl",
                "npy", "tar", or "images" for a folder with one folder of pictures for each class.
     """
-    if format is not None and format not in FORMATS:
-        raise EchelonError(
-            Fault(f"format={format!r} is not known", suggest_nearest(format, FORMATS))
-        )
+    from echelon.data.file_dataset import FileDataset  # imports torch
+
     if isinstance(columns, str):
         raise EchelonError(
             Fault(f"columns={columns!r} is a text", f"give a list of names: columns=[{columns!r}]")
         )
+    files, chosen = find_data(paths, format)
+    reader = open_reader(files, chosen, columns)
+    return FileDataset(reader, SampleDecoder(decode, reader.column_names), transform)
+
+
+def find_data(paths: Paths, format: str | None) -> tuple[list[DataFile], str]:
+    """Return the files that are meant, and their format."""
+    if format is not None and format not in FORMATS:
+        raise EchelonError(
+            Fault(f"format={format!r} is not known", suggest_nearest(format, FORMATS))
+        )
     known = [] if format else [ending for each in FORMATS.values() for ending in each.endings]
     files = find_files(paths, known, are_images=format == "images")
-    chosen = format or choose_format(files)
-    module, _, name = FORMATS[chosen].reader.partition(":")
+    return files, format or choose_format(files)
+
+
+def open_reader(
+    files: Sequence[DataFile], format: str, columns: Sequence[str] | None = None
+) -> SampleReader:
+    """Return what reads the samples of files as they are stored. Raises where there are none."""
+    module, _, name = FORMATS[format].reader.partition(":")
     make_reader = getattr(import_module(f"echelon.data.formats.{module}"), name)
-    if chosen == "images":
+    reader: SampleReader
+    if format == "images":
         reader = make_reader(_get_folder(files), columns)
-    elif chosen == "tar":
+    elif format == "tar":
         reader = make_reader([file.path for file in files], columns)
     else:
         reader = make_reader(files, columns)
     if not len(reader):
         names = join_names([str(file.path) for file in files])
         raise EchelonError(Fault(f"there are no samples in {names}", "give files with samples"))
-    return FileDataset(reader, SampleDecoder(decode, reader.column_names), transform)
+    return reader
 
 
 def open_tokens(
@@ -116,6 +135,7 @@ def open_tokens(
                token is an input once. 1 gives a window at every token.
     transform  Called with every sample, as for `echelon.data.open`.
     """
+    from echelon.data.file_dataset import FileDataset
     from echelon.data.formats.token_files import TOKEN_TYPES, TokenReader
 
     faults = [
@@ -192,7 +212,7 @@ def _walk_folder(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
-        if entry.name.startswith((".", "_")):
+        if entry.name.startswith((".", "_")) or entry.name == MANIFEST_NAME:
             continue
         if entry.is_dir():
             yield from _walk_folder(Path(entry.path), endings)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from echelon.data.formats.reader import BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
@@ -85,6 +87,17 @@ class ImageFolderReader:
 
     def locate(self, row: int) -> SamplePlace:
         return SamplePlace(self._get_path(row), 0)
+
+    def measure_files(self) -> NDArray[np.int64]:
+        """Return the bytes of every picture. This asks the file system for each."""
+        sizes = (os.stat(self._get_path(row)).st_size for row in range(len(self)))
+        return np.fromiter(sizes, np.int64, len(self))
+
+    def list_endings(self) -> list[str]:
+        """Return the endings of all pictures, without a dot, `jpg` for `jpeg`."""
+        paths = (self._paths[a:b] for a, b in pairwise(self._path_ends.tolist()))
+        found = {os.fsdecode(path.rpartition(b".")[2]).lower() for path in paths}
+        return sorted({"jpg" if ending == "jpeg" else ending for ending in found})
 
     def _read(self, row: int) -> dict[str, Any]:
         path = self._get_path(row)

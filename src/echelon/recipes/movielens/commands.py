@@ -7,16 +7,16 @@ from pathlib import Path
 from echelon.commands.arguments import add_dir_argument, make_parser, parse_positive_int
 
 
-def data(words: list[str]) -> int:
+def data_movielens(words: list[str]) -> int:
     """Download or import a MovieLens data set."""
     parser = make_parser(
-        "data",
-        "Get a data set: download it or take it from a file, then verify, unpack and prepare it.",
+        "data movielens",
+        "Get a data set of MovieLens: download it or take it from a file, then verify, unpack and "
+        "prepare it.",
         "An interrupted download continues when the same command is typed again. Set\n"
         "ECHELON_MOVIELENS_URL to use a mirror "
         "(default: https://files.grouplens.org/datasets/movielens).",
     )
-    parser.add_argument("name", choices=["movielens"])
     parser.add_argument(
         "--size",
         choices=["latest-small", "100k", "1m", "25m", "32m"],
