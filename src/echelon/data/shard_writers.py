@@ -20,7 +20,8 @@ from echelon.data.check_files import cut_batches
 from echelon.data.formats.arrow_columns import import_pyarrow
 from echelon.data.formats.image_folder import ImageFolderReader
 from echelon.data.formats.reader import SamplePlace, SampleReader
-from echelon.data.formats.tar_files import KEY_COLUMN, TarReader, index_tar
+from echelon.data.formats.tar_files import KEY_COLUMN, TarReader
+from echelon.data.formats.tar_index import index_tar
 from echelon.errors import EchelonError, ExitCode, Fault
 
 _GROUP_BYTES = 32 << 20
