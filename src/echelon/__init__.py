@@ -29,6 +29,7 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load          returns the trained model of a run with its weights, for inference
     echelon.load_weights  returns the weights of a snapshot, for another program
+    echelon.data          stream, for data without a length
     echelon.optim         RowAdam and RowSGD, for models with large embedding tables
     echelon.__version__   the version of this package, as a string
 
@@ -45,7 +46,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon import optim
+    from echelon import data, optim
     from echelon.commands.train import main
     from echelon.experiment.definition import Experiment
     from echelon.experiment.training_info import TrainingInfo
@@ -64,6 +65,7 @@ __all__ = [
     "Session",
     "TrainingInfo",
     "__version__",
+    "data",
     "load",
     "load_weights",
     "main",
@@ -89,8 +91,8 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562)."""
-    if name == "optim":
-        return import_module("echelon.optim")
+    if name in ("data", "optim"):
+        return import_module(f"echelon.{name}")
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from echelon.data.batches import get_columns
 from echelon.data.epoch_plan import EpochPlan
 from echelon.data.sampler_plan import SamplerPlan
+from echelon.data.sharded_stream import find_stream
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.process_group import RankGroup
 
@@ -25,6 +26,7 @@ _REMEDY = (
     "on every process"
 )
 _ORDER = "the order of the sampler"
+_OF_STREAM = "stream"
 _SAMPLER_REMEDY = (
     "let it give the order of all samples, from the epoch alone; every rank cuts out its own share"
 )
@@ -57,6 +59,8 @@ def _summarize_data(data: Any) -> list[Any]:
     """Return the number of samples, and for tensors a hash of the first and the last row."""
     if data is None:
         return [0, ""]
+    if (stream := find_stream(data)) is not None:  # whose samples cannot be read before their time
+        return [stream.shards, _OF_STREAM]
     tensors = get_columns(data)
     if tensors is None:
         return [len(data), ""]
@@ -79,7 +83,8 @@ def _read_bytes(rows: Any) -> bytes:
 def _describe_difference(name: str, own: list[Any], rank0: list[Any]) -> str:
     """Says how this rank's data, or the order of it, differs from rank 0's."""
     if own[0] != rank0[0]:
-        return f"{own[0]:,} samples here, {rank0[0]:,} on rank 0"
+        unit = "shards of a stream" if _OF_STREAM in (own[1], rank0[1]) else "samples"
+        return f"{own[0]:,} {unit} here, {rank0[0]:,} on rank 0"
     if name == _ORDER:
         return "the first epoch has another one than on rank 0"
     return "its first or last sample is another one than on rank 0"
