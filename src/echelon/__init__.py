@@ -29,7 +29,7 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load          returns the trained model of a run with its weights, for inference
     echelon.load_weights  returns the weights of a snapshot, for another program
-    echelon.data          opens files as data: Parquet, Arrow, jsonl, npy, tokens
+    echelon.data          files as data, mixtures of them, and streams without a length
     echelon.optim         RowAdam and RowSGD, for models with large embedding tables
     echelon.__version__   the version of this package, as a string
 

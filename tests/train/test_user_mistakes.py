@@ -448,8 +448,16 @@ NONSENSE = {
         *(SHORT, "train_data={'x': x, 'y': x[:, :1]}"),
         ("train_data is a dict with 'x', 'y'", "(*inputs, target)"),
     ),
-    "a stream": (SHORT, "train_data=Stream()", ("train_data", "Stream", "__getitem__")),
-    "a stream with a length": (SHORT, "train_data=Counted()", ("train_data", "Counted")),
+    "a stream": (SHORT, "train_data=Stream()", ("train_data is a stream", "trainer.steps")),
+    "a stream with a length": (SHORT, "train_data=Counted()", ("train_data", "trainer.steps")),
+    "a stream with a sampler": (
+        *(SHORT, "train_data=Stream(), sampler=[1, 2]"),
+        ("train_data is a stream", "sampler, which gives indices"),
+    ),
+    "a stream to evaluate": (
+        *(SHORT, f"{SHORT}, eval_data=Stream()"),
+        ("eval_data is of type Stream, which has no length", "__getitem__"),
+    ),
 }
 CLASSES = """
 import numpy as np

@@ -1,8 +1,9 @@
-"""Files as data: tables, arrays, tokens and texts on disk as one Dataset.
+"""Data of any size: files as one Dataset, several of them mixed, and streams.
 
     echelon.data.open         returns the samples of files as a Dataset, for `train_data`
     echelon.data.open_tokens  returns windows of a file of tokens as a Dataset
     echelon.data.mix          returns several Datasets as one, drawn from with weights
+    echelon.data.stream       returns data without a length, cut into shards, for `train_data`
 
 Each of these has its own help page, such as `help(echelon.data.open)`. Everything else in this
 package is internal: which sample each rank takes when, and the batches made of them.
@@ -16,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from echelon.data.mixture import mix
     from echelon.data.open_files import open, open_tokens
+    from echelon.data.sharded_stream import stream
 
-__all__ = ["mix", "open", "open_tokens"]
+__all__ = ["mix", "open", "open_tokens", "stream"]
 
 _MODULE_OF = {
     "mix": "echelon.data.mixture",
     "open": "echelon.data.open_files",
     "open_tokens": "echelon.data.open_files",
+    "stream": "echelon.data.sharded_stream",
 }
 
 

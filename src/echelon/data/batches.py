@@ -231,7 +231,8 @@ def _make_not_indexable_error(data: Any, name: str) -> EchelonError:
         )
     return _make_data_error(
         f"{name} is of type {type(data).__name__}, which has no length or no samples by index",
-        "give a tuple of tensors, or a Dataset with __len__ and __getitem__",
+        "give a tuple of tensors, or a Dataset with __len__ and __getitem__"
+        + ("" if name == "eval_data" else "; a stream is what can be iterated over"),
     )
 
 

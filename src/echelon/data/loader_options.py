@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from echelon.errors import Fault
+from echelon.errors import EchelonError, Fault
 
 LOADER_OPTIONS = (
     "multiprocessing_context",
@@ -50,6 +50,16 @@ def find_loader_faults(options: Any) -> Iterator[Fault]:
                 if near
                 else f"give some of {', '.join(LOADER_OPTIONS)}",
             )
+
+
+def make_loader_error(options: Mapping[str, Any], error: Exception) -> EchelonError:
+    """Return the error for options with which torch makes no DataLoader."""
+    return EchelonError(
+        Fault(
+            f"the loader is {dict(options)}, which DataLoader refuses: {error}",
+            "change or leave out that option",
+        )
+    )
 
 
 def describe_loader(loader: Any, data_name: str) -> str:

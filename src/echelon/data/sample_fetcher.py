@@ -21,6 +21,7 @@ from echelon.data.bad_samples import (
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
+from echelon.data.loader_options import make_loader_error
 from echelon.data.sample_seeds import (
     derive_collate_seed,
     derive_seeds,
@@ -317,19 +318,14 @@ class LoaderProcesses:
                 fetcher,  # type: ignore[arg-type]
                 batch_sampler=self._requests,
                 num_workers=workers,
-                collate_fn=_return_unchanged,  # the fetcher has collated it
+                collate_fn=return_unchanged,  # the fetcher has collated it
                 # The loader draws a seed for its processes when it starts, which would move the
                 # generator that the model draws from.
                 generator=torch.Generator().manual_seed(0),
                 **chosen,
             )
         except (ValueError, TypeError) as error:
-            raise EchelonError(
-                Fault(
-                    f"the loader is {dict(options)}, which DataLoader refuses: {error}",
-                    "change or leave out that option",
-                )
-            ) from error
+            raise make_loader_error(options, error) from error
 
     def iter_batches(
         self, order: BatchOrder, first: int, make_next: MakeNextOrder | None
@@ -419,5 +415,6 @@ class _ProcessInit:
             self._worker_init_fn(worker)
 
 
-def _return_unchanged(batch: Any) -> Any:
+def return_unchanged(batch: Any) -> Any:
+    """In the place of a collation, for a loader whose processes send what is complete."""
     return batch

@@ -61,7 +61,9 @@ class Experiment:
                 a Dataset with a length. Batches of trainer.batch_size are made of it, shuffled anew
                 in every epoch, and fetched ahead by trainer.loader_workers processes. What a sample
                 draws from random, numpy and torch depends on the seed, the epoch and the sample.
-    eval_data   The data for evaluation, of the same kinds. Without it nothing is evaluated.
+                A stream, which has no length, is accepted too, with trainer.steps: an
+                IterableDataset, or echelon.data.stream(make_shard).
+    eval_data   The data for evaluation, with a length. Without it nothing is evaluated.
     metrics     A torchmetrics.Metric, or several as {name: Metric}. They are updated with
                 (output, target) of every batch of eval_data. A function that returns them is also
                 accepted. It is called only where something is evaluated, so that nothing else waits

@@ -36,6 +36,7 @@ from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import make_nonfinite_error
 from echelon.train.run_output import RunOutput
 from echelon.train.stop_signals import StopSignals
+from echelon.train.train_stream import collect_stream_state, describe_stream
 from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
@@ -357,6 +358,7 @@ class Training(RunOutput):
         self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_state(self.experiment, self.optimizer_flags, self.group)
         self._require_finite(parts)
+        parts |= collect_stream_state(self.source, self.samples, self.group)
         if self.writer is not None:
             self.writer.save(self.step, parts, self._build_snapshot_info(), is_best)
         self.heartbeat.beat()
@@ -383,6 +385,7 @@ class Training(RunOutput):
             "world_size": self.group.world.size,
             "wandb_run_id": self.run.read_wandb_id(),
             **self.evaluations.describe(self.best_value),
+            **describe_stream(self.source),
         }
 
     def _find_changed_parameters(self) -> dict[str, bool]:

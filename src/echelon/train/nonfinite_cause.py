@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from echelon.data.stream_source import StreamSource
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import default_predict
 from echelon.experiment.loss_check import compute_loss
@@ -76,6 +77,8 @@ def make_nonfinite_error(
     if t.group.world.rank != 0 and (failure := t.group.wait_for_failure(_FAILURE_TIMEOUT_S)):
         return PeerFailedError(failure)
     found = f": {cause.what}" if cause else ""
+    if isinstance(t.source, StreamSource):
+        found = " (which sample is the cause was not looked for: a stream is read once)"
     saved = (
         f"the last snapshot is {t.last_snapshot}" if t.last_snapshot else "no snapshot was saved"
     )
@@ -214,6 +217,8 @@ class StepShare(NamedTuple):
 
 def _read_share(t: Training, step: int) -> StepShare | None:
     """Return this rank's share of a step that was made in this process; None if it had none."""
+    if isinstance(t.source, StreamSource):
+        return None  # its samples have passed
     epoch, first = t.plan.locate(t.step, t.samples)
     for _ in range(t.step - step + 1):
         if first == 0:

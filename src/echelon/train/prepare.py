@@ -15,7 +15,7 @@ from echelon.config.schema import Config
 from echelon.data.bad_samples import BadSampleList
 from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import EvalOrder, TensorSource
-from echelon.data.epoch_plan import make_epoch_plan
+from echelon.data.sharded_stream import find_stream
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import require_no_process_group
@@ -64,6 +64,12 @@ from echelon.train.prepare_evaluation import (
 from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
+from echelon.train.train_stream import (
+    describe_samples,
+    find_stream_notes,
+    open_train_data,
+    require_steps,
+)
 from echelon.train.weight_average import WeightAverage
 from echelon.utils.text import format_count
 from echelon.world import World
@@ -157,16 +163,22 @@ def prepare_training(
 
     # 6. Open the data. It comes after the model, whose memory decides whether the data still fits
     #    on the GPU.
-    source = open_data(experiment, "train_data", trainer.loader_workers, device, bad_samples)
-    transform = make_batch_transform(experiment, config, world, device)
-    plan = make_epoch_plan(
-        len(source),
-        trainer.batch_size,
-        config.seed,
-        experiment.sampler,
-        experiment.batch_sampler,
+    source, plan = open_train_data(
+        config,
+        group,
+        device,
         experiment.train_data,
+        "train_data",
+        batch_size=trainer.batch_size,
+        workers=trainer.loader_workers,
+        collate_fn=experiment.collate_fn,
+        sampler=experiment.sampler,
+        batch_sampler=experiment.batch_sampler,
+        options=experiment.loader,
+        bad_samples=bad_samples,
     )
+    require_steps(source, trainer.steps, "set trainer.steps")
+    transform = make_batch_transform(experiment, config, world, device)
     evaluator = make_evaluator(
         experiment, config, group, devices, heartbeat, precision, bad_samples
     )
@@ -266,6 +278,14 @@ def _place_model(
         return []
     if is_placed_by_user:
         return describe_manual_placement(experiment, world.devices, devices)
+    if find_stream(experiment.train_data) is not None:
+        raise EchelonError(
+            Fault(
+                f"replica.devices={len(devices)}, but train_data is a stream: the model is cut by "
+                "a sample of the data, and the first sample of a stream is for its first step",
+                "place the layers yourself, with a second parameter `devices` of the function",
+            )
+        )
     data = open_data(experiment, "train_data", 0, cpu, bad_samples)
     # Two samples, as some layers do not accept a batch of one.
     few_samples = data.fetch_batch(EvalOrder(min(2, len(data)), 2, 0, 1), 0, cpu)
@@ -455,7 +475,8 @@ def _format_opening_line(t: Training, stages: Sequence[StageDescription]) -> str
         where = f"{count} × {len(t.group.world.devices)} {kind} ({format_stages(stages)})"
     if t.config.replica.kind == "fsdp":
         where += ", which share the model"
-    what = f"{format_count(t.dataset_size, 'sample')} in batches of "
+    samples = describe_samples(t.source) or format_count(t.dataset_size, "sample")
+    what = f"{samples} in batches of "
     is_own = t.experiment.batch_sampler is not None
     what += "the batch_sampler" if is_own else f"{t.config.trainer.batch_size:,}"
     return f"run {t.run.name}: {format_count(t.total_steps, 'step')} over {what} on {where}"
@@ -464,6 +485,7 @@ def _format_opening_line(t: Training, stages: Sequence[StageDescription]) -> str
 def _find_notes(t: Training) -> Iterator[str]:
     """Yields notes about settings that do not have the effect one may expect."""
     trainer = t.config.trainer
+    yield from find_stream_notes(t.source, trainer)
     if t.experiment.batch_sampler is None and trainer.batch_size > t.dataset_size:
         yield (
             f"note: trainer.batch_size={trainer.batch_size}, but there "

@@ -15,9 +15,15 @@ from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import format_tensor_names
 from echelon.snapshot.layout import STATE_PART
 from echelon.snapshot.reader import Snapshot
-from echelon.snapshot.state import load_model, restore_state, share_extra_state
+from echelon.snapshot.state import (
+    broadcast_tree,
+    load_model,
+    restore_state,
+    share_extra_state,
+)
 from echelon.train.loop import Training
 from echelon.train.resume import choose_snapshot, find_resume_position
+from echelon.train.train_stream import restore_stream
 
 BUILD_TIMEOUT_S = 3600.0
 """Ranks may take very different times to prepare data. A failure is reported at once all the
@@ -83,3 +89,8 @@ def restore_snapshot(training: Training, report: Callable[[str], None]) -> None:
         report(note)
     restore_state(training.experiment, training.optimizer_flags, parts, group, given)
     training.restore_progress(info)
+
+    def load_part(name: str) -> Any:
+        return broadcast_tree(snapshot.load_part(name) if snapshot is not None else None, group)
+
+    restore_stream(training.source, info, load_part, group)

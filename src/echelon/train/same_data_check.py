@@ -17,6 +17,7 @@ from echelon.data.batches import get_columns
 from echelon.data.data_layout import DataLayout, find_layout_change
 from echelon.data.epoch_plan import EpochPlan
 from echelon.data.sampler_plan import SamplerPlan
+from echelon.data.sharded_stream import find_stream
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.process_group import RankGroup
 
@@ -26,6 +27,7 @@ _REMEDY = (
     "on every process"
 )
 _ORDER = "the order of the sampler"
+_OF_STREAM = "stream"
 _LAYOUT = "the layout of the data"
 _REMEDIES = {
     _ORDER: "let it give the order of all samples, from the epoch alone; every rank cuts out its "
@@ -63,6 +65,8 @@ def _summarize_data(data: Any) -> list[Any]:
     """Return the number of samples, and for tensors a hash of the first and the last row."""
     if data is None:
         return [0, ""]
+    if (stream := find_stream(data)) is not None:  # whose samples cannot be read before their time
+        return [stream.shards, _OF_STREAM]
     tensors = get_columns(data)
     if tensors is None:
         return [len(data), ""]
@@ -85,7 +89,8 @@ def _read_bytes(rows: Any) -> bytes:
 def _describe_difference(name: str, own: list[Any], rank0: list[Any]) -> str:
     """Says how this rank's data, or the order of it, differs from rank 0's."""
     if own[0] != rank0[0]:
-        return f"{own[0]:,} samples here, {rank0[0]:,} on rank 0"
+        unit = "shards of a stream" if _OF_STREAM in (own[1], rank0[1]) else "samples"
+        return f"{own[0]:,} {unit} here, {rank0[0]:,} on rank 0"
     if name == _LAYOUT:
         return f"{find_layout_change(DataLayout(*rank0), DataLayout(*own))}, as on rank 0"
     if name == _ORDER:

@@ -221,7 +221,8 @@ class Session:
         """Yield this process's share of every batch, on its device, in an order that is the same at
         any number of processes and after any resume.
 
-        data         a tuple of tensors or arrays with a row per sample, or a Dataset with a length
+        data         a tuple of tensors or arrays with a row per sample, a Dataset with a length, or
+                     with steps a stream: an IterableDataset, or echelon.data.stream(make_shard)
         batch_size   samples of all processes together; default: trainer.batch_size
         epochs       passes over the data; default: trainer.epochs
         steps        batches in all, in place of epochs; default: trainer.steps

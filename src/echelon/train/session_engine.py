@@ -48,6 +48,14 @@ from echelon.train.session_metrics import MetricSums, RankSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
 from echelon.train.session_shares import Share, iter_eval_shares, open_loop_data
 from echelon.train.stop_signals import StopSignals
+from echelon.train.train_stream import (
+    collect_stream_state,
+    describe_stream,
+    find_stream_notes,
+    require_no_epochs,
+    require_steps,
+    restore_stream,
+)
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_count
 
@@ -111,6 +119,7 @@ class SessionEngine(RunOutput):
         """Of an experiment with a step of its own; a user's loop evaluates by itself."""
         self._sources: list[BatchSource] = []
         self._bad_samples = make_bad_sample_list(config, run)
+        self._loop_source: BatchSource | None = None
         self._loop_exit = LoopExit(group, self.step)
         self.agreement = SessionAgreement(group, stop, config.trainer.save.minutes, self._loop_exit)
         self.collective_count = 0
@@ -144,7 +153,7 @@ class SessionEngine(RunOutput):
         require_no_lost_settings(trainer, "session.batches", **given)
         loop_data = open_loop_data(
             self.config,
-            world,
+            self.group,
             self.device,
             self.samples,
             self._bad_samples,
@@ -159,11 +168,22 @@ class SessionEngine(RunOutput):
         note = require_same_layout(self._snapshot_info, self.plan.layout, trainer.resume)
         if note is not None and world.rank == 0:
             print(note, file=sys.stderr)
+        require_no_epochs(self.plan, epochs, "session.batches")
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
+        require_steps(
+            loop_data.source, steps, "set trainer.steps, or give session.batches(data, steps=…)"
+        )
+        self._loop_source = loop_data.source
+        restore_stream(
+            loop_data.source, self._snapshot_info, self.parts.load_extra_part, self.group
+        )
         if steps is None:
             steps = loop_data.count_steps(self.step, self.samples, epochs or 0)
         self._begin_loop(steps, loop_data.description)
+        if world.rank == 0:
+            for stream_note in find_stream_notes(loop_data.source, trainer):
+                print(stream_note, file=sys.stderr)
         return _Iterations(
             self._run_loop(
                 loop_data.iter_shares(world, self.device, lambda: (self.step, self.samples))
@@ -364,6 +384,7 @@ class SessionEngine(RunOutput):
 
     def is_due(self, steps: int | None, epochs: int | None, minutes: float | None) -> bool:
         """Return whether something is due in the current iteration."""
+        require_no_epochs(self.plan, epochs, "session.every")
         if minutes is not None and self.agreement.has_time_passed(minutes):
             return True
         total = self._loop_share.total if self.plan is not None else 0
@@ -525,9 +546,10 @@ class SessionEngine(RunOutput):
         self.parts.require_savable(self.step)
         rng_rows = self.group.gather(pack_rng_state(self.device))
         metrics = self._gather_metrics()
+        stream_state = collect_stream_state(self._loop_source, self.samples, self.group)
         if self.group.world.rank == 0:
             assert self.writer is not None
-            parts = self.parts.collect_state()
+            parts = self.parts.collect_state() | stream_state
             parts[RNG_PART] = {"ranks": torch.stack(rng_rows)}
             info = {
                 "step": self.step,
@@ -543,6 +565,7 @@ class SessionEngine(RunOutput):
                 "fingerprint": self.config.compute_numerics_fingerprint(),
                 "world_size": self.group.world.size,
                 "wandb_run_id": self.run.read_wandb_id(),
+                **describe_stream(self._loop_source),
             }
             if self.evaluations is not None:
                 info |= self.evaluations.describe(self.best_value)

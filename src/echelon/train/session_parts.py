@@ -26,9 +26,11 @@ from echelon.snapshot.state import (
     find_extra_state_faults,
     require_equal_state,
 )
+from echelon.train.train_stream import STREAM_PART
 
 RNG_PART = "rng"
 """The part of a snapshot with the random numbers of all ranks."""
+_OWN_PARTS = {RNG_PART: "the random numbers", STREAM_PART: "the positions of a stream"}
 
 
 class SessionParts:
@@ -121,9 +123,9 @@ class SessionParts:
             raise EchelonError(
                 Fault(f"{name} is registered twice", "give every part a name of its own")
             )
-        if name == RNG_PART:
+        if name in _OWN_PARTS:
             raise EchelonError(
-                Fault(f"{name} is the name of the random numbers", "give the part another name")
+                Fault(f"{name} is the name of {_OWN_PARTS[name]}", "give the part another name")
             )
         if self.optimizer is None and isinstance(part, torch.optim.Optimizer):
             self.optimizer = part
@@ -231,9 +233,13 @@ class SessionParts:
         """Return the random states of the ranks that saved the snapshot; None without one."""
         if not self._saved_parts:
             return None
-        part = self._snapshot.load_part(RNG_PART) if self._snapshot is not None else None
-        rows: Tensor = broadcast_tree(part, self._group)["ranks"]
+        rows: Tensor = self.load_extra_part(RNG_PART)["ranks"]
         return rows
+
+    def load_extra_part(self, name: str) -> Any:
+        """Return a part of the snapshot that no part of the loop is restored from. A collective."""
+        part = self._snapshot.load_part(name) if self._snapshot is not None else None
+        return broadcast_tree(part, self._group)
 
     def collect_state(self) -> dict[str, Any]:
         """Return the state of every part."""

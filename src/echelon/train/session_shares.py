@@ -11,12 +11,14 @@ import torch
 from echelon.config.schema import Config
 from echelon.data.bad_samples import BadSampleList
 from echelon.data.batches import Batch, BatchSource, BlockSlice, make_source
-from echelon.data.epoch_plan import EpochPlan, make_epoch_plan
+from echelon.data.epoch_plan import EpochPlan
 from echelon.data.loader_options import find_loader_faults
 from echelon.data.sample_order import EpochOrder
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import find_collate_faults, find_sampler_faults
+from echelon.parallel.process_group import RankGroup
 from echelon.train.loop_arguments import require_positive
+from echelon.train.train_stream import describe_samples, open_train_data
 from echelon.utils.text import format_count
 from echelon.world import World
 
@@ -60,7 +62,7 @@ class LoopData:
 
 def open_loop_data(
     config: Config,
-    world: World,
+    group: RankGroup,
     device: torch.device,
     samples: int,
     bad_samples: BadSampleList | None,
@@ -83,12 +85,24 @@ def open_loop_data(
     ]
     if faults:
         raise EchelonError(*faults)
-    source = make_source(data, "data", workers, device, collate_fn, loader, bad_samples)
-    plan = make_epoch_plan(len(source), size, config.seed, sampler, batch_sampler, data)
-    if size < world.size and batch_sampler is None:
+    source, plan = open_train_data(
+        config,
+        group,
+        device,
+        data,
+        "data",
+        batch_size=size,
+        workers=workers,
+        collate_fn=collate_fn,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        options=loader,
+        bad_samples=bad_samples,
+    )
+    if size < group.world.size and batch_sampler is None:
         raise EchelonError(
             Fault(
-                f"batch_size={size}, but there are {world.size} processes",
+                f"batch_size={size}, but there are {group.world.size} processes",
                 "give every process a sample of each batch: a larger batch size, or fewer "
                 "processes",
             )
@@ -102,7 +116,8 @@ def open_loop_data(
             )
         )
     cut = "the batch_sampler" if batch_sampler is not None else f"{size:,}"
-    return LoopData(source, plan, f"{format_count(len(source), 'sample')} in batches of {cut}")
+    what = describe_samples(source) or format_count(len(source), "sample")
+    return LoopData(source, plan, f"{what} in batches of {cut}")
 
 
 def iter_eval_shares(
