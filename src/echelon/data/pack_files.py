@@ -32,6 +32,7 @@ from echelon.data.open_files import Paths, find_data, open_reader
 from echelon.data.process_map import count_processes, map_in_order
 from echelon.data.shard_manifest import (
     MANIFEST_NAME,
+    TEMPORARY_PREFIX,
     ShardEntry,
     ShardManifest,
     compute_sha256,
@@ -51,7 +52,6 @@ from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import join_names
 
-_TEMPORARY = ".packing-"
 _LOCK_NAME = ".packing.lock"
 _MEMBER_BYTES = 768
 """What a tar adds to a member: its header, and half a block."""
@@ -189,16 +189,14 @@ class ShardPacking:
             )
             what = f"{self.folder} has shards that were packed otherwise: {reason}"
             raise EchelonError(Fault(what, "give another folder with -o, or empty this one"))
-        known = {MANIFEST_NAME, ".echelon", *(self._names if manifest else ())}
+        known = {MANIFEST_NAME, _LOCK_NAME, ".echelon", *(self._names if manifest else ())}
         found = sorted(os.listdir(self.folder))
-        others = [each for each in found if each not in known and not each.startswith(_TEMPORARY)]
-        others = [each for each in others if each != _LOCK_NAME]
-        if others:
+        left_over = [each for each in found if each.startswith(TEMPORARY_PREFIX)]
+        if others := [each for each in found if each not in known and each not in left_over]:
             what = f"{self.folder} has other files: {join_names(others)}"
             raise EchelonError(Fault(what, "give a new folder with -o"))
-        for each in found:
-            if each.startswith(_TEMPORARY):  # of a process that was killed
-                (self.folder / each).unlink()
+        for each in left_over:
+            (self.folder / each).unlink()
         if manifest is None:
             manifest = ShardManifest(self._plan, class_names=self._class_names)
             manifest.write(self.folder)
@@ -323,7 +321,7 @@ def _pack_shard(task: _PackTask) -> PackedShard:
     writer = _make_writer(task)
     rows = range(task.first, task.stop)
     try:
-        with replace_file(task.target, durable=True, prefix=_TEMPORARY) as temporary:
+        with replace_file(task.target, durable=True, prefix=TEMPORARY_PREFIX) as temporary:
             writer.write(reader, rows, temporary)
             writer.verify(reader, rows, temporary)
             size, sha256 = temporary.stat().st_size, compute_sha256(temporary)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, Fault
-from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.utils.files import read_json_object, replace_file
 
 MANIFEST_NAME = "shards.json"
+TEMPORARY_PREFIX = ".packing-"
+"""What a killed process may leave in a folder of shards begins so."""
 _VERSION = 1
 _READ_BYTES = 1 << 20
 
@@ -40,7 +43,10 @@ class ShardManifest:
         """Replace the file in a folder."""
         ordered = [self.shards[name]._asdict() for name in sorted(self.shards)]
         data = {"version": _VERSION, **asdict(self), "shards": ordered}
-        write_json_atomically(folder / MANIFEST_NAME, data, durable=True)
+        with replace_file(
+            folder / MANIFEST_NAME, durable=True, prefix=TEMPORARY_PREFIX
+        ) as temporary:
+            temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> ShardManifest | None:
