@@ -19,7 +19,7 @@ from echelon.data.formats.reader import (
     find_piece,
 )
 from echelon.data.open_files import Paths, find_data, open_reader
-from echelon.data.process_map import count_processes, map_in_order
+from echelon.data.parallel_map import count_processes, map_in_order
 from echelon.data.shard_manifest import (
     MANIFEST_NAME,
     ShardEntry,

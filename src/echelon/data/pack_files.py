@@ -29,7 +29,7 @@ from echelon.data.formats.image_folder import ImageFolderReader
 from echelon.data.formats.reader import BadSampleError, ChunkTable, DataFile, SampleReader
 from echelon.data.formats.tar_files import TarReader
 from echelon.data.open_files import Paths, find_data, open_reader
-from echelon.data.process_map import count_processes, map_in_order
+from echelon.data.parallel_map import count_processes, map_in_order
 from echelon.data.shard_manifest import (
     MANIFEST_NAME,
     TEMPORARY_PREFIX,

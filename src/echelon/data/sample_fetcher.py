@@ -373,17 +373,26 @@ class LoaderProcesses:
                 return
 
     def close(self) -> None:
-        """Ends the processes. torch asks them to end and does not wait for those that are slow: on
-        a busy machine they would still hold the user's files."""
+        """Ends the processes."""
         self._begun = deque()
-        if (iterator := self._loader._iterator) is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-            for process in iterator._workers:  # type: ignore[attr-defined]
-                process.join(_END_TIMEOUT_S)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-            self._loader._iterator = None
+        end_loader_processes(self._loader)
+
+
+def end_loader_processes(loader: DataLoader[Any]) -> None:
+    """End the processes of a DataLoader, if it has any.
+
+    torch asks them to end and does not wait for those that are slow: on a busy machine they would
+    still hold the user's files.
+    """
+    if (iterator := loader._iterator) is None:
+        return
+    iterator._shutdown_workers()  # type: ignore[attr-defined]
+    for process in iterator._workers:  # type: ignore[attr-defined]
+        process.join(_END_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    loader._iterator = None
 
 
 def _is_same_order(one: BatchOrder, other: BatchOrder) -> bool:

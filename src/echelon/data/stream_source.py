@@ -19,14 +19,14 @@ from echelon.data.batches import Batch, BatchOrder, MakeNextOrder
 from echelon.data.data_layout import DataLayout
 from echelon.data.loader_errors import iter_fetched
 from echelon.data.loader_options import make_loader_error
-from echelon.data.packed_samples import PackedSamples, pack_samples, unpack_samples
 from echelon.data.sample_digest import compute_sample_digest
-from echelon.data.sample_fetcher import return_unchanged
+from echelon.data.sample_fetcher import end_loader_processes, return_unchanged
 from echelon.data.sample_order import cut_share
 from echelon.data.sample_seeds import derive_collate_seed, keep_generators, seed_generators
-from echelon.data.shard_cut import count_shard_samples, cut_batch_by_shards, find_readers
+from echelon.data.shard_order import count_shard_samples, cut_batch_by_shards, find_readers
 from echelon.data.shard_reader import ShardPosition, ShardReader
 from echelon.data.sharded_stream import ShardedStream
+from echelon.data.shared_memory_samples import PackedSamples, pack_samples, unpack_samples
 from echelon.errors import EchelonError, ExitCode, Fault
 
 ENDLESS = 1 << 62
@@ -202,9 +202,8 @@ class StreamSource:
 
     def close(self) -> None:
         """End the loader processes."""
-        if self._loader is not None and (iterator := self._loader._iterator) is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-            self._loader._iterator = None
+        if self._loader is not None:
+            end_loader_processes(self._loader)
 
     def _note_positions(self, samples: int) -> None:
         """Take over what shards said of positions that are not after so many samples."""

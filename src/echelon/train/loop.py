@@ -36,7 +36,7 @@ from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import make_nonfinite_error
 from echelon.train.run_output import RunOutput
 from echelon.train.stop_signals import StopSignals
-from echelon.train.train_stream import collect_stream_state, describe_stream
+from echelon.train.train_data import collect_stream_state, describe_stream
 from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ from echelon.train.prepare_evaluation import (
 from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
-from echelon.train.train_stream import (
+from echelon.train.train_data import (
     describe_samples,
     find_stream_notes,
     open_train_data,

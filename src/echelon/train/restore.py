@@ -23,7 +23,7 @@ from echelon.snapshot.state import (
 )
 from echelon.train.loop import Training
 from echelon.train.resume import choose_snapshot, find_resume_position
-from echelon.train.train_stream import restore_stream
+from echelon.train.train_data import restore_stream
 
 BUILD_TIMEOUT_S = 3600.0
 """Ranks may take very different times to prepare data. A failure is reported at once all the

@@ -48,7 +48,7 @@ from echelon.train.session_metrics import MetricSums, RankSums, merge_sums
 from echelon.train.session_parts import RNG_PART, SessionParts
 from echelon.train.session_shares import Share, iter_eval_shares, open_loop_data
 from echelon.train.stop_signals import StopSignals
-from echelon.train.train_stream import (
+from echelon.train.train_data import (
     collect_stream_state,
     describe_stream,
     find_stream_notes,

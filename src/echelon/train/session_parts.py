@@ -26,7 +26,7 @@ from echelon.snapshot.state import (
     find_extra_state_faults,
     require_equal_state,
 )
-from echelon.train.train_stream import STREAM_PART
+from echelon.train.train_data import STREAM_PART
 
 RNG_PART = "rng"
 """The part of a snapshot with the random numbers of all ranks."""

@@ -18,7 +18,7 @@ from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import find_collate_faults, find_sampler_faults
 from echelon.parallel.process_group import RankGroup
 from echelon.train.loop_arguments import require_positive
-from echelon.train.train_stream import describe_samples, open_train_data
+from echelon.train.train_data import describe_samples, open_train_data
 from echelon.utils.text import format_count
 from echelon.world import World
 

@@ -22,7 +22,7 @@ from echelon.train.session_engine import SessionEngine
 from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
-    from echelon.cudagraph.own_step_capture import OwnStepCapture
+    from echelon.cudagraph.user_step_capture import UserStepCapture
 
 
 class StepLoop:
@@ -43,7 +43,7 @@ class StepLoop:
             "optimizer", experiment.optimizer
         )
         self._average: WeightAverage | None = None
-        self._capture: OwnStepCapture | None = None
+        self._capture: UserStepCapture | None = None
         self._host_calls: set[str] = set()
         """What the step has asked the session so far, and a CUDA graph would not ask again."""
         self._has_trained = engine.step > 0
@@ -95,7 +95,7 @@ class StepLoop:
         if engine.config.trainer.capture != "always" or engine.step == engine.total_steps:
             return
         from echelon.cudagraph.capture import find_step_shortage, report_obstacle
-        from echelon.cudagraph.own_step_capture import OwnStepCapture, find_own_step_obstacle
+        from echelon.cudagraph.user_step_capture import UserStepCapture, find_user_step_obstacle
 
         experiment, world_size = self._experiment, engine.group.world.size
         followed = [getattr(schedule, "optimizer", None) for schedule in self._schedules]
@@ -104,12 +104,12 @@ class StepLoop:
         reason = reason or find_step_shortage(engine.total_steps - engine.step, is_required=True)
         for optimizer in self._optimizers.values():  # restored by now: a snapshot has its own flags
             enable_fused_kernels(optimizer, experiment.model, engine.device)
-        reason = reason or find_own_step_obstacle(
+        reason = reason or find_user_step_obstacle(
             experiment, self._optimizers, scheduled, engine.device, world_size
         )
         if reason is not None:
             report_obstacle(reason, is_required=True)
-        self._capture = OwnStepCapture(
+        self._capture = UserStepCapture(
             experiment,
             self._optimizers,
             self._call_step,

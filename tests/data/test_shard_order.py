@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.data.shard_cut import (
+from echelon.data.shard_order import (
     ShardTake,
     count_shard_samples,
     cut_batch_by_shards,

@@ -6,15 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import own_steps
 import pytest
+import user_steps
 from test_cuda_training import echelon
 
 from echelon.runs.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 
-FILE = Path(own_steps.__file__)
+FILE = Path(user_steps.__file__)
 WORDS = ("trainer.batch_size=32", "trainer.epochs=3", "trainer.log_steps=7")
 """62 whole batches and a smaller one an epoch: captured steps beside plain ones."""
 

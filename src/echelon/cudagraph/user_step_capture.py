@@ -35,7 +35,7 @@ StepRun = Callable[[Any], tuple[Mapping[str, Any], float | Tensor]]
 over."""
 
 
-class OwnStepGraph:
+class UserStepGraph:
     """A captured step of the user's own."""
 
     def __init__(self, run_step: StepRun, batch: Any) -> None:
@@ -75,7 +75,7 @@ class OwnStepGraph:
         return {name: (total, weight) for name, total in zip(self._names, totals, strict=True)}
 
 
-class OwnStepCapture(GraphCapture[OwnStepGraph]):
+class UserStepCapture(GraphCapture[UserStepGraph]):
     """Captures the step of an experiment with a step of its own.
 
     add_sums          is given what replayed steps have logged
@@ -93,7 +93,7 @@ class OwnStepCapture(GraphCapture[OwnStepGraph]):
         host_calls: set[str],
     ) -> None:
         super().__init__(
-            lambda batch: OwnStepGraph(run_step, batch),
+            lambda batch: UserStepGraph(run_step, batch),
             self._read_state,
             abandon_step,
             world_size=1,
@@ -160,7 +160,7 @@ class OwnStepCapture(GraphCapture[OwnStepGraph]):
         return read_host_state(self._experiment, references | named)
 
 
-def find_own_step_obstacle(
+def find_user_step_obstacle(
     experiment: Experiment,
     optimizers: Mapping[str, Optimizer],
     scheduled: list[Optimizer],

@@ -1,4 +1,4 @@
-"""Experiments with steps of their own for test_cuda_own_step_capture.py."""
+"""Experiments with steps of their own for test_cuda_user_step_capture.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ follows from one number, the samples so far. Within a batch samples are in the o
 shards: a rank's share, which is contiguous, then overlaps few shards. Where batch size and shards
 are multiples of the world size, every shard is read by one rank.
 
-The order is part of what a snapshot promises; `tests/data/test_shard_cut.py` pins some of it.
+The order is part of what a snapshot promises; `tests/data/test_shard_order.py` pins some of it.
 """
 
 from __future__ import annotations
