@@ -233,6 +233,17 @@ def configured(
     return compose([*ours, *words], make_user_experiment(experiment))
 
 
+def make_world_env(folder: Path, name: str, trace: bool = False, fault: str = "") -> dict[str, str]:
+    """Return the variables of a world whose ranks write down their batches (`trace`), in a folder
+    named after the run, or of which one fails (`fault`, such as `1:6:KILL`)."""
+    env = {"ECHELON_TEST_FAULT": fault} if fault else {}
+    if trace:
+        traces = folder / f"trace-{name}"
+        traces.mkdir()
+        env["ECHELON_TEST_TRACE"] = str(traces)
+    return env
+
+
 def train_world(
     folder: Path,
     world_size: int,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from chunked_experiments import chunked, loop_over_chunks
-from worlds import Trained, global_batches, losses, snapshot_steps, train_world
+from worlds import Trained, global_batches, losses, make_world_env, snapshot_steps, train_world
 
 pytestmark = pytest.mark.slow
 
@@ -31,18 +31,13 @@ def train(
     experiment: Callable[..., Any] = chunked,
     prepare: Callable[[int], None] | None = None,
 ) -> Trained:
-    env = {"ECHELON_TEST_FAULT": fault} if fault else {}
-    if trace:
-        traces = folder / f"trace-{name}"
-        traces.mkdir()
-        env["ECHELON_TEST_TRACE"] = str(traces)
     return train_world(
         folder,
         world_size,
         *(*SHORT, *words),
         name=name,
         experiment=experiment,
-        env=env,
+        env=make_world_env(folder, name, trace, fault),
         end_together=bool(fault),
         prepare=prepare,
     )

@@ -14,6 +14,7 @@ from worlds import (
     differing,
     global_batches,
     losses,
+    make_world_env,
     metrics,
     snapshot_steps,
     state_at,
@@ -28,18 +29,13 @@ SHORT = ("trainer.batch_size=5", "trainer.epochs=3", "trainer.save.steps=1")
 def train(
     folder: Path, world_size: int, *words: str, name: str, trace: bool = False, fault: str = ""
 ) -> Trained:
-    env = {"ECHELON_TEST_FAULT": fault} if fault else {}
-    if trace:
-        traces = folder / f"trace-{name}-{world_size}"
-        traces.mkdir()
-        env["ECHELON_TEST_TRACE"] = str(traces)
     return train_world(
         folder,
         world_size,
         *(*SHORT, *words),
         name=name,
         experiment=sampled,
-        env=env,
+        env=make_world_env(folder, f"{name}-{world_size}", trace, fault),
         end_together=bool(fault),
     )
 

@@ -15,6 +15,7 @@ from worlds import (
     differing,
     global_batches,
     losses,
+    make_world_env,
     metrics,
     snapshot_steps,
     state_at,
@@ -40,18 +41,13 @@ def train(
     trace: bool = False,
     fault: str = "",
 ) -> Trained:
-    env = {"ECHELON_TEST_FAULT": fault} if fault else {}
-    if trace:
-        traces = folder / f"trace-{name}"
-        traces.mkdir()
-        env["ECHELON_TEST_TRACE"] = str(traces)
     return train_world(
         folder,
         world_size,
         *(*SHORT, *words),
         name=name,
         experiment=KINDS[of],
-        env=env,
+        env=make_world_env(folder, name, trace, fault),
         end_together=bool(fault),
     )
 
