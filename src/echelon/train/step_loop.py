@@ -100,11 +100,10 @@ class StepLoop:
         experiment, world_size = self._experiment, engine.group.world.size
         followed = [getattr(schedule, "optimizer", None) for schedule in self._schedules]
         scheduled = [o for o in self._optimizers.values() if any(o is f for f in followed)]
-        reason = None if engine.device.type == "cuda" else "there is no GPU"
-        reason = reason or find_step_shortage(engine.total_steps - engine.step, is_required=True)
         for optimizer in self._optimizers.values():  # restored by now: a snapshot has its own flags
             enable_fused_kernels(optimizer, experiment.model, engine.device)
-        reason = reason or find_user_step_obstacle(
+        steps_left = engine.total_steps - engine.step
+        reason = find_step_shortage(steps_left, is_required=True) or find_user_step_obstacle(
             experiment, self._optimizers, scheduled, engine.device, world_size
         )
         if reason is not None:
