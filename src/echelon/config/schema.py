@@ -192,7 +192,7 @@ class TrainerConfig:
     without, and the reason is printed."""
     capture: str = "auto"
     """Run the whole step as one CUDA graph: `auto` if possible, `always` (an error if not) or
-    `never`. A step of your own is captured with `always` alone."""
+    `never`. A step of your own is captured on one process alone."""
     profile: int | None = None
     """Number of steps to record, after a warm-up, for a trace in the run's folder."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from echelon.data.sample_order import cut_share
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import find_closure_faults
+from echelon.experiment.optimizer_flags import move_state_to_parameters
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
@@ -205,6 +206,7 @@ class Session:
                     "prepare the module first: session.prepare(model, optimizer)",
                 )
             )
+        move_state_to_parameters(optimizer)
         self._engine.parts.add_part("optimizer", optimizer)
         self._optimizers[id(optimizer)] = _PreparedOptimizer(optimizer, self._engine)
 
