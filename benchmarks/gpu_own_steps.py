@@ -6,7 +6,7 @@ A maker and a judge of three layers of 256, batches of 128, Adam twice: the shap
 enough that the host is what takes time. Everybody in turns, each in a process of its own; a figure
 is the time of a step after the first ones.
 
-- Echelon: `echelon train` on this file, as a person types it, with metrics every 500 steps. The
+- Echelon: `echelon train` on this file, as a person types it, with metrics every 250 steps. The
   step is captured as a CUDA graph, by default; "plain" is trainer.capture=never.
 - loop: the same step in a bare loop over batches on the GPU, with torch's own calls.
 """
@@ -27,7 +27,7 @@ from common import Result, compute_ratios, environment, make_figure, measure_in_
 from echelon.runs.metrics_file import read_metrics
 
 HERE = Path(__file__).resolve()
-ROUNDS, STEPS, LOG_STEPS = 3, 2500, 500
+ROUNDS, STEPS, LOG_STEPS = 3, 1500, 250
 BATCH, WIDTH, NOISE = 128, 256, 32
 OURS, OURS_PLAIN, LOOP = "Echelon", "Echelon, plain", "loop, data on the GPU"
 WORDS = {OURS: [], OURS_PLAIN: ["trainer.capture=never"]}

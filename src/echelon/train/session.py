@@ -566,6 +566,8 @@ class _PreparedOptimizer:
                 )
             )
 
+        if hasattr(plain, "_wrapped_by_lr_sched"):  # or torch warns that its wrapper is gone
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method, as a learning-rate scheduler expects to find one.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
