@@ -21,6 +21,7 @@ from torch import Tensor
 from echelon.data.data_layout import DataLayout
 from echelon.data.sample_order import count_batches, cut_share
 from echelon.data.sample_seeds import derive_seeds, keep_generators, seed_generators
+from echelon.data.token_budget import TokenBudgetSampler
 from echelon.errors import EchelonError, Fault
 
 _BLOCK_SAMPLES = 1 << 15
@@ -57,6 +58,12 @@ class SamplerPlan:
         self._sampler = batch_sampler if self._gives_batches else sampler
         self.title = "batch_sampler" if self._gives_batches else "sampler"
         self._unit = "batches" if self._gives_batches else "samples"
+        if isinstance(batch_sampler, TokenBudgetSampler) and batch_sampler.samples != size:
+            raise _make_sampler_error(
+                f"the batch_sampler has the lengths of {batch_sampler.samples:,} samples, but the "
+                f"data has {size:,}",
+                "give one length for each sample, in the order of the data",
+            )
         self._lengths: dict[int, int] = {}
         self._epoch_start = (0, 0)
         """An epoch and the units before it; the search for a later position goes on from there."""
@@ -71,7 +78,8 @@ class SamplerPlan:
         self._lengths[0] = self._count_units(first)
         self._drawn = (0, first)
         self.epoch_samples = len(first.draws)
-        self.layout = DataLayout(size)
+        is_known = isinstance(self._sampler, TokenBudgetSampler)
+        self.layout = DataLayout(size, grouping=self._sampler.describe() if is_known else "")
         """Its chunks do not matter: the sampler decides the order."""
 
     def count_batches(self, epoch: int) -> int:
@@ -175,6 +183,9 @@ class SamplerPlan:
         array."""
         if not self._gives_batches:
             return [], np.fromiter(self._iter_indices(self._sampler), np.int64)
+        if isinstance(self._sampler, TokenBudgetSampler):
+            drawn, sizes = self._sampler.draw_epoch()
+            return sizes.tolist(), drawn
         batches = [list(self._iter_indices(batch)) for batch in self._sampler]
         joined = (index for batch in batches for index in batch)
         return [len(batch) for batch in batches], np.fromiter(joined, np.int64)
