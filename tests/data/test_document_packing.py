@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def make_lengths(count: int, seed: int = 3) -> list[int]:
 
 def list_pairs(document: list[int]) -> list[tuple[int, int]]:
     """Return the tokens of a document with their targets."""
-    return [*zip(document, document[1:], strict=False), *((last, -100) for last in document[-1:])]
+    return [*pairwise(document), *((last, -100) for last in document[-1:])]
 
 
 def check_samples(data: PackedDocuments, documents: list[list[int]], length: int) -> None:
@@ -236,7 +237,7 @@ def test_packed_samples_are_shuffled_in_windows_and_mixed(
     monkeypatch.setattr("echelon.data.formats.reader.CHUNK_BYTES", 200)
     file = write_documents(tmp_path / "a.bin", make_lengths(120))
     data = echelon.data.pack_documents(file, length=16, strategy=strategy, eos_token_id=EOS)
-    data.window_bytes = 500  # type: ignore[attr-defined]  of any Dataset in chunks
+    vars(data)["window_bytes"] = 500
     assert find_chunk_windows(data) is not None
     plan = make_epoch_plan(len(data), 4, 3, data=data)
     inputs: list[list[int]] = []
