@@ -252,6 +252,7 @@ def test_packed_samples_are_shuffled_in_windows_and_mixed(
     assert str(said).startswith("it has samples of 15 tokens from")
     mixed = echelon.data.mix({"a": data, "b": other}, {"a": 0.5, "b": 0.5})
     assert mixed[len(data)]["inputs"].tolist() == other[0]["inputs"].tolist()
+    assert f"b 0.5 of {other.grouping}; " in mixed.describe()
 
 
 def find_faults(*given: Any, **options: Any) -> list[str]:

@@ -138,7 +138,7 @@ def test_what_is_refused() -> None:
     assert find_faults([[1], [2]], max_tokens=4) == ["lengths has the shape (2, 1)"]
     assert find_faults([1, -2], max_tokens=4) == ["the length of sample 1 is -2"]
     assert find_faults([3, 5, 9000], max_tokens=4) == [
-        "sample 2 has 9,000 tokens, more than max_tokens=4, and 1 more are longer, too"
+        "sample 2 has 9,000 tokens, more than max_tokens=4; 2 samples are longer than that"
     ]
     with pytest.raises(EchelonError, match="lengths of 3 samples, but the data has 4"):
         make_epoch_plan(4, 2, 0, batch_sampler=TokenBudgetSampler([1, 2, 3], max_tokens=4))

@@ -110,7 +110,7 @@ def _read_lengths(lengths: Any, max_tokens: Any, max_samples: Any) -> NDArray[An
         faults.append(Fault(f"the length of sample {sample} is {counts[sample]}", remedy))
     elif not faults and counts.max() > max_tokens:
         longest, too_long = int(counts.argmax()), int((counts > max_tokens).sum())
-        also = f", and {too_long - 1:,} more are longer, too" if too_long > 1 else ""
+        also = f"; {too_long:,} samples are longer than that" if too_long > 1 else ""
         faults.append(
             Fault(
                 f"sample {longest} has {counts[longest]:,} tokens, more than max_tokens="
