@@ -117,6 +117,12 @@ class FileIndex:
             found.append((file, int(opened.offsets[number]), int(opened.spans[number])))
         return found
 
+    def map_offsets(self, file: int) -> NDArray[np.uint64]:
+        """Return the offsets of all samples of a file, by its number, as a view of its index."""
+        found = self._found[file]
+        path = self.files[file]
+        return _open_indexed_file(path, self.kind, found.path, found.checksum).offsets
+
     def _read_from_file(self, file: int, numbers: NDArray[np.int64]) -> Iterator[bytes]:
         """Yield the bytes of samples of one file; their numbers ascend."""
         path, found = self.files[file], self._found[file]
@@ -151,8 +157,10 @@ def load_index(files: Sequence[Path], kind: str, build_one: BuildIndex) -> FileI
     """Return the index of a list of files; those that have none, or are others by now, are indexed.
 
     ``kind`` names the format, with a number that changes when ``build_one`` returns something else
-    for the same file: ``tar-1``. All processes of a training may call this at once: one builds, the
-    others wait. Raises EchelonError with the faults of all files.
+    for the same file: ``tar-1``. What follows a slash is how the file is read, where that can be
+    done in several ways and ``build_one`` is a partial: each way has an index of its own. All
+    processes of a training may call this at once: one builds, the others wait. Raises EchelonError
+    with the faults of all files.
     """
     found = _find_all(files, kind)
     missing = [file for file, index in zip(files, found, strict=True) if index is None]
@@ -200,7 +208,9 @@ def _find_index(file: Path, kind: str) -> StoredIndex | None:
 
 def _list_candidates(file: Path, kind: str, stamp: FileStamp) -> list[Path]:
     """Return where the index of a file may be, the preferred place first."""
-    candidates = [file.parent / ".echelon" / f"{file.name}.index"]
+    variant = kind.partition("/")[2]
+    name = f"{file.name}.{variant}.index" if variant else f"{file.name}.index"
+    candidates = [file.parent / ".echelon" / name]
     with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
         key = xxhash.xxh3_128_hexdigest(json.dumps([INDEX_VERSION, kind, *stamp]).encode())
         candidates.append(get_cache_root(os.environ) / "indexes" / f"{key}.index")

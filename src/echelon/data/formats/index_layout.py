@@ -46,7 +46,8 @@ class SampleSpans(NamedTuple):
 
 BuildIndex = Callable[[Path], SampleSpans]
 """Reads a file and returns where its samples are. A function at the top of a module: it is called
-by its name in other processes. Raises EchelonError for a file that is damaged."""
+by its name in other processes; or a partial of one, with keywords that JSON can say. Raises
+EchelonError for a file that is damaged."""
 
 
 class FileStamp(NamedTuple):

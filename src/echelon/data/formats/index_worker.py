@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -94,9 +95,11 @@ def _make_lost_fault(task: IndexTask) -> Fault:
 
 
 def _write_task(task: IndexTask) -> str:
-    function = task.build_one
-    words = [str(task.file), str(task.target), task.kind, function.__module__, function.__name__]
-    return json.dumps(words) + "\n"
+    given = task.build_one
+    build_one = given if isinstance(given, partial) else partial(given)
+    words = [str(task.file), str(task.target), task.kind]
+    words += [build_one.func.__module__, build_one.func.__name__]
+    return json.dumps([*words, build_one.keywords]) + "\n"
 
 
 def _get_size(file: Path) -> int:
@@ -125,8 +128,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a module prints is no answer
     for line in sys.stdin:
-        file, target, kind, module, name = json.loads(line)
-        build_one = getattr(importlib.import_module(module), name)
+        file, target, kind, module, name, options = json.loads(line)
+        build_one = partial(getattr(importlib.import_module(module), name), **options)
         faults = IndexTask(Path(file), Path(target), kind, build_one).run()
         answers.write(json.dumps(faults) + "\n")
         answers.flush()

@@ -80,7 +80,7 @@ def _map_windows(paths: Sequence[Path], dtype: str, length: int) -> list[NDArray
     """Return for every file all its windows of length + 1, as a view."""
     found, faults = [], []
     for path in paths:
-        tokens = _map_tokens(path, dtype)
+        tokens = map_tokens(path, dtype)
         if isinstance(tokens, Fault):
             faults.append(tokens)
         elif len(tokens) <= length:
@@ -97,7 +97,7 @@ def _map_windows(paths: Sequence[Path], dtype: str, length: int) -> list[NDArray
     return found
 
 
-def _map_tokens(path: Path, dtype: str) -> NDArray[Any] | Fault:
+def map_tokens(path: Path, dtype: str) -> NDArray[Any] | Fault:
     """Return the tokens of a file, memory-mapped."""
     try:
         if path.suffix == ".npy":
