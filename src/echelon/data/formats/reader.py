@@ -73,6 +73,17 @@ class ColumnReader(Protocol):
         ...
 
 
+class PrefetchingReader(Protocol):
+    """A reader that can bring chunks nearer before their samples are asked for."""
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Begin to fetch chunks, by their numbers in `chunks`, in the order in which they will be
+        needed. It is called in the process that reads samples, now and then, with a few chunks each
+        time; every process of a machine may be told of the same ones. It returns at once and raises
+        nothing: where a chunk cannot be fetched, reading it says why."""
+        ...
+
+
 class DataFile(NamedTuple):
     """A file that a reader reads."""
 
