@@ -26,9 +26,9 @@ from echelon.data.sample_order import EpochOrder, map_positions
 from echelon.errors import EchelonError, Fault
 
 DEFAULT_WINDOW_BYTES = 256 << 20
-_CATCH_UP_CHUNKS = 8
-"""So many chunks of the window in which an epoch begins are named with each of its first batches:
-all at once would keep the disk from the samples of the first batch."""
+_CATCH_UP_PARTS = 4
+"""Of the chunks that should have been named at the start of an epoch, a quarter is named with each
+batch: all at once would keep the disk from the samples of the first."""
 _MAX_BLOCK_WINDOWS = 64
 """Windows of a block: one costs some hundred microseconds, however few of its samples are drawn."""
 
@@ -170,7 +170,8 @@ class ChunkLookahead:
         if self._position < self._due_at:
             return []
         due = self._find_due_place()
-        stop = min(due, self._place + due - self._due_place + _CATCH_UP_CHUNKS)
+        late = self._due_place - self._place
+        stop = due - late + -(-late // _CATCH_UP_PARTS)
         named: list[int] = self._arranged.chunks[self._place : stop].tolist()
         self._place, self._due_place = stop, due
         self._due_at = self._find_due_position() if stop == due else 0
