@@ -18,6 +18,7 @@ from echelon.data.bad_samples import (
     make_bad_sample_fault,
     make_too_many_fault,
 )
+from echelon.data.batch_blocks import BatchPacker, PackedBatch, forget_blocks, unpack_batch
 from echelon.data.chunk_order import ChunkedOrder, ChunkLookahead
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.reader import BadSampleError
@@ -102,6 +103,8 @@ class SampleFetcher:
         """Whether code of the user may draw random numbers; where none does, nothing is seeded."""
         self._name, self._max_bad_samples = name, max_bad_samples
         self._slot: Any = None
+        self.packer: BatchPacker | None = None
+        """Of a loader process whose batches are to cross in blocks."""
 
     def __len__(self) -> int:
         return self._size
@@ -116,6 +119,13 @@ class SampleFetcher:
         rows = [draw % self._size for draw in share.draws]
         if share.chunks_ahead and self._files is not None:
             self._files.prefetch_chunks(share.chunks_ahead)
+        if self.packer is None:
+            return self._fetch_share(rows, share)
+        self.packer.begin_batch()
+        fetched = self._fetch_share(rows, share)
+        return fetched._replace(data=self.packer.pack_batch(fetched.data))
+
+    def _fetch_share(self, rows: list[int], share: SampleShare) -> FetchedShare:
         try:
             return FetchedShare(self._fetch_batch(rows, share))
         except _SampleError as failed:
@@ -320,7 +330,8 @@ class LoaderProcesses:
         slots = torch.zeros(workers, 2, dtype=torch.int64)
         fetcher.work_slots = slots.share_memory_()  # type: ignore[no-untyped-call]
         chosen = {"persistent_workers": True, "pin_memory": device.type == "cuda", **options}
-        chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"))
+        has_blocks = bool(chosen["persistent_workers"])  # else new ones were made in every epoch
+        chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"), has_blocks)
         try:
             self._loader: DataLoader[Any] = DataLoader(
                 fetcher,  # type: ignore[arg-type]
@@ -352,7 +363,11 @@ class LoaderProcesses:
         try:
             for share in iter_shares(order, first):
                 # torch's loader cannot fetch an empty batch.
-                yield next(self._fetched) if share.draws else FetchedShare(None), len(share.draws)
+                fetched = next(self._fetched) if share.draws else FetchedShare(None)
+                if isinstance(fetched.data, PackedBatch):
+                    fetched = fetched._replace(data=unpack_batch(fetched.data))
+                yield fetched, len(share.draws)
+                del fetched  # which would keep the block of the last batch
             is_complete = True
         finally:
             if is_complete and begun:
@@ -387,7 +402,7 @@ class LoaderProcesses:
 
 
 def end_loader_processes(loader: DataLoader[Any]) -> None:
-    """End the processes of a DataLoader, if it has any.
+    """End the processes of a DataLoader, if it has any, and forget their blocks.
 
     torch asks them to end and does not wait for those that are slow: on a busy machine they would
     still hold the user's files.
@@ -400,6 +415,7 @@ def end_loader_processes(loader: DataLoader[Any]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
+    forget_blocks(process.pid for process in iterator._workers)  # type: ignore[attr-defined]
     loader._iterator = None
 
 
@@ -421,11 +437,14 @@ class _Requests:
 class _ProcessInit:
     """The first call in a loader process."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._worker_init_fn = worker_init_fn
+    def __init__(self, worker_init_fn: Callable[[int], None] | None, has_blocks: bool) -> None:
+        self._worker_init_fn, self._has_blocks = worker_init_fn, has_blocks
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
+        if self._has_blocks:
+            info.dataset.packer = BatchPacker()
+            info.dataset.packer.install()
         # To the user's code the Dataset is the user's own; torch's record is frozen.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._worker_init_fn is not None:
