@@ -104,7 +104,7 @@ def count_in_blocks(batches: list[Any]) -> int:
 
 def test_a_batch_that_is_kept_is_not_overwritten() -> None:
     """Nor one whose tensors are all gone but a view of one; and blocks are used again."""
-    source = DatasetSource(Numbered(), 1)
+    source = DatasetSource(Numbered(), 1, options={"prefetch_factor": 2})
     batches = [batch.data for batch in source.iter_batches(order(), 0, CPU)]
     assert count_in_blocks(batches) == len(batches)
     expected = [describe(batch) for batch in read(Numbered(), 0)]
@@ -193,3 +193,19 @@ def test_without_a_free_block_a_batch_is_sent_as_it_is(monkeypatch: pytest.Monke
     packer.begin_batch()
     assert packer.pack_batch({"only": "text", "and": 3}) == {"only": "text", "and": 3}
     assert callable(packer.pack_batch([lambda: 3, torch.ones(3)])[0])
+
+
+def test_blocks_that_are_not_needed_any_more_are_given_back() -> None:
+    packer = BatchPacker()
+    for number in range(6):  # none is freed
+        packer.begin_batch()
+        packer.pack_batch(torch.full((9,), number))
+    assert len(packer._blocks) == 6
+    counts = []
+    for _ in range(1000):
+        for block in packer._blocks:
+            block.array[0] = 0
+        packer.begin_batch()
+        counts.append(packer.pack_batch(torch.ones(9)).memory.block_count)
+    assert counts[0] == 6
+    assert counts[-1] == 2

@@ -32,6 +32,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 _ALIGN_BYTES = 64
 """Also of the header: a matrix product may round differently at another alignment."""
 _MAX_BLOCKS = 32
+_MAX_IDLE_BLOCKS, _IDLE_BATCHES = 2, 64
+"""A block is given back where more than so many were free at each of so many batches."""
 _SPARE = 1.25
 """A block is made somewhat larger than the batch for which it is made, as the next may be."""
 _MAX_COVERED = 4
@@ -71,9 +73,12 @@ def forget_blocks(pids: Iterable[int]) -> None:
         del _received[key]
 
 
-def _receive_block(pid: int, number: int, size: int, block: Tensor | None) -> Tensor:
-    """Return the memory of a block that a message names. This is called where the message is
-    unpickled, which may be in a thread of torch's."""
+def _receive_block(pid: int, number: int, count: int, size: int, block: Tensor | None) -> Tensor:
+    """Return the memory of a block that a message names, and forget those that the process has
+    given back. This is called where the message is unpickled, which may be in a thread of
+    torch's."""
+    while _received.pop((pid, count), None) is not None:
+        count += 1
     if block is not None:
         _received[pid, number] = block.numpy()
     array = _received[pid, number]
@@ -106,6 +111,7 @@ class BatchPacker:
         self._blocks: list[_Block] = []
         self._block: _Block | None = None
         self._end = 0
+        self._idle_batches = 0
 
     def install(self) -> None:
         """Have torch's default_collate stack tensors in blocks. Call it in the loader process."""
@@ -114,6 +120,10 @@ class BatchPacker:
     def begin_batch(self) -> None:
         """Choose a block for the next batch."""
         free = [block for block in self._blocks if block.is_free()]
+        self._idle_batches = self._idle_batches + 1 if len(free) > _MAX_IDLE_BLOCKS else 0
+        if self._idle_batches >= _IDLE_BATCHES and free[-1] is self._blocks[-1]:
+            free.remove(self._blocks.pop())
+            self._idle_batches = 0
         self._block = max(free, key=lambda block: block.size_bytes, default=None)
         self._end = _ALIGN_BYTES
 
@@ -133,7 +143,7 @@ class BatchPacker:
         if spans is None:
             return batch
         assert self._block is not None
-        sent = self._block.send(self._end)
+        sent = self._block.send(self._end, len(self._blocks))
         self._block = None
         return PackedBatch(pickled.getvalue(), spans, sent)
 
@@ -220,12 +230,13 @@ class _Block:
         self._lent.append(weakref.ref(owner))
         return torch.from_numpy(np.frombuffer(owner, np.uint8))
 
-    def send(self, size: int) -> _SentBlock:
-        """Return what the training process is sent of the block, which is in use from now on."""
+    def send(self, size: int, count: int) -> _SentBlock:
+        """Return what the training process is sent of the block, which is in use from now on, and
+        of which there are so many."""
         self.array[0] = 1
         block = None if self._is_sent else self._tensor
         self._is_sent = True
-        return _SentBlock(os.getpid(), self.number, size, block)
+        return _SentBlock(os.getpid(), self.number, count, size, block)
 
 
 class _SentBlock(NamedTuple):
@@ -233,6 +244,7 @@ class _SentBlock(NamedTuple):
 
     pid: int
     number: int
+    block_count: int
     size: int
     block: Tensor | None
 
