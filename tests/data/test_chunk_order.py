@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Subset, random_split
 
 from echelon.data import chunk_order
 from echelon.data.chunk_order import (
@@ -219,3 +220,40 @@ def test_a_window_is_named_before_it_begins() -> None:
             if number >= first + 12:  # the first window is caught up with
                 begun = (number * 5 + 5) // 100
                 assert named >= set(arranged.chunks[10 * window : 10 * begun + 10].tolist())
+
+
+def test_parts_of_a_random_split_are_read_chunk_by_chunk() -> None:
+    data = Chunked([10] * 40, 30)
+    parts = random_split(data, [300, 100], torch.Generator().manual_seed(0))
+    parts[1] = Subset(parts[1], range(100)[::-2])  # a part of a part, counted from its end
+    for part in parts:
+        plan = make_epoch_plan(len(part), 7, 0, data=part)
+        order = plan.make_order(1, 0, 1, CPU)
+        assert isinstance(order, ChunkedOrder)
+        rows = join(batches(order))
+        assert sorted(rows) == list(range(len(part)))
+        samples = [part[row] for row in rows]
+        named = order.windows.chunk_numbers
+        assert named is not None
+        visits = [
+            {sample // 10 for sample in samples[begin:end]}
+            for begin, end in itertools.pairwise(
+                order.windows.arrange_epoch(0, 1).window_positions.tolist()
+            )
+        ]
+        assert max(map(len, visits)) == 3  # chunks of a window
+        assert sum(map(len, visits)) == len(named)  # each chunk in one window
+        lookahead = ChunkLookahead(order)
+        ahead = join([lookahead.advance_batch() for _ in range(plan.count_batches(1))])
+        assert ahead == [chunk for chunk in dict.fromkeys(ahead) if chunk in named]
+
+
+def test_a_subset_of_other_samples_has_another_layout() -> None:
+    data = Chunked([10] * 40, 30)
+    layouts = {
+        make_epoch_plan(300, 7, 0, data=Subset(data, indices)).layout
+        for indices in (range(300), range(1, 301), range(300)[::-1])
+    }
+    assert len(layouts) == 3
+    assert find_chunk_windows(Subset(data, range(20))) is None
+    assert find_chunk_windows(Subset(list(range(9)), range(3))) is None  # type: ignore[arg-type]

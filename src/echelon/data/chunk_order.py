@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Subset
 
 from echelon.data.formats.reader import ChunkTable
 from echelon.data.sample_order import EpochOrder, map_positions
@@ -48,8 +49,18 @@ class ChunkWindows:
     """How the samples of a table of chunks are shuffled: within windows of at most so many bytes,
     or of one chunk where that has more."""
 
-    def __init__(self, chunks: ChunkTable, window_bytes: int = DEFAULT_WINDOW_BYTES) -> None:
+    def __init__(
+        self,
+        chunks: ChunkTable,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        rows: NDArray[np.int64] | None = None,
+        chunk_numbers: NDArray[np.int64] | None = None,
+    ) -> None:
+        """`rows` are the samples of the chunks, one after the other, where these are not in the
+        order of the data; `chunk_numbers` those that the reader of the files knows the chunks by,
+        where some have no samples."""
         self.chunks, self.window_bytes = chunks, window_bytes
+        self.rows, self.chunk_numbers = rows, chunk_numbers
         self._arranged: dict[tuple[int, int], EpochWindows] = {}
 
     @property
@@ -95,6 +106,8 @@ def _accumulate(values: NDArray[np.int64]) -> NDArray[np.int64]:
 def find_chunk_windows(data: Any) -> ChunkWindows | None:
     """Return how a Dataset whose samples lie in chunks is shuffled; None for any other, and where
     all of it fits one window."""
+    if type(data) is Subset:
+        return _find_subset_windows(data)
     chunks = getattr(data, "chunks", None)
     if not isinstance(chunks, ChunkTable):
         return None
@@ -107,6 +120,31 @@ def find_chunk_windows(data: Any) -> ChunkWindows | None:
             )
         )
     windows = ChunkWindows(chunks, getattr(data, "window_bytes", DEFAULT_WINDOW_BYTES))
+    return None if windows.is_one_window else windows
+
+
+def _find_subset_windows(subset: Subset[Any]) -> ChunkWindows | None:
+    """Return how a Subset of data in chunks is shuffled, such as a part of `random_split`: its
+    samples in the order of the data, in the chunks of the data."""
+    data: Any = subset
+    indices = np.arange(len(subset))
+    window_bytes = getattr(subset, "window_bytes", None)
+    while type(data) is Subset:
+        indices = np.asarray(data.indices, np.int64)[indices]
+        data = data.dataset
+    whole = find_chunk_windows(data)
+    if whole is None or not len(indices):
+        return None
+    indices %= len(data)  # they may be counted from the end
+    rows = np.argsort(indices, kind="stable")
+    counts = np.bincount(
+        np.searchsorted(whole.chunks.starts, indices, "right") - 1,
+        minlength=len(whole.chunks.sizes_bytes),
+    )
+    used = np.flatnonzero(counts)
+    # Most formats read a chunk as a whole, however few of its samples are asked for.
+    chunks = ChunkTable(_accumulate(counts[used]), whole.chunks.sizes_bytes[used])
+    windows = ChunkWindows(chunks, window_bytes or whole.window_bytes, rows, used)
     return None if windows.is_one_window else windows
 
 
@@ -135,6 +173,8 @@ class ChunkedOrder(EpochOrder):
         places = arranged.chunk_positions.searchsorted(shuffled, "right") - 1
         shuffled -= arranged.chunk_positions[places]
         shuffled += self.windows.chunks.starts[arranged.chunks[places]]
+        if self.windows.rows is not None:
+            shuffled = self.windows.rows[shuffled]
         return torch.from_numpy(shuffled).to(positions.device)
 
     def _find_run_end(self, first: int, samples: int) -> int:
@@ -154,6 +194,7 @@ class ChunkLookahead:
 
     def __init__(self, order: ChunkedOrder, first_batch: int = 0) -> None:
         self._arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+        self._chunk_numbers = order.windows.chunk_numbers
         self._size, self._batch_size = order.size, order.batch_size
         self._position = min(first_batch * order.batch_size, order.size)
         window = min(self._find_window(self._position), len(self._arranged.window_positions) - 2)
@@ -172,7 +213,10 @@ class ChunkLookahead:
         due = self._find_due_place()
         late = self._due_place - self._place
         stop = due - late + -(-late // _CATCH_UP_PARTS)
-        named: list[int] = self._arranged.chunks[self._place : stop].tolist()
+        chunks = self._arranged.chunks[self._place : stop]
+        if self._chunk_numbers is not None:
+            chunks = self._chunk_numbers[chunks]
+        named: list[int] = chunks.tolist()
         self._place, self._due_place = stop, due
         self._due_at = self._find_due_position() if stop == due else 0
         return named
