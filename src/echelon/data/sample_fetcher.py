@@ -431,6 +431,7 @@ class LoaderProcesses:
         """Ends the processes."""
         self._begun = deque()
         end_loader_processes(self._loader)
+        self._fetched = iter(())  # which has batches that nobody has asked for
 
 
 def end_loader_processes(loader: DataLoader[Any]) -> None:
