@@ -82,6 +82,7 @@ def run_epochs(source: DatasetSource, epochs: Iterator[int]) -> None:
                 break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [60, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_nothing_grows_from_epoch_to_epoch(epochs: int) -> None:
     alone = count_held()
