@@ -36,6 +36,10 @@ def order(epoch: int = 0) -> EpochOrder:
     return EpochOrder(SIZE, BATCH, 0, 1, 0, epoch)
 
 
+def occupy_gpu(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 @pytest.fixture(params=[0, 2])
 def source(request: pytest.FixtureRequest) -> Iterator[DatasetSource]:
     source = DatasetSource(Rows(), request.param, GPU)
@@ -48,7 +52,7 @@ def sum_rows(batches: Iterator[Batch | BlockSlice], cycles: int) -> list[list[in
     sums = []
     for batch in batches:
         if cycles:
-            torch.cuda._sleep(cycles)
+            occupy_gpu(cycles)
         data: Any = batch.data
         sums.append(torch.stack([data["row"].sum(1), data["number"].to(data["row"].device)]))
         del batch, data  # whose memory may now be used again
@@ -66,7 +70,7 @@ def test_a_batch_is_copied_while_the_gpu_computes(source: DatasetSource) -> None
     batches = source.iter_batches(order(), 0, GPU)
     next(batches)
     torch.cuda.synchronize()
-    torch.cuda._sleep(LONG_CYCLES)
+    occupy_gpu(LONG_CYCLES)
     has_computed = torch.cuda.current_stream().record_event()
     batch: Any = next(batches)
     assert source._copier is not None
@@ -96,9 +100,22 @@ def test_an_object_that_moves_itself() -> None:
     source = DatasetSource(Rows(), 2, GPU, make_own)
     try:
         for batch in source.iter_batches(order(), 0, GPU):
-            torch.cuda._sleep(SHORT_CYCLES // 10)
+            occupy_gpu(SHORT_CYCLES // 10)
             data: Any = batch.data
             rows = data.rows
             assert torch.equal(rows[:, 0], rows[:, -1])
     finally:
         source.close()
+
+
+class OnDevice(Rows):
+    """Computes its samples on the GPU, which cannot be pinned."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": torch.full((WIDTH,), index, device=GPU), "number": index}
+
+
+def test_samples_that_are_on_the_gpu_already() -> None:
+    for batch in DatasetSource(OnDevice(), 0, GPU).iter_batches(order(), 0, GPU):
+        data: Any = batch.data
+        assert data["row"][:, 0].tolist() == data["number"].tolist()

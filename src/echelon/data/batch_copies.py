@@ -17,8 +17,20 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from echelon.data.batch_structure import list_tensors, move_batch
+
+
+def is_on_host(batch: Any) -> bool:
+    """Return whether all tensors of a batch are known, and are memory of the host."""
+    tensors = list_tensors(batch)
+    return tensors is not None and all(t.is_cpu and t.layout is torch.strided for t in tensors)
+
+
+def pin_batch(batch: Any) -> Any:
+    """Return a batch in pinned memory where it can be."""
+    return pin_memory(batch) if is_on_host(batch) else batch  # type: ignore[no-untyped-call]
 
 
 class BatchCopy(NamedTuple):
@@ -42,8 +54,9 @@ class BatchCopier:
         """Begin to copy a batch, preferably from pinned memory."""
         self._drop_copied()
         training = torch.cuda.current_stream(self._device)
-        # Objects that move themselves may have tensors that cannot be marked as used.
-        has_own_stream = list_tensors(batch) is not None
+        # Objects that move themselves may have tensors that cannot be marked as used. What a sample
+        # computes on a GPU is known to be there in the stream of the training alone.
+        has_own_stream = is_on_host(batch)
         stream = self.stream if has_own_stream else training
         with torch.cuda.stream(stream):
             moved = move_batch(batch, self._device)

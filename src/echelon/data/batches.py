@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.batch_copies import BatchCopier, BatchCopy
+from echelon.data.batch_copies import BatchCopier, BatchCopy, pin_batch
 from echelon.data.batch_structure import move_batch
 from echelon.data.loader_options import describe_loader
 from echelon.data.sample_order import count_batches
@@ -366,7 +366,8 @@ class DatasetSource:
         )
         on_gpu = device is not None and device.type == "cuda"
         self._copier = BatchCopier(device) if on_gpu and device is not None else None
-        self._is_pinned = on_gpu and bool((options or {}).get("pin_memory", True))
+        may_pin = bool((options or {}).get("pin_memory", True))
+        self._must_pin = on_gpu and may_pin and not workers  # loader processes have it done
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -418,7 +419,8 @@ class DatasetSource:
                 fetched, count = following
                 copy = None
                 if count and not fetched.faults:
-                    copy = copier.begin_copy(self._pin_batch(fetched.data))
+                    data = pin_batch(fetched.data) if self._must_pin else fetched.data
+                    copy = copier.begin_copy(data)
                 ahead.append((fetched, count, copy))
             if not ahead:
                 if failure is not None:
@@ -430,14 +432,6 @@ class DatasetSource:
 
     def _has_ready_batch(self) -> bool:
         return self._processes is not None and self._processes.has_ready_batch()
-
-    def _pin_batch(self, batch: Any) -> Any:
-        """Return a batch of this process in pinned memory; those of loader processes are."""
-        if self._processes is not None or not self._is_pinned:
-            return batch
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return pin_memory(batch)  # type: ignore[no-untyped-call]
 
     def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:
         """Return this rank's share of one batch. Loader processes that work on others are left
