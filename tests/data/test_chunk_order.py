@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.data import chunk_order
-from echelon.data.chunk_order import ChunkedOrder, ChunkWindows, find_chunk_windows
+from echelon.data.chunk_order import (
+    ChunkedOrder,
+    ChunkLookahead,
+    ChunkWindows,
+    find_chunk_windows,
+)
 from echelon.data.epoch_plan import make_epoch_plan
 from echelon.data.formats.reader import ChunkTable
 from echelon.data.sample_order import EpochOrder, map_positions
@@ -177,3 +182,40 @@ def test_blocks_touch_few_windows() -> None:
     order = make_order(make_table([2] * 5000, sample_bytes=100), 200, 8)
     lengths = [indices.numel() for indices, _ in order.iter_blocks()]
     assert max(lengths) <= 64 * 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, window=WINDOWS, batch_size=st.integers(1, 20), data=st.data())
+def test_chunks_are_named_once_and_at_most_a_window_ahead(
+    lengths: list[int], window: int, batch_size: int, data: st.DataObject
+) -> None:
+    order = make_order(make_table(lengths), window, batch_size)
+    arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+    whole = batches(order)
+    first = data.draw(st.integers(0, len(whole)))
+    lookahead = ChunkLookahead(order, first)
+    named: list[int] = []
+    for number in range(first, len(whole)):
+        named += lookahead.advance_batch()
+        reached = min((number + 1) * batch_size, order.size)
+        current = arranged.window_positions.searchsorted(reached, "right") - 1
+        end = arranged.window_positions[min(current + 2, len(arranged.window_positions) - 1)]
+        last = arranged.chunk_positions.searchsorted(end, "right")
+        assert set(named) <= set(arranged.chunks[:last].tolist())
+    at = arranged.chunks.tolist().index(named[0]) if named else 0
+    assert named == arranged.chunks[at : at + len(named)].tolist()
+
+
+def test_a_window_is_named_before_it_begins() -> None:
+    """From the first batch on, and from the middle of an epoch."""
+    order = make_order(make_table([10] * 40), 100, 5)
+    arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+    for first in (0, 33):
+        lookahead = ChunkLookahead(order, first)
+        window = first * 5 // 100
+        named = set[int]()
+        for number in range(first, 80):
+            named.update(lookahead.advance_batch())
+            if number >= first + 12:  # the first window is caught up with
+                begun = (number * 5 + 5) // 100
+                assert named >= set(arranged.chunks[10 * window : 10 * begun + 10].tolist())

@@ -26,6 +26,9 @@ from echelon.data.sample_order import EpochOrder, map_positions
 from echelon.errors import EchelonError, Fault
 
 DEFAULT_WINDOW_BYTES = 256 << 20
+_CATCH_UP_PARTS = 4
+"""Of the chunks that should have been named at the start of an epoch, a quarter is named with each
+batch: all at once would keep the disk from the samples of the first."""
 _MAX_BLOCK_WINDOWS = 64
 """Windows of a block: one costs some hundred microseconds, however few of its samples are drawn."""
 
@@ -140,3 +143,61 @@ class ChunkedOrder(EpochOrder):
         arranged = self.windows.arrange_epoch(self.seed, self.epoch)
         window_samples = self.size // (len(arranged.window_positions) - 1)
         return min(stop, first + max(1, _MAX_BLOCK_WINDOWS * window_samples // self.batch_size))
+
+
+class ChunkLookahead:
+    """Which chunks will be needed soon, as the batches of an epoch go by.
+
+    While a window is read, the chunks of the next one are named at the same pace, in their order,
+    each once: what is named and not needed yet is never more than a window.
+    """
+
+    def __init__(self, order: ChunkedOrder, first_batch: int = 0) -> None:
+        self._arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+        self._size, self._batch_size = order.size, order.batch_size
+        self._position = min(first_batch * order.batch_size, order.size)
+        window = min(self._find_window(self._position), len(self._arranged.window_positions) - 2)
+        first = self._arranged.window_positions[window]
+        self._place = int(self._arranged.chunk_positions.searchsorted(first))
+        """Of the next chunk to name."""
+        self._due_place = self._find_due_place()
+        self._due_at = 0
+        """Nothing is to be named before this position."""
+
+    def advance_batch(self) -> list[int]:
+        """Go one batch further, and return the chunks to be named with it."""
+        self._position = min(self._position + self._batch_size, self._size)
+        if self._position < self._due_at:
+            return []
+        due = self._find_due_place()
+        late = self._due_place - self._place
+        stop = due - late + -(-late // _CATCH_UP_PARTS)
+        named: list[int] = self._arranged.chunks[self._place : stop].tolist()
+        self._place, self._due_place = stop, due
+        self._due_at = self._find_due_position() if stop == due else 0
+        return named
+
+    def _find_window(self, position: int) -> int:
+        return int(self._arranged.window_positions.searchsorted(position, "right")) - 1
+
+    def _find_due_place(self) -> int:
+        """Return the place of the first chunk that need not be named yet."""
+        borders = self._arranged.window_positions
+        window = self._find_window(self._position)
+        if window + 2 >= len(borders):
+            return len(self._arranged.chunks)
+        start, border, stop = borders[window : window + 3].tolist()
+        due = border + (self._position - start) * (stop - border) // (border - start)
+        return int(self._arranged.chunk_positions.searchsorted(due))
+
+    def _find_due_position(self) -> int:
+        """Return the position in the epoch from which on the next chunk is to be named."""
+        if self._place >= len(self._arranged.chunks):
+            return self._size + 1
+        borders = self._arranged.window_positions
+        begin = int(self._arranged.chunk_positions[self._place])
+        window = min(self._find_window(begin), len(borders) - 2)
+        if not window:
+            return 0
+        start, border, stop = borders[window - 1 : window + 2].tolist()
+        return int(start + (begin - border) * (border - start) // max(1, stop - border))

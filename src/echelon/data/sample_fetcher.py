@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from echelon.data.bad_samples import (
     make_bad_sample_fault,
     make_too_many_fault,
 )
+from echelon.data.chunk_order import ChunkedOrder, ChunkLookahead
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
@@ -46,14 +47,19 @@ class SampleShare(NamedTuple):
     epoch."""
     seed: int
     epoch: int
+    chunks_ahead: Sequence[int] = ()
+    """Chunks of the files that will be needed soon, and that no earlier share has named."""
 
 
 def iter_shares(order: BatchOrder, first_batch: int) -> Iterator[SampleShare]:
     """Yields the shares of a rank, batch by batch; some may be empty."""
+    ahead = ChunkLookahead(order, first_batch) if isinstance(order, ChunkedOrder) else None
     for draws, counts in order.iter_draws(first_batch):
         numbers = draws.tolist()
         for stop, count in zip(accumulate(counts), counts, strict=True):
-            yield SampleShare(numbers[stop - count : stop], order.seed, order.epoch)
+            rows = numbers[stop - count : stop]
+            chunks = () if ahead is None else ahead.advance_batch()
+            yield SampleShare(rows, order.seed, order.epoch, chunks)
 
 
 class FetchedShare(NamedTuple):
@@ -108,6 +114,8 @@ class SampleFetcher:
         fetches all at once and is seeded once, by the first of them; so is the collation.
         """
         rows = [draw % self._size for draw in share.draws]
+        if share.chunks_ahead and self._files is not None:
+            self._files.prefetch_chunks(share.chunks_ahead)
         try:
             return FetchedShare(self._fetch_batch(rows, share))
         except _SampleError as failed:
