@@ -47,6 +47,8 @@ class ObjectStoreServer:
     """How many requests are answered so; all without it."""
     answer_path: str = ""
     """Only for paths with this in them."""
+    answer_after: int = 0
+    """Only when so many requests were made."""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of each."""
     bytes_sent: int = 0
@@ -73,6 +75,8 @@ class ObjectStoreServer:
             "GOOGLE_SKIP_SIGNATURE": "true",
             "GCE_METADATA_HOST": "127.0.0.1:1",
             "ECHELON_STORE_RETRIES": "1",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
         }
 
     def put(self, key: str, data: bytes, bucket: str = "") -> str:
@@ -95,6 +99,8 @@ class ObjectStoreServer:
     def take_answer(self, path: str) -> int | str | None:
         with self.lock:
             if self.answer is None or self.answer_path not in path or self.answer_times == 0:
+                return None
+            if len(self.requests) <= self.answer_after:
                 return None
             self.answer_times -= 1
             return self.answer

@@ -16,41 +16,46 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("object_store")]
 
 
 def test_objects_are_written_listed_read_and_removed(
-    server: ObjectStoreServer, tmp_path: Path
+    object_store: ObjectStoreServer, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
     source.write_bytes(os.urandom(20 << 20))  # in several parts
-    written = client.upload_file(source, f"s3://{server.bucket}/a/large.bin")
+    written = client.upload_file(source, f"s3://{object_store.bucket}/a/large.bin")
     assert written.size == 20 << 20
-    assert server.get("a/large.bin") == source.read_bytes()
-    small = server.put("a/b/small.json", b"{}")
-    server.put("ab.json", b"")
-    listed = client.list_objects(f"s3://{server.bucket}/a")
+    assert object_store.get("a/large.bin") == source.read_bytes()
+    small = object_store.put("a/b/small.json", b"{}")
+    object_store.put("ab.json", b"")
+    listed = client.list_objects(f"s3://{object_store.bucket}/a")
     assert [each.url for each in listed] == [small, written.url]
     assert client.read_object(listed[0]) == b"{}"
     client.download_file(written, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
     client.delete_objects([small, written.url, small])
-    assert client.list_objects(f"s3://{server.bucket}/a") == []
-    assert client.list_objects(f"s3://{server.bucket}/") == [client.find_object(_url(server))]
+    assert client.list_objects(f"s3://{object_store.bucket}/a") == []
+    assert client.list_objects(f"s3://{object_store.bucket}/") == [
+        client.find_object(_url(object_store))
+    ]
 
 
-def _url(server: ObjectStoreServer) -> str:
-    return f"s3://{server.bucket}/ab.json"
+def _url(object_store: ObjectStoreServer) -> str:
+    return f"s3://{object_store.bucket}/ab.json"
 
 
-def test_google_and_web_servers_are_read(server: ObjectStoreServer) -> None:
-    server.put("a/b.json", b"[1]")
-    for url in (f"gs://{server.bucket}/a/b.json", f"{server.endpoint}/{server.bucket}/a/b.json"):
+def test_google_and_web_servers_are_read(object_store: ObjectStoreServer) -> None:
+    object_store.put("a/b.json", b"[1]")
+    for url in (
+        f"gs://{object_store.bucket}/a/b.json",
+        f"{object_store.endpoint}/{object_store.bucket}/a/b.json",
+    ):
         assert client.read_object(client.find_object(url)) == b"[1]"
-    [listed] = client.list_objects(f"gs://{server.bucket}/a")
-    assert listed.url == f"gs://{server.bucket}/a/b.json"
+    [listed] = client.list_objects(f"gs://{object_store.bucket}/a")
+    assert listed.url == f"gs://{object_store.bucket}/a/b.json"
     with pytest.raises(EchelonError, match="is on a web server, which cannot list files"):
-        client.list_objects(f"{server.endpoint}/{server.bucket}")
+        client.list_objects(f"{object_store.endpoint}/{object_store.bucket}")
 
 
-def test_forked_children_use_the_process_of_their_parent(server: ObjectStoreServer) -> None:
-    url = server.put("a.json", b"[1]")
+def test_forked_children_use_the_process_of_their_parent(object_store: ObjectStoreServer) -> None:
+    url = object_store.put("a.json", b"[1]")
     info = client.find_object(url)
     children = []
     for _ in range(3):
@@ -73,40 +78,40 @@ def test_forked_children_use_the_process_of_their_parent(server: ObjectStoreServ
     ],
 )
 def test_an_ill_store_is_said_in_a_sentence(
-    server: ObjectStoreServer,
+    object_store: ObjectStoreServer,
     monkeypatch: pytest.MonkeyPatch,
     answer: int | str,
     problem: StoreProblem,
     words: str,
 ) -> None:
     monkeypatch.setenv("ECHELON_STORE_TIMEOUT_S", "0.5")
-    url = server.put("a.json", b"x" * 1000)
+    url = object_store.put("a.json", b"x" * 1000)
     info = client.find_object(url)
-    server.answer = answer
+    object_store.answer = answer
     for ask in (lambda: client.read_object(info), lambda: client.list_objects(url)):
         with pytest.raises(ObjectStoreError) as raised:
             ask()
         assert raised.value.problem is problem
         _require_plain(raised.value, url, words)
-    server.answer = None
+    object_store.answer = None
     assert client.read_object(info) == b"x" * 1000
 
 
-def test_one_failure_is_retried(server: ObjectStoreServer) -> None:
-    url = server.put("a.json", b"[1]")
+def test_one_failure_is_retried(object_store: ObjectStoreServer) -> None:
+    url = object_store.put("a.json", b"[1]")
     info = client.find_object(url)
-    server.answer, server.answer_times = 500, 1
+    object_store.answer, object_store.answer_times = 500, 1
     assert client.read_object(info) == b"[1]"
 
 
 def test_what_is_missing_changed_or_out_of_reach_is_named(
-    server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    object_store: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    url = server.put("a.json", b"[1]")
+    url = object_store.put("a.json", b"[1]")
     info = client.find_object(url)
-    server.put("a.json", b"[2]")
+    object_store.put("a.json", b"[2]")
     _require_error(lambda: client.read_object(info), url, "changed since it was opened")
-    missing = f"s3://{server.bucket}/b.json"
+    missing = f"s3://{object_store.bucket}/b.json"
     _require_error(lambda: client.find_object(missing), missing, "there is no such object")
     other = "s3://no-such-bucket-here/a"
     _require_error(lambda: client.list_objects(other), other, "there is no such bucket")
@@ -124,7 +129,7 @@ def test_what_is_missing_changed_or_out_of_reach_is_named(
     )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profiles))
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_store.endpoint)
     assert client.find_object(url) == info
 
 

@@ -26,6 +26,8 @@ from echelon.utils.files import replace_file
 from echelon.utils.os_errors import format_os_error_reason
 
 _Result = TypeVar("_Result")
+_WEAK_ETAGS = ("W/", "time ")
+"""A server compares only others; these are compared when the answer has come."""
 _DOWNLOAD_PART_BYTES = 16 << 20
 
 
@@ -53,8 +55,8 @@ class Bucket:
     def read_range(self, info: ObjectInfo, key: str, begin: int, end: int) -> Any:
         """Return some bytes of an object, as a buffer. Raises if it is another one by now."""
         options: Any = {"range": (begin, end)}
-        if info.etag.startswith(('"', "W/")):
-            options["if_match"] = info.etag
+        if not info.etag.startswith(_WEAK_ETAGS):
+            options["if_match"] = f'"{info.etag}"'
 
         def read() -> Any:
             result = obstore.get(self._store, key, options=options)
@@ -112,8 +114,9 @@ class Bucket:
 
     def _describe(self, meta: Any) -> ObjectInfo:
         url = str(self._url._replace(key=meta["path"]))
-        etag = meta.get("e_tag") or meta["last_modified"].isoformat()
-        return ObjectInfo(url, int(meta["size"]), str(etag))
+        # Some stores leave out the quotes when they list objects.
+        etag = (meta.get("e_tag") or "").strip('"') or f"time {meta['last_modified'].isoformat()}"
+        return ObjectInfo(url, int(meta["size"]), etag)
 
     def _call(self, key: str, action: str, function: Callable[[], _Result]) -> _Result:
         try:

@@ -25,7 +25,7 @@ from echelon.object_store.urls import ObjectInfo, parse_url
 _MAX_READ_BYTES = 64 << 20
 _VARIABLE_PREFIXES = (
     *("AWS_", "GOOGLE_", "GCE_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-    *("ECHELON_STORE_", "ECHELON_CACHE"),
+    *("ECHELON_STORE_", "ECHELON_CACHE", "ECHELON_DATA_CACHE"),
 )
 
 

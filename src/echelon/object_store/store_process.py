@@ -17,17 +17,27 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.block_cache import (
+    WHOLE_OBJECT,
+    BlockCache,
+    count_blocks,
+    get_block_range,
+    open_cache,
+)
 from echelon.object_store.bucket import Bucket
-from echelon.object_store.limits import read_limits
+from echelon.object_store.limits import CONCURRENT_REQUESTS, read_limits
 from echelon.object_store.store_errors import ObjectStoreError, StoreProblem
 from echelon.object_store.urls import ObjectInfo, ObjectUrl, parse_url
 
+_BLOCKS_AHEAD = 8
 _open_lock = threading.Lock()
 
 
@@ -76,6 +86,68 @@ def _delete(urls: list[str]) -> Any:
         get_bucket(bucket).delete(keys)
 
 
+def _fetch(wanted: list[Any]) -> Any:
+    """Have blocks in the cache: of each object its description and the numbers of blocks."""
+    tasks = [
+        _get_pool().submit(_fetch_block, ObjectInfo(*info), number, True)
+        for *info, numbers in wanted
+        for number in numbers
+    ]
+    for task in tasks:
+        task.result()
+
+
+def _prefetch(url: str, size: int, etag: str, numbers: list[int]) -> Any:
+    """Have blocks fetched after those that somebody waits for."""
+    for number in numbers:
+        _get_prefetch_pool().submit(_prefetch_block, ObjectInfo(url, size, etag), number)
+
+
+def _prefetch_block(info: ObjectInfo, number: int) -> None:
+    with contextlib.suppress(EchelonError):  # reading says why
+        _fetch_block(info, number, False)
+
+
+def _fetch_block(info: ObjectInfo, number: int, may_wait: bool) -> None:
+    parsed = parse_url(info.url)
+
+    def read_block(number: int) -> Any:
+        return get_bucket(parsed).read_range(info, parsed.key, *get_block_range(info, number))
+
+    def fetch() -> Iterable[Any]:
+        if number != WHOLE_OBJECT:
+            return [read_block(number)]
+        return _map_ahead(read_block, range(count_blocks(info)))
+
+    _get_cache().store_block(info, number, fetch, may_wait=may_wait)
+
+
+def _map_ahead(read_block: Callable[[int], Any], numbers: Iterable[int]) -> Iterator[Any]:
+    """Yield what a function returns for each number; a few calls are ahead."""
+    pending: deque[Future[Any]] = deque()
+    for number in numbers:
+        pending.append(_get_prefetch_pool().submit(read_block, number))
+        if len(pending) > _BLOCKS_AHEAD:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+@cache
+def _get_cache() -> BlockCache:
+    return open_cache(os.environ)
+
+
+@cache
+def _get_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONCURRENT_REQUESTS)
+
+
+@cache
+def _get_prefetch_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONCURRENT_REQUESTS)
+
+
 REQUESTS: dict[str, Callable[..., Any]] = {
     "find": _find,
     "list": _list,
@@ -83,6 +155,8 @@ REQUESTS: dict[str, Callable[..., Any]] = {
     "download": _download,
     "upload": _upload,
     "delete": _delete,
+    "fetch": _fetch,
+    "prefetch": _prefetch,
 }
 
 
