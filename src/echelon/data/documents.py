@@ -17,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from echelon.data.file_dataset import FileDataset
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.document_index import find_documents
 from echelon.data.formats.index_file import load_index
 from echelon.data.formats.reader import ChunkTable, SamplePlace, sum_to_starts
-from echelon.data.formats.token_files import map_tokens
+from echelon.data.formats.remote_rows import RemoteRows
+from echelon.data.formats.token_files import Tokens, map_tokens
 from echelon.data.sample_seeds import derive_seeds, keep_generators, seed_generators
 from echelon.errors import EchelonError, Fault
 from echelon.utils.text import join_names
@@ -55,7 +57,7 @@ class Documents(Protocol):
         """Return tokens from each place on. No span reaches into another document."""
         ...
 
-    def locate(self, document: int) -> tuple[Path, str]:
+    def locate(self, document: int) -> tuple[DataPath, str]:
         """Return where a document is, and its name there."""
         ...
 
@@ -63,7 +65,7 @@ class Documents(Protocol):
 class FileDocuments:
     """The documents of token files. `token` is the last one of each, or the first one."""
 
-    def __init__(self, paths: Sequence[Path], dtype: str, token: int, is_last: bool) -> None:
+    def __init__(self, paths: Sequence[DataPath], dtype: str, token: int, is_last: bool) -> None:
         self._paths, self._dtype = list(paths), dtype
         mapped = self._map_files()
         kind = f"documents-1/{dtype}-{'eos' if is_last else 'bos'}{token}"
@@ -73,7 +75,7 @@ class FileDocuments:
         self._item_bytes = [tokens.itemsize for tokens in mapped]
         self._starts = sum_to_starts([len(tokens) for tokens in mapped])
         """The place of the first token of each file, and the end."""
-        self._mapped: list[NDArray[Any]] | None = mapped
+        self._mapped: list[Tokens] | None = mapped
         self.count, self.tokens = len(self._index), int(self._starts[-1])
         self.token_bytes = float(max(self._item_bytes))
 
@@ -107,21 +109,24 @@ class FileDocuments:
     def read_spans(
         self, places: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> list[NDArray[Any]]:
-        """Return views of the mapped files."""
+        """Return views of the mapped files; of objects, copies."""
         mapped = self._mapped = self._mapped or self._map_files()
         files = self._starts.searchsorted(places, "right") - 1
         firsts = places - self._starts[files]
+        for file in np.unique(files).tolist():
+            if isinstance(tokens := mapped[file], RemoteRows):
+                tokens.fetch_spans(firsts[files == file], counts[files == file])
         rows = zip(files.tolist(), firsts.tolist(), counts.tolist(), strict=True)
         return [mapped[file][first : first + count] for file, first, count in rows]
 
-    def locate(self, document: int) -> tuple[Path, str]:
+    def locate(self, document: int) -> tuple[DataPath, str]:
         """Return the file of a document, and its number and first token there."""
         place = self._index.locate(document)
         file = int(self._index.starts.searchsorted(document, "right")) - 1
         token = int(self.get_starts(np.array([document]))[0] - self._starts[file])
         return place.file, f"document {place.number:,}, at token {token:,}"
 
-    def _map_files(self) -> list[NDArray[Any]]:
+    def _map_files(self) -> list[Tokens]:
         mapped = [map_tokens(path, self._dtype) for path in self._paths]
         raise_faults([each for each in mapped if isinstance(each, Fault)])
         return [each for each in mapped if not isinstance(each, Fault)]
@@ -190,7 +195,7 @@ class DatasetDocuments:
         rows = zip(numbers.tolist(), firsts.tolist(), counts.tolist(), strict=True)
         return [documents[number][first : first + count] for number, first, count in rows]
 
-    def locate(self, document: int) -> tuple[Path, str]:
+    def locate(self, document: int) -> tuple[DataPath, str]:
         """Return where a document is, as far as the Dataset knows."""
         own = getattr(self._dataset, "locate", None)
         place = None if own is None else own(document)

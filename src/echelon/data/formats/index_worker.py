@@ -19,8 +19,11 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.index_layout import IndexTask
 from echelon.errors import Fault
+from echelon.object_store.remote_file import RemoteFile
+from echelon.object_store.urls import ObjectInfo
 
 _BYTES_PER_PROCESS = 128 << 20
 """For less, a process is not worth its start."""
@@ -97,14 +100,15 @@ def _make_lost_fault(task: IndexTask) -> Fault:
 def _write_task(task: IndexTask) -> str:
     given = task.build_one
     build_one = given if isinstance(given, partial) else partial(given)
-    words = [str(task.file), str(task.target), task.kind]
+    file = list(task.file.info) if isinstance(task.file, RemoteFile) else str(task.file)
+    words = [file, str(task.target), task.kind]
     words += [build_one.func.__module__, build_one.func.__name__]
     return json.dumps([*words, build_one.keywords]) + "\n"
 
 
-def _get_size(file: Path) -> int:
+def _get_size(file: DataPath) -> int:
     with contextlib.suppress(OSError):
-        return file.stat().st_size
+        return get_size(file)
     return 0
 
 
@@ -130,7 +134,8 @@ def main() -> None:
     for line in sys.stdin:
         file, target, kind, module, name, options = json.loads(line)
         build_one = partial(getattr(importlib.import_module(module), name), **options)
-        faults = IndexTask(Path(file), Path(target), kind, build_one).run()
+        path = Path(file) if isinstance(file, str) else RemoteFile(ObjectInfo(*file))
+        faults = IndexTask(path, Path(target), kind, build_one).run()
         answers.write(json.dumps(faults) + "\n")
         answers.flush()
 
