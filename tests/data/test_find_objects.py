@@ -49,6 +49,9 @@ def write_all(folder: Path) -> None:
         )
         (folder / "tokens").mkdir(exist_ok=True)
         np.arange(100, dtype=np.uint16).tofile(folder / "tokens" / f"{number}.bin")
+        (folder / "documents").mkdir(exist_ok=True)
+        (np.arange(90, dtype=np.uint16) % 13).tofile(folder / "documents" / f"{number}.bin")
+        np.save(folder / "documents" / f"{number}.npy", np.arange(70) % 11)
     write_photos(folder / "images", "cat", "dog")
 
 
@@ -61,6 +64,8 @@ def put_all(store: ObjectStoreServer, folder: Path) -> None:
 def open_any(place: str) -> Any:
     if "tokens" in place:
         return echelon.data.open_tokens(place, length=8, stride=3)
+    if "documents" in place:
+        return echelon.data.pack_documents(place, length=16, strategy="best_fit", bos_token_id=0)
     return echelon.data.open(place, decode=None)
 
 
@@ -76,7 +81,7 @@ def test_every_format_gives_the_same_samples_as_from_a_disk(
 ) -> None:
     write_all(tmp_path / "data")
     put_all(object_store, tmp_path / "data")
-    for name in ("tar", "jsonl", "parquet", "arrow", "npy", "tokens", "images"):
+    for name in ("tar", "jsonl", "parquet", "arrow", "npy", "tokens", "documents", "images"):
         local = open_any(str(tmp_path / "data" / name))
         for scheme in ("s3", "gs"):
             remote = open_any(f"{scheme}://{object_store.bucket}/{name}")
