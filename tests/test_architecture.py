@@ -27,6 +27,7 @@ LEVELS = {
     "errors": 0,
     "utils": 0,
     "snapshot.layout": 0,
+    "object_store": 1,
     "hosts": 1,
     "config": 1,
     "world": 1,
