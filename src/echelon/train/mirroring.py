@@ -1,0 +1,128 @@
+"""The mirror of a run's snapshots: what a start takes from it, and the settings behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from echelon.config.schema import Config
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.registry import make_launcher
+from echelon.object_store.urls import is_url
+from echelon.runs.run_folder import Run
+from echelon.snapshot.layout import BEST_LINK, list_snapshots, parse_step
+from echelon.snapshot.mirror import MirrorFailedError, MirrorProcess, SnapshotMirror
+from echelon.snapshot.reader import find_newest
+from echelon.utils.files import read_json_object, write_json_atomically
+
+PREEMPTED_LIMIT_S = 20.0
+"""How long a run that was stopped waits for its mirror, where nobody says how much time there is:
+Kubernetes gives 30 s."""
+QUEUE_MARGIN_S = 15.0
+"""What a job that is told of its end `launch.signal_lead_s` before keeps for the rest."""
+FAILED_LIMIT_S = 20.0
+
+
+def begin_mirror(
+    config: Config, run: Run, report: Callable[[str], None]
+) -> tuple[Config, SnapshotMirror | None]:
+    """Bring the snapshot that the run continues from to this machine, if it is in an object store,
+    and open the run's mirror. Only rank 0 calls it, before anything is built.
+
+    Returns the configuration, in which a snapshot that was given by its address has a path.
+    """
+    process = MirrorProcess()
+    try:
+        if is_url(config.trainer.resume):
+            given = config.trainer.resume
+            config = _fetch_given_snapshot(config, run, process, report)
+        else:
+            given = ""
+        if config.trainer.mirror is not None:
+            return config, _open_mirror(config, run, given, process, report)
+    except BaseException:
+        process.close()
+        raise
+    process.close()
+    return config, None
+
+
+def _fetch_given_snapshot(
+    config: Config, run: Run, process: MirrorProcess, report: Callable[[str], None]
+) -> Config:
+    """Return the configuration with the path of the snapshot that it names by its address."""
+    url = config.trainer.resume.rstrip("/")
+    parent, _, last = url.rpartition("/")
+    which = last if last == BEST_LINK or parse_step(last) is not None else ""
+    try:
+        result = process.ask(
+            "fetch", parent if which else url, which=which, folder=str(run.fetched_folder)
+        )
+    except MirrorFailedError as error:
+        raise EchelonError(
+            Fault(f"trainer.resume={url} cannot be read: {error}", "try again when it can"),
+            exit=ExitCode.FAILED,
+        ) from None
+    folder = run.fetched_folder / result["name"]
+    for warning in result["warnings"]:
+        report(f"warning: {warning}; {folder.name} is used")
+    report(f"fetched {folder.name} from {parent if which else url}")
+    trainer = dataclasses.replace(config.trainer, resume=str(folder))
+    return dataclasses.replace(config, trainer=trainer)
+
+
+def _open_mirror(
+    config: Config, run: Run, given: str, process: MirrorProcess, report: Callable[[str], None]
+) -> SnapshotMirror:
+    trainer = config.trainer
+    url = f"{str(trainer.mirror).rstrip('/')}/{run.name}"
+    snapshot, _ = find_newest(run.snapshots_folder)
+    known = read_json_object(run.mirror_file) or {}
+    owner = [str(known["run"]), str(known["start"])] if {"run", "start"} <= known.keys() else None
+    is_own_address = given.rstrip("/").startswith(url)
+    continues = trainer.resume in ("auto", "never")
+    try:
+        found = process.ask(
+            "begin",
+            url,
+            owner=owner,
+            snapshots=str(run.snapshots_folder),
+            newest_step=None if snapshot is None else snapshot.step,
+            is_adopted=(trainer.resume == "auto" or is_own_address)
+            and not list_snapshots(run.snapshots_folder),
+            is_fetched=continues,
+        )
+    except MirrorFailedError as error:
+        if snapshot is None or owner is None:
+            raise EchelonError(
+                Fault(
+                    f"trainer.mirror={trainer.mirror}: {error}; whether it holds snapshots of "
+                    f"{run.name} is not known",
+                    "try again when it answers, or leave trainer.mirror out",
+                ),
+                exit=ExitCode.FAILED,
+            ) from None
+        report(
+            f"warning: the mirror {url} does not answer: {error}; resuming from what is here, and "
+            "trying it again"
+        )
+        return SnapshotMirror(process, url, owner, trainer.keep_last)
+    for warning in found["warnings"]:
+        report(f"warning: {warning}; an older one is used")
+    if found["fetched_step"] is not None:
+        report(f"fetched the snapshot of step {found['fetched_step']} from {url}")
+    run_id, start = found["owner"]
+    write_json_atomically(run.mirror_file, {"run": run_id, "start": start})
+    report(f"snapshots are mirrored to {url}")
+    mirrored_step = found["mirrored_step"]
+    return SnapshotMirror(process, url, found["owner"], trainer.keep_last, mirrored_step)
+
+
+def get_close_limit_s(config: Config, outcome: ExitCode, stopped_s: float) -> float | None:
+    """Return how long the end of a run may wait for its mirror: a run that is finished as long as
+    bytes move, one that was stopped ``stopped_s`` ago within the time it was given."""
+    if outcome is not ExitCode.PREEMPTED:
+        return None
+    if make_launcher(config).queue:
+        return max(1.0, config.launch.signal_lead_s - QUEUE_MARGIN_S - stopped_s)
+    return max(1.0, PREEMPTED_LIMIT_S - stopped_s)
