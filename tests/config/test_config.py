@@ -373,6 +373,21 @@ def test_settings_that_contradict_each_other(words: list[str], part: str) -> Non
     assert part in what
 
 
+def test_snapshots_go_to_object_stores_and_run_folders_do_not() -> None:
+    found = list_faults(
+        ["run.dir=s3://bucket/x", "trainer.mirror=/data/x", "trainer.resume=https://host/x"]
+    )
+    assert list(found) == [
+        "run.dir=s3://bucket/x is not on a file system, which the locks, heartbeats and logs of a "
+        "run need",
+        "trainer.mirror=/data/x is not the address of an object store",
+        "trainer.resume=https://host/x is not the address of an object store",
+    ]
+    assert "trainer.mirror=s3://bucket/x" in next(iter(found.values()))
+    assert "secret" not in str(list_faults(["trainer.mirror=s3://key:secret@bucket/x"]))
+    compose(["trainer.mirror=gs://bucket/x", "trainer.resume=s3://bucket/x/run/best"])
+
+
 def test_unused_gpus_are_allowed_if_procs_is_set() -> None:
     words = ["replica.devices=2", "launch=slurm", "launch.gpus_per_node=5", "launch.procs=2"]
     assert compose(words, TYPED).launch.procs == 2

@@ -20,6 +20,8 @@ from echelon.snapshot.writer import SnapshotWriter
 
 OWNER = ["run", "start"]
 
+pytestmark = pytest.mark.slow  # each starts the process of a mirror
+
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStoreServer]:
@@ -48,7 +50,7 @@ def until(true: Callable[[], bool]) -> bool:
 
 
 def close(mirror: SnapshotMirror, limit_s: float | None = None) -> None:
-    mirror.close(limit_s, lambda: None)
+    mirror.close(limit_s, lambda seconds: None)
 
 
 def save(writer: SnapshotWriter, *steps: int, best: tuple[int, ...] = ()) -> None:
@@ -154,13 +156,36 @@ def test_an_outage_costs_one_warning(
     save(writer, 2)
     [warning] = mirror.take_messages()
     assert warning.startswith(f"warning: step 1 is not mirrored to {url} yet: ")
-    assert warning.endswith("; it is tried again while the training goes on")
+    assert warning.endswith("; the training goes on, and it is tried again")
     server.decide = None
     assert until(lambda: mirror.mirrored_step == 2)
     writer.close()
     close(mirror)
     assert mirrored(server) == [2]
     assert mirror.take_messages() == [f"the mirror {url} is reached again: step 2 is there"]
+
+
+def test_a_store_that_never_answers_is_an_outage(
+    server: ObjectStoreServer,
+    url: str,
+    process: MirrorProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ECHELON_STORE_TIMEOUT_S", "1")
+    monkeypatch.setenv("ECHELON_STORE_RETRIES", "0")
+    server.answer = "hang"
+    writer = SnapshotWriter(tmp_path)
+    mirror = SnapshotMirror(process, url, OWNER, keep_last=3)
+    writer.mirror_to(mirror)
+    save(writer, 1)
+    assert until(lambda: mirror.problem is not None)
+    assert "no whole answer within 1 s" in str(mirror.problem)
+    server.answer = None
+    server.delay_s = 0.02
+    assert until(lambda: mirror.mirrored_step == 1)
+    writer.close()
+    close(mirror)
 
 
 def test_a_process_that_is_killed_is_started_again(
@@ -202,6 +227,7 @@ def test_a_store_that_never_answers_is_left_at_the_end(
     gate.opened.set()
     assert mirror.problem == ("it took longer than 0 s" if limit_s else "nothing moved for 0 s")
     assert mirror.mirrored_step is None
+    assert mirror.take_messages() == []
     assert process._process is not None
     assert process._process.poll() is not None
 
@@ -231,6 +257,7 @@ def test_another_start_that_takes_the_mirror_ends_it(
     writer.close()
     close(mirror)
     assert mirrored(server) == []
+    assert mirror.list_needed() == set()
     [warning] = mirror.take_messages()
     assert warning == (
         f"warning: snapshots are no longer mirrored to {url}: another start of this run writes to "

@@ -16,6 +16,7 @@ import session_loops
 from object_store_server import SECRET_KEY, ObjectStoreServer, serve_object_store
 from worlds import (
     differing,
+    snapshot_steps,
     started_forked,
     state_at,
     train_world,
@@ -190,6 +191,17 @@ def test_a_store_that_fails_in_a_training_ends_nothing(
     fresh = train_world(tmp_path / "fresh", 1, *SHORT, mirror, env=env)
     assert fresh.codes == [1]
     assert "whether it holds snapshots of a is not known" in fresh.said
+
+
+def test_what_a_failed_training_has_saved_is_mirrored(
+    server: ObjectStoreServer, mirror: str, tmp_path: Path
+) -> None:
+    words = ("lr=1e9", "trainer.epochs=9", "trainer.save.steps=1", mirror)
+    failed = train_world(tmp_path, 2, *words, env=server.environment)
+    assert failed.codes == [1, 1], failed.said
+    assert "not finite" in failed.said or "is inf" in failed.said or "is nan" in failed.said
+    newest = max(snapshot_steps(failed.run))
+    assert f"runs/a/step-{newest:09d}/manifest.json" in server.list_keys()
 
 
 def test_killed_at_any_moment_of_an_upload(

@@ -31,7 +31,12 @@ _POLL_S = 0.2
 
 
 class MirrorFailedError(Exception):
-    """A request to the store failed, as a sentence; it may pass."""
+    """A request to the store failed, as a sentence. ``do`` is what to do about it, where it will
+    not pass by itself."""
+
+    def __init__(self, reason: str, do: str | None = None) -> None:
+        super().__init__(reason)
+        self.do = do
 
 
 class MirrorLostError(Exception):
@@ -44,6 +49,8 @@ class MirrorProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._start_lock = threading.Lock()
+        self._is_closed = False
         self.last_moved_s = time.monotonic()
         """When bytes moved."""
 
@@ -52,7 +59,8 @@ class MirrorProcess:
 
         Raises MirrorFailedError, MirrorLostError, or the EchelonError of a user's mistake.
         """
-        process = self._start()
+        with self._start_lock:
+            process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -66,7 +74,7 @@ class MirrorProcess:
                 result: dict[str, Any] = answer["result"]
                 return result
             if "failed" in answer:
-                raise MirrorFailedError(answer["failed"])
+                raise MirrorFailedError(answer["failed"], answer.get("do"))
             if "taken" in answer:
                 raise MirrorLostError(answer["taken"])
             if "faults" in answer:
@@ -75,12 +83,16 @@ class MirrorProcess:
         raise MirrorFailedError(f"its process ended with code {process.wait()}")
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """End the process, whatever it does. Who waits for an answer gets a MirrorFailedError."""
+        with self._start_lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
+        if self._is_closed:
+            raise MirrorFailedError("its process has ended")
         if find_spec("obstore") is None:
             raise EchelonError(
                 Fault(
@@ -136,6 +148,8 @@ class SnapshotMirror:
 
     def list_needed(self) -> set[Path]:
         """Return the folders that have to stay on disk until they are uploaded."""
+        if not self._thread.is_alive():  # nothing is uploaded any more
+            return set()
         with self._changed:
             return {*self._uploading, *([self._waiting] if self._waiting else [])}
 
@@ -147,25 +161,30 @@ class SnapshotMirror:
                 taken.append(self._messages.popleft())
         return taken
 
-    def close(self, limit_s: float | None, on_wait: Callable[[], None]) -> None:
+    def close(self, limit_s: float | None, on_wait: Callable[[float], None]) -> None:
         """Wait until the newest snapshot is uploaded: as long as bytes move, and no longer than the
-        limit. ``on_wait`` is called several times a second meanwhile."""
+        limit. ``on_wait`` is called several times a second meanwhile, with the seconds so far."""
         begun_s = time.monotonic()
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         while self._thread.is_alive():
             self._thread.join(_POLL_S)
-            on_wait()
+            on_wait(time.monotonic() - begun_s)
             now_s = time.monotonic()
-            still_s = now_s - max(begun_s, self._process.last_moved_s)
             if limit_s is not None and now_s - begun_s > limit_s:
-                self.problem = self.problem or f"it took longer than {limit_s:.0f} s"
-                break
-            if still_s > STALL_S:
-                self.problem = self.problem or f"nothing moved for {STALL_S:.0f} s"
-                break
+                self._leave(f"it took longer than {limit_s:.0f} s")
+            elif now_s - max(begun_s, self._process.last_moved_s) > STALL_S:
+                self._leave(f"nothing moved for {STALL_S:.0f} s")
         self._process.close()
+
+    def _leave(self, reason: str) -> None:
+        """Give up what is not there yet. An earlier problem says more than a limit."""
+        reason = self.problem or reason
+        self._closing_attempts = _CLOSING_ATTEMPTS
+        self._process.close()
+        self._thread.join()
+        self.problem = reason
 
     # --- in the thread ---
 
@@ -227,10 +246,10 @@ class SnapshotMirror:
         with self._changed:
             self._waiting = self._waiting or newest
             self._uploading = ()
-        if self.problem is None:
+        if self.problem is None and not self._is_closing:  # at the end it is said by the caller
             self._messages.append(
                 f"warning: step {parse_step(newest.name)} is not mirrored to {self.url} yet: "
-                f"{reason}; it is tried again while the training goes on"
+                f"{reason}; the training goes on, and it is tried again"
             )
         self.problem = reason
 

@@ -38,7 +38,7 @@ from echelon.snapshot.manifest import (
 from echelon.utils.files import flush_to_disk
 
 OWNER_OBJECT = "owner.json"
-_UPLOAD_THREADS = 4
+_UPLOAD_THREADS = 2
 """Files that are sent at the same time: a snapshot of many ranks has many small ones."""
 _FETCH_THREADS = 8
 """Blocks that are on their way at the same time; 16 MiB each in memory."""

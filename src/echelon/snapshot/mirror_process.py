@@ -4,7 +4,8 @@ A process of its own, because the training must not share its interpreter with a
 the client of the store has threads, which do not survive the forks of loader processes, and because
 a store that never answers can be left with a kill. It reads requests from stdin, a line of JSON
 each, and answers on stdout: `{"bytes": 1048576}` while bytes move, then `{"result": …}`,
-`{"failed": "a sentence"}` (which may pass), `{"taken": "a sentence"}` or `{"faults": …}`.
+`{"failed": "a sentence"}` (with `"do"` if it will not pass by itself), `{"taken": "a sentence"}` or
+`{"faults": …}`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from echelon.utils.files import flush_to_disk
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
 
+_NICENESS = 10
+"""The training and its loaders have the processors first."""
 _REPORT_BYTES = 1 << 20
 """After so many bytes the parent is told that something moves."""
 
 
 _MISTAKES = (StoreProblem.NO_BUCKET, StoreProblem.DENIED, StoreProblem.NO_CREDENTIALS)
-"""Problems that do not pass by themselves: refused at the start of a run."""
+"""Problems that do not pass by themselves."""
 
 
 def open_objects(url: str, on_bytes: Callable[[int], None] = lambda count: None) -> MirrorObjects:
@@ -237,7 +240,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(sys.argv[1]))
-    # The store compares every part with its checksum; S3's alternative needs none of our time.
+    os.nice(_NICENESS)
+    # Every part is sent with a checksum, and S3 refuses one that does not arrive as it was sent.
     os.environ.setdefault("AWS_CHECKSUM_ALGORITHM", "SHA256")
     answers = _Answers()
     opened: dict[str, MirrorObjects] = {}
@@ -255,9 +259,8 @@ def _answer(
             opened[url] = open_objects(url, on_bytes)
         return {"result": work(opened[url], **request)}
     except ObjectStoreError as error:
-        if error.problem in _MISTAKES:
-            return {"faults": [list(fault) for fault in error.faults], "exit": int(error.exit)}
-        return {"failed": error.faults[0].what}
+        what, do = error.faults[0]
+        return {"failed": what, "do": do if error.problem in _MISTAKES else None}
     except EchelonError as error:
         return {"faults": [list(fault) for fault in error.faults], "exit": int(error.exit)}
     except MirrorTakenError as error:

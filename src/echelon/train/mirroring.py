@@ -59,10 +59,7 @@ def _fetch_given_snapshot(
             "fetch", parent if which else url, which=which, folder=str(run.fetched_folder)
         )
     except MirrorFailedError as error:
-        raise EchelonError(
-            Fault(f"trainer.resume={url} cannot be read: {error}", "try again when it can"),
-            exit=ExitCode.FAILED,
-        ) from None
+        raise _make_store_error(f"trainer.resume={url}: {error}", error) from None
     folder = run.fetched_folder / result["name"]
     for warning in result["warnings"]:
         report(f"warning: {warning}; {folder.name} is used")
@@ -79,7 +76,7 @@ def _open_mirror(
     snapshot, _ = find_newest(run.snapshots_folder)
     known = read_json_object(run.mirror_file) or {}
     owner = [str(known["run"]), str(known["start"])] if {"run", "start"} <= known.keys() else None
-    is_own_address = given.rstrip("/").startswith(url)
+    is_own_address = f"{given.rstrip('/')}/".startswith(f"{url}/")
     continues = trainer.resume in ("auto", "never")
     try:
         found = process.ask(
@@ -93,15 +90,14 @@ def _open_mirror(
             is_fetched=continues,
         )
     except MirrorFailedError as error:
+        if error.do is not None:
+            raise _make_store_error(f"trainer.mirror={trainer.mirror}: {error}", error) from None
         if snapshot is None or owner is None:
-            raise EchelonError(
-                Fault(
-                    f"trainer.mirror={trainer.mirror}: {error}; whether it holds snapshots of "
-                    f"{run.name} is not known",
-                    "try again when it answers, or leave trainer.mirror out",
-                ),
-                exit=ExitCode.FAILED,
-            ) from None
+            what = (
+                f"trainer.mirror={trainer.mirror}: {error}; whether it holds snapshots of "
+                f"{run.name} is not known"
+            )
+            raise _make_store_error(what, error) from None
         report(
             f"warning: the mirror {url} does not answer: {error}; resuming from what is here, and "
             "trying it again"
@@ -116,6 +112,13 @@ def _open_mirror(
     report(f"snapshots are mirrored to {url}")
     mirrored_step = found["mirrored_step"]
     return SnapshotMirror(process, url, found["owner"], trainer.keep_last, mirrored_step)
+
+
+def _make_store_error(what: str, error: MirrorFailedError) -> EchelonError:
+    """Return the error of a store that could not be asked: a mistake of the user, or not."""
+    if error.do is not None:
+        return EchelonError(Fault(what, error.do))
+    return EchelonError(Fault(what, "try again when the store answers"), exit=ExitCode.FAILED)
 
 
 def get_close_limit_s(config: Config, outcome: ExitCode, stopped_s: float) -> float | None:

@@ -19,6 +19,9 @@ from echelon.tracking.tracker import Tracker
 if TYPE_CHECKING:
     from echelon.snapshot.distributed_writer import DistributedSnapshotWriter
 
+_SILENT_S = 2.0
+"""What takes longer at the end of a run is said."""
+
 
 @dataclass(kw_only=True)
 class RunOutput:
@@ -106,7 +109,16 @@ class RunOutput:
         mirror = self.mirror
         if mirror is None:
             return ""
-        mirror.close(limit_s, self.heartbeat.suspend)
+        has_said = False
+
+        def on_wait(seconds: float) -> None:
+            nonlocal has_said
+            self.heartbeat.suspend()
+            if seconds > _SILENT_S and not has_said:
+                has_said = True
+                print(f"waiting until the last snapshot is in {mirror.url}", file=sys.stderr)
+
+        mirror.close(limit_s, on_wait)
         self._report_mirror(mirror)
         self.mirror = None
         there = f"{mirror.url} at step {mirror.mirrored_step}"

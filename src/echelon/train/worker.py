@@ -202,7 +202,7 @@ class RankWorker:
         if self.training is not None:
             self.training.close_mirror(FAILED_LIMIT_S)
         elif self.mirror is not None:
-            self.mirror.close(0.0, lambda: None)
+            self.mirror.close(0.0, lambda seconds: None)
 
     def _run_experiment(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Train the experiment that the function builds; returns how it ended."""
