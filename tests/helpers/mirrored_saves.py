@@ -7,7 +7,6 @@ It goes on as a training does, and prints every step that it has seen in the mir
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -29,23 +28,23 @@ def make_state(step: int) -> dict[str, Any]:
 
 
 def main(folder: Path, url: str) -> None:
-    root, owner_file = folder / "snapshots", folder / "owner.json"
+    root, owner_file = folder / "snapshots", str(folder / "owner.json")
     newest, _ = find_newest(root)
     process = MirrorProcess()
-    found = process.ask(
-        "begin",
+    process.ask(
+        "fetch newer",
         url,
-        owner=json.loads(owner_file.read_text()) if owner_file.exists() else None,
+        owner_file=owner_file,
         snapshots=str(root),
         newest_step=newest.step if newest else None,
         is_adopted=newest is None,
         is_fetched=True,
     )
-    owner_file.write_text(json.dumps(found["owner"]))
+    owner = process.ask("take", url, owner_file=owner_file)["owner"]
     newest, _ = find_newest(root)
     step = newest.step if newest else 0
     writer = SnapshotWriter(root, KEEP_LAST, resumed_step=step)
-    mirror = SnapshotMirror(process, url, found["owner"], KEEP_LAST)
+    mirror = SnapshotMirror(process, url, owner, KEEP_LAST)
     writer.mirror_to(mirror)
     said = None
     while True:

@@ -268,14 +268,7 @@ def test_another_start_that_takes_the_mirror_ends_it(
 def test_the_process_ends_with_the_training(
     server: ObjectStoreServer, url: str, process: MirrorProcess, tmp_path: Path
 ) -> None:
-    process.ask("begin", url, **_begin(tmp_path))
+    process.ask("take", url, owner_file=str(tmp_path / "owner.json"))
     assert process._process is not None
     process._process.stdin.close()  # type: ignore[union-attr]
     assert process._process.wait(60) == 0
-
-
-def _begin(root: Path) -> dict[str, object]:
-    return {
-        **{"owner": None, "snapshots": str(root), "newest_step": None},
-        **{"is_adopted": True, "is_fetched": True},
-    }

@@ -17,9 +17,10 @@ from echelon.snapshot.layout import find_best, list_snapshots
 from echelon.snapshot.manifest import InvalidSnapshotError
 from echelon.snapshot.mirror_objects import MirrorObjects, MirrorOwner, MirrorTakenError
 from echelon.snapshot.mirror_process import (
-    begin_mirror,
     fetch_given,
+    fetch_newer,
     open_objects,
+    take_mirror,
     update_mirror,
 )
 from echelon.snapshot.reader import verify_snapshot
@@ -68,10 +69,11 @@ def read(server: ObjectStoreServer, key: str) -> bytes:
 
 
 def begin(objects: MirrorObjects, root: Path, **given: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {"owner": None, "newest_step": None, "is_adopted": True}
-    return begin_mirror(
-        objects, "s3://runs/a", snapshots=str(root), is_fetched=True, **usual | given
-    )
+    """As a start of a run does it whose snapshots are in a folder."""
+    usual: dict[str, Any] = {"newest_step": None, "is_adopted": True, "is_fetched": True}
+    file = str(root.with_suffix(".json"))
+    found = fetch_newer(objects, "s3://runs/a", file, str(root), **usual | given)
+    return found | take_mirror(objects, "s3://runs/a", file)
 
 
 def test_a_snapshot_comes_back_byte_for_byte(objects: MirrorObjects, tmp_path: Path) -> None:
@@ -196,19 +198,21 @@ def test_a_run_of_which_all_are_damaged_does_not_start_over(
 
 
 def test_a_newer_one_here_is_not_replaced(objects: MirrorObjects, tmp_path: Path) -> None:
-    objects.upload(save(tmp_path / "here", 1)[0], OWNER)
-    found = begin(objects, tmp_path / "here", newest_step=1, owner=list(OWNER), is_adopted=False)
+    begin(objects, tmp_path / "here")
+    objects.upload(save(tmp_path / "here", 1)[0], objects.read_owner() or OWNER)
+    found = begin(objects, tmp_path / "here", newest_step=1, is_adopted=False)
     assert found["fetched_step"] is None
     assert found["mirrored_step"] == 1
 
 
 def test_a_damaged_one_here_is_replaced(objects: MirrorObjects, tmp_path: Path) -> None:
+    begin(objects, tmp_path / "here")
     folders = save(tmp_path / "here", 1, 2)
     good = read_files(folders[1])
     for folder in folders:
-        objects.upload(folder, OWNER)
+        objects.upload(folder, objects.read_owner() or OWNER)
     (folders[1] / "model.pt").write_bytes(b"")
-    begin(objects, tmp_path / "here", newest_step=1, owner=list(OWNER), is_adopted=False)
+    begin(objects, tmp_path / "here", newest_step=1, is_adopted=False)
     assert read_files(folders[1]) == good
 
 
@@ -218,10 +222,30 @@ def test_another_run_of_the_name_is_refused_and_left_alone(
     begin(objects, tmp_path / "here")
     objects.upload(save(tmp_path / "here", 7)[0], objects.read_owner() or OWNER)
     before = server.list_keys()
-    for owner in (None, ["another", "start"]):
+    for owner in ("{}", '{"run": "another", "start": "one"}'):
+        (tmp_path / "there.json").write_text(owner)
         with pytest.raises(EchelonError, match="another run of this name, up to step 7"):
-            begin(objects, tmp_path / "there", owner=owner, is_adopted=False, newest_step=3)
+            begin(objects, tmp_path / "there", is_adopted=False, newest_step=3)
+        assert (tmp_path / "there.json").read_text() == owner
     assert server.list_keys() == before
+
+
+def test_a_start_that_is_killed_while_it_fetches_is_repeated(
+    objects: MirrorObjects, server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    """The newest snapshot is here already, and the best one is not."""
+    first = begin(objects, tmp_path / "here")["owner"]
+    for folder in save(tmp_path / "here", 1, 2, best=(1,)):
+        objects.upload(folder, MirrorOwner(*first))
+    objects.mark_best("step-000000001")
+    server.decide = lambda method, path: 403 if path.endswith("/best") else None
+    with pytest.raises(ObjectStoreError):
+        begin(objects, tmp_path / "there")
+    assert [folder.name for folder in list_snapshots(tmp_path / "there")] == ["step-000000002"]
+    assert objects.read_owner() == MirrorOwner(*first)  # nobody has lost it
+    server.decide = None
+    second = begin(objects, tmp_path / "there", newest_step=2, is_adopted=False)["owner"]
+    assert second[0] == first[0]
 
 
 def test_the_start_that_came_last_writes(objects: MirrorObjects, tmp_path: Path) -> None:

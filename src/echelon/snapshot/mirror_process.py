@@ -33,7 +33,7 @@ from echelon.snapshot.layout import (
 from echelon.snapshot.manifest import InvalidSnapshotError
 from echelon.snapshot.mirror_objects import MirrorObjects, MirrorOwner, MirrorTakenError
 from echelon.snapshot.retention import delete_path, hide_folder, mark_best
-from echelon.utils.files import flush_to_disk
+from echelon.utils.files import flush_to_disk, read_json_object, write_json_atomically
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
 
@@ -52,23 +52,24 @@ def open_objects(url: str, on_bytes: Callable[[int], None] = lambda count: None)
     return MirrorObjects(ObjectFolder(parse_url(url), read_limits(os.environ)), on_bytes)
 
 
-def begin_mirror(
+def fetch_newer(
     objects: MirrorObjects,
     url: str,
-    owner: list[str] | None,
+    owner_file: str,
     snapshots: str,
     newest_step: int | None,
     is_adopted: bool,
     is_fetched: bool,
 ) -> dict[str, Any]:
-    """Take the mirror for this start of a run, and bring what is newer there to the run's folder.
+    """Bring what is newer in the mirror to the folder of a run.
 
-    ``owner`` is who this folder was when it last wrote there. ``newest_step`` is its newest valid
-    snapshot. ``is_adopted``: the folder has none of its own, so a mirror of any folder may be taken
-    over. ``is_fetched``: the run continues from its newest snapshot, wherever that is.
+    ``owner_file`` says as whom this folder has written there. ``newest_step`` is that of its newest
+    valid snapshot. ``is_adopted``: the folder has none of its own, so it may become that of the run
+    which the mirror is of. ``is_fetched``: the run continues from its newest snapshot, wherever
+    that is.
     """
-    found, names = objects.read_owner(), objects.list_snapshots()
-    is_ours = owner is not None and (found is None or found.run == owner[0])
+    owner, there, names = read_owner(owner_file), objects.read_owner(), objects.list_snapshots()
+    is_ours = owner is not None and (there is None or there.run == owner.run)
     if names and not is_ours and not is_adopted:
         raise EchelonError(
             Fault(
@@ -77,14 +78,14 @@ def begin_mirror(
                 "choose another run.name or trainer.mirror, or remove what is there",
             )
         )
+    if not is_ours and there is not None:
+        _write_owner(owner_file, there)  # before the first snapshot of it is here
     warnings: list[str] = []
-    newer = [
-        n for n in names if (parse_step(n) or 0) > (-1 if newest_step is None else newest_step)
-    ]
     fetched = None
     if is_fetched:
-        root = Path(snapshots)
-        fetched = fetch_first_valid(objects, url, reversed(newer), root, warnings)
+        after = -1 if newest_step is None else newest_step
+        newer = [name for name in names if (parse_step(name) or 0) > after]
+        fetched = fetch_first_valid(objects, url, reversed(newer), Path(snapshots), warnings)
         if fetched is None and newer and newest_step is None:
             raise EchelonError(
                 Fault(
@@ -94,16 +95,34 @@ def begin_mirror(
                 exit=ExitCode.NOT_FOUND,
             )
         if fetched is not None:
-            _fetch_best(objects, url, root, warnings)
-    run = found.run if found is not None and (is_ours or is_adopted) else owner and owner[0]
-    taken = MirrorOwner(run or secrets.token_hex(8), secrets.token_hex(8))
-    objects.write_owner(taken)
+            _fetch_best(objects, url, Path(snapshots), warnings)
     return {
-        "owner": list(taken),
         "fetched_step": parse_step(fetched) if fetched is not None else None,
         "mirrored_step": parse_step(names[-1]) if names else None,
         "warnings": warnings,
     }
+
+
+def take_mirror(objects: MirrorObjects, url: str, owner_file: str) -> dict[str, Any]:
+    """Take the mirror for this start of the run: any other one no longer writes."""
+    before = read_owner(owner_file)
+    owner = MirrorOwner(before.run if before else secrets.token_hex(8), secrets.token_hex(8))
+    objects.write_owner(owner)
+    _write_owner(owner_file, owner)
+    return {"owner": list(owner)}
+
+
+def read_owner(owner_file: str) -> MirrorOwner | None:
+    """Return as whom a folder has last written to its mirror; None if it has not."""
+    known = read_json_object(Path(owner_file)) or {}
+    if not {"run", "start"} <= known.keys():
+        return None
+    return MirrorOwner(str(known["run"]), str(known["start"]))
+
+
+def _write_owner(owner_file: str, owner: MirrorOwner) -> None:
+    Path(owner_file).parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomically(Path(owner_file), owner._asdict())
 
 
 def update_mirror(
@@ -228,9 +247,10 @@ class _Answers:
 
 
 _REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "begin": begin_mirror,
+    "fetch newer": fetch_newer,
+    "take": take_mirror,
     "update": update_mirror,
-    "fetch": fetch_given,
+    "fetch given": fetch_given,
 }
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.registry import make_launcher
 from echelon.object_store.urls import is_url
+from echelon.runs.create import require_same_settings
 from echelon.runs.run_folder import Run
-from echelon.snapshot.layout import BEST_LINK, list_snapshots, parse_step
+from echelon.snapshot.layout import BEST_LINK, format_folder_name, list_snapshots, parse_step
 from echelon.snapshot.mirror import MirrorFailedError, MirrorProcess, SnapshotMirror
-from echelon.snapshot.reader import find_newest
-from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.snapshot.mirror_process import read_owner
+from echelon.snapshot.reader import find_newest, verify_snapshot
 
 PREEMPTED_LIMIT_S = 20.0
 """How long a run that was stopped waits for its mirror, where nobody says how much time there is:
@@ -56,7 +58,7 @@ def _fetch_given_snapshot(
     which = last if last == BEST_LINK or parse_step(last) is not None else ""
     try:
         result = process.ask(
-            "fetch", parent if which else url, which=which, folder=str(run.fetched_folder)
+            "fetch given", parent if which else url, which=which, folder=str(run.fetched_folder)
         )
     except MirrorFailedError as error:
         raise _make_store_error(f"trainer.resume={url}: {error}", error) from None
@@ -71,28 +73,30 @@ def _fetch_given_snapshot(
 def _open_mirror(
     config: Config, run: Run, given: str, process: MirrorProcess, report: Callable[[str], None]
 ) -> SnapshotMirror:
+    """Bring what is newer in the mirror to the run's folder, and take the mirror for this start."""
     trainer = config.trainer
     url = f"{str(trainer.mirror).rstrip('/')}/{run.name}"
+    owner_file = str(run.mirror_file)
     snapshot, _ = find_newest(run.snapshots_folder)
-    known = read_json_object(run.mirror_file) or {}
-    owner = [str(known["run"]), str(known["start"])] if {"run", "start"} <= known.keys() else None
     is_own_address = f"{given.rstrip('/')}/".startswith(f"{url}/")
-    continues = trainer.resume in ("auto", "never")
     try:
         found = process.ask(
-            "begin",
+            "fetch newer",
             url,
-            owner=owner,
+            owner_file=owner_file,
             snapshots=str(run.snapshots_folder),
             newest_step=None if snapshot is None else snapshot.step,
             is_adopted=(trainer.resume == "auto" or is_own_address)
             and not list_snapshots(run.snapshots_folder),
-            is_fetched=continues,
+            is_fetched=trainer.resume in ("auto", "never"),
         )
+        _report_fetched(config, run, url, found, report)
+        owner = process.ask("take", url, owner_file=owner_file)["owner"]
     except MirrorFailedError as error:
+        known = read_owner(owner_file)
         if error.do is not None:
             raise _make_store_error(f"trainer.mirror={trainer.mirror}: {error}", error) from None
-        if snapshot is None or owner is None:
+        if snapshot is None or known is None:
             what = (
                 f"trainer.mirror={trainer.mirror}: {error}; whether it holds snapshots of "
                 f"{run.name} is not known"
@@ -102,16 +106,22 @@ def _open_mirror(
             f"warning: the mirror {url} does not answer: {error}; resuming from what is here, and "
             "trying it again"
         )
-        return SnapshotMirror(process, url, owner, trainer.keep_last)
+        return SnapshotMirror(process, url, known, trainer.keep_last)
+    report(f"snapshots are mirrored to {url}")
+    return SnapshotMirror(process, url, owner, trainer.keep_last, found["mirrored_step"])
+
+
+def _report_fetched(
+    config: Config, run: Run, url: str, found: dict[str, Any], report: Callable[[str], None]
+) -> None:
+    """Say what was fetched. Raise, before the mirror is taken from anybody, if it is of other
+    settings."""
     for warning in found["warnings"]:
         report(f"warning: {warning}; an older one is used")
     if found["fetched_step"] is not None:
         report(f"fetched the snapshot of step {found['fetched_step']} from {url}")
-    run_id, start = found["owner"]
-    write_json_atomically(run.mirror_file, {"run": run_id, "start": start})
-    report(f"snapshots are mirrored to {url}")
-    mirrored_step = found["mirrored_step"]
-    return SnapshotMirror(process, url, found["owner"], trainer.keep_last, mirrored_step)
+        folder = run.snapshots_folder / format_folder_name(found["fetched_step"])
+        require_same_settings(run, verify_snapshot(folder).info.get("config", {}), config, folder)
 
 
 def _make_store_error(what: str, error: MirrorFailedError) -> EchelonError:
