@@ -160,6 +160,11 @@ def test_mistakes_are_refused_before_the_first_step(
     assert "access denied" in denied.said
     server.decide = None
     train_world(tmp_path, 1, *SHORT, mirror, env=env)
+    owner = server.get("runs/a/owner.json")
+    other = train_world(tmp_path / "other", 1, *SHORT, mirror, "lr=0.5", env=env)
+    assert other.codes == [2], other.said
+    assert "lr=0.5, but run a was trained with" in other.said
+    assert server.get("runs/a/owner.json") == owner  # nobody has lost it
     never = train_world(tmp_path, 1, *SHORT, mirror, "trainer.resume=never", env=env)
     assert never.codes == [2]
     assert "holds snapshots of another run of this name, up to step 12" in never.said
