@@ -15,7 +15,8 @@ from echelon.errors import EchelonError
 from echelon.object_store.store_errors import ObjectStoreError
 from echelon.snapshot.layout import find_best, list_snapshots
 from echelon.snapshot.manifest import InvalidSnapshotError
-from echelon.snapshot.mirror_objects import MirrorObjects, MirrorOwner, MirrorTakenError
+from echelon.snapshot.mirror_objects import MirrorObjects, MirrorTakenError
+from echelon.snapshot.mirror_owner import MirrorOwner
 from echelon.snapshot.mirror_process import (
     fetch_given,
     fetch_newer,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -52,6 +53,12 @@ def server() -> Iterator[ObjectStoreServer]:
 def mirror(server: ObjectStoreServer) -> str:
     """The setting."""
     return f"trainer.mirror=s3://{server.bucket}/runs"
+
+
+def test_a_rank_imports_nothing_of_the_store() -> None:
+    """obstore is an extra, and its threads would break forked loaders."""
+    program = "import sys, echelon.train.worker; sys.exit('obstore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def require_no_secret(folder: Path) -> None:

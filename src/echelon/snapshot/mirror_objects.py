@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -35,6 +35,7 @@ from echelon.snapshot.manifest import (
     parse_manifest,
     read_manifest,
 )
+from echelon.snapshot.mirror_owner import MirrorOwner
 from echelon.utils.files import flush_to_disk
 
 OWNER_OBJECT = "owner.json"
@@ -48,15 +49,6 @@ _OUR_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(pt|json)")
 
 class MirrorTakenError(Exception):
     """Another start of the run, or another run of its name, writes to the mirror now."""
-
-
-class MirrorOwner(NamedTuple):
-    """Who writes to a mirror."""
-
-    run: str
-    """Of the run; stays the same when it goes on in another folder."""
-    start: str
-    """Of one start of it: the last one that began writes."""
 
 
 class MirrorObjects:

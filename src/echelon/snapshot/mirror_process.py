@@ -31,9 +31,10 @@ from echelon.snapshot.layout import (
     parse_step,
 )
 from echelon.snapshot.manifest import InvalidSnapshotError
-from echelon.snapshot.mirror_objects import MirrorObjects, MirrorOwner, MirrorTakenError
+from echelon.snapshot.mirror_objects import MirrorObjects, MirrorTakenError
+from echelon.snapshot.mirror_owner import MirrorOwner, read_owner, write_owner
 from echelon.snapshot.retention import delete_path, hide_folder, mark_best
-from echelon.utils.files import flush_to_disk, read_json_object, write_json_atomically
+from echelon.utils.files import flush_to_disk
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.processes import die_with_parent
 
@@ -68,7 +69,11 @@ def fetch_newer(
     which the mirror is of. ``is_fetched``: the run continues from its newest snapshot, wherever
     that is.
     """
-    owner, there, names = read_owner(owner_file), objects.read_owner(), objects.list_snapshots()
+    owner, there, names = (
+        read_owner(Path(owner_file)),
+        objects.read_owner(),
+        objects.list_snapshots(),
+    )
     is_ours = owner is not None and (there is None or there.run == owner.run)
     if names and not is_ours and not is_adopted:
         raise EchelonError(
@@ -79,7 +84,7 @@ def fetch_newer(
             )
         )
     if not is_ours and there is not None:
-        _write_owner(owner_file, there)  # before the first snapshot of it is here
+        write_owner(Path(owner_file), there)  # before the first snapshot of it is here
     warnings: list[str] = []
     fetched = None
     if is_fetched:
@@ -105,24 +110,11 @@ def fetch_newer(
 
 def take_mirror(objects: MirrorObjects, url: str, owner_file: str) -> dict[str, Any]:
     """Take the mirror for this start of the run: any other one no longer writes."""
-    before = read_owner(owner_file)
+    before = read_owner(Path(owner_file))
     owner = MirrorOwner(before.run if before else secrets.token_hex(8), secrets.token_hex(8))
     objects.write_owner(owner)
-    _write_owner(owner_file, owner)
+    write_owner(Path(owner_file), owner)
     return {"owner": list(owner)}
-
-
-def read_owner(owner_file: str) -> MirrorOwner | None:
-    """Return as whom a folder has last written to its mirror; None if it has not."""
-    known = read_json_object(Path(owner_file)) or {}
-    if not {"run", "start"} <= known.keys():
-        return None
-    return MirrorOwner(str(known["run"]), str(known["start"]))
-
-
-def _write_owner(owner_file: str, owner: MirrorOwner) -> None:
-    Path(owner_file).parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(Path(owner_file), owner._asdict())
 
 
 def update_mirror(
