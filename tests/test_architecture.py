@@ -64,6 +64,8 @@ BESIDE = {
     ("runs", "config"),
     ("gpus", "hosts"),
     ("config", "world"),
+    ("config", "object_store"),
+    ("runs", "object_store"),
     ("launch", "tracking"),
     ("preflight", "doctor"),
     ("submission", "sweep"),
@@ -208,6 +210,8 @@ def test_the_checks_above_see_imports() -> None:
         ("train", "data"),
         ("runs", "config"),
         ("config", "world"),
+        ("config", "object_store"),
+        ("runs", "object_store"),
         ("launch", "errors"),
         ("commands", "entrypoint"),
     } <= found

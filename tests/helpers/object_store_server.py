@@ -11,11 +11,12 @@ import atexit
 import http.client
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,6 +50,8 @@ class ObjectStoreServer:
     """Only for paths with this in them."""
     answer_after: int = 0
     """Only when so many requests were made."""
+    decide: Callable[[str, str], int | None] | None = None
+    """From method and path of a request to the status to answer; it may wait. None: as usual."""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of each."""
     bytes_sent: int = 0
@@ -91,6 +94,22 @@ class ObjectStoreServer:
         status, data = _ask_moto("GET", f"/{self.bucket}/{key}")
         return data if status == 200 else None
 
+    def delete(self, *keys: str) -> None:
+        """Remove objects, not through the proxy."""
+        for key in keys:
+            _ask_moto("DELETE", f"/{self.bucket}/{key}")
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """Return the keys of all objects that begin so, not through the proxy."""
+        _, listed = _ask_moto("GET", f"/{self.bucket}?list-type=2&prefix={prefix}")
+        return sorted(re.findall("<Key>(.*?)</Key>", listed.decode()))
+
+    def list_paths(self, method: str) -> list[str]:
+        """Return the keys that requests with this method were for."""
+        with self.lock:
+            paths = [path.partition("?")[0] for each, path, _ in self.requests if each == method]
+        return [path.removeprefix(f"/{self.bucket}/") for path in paths]
+
     def reset_counts(self) -> None:
         with self.lock:
             self.requests.clear()
@@ -123,7 +142,7 @@ def serve_object_store() -> Iterator[ObjectStoreServer]:
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     proxy.daemon_threads = True
     server.port = proxy.server_port
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread = threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield server
@@ -147,6 +166,8 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         if state.delay_s:
             time.sleep(state.delay_s)
         answer = state.take_answer(self.path)
+        if state.decide is not None:
+            answer = state.decide(self.command, self.path)
         if answer == "hang":
             state.released.wait()
             self.close_connection = True

@@ -36,8 +36,8 @@ class UsedSettings(NamedTuple):
 SESSION_SETTINGS = UsedSettings(
     "a loop of your own",
     (
-        *("epochs", "steps", "batch_size", "save.", "keep_last", "log_steps", "resume"),
-        *("eval_batch_size", "loader_workers", "bad_samples", "max_bad_samples"),
+        *("epochs", "steps", "batch_size", "save.", "keep_last", "mirror", "log_steps"),
+        *("resume", "eval_batch_size", "loader_workers", "bad_samples", "max_bad_samples"),
     ),
     {
         "trainer.clip": "give it to the step: session.step(optimizer, clip=…)",

@@ -257,6 +257,7 @@ class SessionEngine(RunOutput):
         self.writer = SnapshotWriter(
             self.run.snapshots_folder, trainer.keep_last, resumed_step=self.step
         )
+        self.start_mirror()
         is_evaluation_left = self.evaluations is not None and self.evaluations.is_left
         self.trackers = create_trackers(self.config, self.run, self.step, is_evaluation_left)
         self.screen = create_progress_display(
