@@ -57,7 +57,7 @@ class SessionAgreement:
         self.has_step = False
         """Whether this iteration has made the step of an optimizer."""
         self._begun_s = time.monotonic()
-        self._clock_s, self._clock_before_s = 0.0, 0.0
+        self.clock_s, self._clock_before_s = 0.0, 0.0
         """Rank 0's clock at the ends of the last two iterations, as all ranks know it."""
 
     def start_clock(self) -> None:
@@ -92,8 +92,8 @@ class SessionAgreement:
             self._control = control.tolist()
         agreed, self._control = self._control, None
         self._is_agreed = self.has_step = False
-        self._clock_before_s = self._clock_s
-        self._clock_s += agreed[_CLOCK]
+        self._clock_before_s = self.clock_s
+        self.clock_s += agreed[_CLOCK]
         if self._group.world.size == 1:
             agreed[_STOP] = self._stop.is_requested
         if agreed[_SAVE]:
@@ -104,7 +104,7 @@ class SessionAgreement:
     def has_time_passed(self, minutes: float) -> bool:
         """Return whether a multiple of so many minutes has passed in the iteration before."""
         period_s = 60 * minutes
-        return self._clock_s // period_s > self._clock_before_s // period_s
+        return self.clock_s // period_s > self._clock_before_s // period_s
 
     def _collect_control(self) -> list[float]:
         """Return what this rank asks for: with a signal, which may reach any rank, and the timer
@@ -116,5 +116,5 @@ class SessionAgreement:
             if self._save_minutes is not None:
                 self._requests[_SAVE] |= now_s >= self._next_save_s
             # Since what all ranks have: so nothing adds up that was lost to a short dtype.
-            passed_s = min(_MAX_CLOCK_S, now_s - self._begun_s - self._clock_s)
+            passed_s = min(_MAX_CLOCK_S, now_s - self._begun_s - self.clock_s)
         return [*map(float, self._requests), passed_s]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
 from echelon.snapshot.reader import Snapshot
@@ -44,7 +45,7 @@ from echelon.train.prepare_evaluation import make_bad_sample_list
 from echelon.train.run_output import RunOutput
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.session_agreement import SessionAgreement
-from echelon.train.session_metrics import MetricSums, RankSums, merge_sums
+from echelon.train.session_metrics import MetricSums, RankSums
 from echelon.train.session_parts import RNG_PART, SessionParts
 from echelon.train.session_shares import Share, iter_eval_shares, open_loop_data
 from echelon.train.stop_signals import StopSignals
@@ -58,6 +59,9 @@ from echelon.train.train_data import (
 )
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_count
+
+_LINES_INTERVAL_S = 0.1
+"""Lines of metrics of several ranks are written at most so often."""
 
 
 class SessionStopped(BaseException):
@@ -135,6 +139,10 @@ class SessionEngine(RunOutput):
         """What the loop has asked the session in a way that a captured step could not."""
         self.saved_step = self.step if info else None
         self._line_begun = (time.monotonic(), self.step, self.samples)
+        self._due_lines: list[_DueLine | MetricsLine] = []
+        """Lines that are not written yet, in order."""
+        self._lines_written_s = -_LINES_INTERVAL_S
+        """By rank 0's clock, as all ranks know it."""
 
     # --- the loop ---
 
@@ -304,7 +312,7 @@ class SessionEngine(RunOutput):
             self._loop_exit.go_on(self.step)
         self._share_buffers()
         if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
-            self._write_log_line()
+            self._schedule_log_line()
         is_due = self._is_interval_over(self.config.trainer.save)
         evaluates = self.evaluations is not None and self._is_interval_over(
             self.config.trainer.evaluate
@@ -451,12 +459,18 @@ class SessionEngine(RunOutput):
             reason = format_os_error_reason(error)
             print(f"warning: {name} was not logged {where}: {reason}", file=sys.stderr)
             return
-        self.log_to_trackers({"step": step, "epoch": self.epoch, name: encoded})
+        line: MetricsLine = {"step": step, "epoch": self.epoch, name: encoded}
+        if self._due_lines:  # which are of steps before
+            self._due_lines.append(line)
+        else:
+            self.log_to_trackers(line)
 
     def record_best(self, name: str, value: float, best_is: str) -> bool:
         """Log the result of an evaluation and keep it where it is the best; the same on all
         ranks."""
         self.begin_message()
+        if self._due_lines:
+            self._write_due_lines()
         value = float(self.group.broadcast(torch.tensor([value], dtype=torch.float64)))
         if is_better(value, self.best_value, best_is):
             self.best_value, self._is_best = value, True
@@ -485,54 +499,71 @@ class SessionEngine(RunOutput):
         epoch, batch = self.plan.locate(self.step, self.samples)
         return max(1, epoch + (batch > 0))
 
-    def _gather_metrics(self) -> list[RankSums]:
+    # --- lines of metrics ---
+
+    def _schedule_log_line(self) -> None:
+        """Note that a line of metrics is due for this step. With several ranks lines are written
+        together: their sums take a message, which may take as long as a quick step."""
         if self.flush_metrics is not None:
             self.flush_metrics()
-        return self.metrics.gather(self.group)
-
-    def _write_log_line(self) -> None:
-        sums = merge_sums(self._gather_metrics())
-        self.metrics.clear()
-        if self.group.world.rank != 0:
-            return
+        self.metrics.close_line()
         begun_s, step, samples = self._line_begun
         self._line_begun = (time.monotonic(), self.step, self.samples)
         seconds = max(1e-9, self._line_begun[0] - begun_s)
         optimizer = self.parts.optimizer
-        logged = _compute_means(sums)
         measured = {"step_ms": 1e3 * seconds / max(1, self.step - step)}
         if self.plan is not None:
             measured = {"samples_per_s": (self.samples - samples) / seconds, **measured}
         if optimizer is not None:
             measured = {"lr": float(optimizer.param_groups[0]["lr"]), **measured}
-        line = {
-            "step": self.step,
-            "epoch": self._count_epochs(),
-            "samples": self.samples,
-            **logged,
-            # The loop may log a rate of its own: that of another optimizer, or of a schedule.
-            **{name: value for name, value in measured.items() if name not in logged},
-            "time": round(time.time(), 3),
-        }
-        self.log_to_trackers(line)
-        if logged:
-            self.screen.update_progress(line, "loss" if "loss" in logged else next(iter(logged)))
+        self._due_lines.append(_DueLine(self._locate_line(), measured, round(time.time(), 3)))
+        waited_s = self.agreement.clock_s - self._lines_written_s
+        if self.group.world.size == 1 or waited_s >= _LINES_INTERVAL_S:
+            self._write_due_lines()
+
+    def _write_due_lines(self) -> list[RankSums]:
+        """Write the lines that are due; return on rank 0 what each rank has logged since. A
+        collective."""
+        if self.flush_metrics is not None:
+            self.flush_metrics()
+        gathered = self.metrics.gather(self.group)
+        self._lines_written_s = self.agreement.clock_s
+        due, self._due_lines = self._due_lines, []
+        sums = iter(gathered.lines)
+        for line in due if self.group.world.rank == 0 else ():
+            if isinstance(line, _DueLine):
+                self._write_log_line(line, _compute_means(next(sums)))
+            else:
+                self.log_to_trackers(line)
         if self.writer is not None:
             self.report_saves(self.writer.take_results())
+        return gathered.of_ranks
+
+    def _write_log_line(self, due: _DueLine, logged: dict[str, float]) -> None:
+        # The loop may log a rate of its own: that of another optimizer, or of a schedule.
+        measured = {name: value for name, value in due.measured.items() if name not in logged}
+        line = {**due.place, **logged, **measured, "time": due.time_s}
+        if logged or measured:
+            self.log_to_trackers(line)
+        if logged:
+            self.screen.update_progress(line, "loss" if "loss" in logged else next(iter(logged)))
 
     def _write_last_numbers(self) -> None:
         """Write what was logged after the loop, such as the result of a test."""
-        means = _compute_means(merge_sums(self._gather_metrics()))
-        self.metrics.clear()
-        if self.group.world.rank == 0 and means:
-            place = {"step": self.step, "epoch": self._count_epochs(), "samples": self.samples}
-            self.log_to_trackers({**place, **means, "time": round(time.time(), 3)})
+        self.metrics.close_line()
+        self._due_lines.append(_DueLine(self._locate_line(), {}, round(time.time(), 3)))
+        self._write_due_lines()
+
+    def _locate_line(self) -> MetricsLine:
+        return {"step": self.step, "epoch": self._count_epochs(), "samples": self.samples}
 
     # --- snapshots ---
 
     def evaluate(self) -> None:
         """Evaluate what an experiment with a step of its own is to be evaluated by, if anything."""
         if self.evaluations is not None:
+            if self._due_lines:
+                self._write_due_lines()
             self.evaluations.evaluate(self, self._count_epochs())
 
     def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
@@ -545,7 +576,7 @@ class SessionEngine(RunOutput):
         self.heartbeat.suspend()
         self.parts.require_savable(self.step)
         rng_rows = self.group.gather(pack_rng_state(self.device))
-        metrics = self._gather_metrics()
+        metrics = self._write_due_lines()
         stream_state = collect_stream_state(self._loop_source, self.samples, self.group)
         if self.group.world.rank == 0:
             assert self.writer is not None
@@ -620,6 +651,14 @@ class SessionEngine(RunOutput):
                     "call session.backward(loss) and session.step(optimizer) in it",
                 )
             )
+
+
+class _DueLine(NamedTuple):
+    """A line of metrics whose means are not known yet."""
+
+    place: MetricsLine
+    measured: dict[str, float]
+    time_s: float
 
 
 class _Iterations(Iterator[Any]):
