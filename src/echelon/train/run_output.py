@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunOutput:
-    """The open files and displays of a run: what the loop of an Experiment and the loop of a
-    session have in common.
+    """The open files and displays of a run.
 
     Only rank 0 has trackers and a progress bar. Only rank 0 has a snapshot writer, unless the model
     is sharded.
@@ -47,13 +46,6 @@ class RunOutput:
     """The folder of the newest snapshot that is on disk."""
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
-
-    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
-        """Save a snapshot, unless this step has been saved already. All ranks take part.
-
-        `is_evaluation_left` is set where an evaluation of this step follows.
-        """
-        raise NotImplementedError
 
     def wait_for_save(self) -> None:
         """Wait on all ranks until the snapshot of this step is on disk: an evaluation may end any
