@@ -87,7 +87,7 @@ class Training(StepBoundary):
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND_STEPS))
 
     readback: ReadbackSchedule = field(default_factory=ReadbackSchedule)
-    _new_losses: list[float] = field(default_factory=list)
+    _new_results: list[StepResult] = field(default_factory=list)
     """Of the steps of the last readback."""
     _unlogged_losses: list[float] = field(default_factory=list)
     _unwritten_lines: deque[MetricsLine] = field(default_factory=deque)
@@ -155,25 +155,18 @@ class Training(StepBoundary):
         where none is due."""
         if self.profile is not None:
             self.speed.exclude_time(self.profile.advance(self.step))
-        if not self._is_readback_due():
+        # On a CPU results are read after every step. On a GPU with quick steps that is every few
+        # steps, and whenever an evaluation or a snapshot is due.
+        every = self.replica.readback_interval_steps
+        if every > 1 and not (self.readback.is_due(self.step, every) or self._is_any_action_due()):
             return None
-        results = self.replica.read_results()
-        self._new_losses = [result.loss for result in results]
+        results = self._new_results = self.replica.read_results()
         requests = (
             results[-1].requests if len(results) == 1 else _combine_requests_over_steps(results)
         )
-        if self.replica.readback_interval_steps > 1:
+        if every > 1:
             self.readback.record_readback(self.step, requests)
         return requests
-
-    def _is_readback_due(self) -> bool:
-        """Return whether results are read from the device after this step.
-
-        On a CPU that is every step. On a GPU with quick steps it is every few steps, and whenever
-        an evaluation or a snapshot is due.
-        """
-        every = self.replica.readback_interval_steps
-        return every == 1 or self.readback.is_due(self.step, every) or self._is_any_action_due()
 
     def _is_any_action_due(self) -> bool:
         """Return whether something is due at this step, or a process that is alone was asked to
@@ -205,8 +198,8 @@ class Training(StepBoundary):
         speed = (
             self.speed.measure_interval(self.step, self.samples) if self._unwritten_lines else {}
         )
-        losses = self._new_losses
-        for step, loss in enumerate(losses, self.step - len(losses) + 1):
+        results = self._new_results
+        for step, (_, loss) in enumerate(results, self.step - len(results) + 1):
             if not math.isfinite(loss):
                 raise make_nonfinite_error(self, f"the loss is {loss} at step {step}", step)
             self._unlogged_losses.append(loss)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.config.schema import Config
+from echelon.config.schema import Config, Interval
 from echelon.data.data_layout import require_same_layout
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
@@ -349,8 +349,7 @@ class SessionEngine(StepBoundary):
         require_no_epochs(self.plan, epochs, "session.every")
         if minutes is not None and self.agreement.has_time_passed(minutes):
             return True
-        samples = self.samples + self._count_batch()
-        return self.is_due_after(self.step + 1, samples, steps, epochs)
+        return self.is_due(Interval(epochs=epochs, steps=steps), 1, self._count_batch())
 
     def add_metrics(self, numbers: dict[str, float | Tensor]) -> None:
         """Add to the means of the next line of metrics, weighted by this rank's samples, or by what

@@ -75,8 +75,9 @@ class StepBoundary(RunOutput, ABC):
             return
         self.write_due_lines()
         trainer = self.config.trainer
-        evaluates = self.is_due(trainer.evaluate) or requests.evaluate
-        if self.is_due(trainer.save) or requests.save or requests.stop or self.is_best:
+        asks_save = requests.save or requests.stop or self.is_finished or self.is_best
+        evaluates = requests.evaluate or self.is_finished or self.is_due(trainer.evaluate)
+        if asks_save or self.is_due(trainer.save):
             self.save(is_evaluation_left=evaluates)
         if evaluates:
             self.evaluate()
@@ -182,23 +183,19 @@ class StepBoundary(RunOutput, ABC):
 
     # --- what is due ---
 
-    def is_due(self, every: Interval) -> bool:
-        """Return whether something with this interval is due after this step.
+    def is_due(self, every: Interval, next_steps: int = 0, next_samples: int = 0) -> bool:
+        """Return whether something with this interval is due after this step, or after so many
+        further ones.
 
         Everything is due after the last step, so that the last snapshot can be the best one.
         """
-        return self.is_finished or self.is_due_after(
-            self.step, self.samples, every.steps, every.epochs
-        )
-
-    def is_due_after(self, step: int, samples: int, steps: int | None, epochs: int | None) -> bool:
-        """Return whether something is due after a step, at that position in the data."""
-        if step == self.total_steps or (steps is not None and step % steps == 0):
+        step = self.step + next_steps
+        if step == self.total_steps or (every.steps is not None and step % every.steps == 0):
             return True
-        if epochs is None or self.plan is None:
+        if every.epochs is None or self.plan is None:
             return False
-        epoch, done = self.plan.locate(step, samples)
-        return done == 0 and epoch % epochs == 0
+        epoch, done = self.plan.locate(step, self.samples + next_samples)
+        return done == 0 and epoch % every.epochs == 0
 
     def is_log_due(self) -> bool:
         """Return whether a line of metrics is due for this step."""
