@@ -500,7 +500,7 @@ class Session:
             )
         count = self._engine.share_count
         self._gathers_gradients |= rows.requires_grad
-        self._engine.begin_message()
+        self._engine.begin_message("session.gather")
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
 
     def split(self, rows: Rows) -> Rows:

@@ -75,7 +75,7 @@ class SessionAgreement:
 
     def agree_in_backward(self, reduce: Callable[[Sequence[float]], list[float]]) -> None:
         """Sum the gradients of a backward pass with `reduce`, and the ranks' requests with them."""
-        self._loop_exit.begin_message()
+        self._loop_exit.begin_message("session.backward")
         if self._is_agreed:  # a second pass in the iteration
             reduce(_NO_REQUESTS)
         else:

@@ -198,7 +198,7 @@ class SessionEngine(StepBoundary):
         if not self._has_compared_eval_data:
             self._has_compared_eval_data = True
             require_same_data(self.group, None, **{"the data of eval_batches": data})
-        self.begin_message()
+        self.begin_message("session.eval_batches")
         self._share_buffers()  # what is evaluated is what is saved
         self.heartbeat.suspend()
         world, bad_samples = self.group.world, self._bad_samples
@@ -311,7 +311,7 @@ class SessionEngine(StepBoundary):
         device = counted.device if isinstance(counted, Tensor) else None
         total = torch.as_tensor(own, dtype=torch.float64, device=device).clone()
         if self.group.world.size > 1:
-            self.begin_message()
+            self.begin_message("session.backward with a count")
             dist.all_reduce(total)
         elif isinstance(counted, Tensor):
             return 1.0
@@ -324,12 +324,12 @@ class SessionEngine(StepBoundary):
             )
         return own / total if isinstance(counted, Tensor) else own / float(total)
 
-    def begin_message(self) -> None:
-        """Note that this rank is about to exchange something with all others; one that has left the
-        loop waits until they have left it too."""
+    def begin_message(self, call: str) -> None:
+        """Note that this rank is about to exchange something with all others in this call; one
+        that has left the loop waits until they have left it too."""
         if self._is_left:
             self._leave_loop()
-        self._loop_exit.begin_message()
+        self._loop_exit.begin_message(call)
 
     def _leave_loop(self) -> None:
         self._loop_exit.leave(self.step + int(self.agreement.has_step))
@@ -408,7 +408,7 @@ class SessionEngine(StepBoundary):
     def record_best(self, name: str, value: float, best_is: str) -> bool:
         """Log the result of an evaluation and keep it where it is the best; the same on all
         ranks."""
-        self.begin_message()
+        self.begin_message("session.best")
         if self._due_lines:
             self._write_lines()
         value = float(self.group.broadcast(torch.tensor([value], dtype=torch.float64)))
