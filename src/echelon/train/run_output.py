@@ -25,8 +25,7 @@ _SILENT_S = 2.0
 
 @dataclass(kw_only=True)
 class RunOutput:
-    """The open files and displays of a run: what the loop of an Experiment and the loop of a
-    session have in common.
+    """The open files and displays of a run.
 
     Only rank 0 has trackers and a progress bar. Only rank 0 has a snapshot writer, unless the model
     is sharded.
@@ -55,13 +54,6 @@ class RunOutput:
     """Why the last state of the run could not be saved."""
     _reported_mirror: dict[str, Any] | None = None
     """What the status says of the mirror."""
-
-    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
-        """Save a snapshot, unless this step has been saved already. All ranks take part.
-
-        `is_evaluation_left` is set where an evaluation of this step follows.
-        """
-        raise NotImplementedError
 
     def wait_for_save(self) -> None:
         """Wait on all ranks until the snapshot of this step is on disk: an evaluation may end any

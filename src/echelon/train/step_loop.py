@@ -55,22 +55,19 @@ class StepLoop:
         """Train to the last step, or until a stop is asked for."""
         engine = self.engine
         self._prepare_parts()
-        if engine.evaluations is not None:
-            is_own_snapshot = engine.config.trainer.resume in ("auto", "never")
-            engine.evaluations.restore(self._snapshot_info, is_own_snapshot)
+        is_own_snapshot = engine.config.trainer.resume in ("auto", "never")
+        engine.evaluations.restore(self._snapshot_info, is_own_snapshot)
         batches = self._open_batches()
         for schedule in self._schedules:
             require_long_schedule(schedule, engine.total_steps)
-        if engine.evaluations is not None:
-            engine.evaluations.stop_early_if_due(engine)
-            check_evaluation(engine, engine.evaluations, engine.config.trainer.sanity_steps)
-            if engine.evaluations.is_left:  # of the step that the run resumes from
-                engine.evaluate()
+        engine.evaluations.stop_early_if_due(engine)
+        check_evaluation(engine)
+        engine.finish_evaluation()
         enter_train_mode(self._experiment.model)
         self._prepare_capture()
         for batch in batches:
             self._run_step(batch)
-        engine.evaluate()
+        engine.finish("the training function returned")
 
     def _prepare_parts(self) -> None:
         """Give all parts to the session, which restores them. Those with names keep them."""
@@ -124,9 +121,8 @@ class StepLoop:
         self._average = WeightAverage(self._experiment.model, decay)
         self._average.begin()
         self._session.register(**{EMA_NAME: self._average})
-        evaluations = self.engine.evaluations
-        if evaluations is not None and evaluations.evaluator is not None:
-            evaluations.evaluator.use_weights = self._average.use_averages
+        if (evaluator := self.engine.evaluations.evaluator) is not None:
+            evaluator.use_weights = self._average.use_averages
 
     def _open_batches(self) -> Iterator[Any]:
         """Return this rank's shares of the batches; without data, the numbers of the steps."""

@@ -56,7 +56,6 @@ from echelon.tracking.summary import (
     suggest_resume,
 )
 from echelon.train.loop import Training, train
-from echelon.train.loss_parts_check import check_loss_of_parts
 from echelon.train.mirroring import FAILED_LIMIT_S, begin_mirror, get_close_limit_s
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import build_parts, load_training_function, prepare_training
@@ -64,7 +63,8 @@ from echelon.train.prepare_session import prepare_session
 from echelon.train.prepare_steps import prepare_steps
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
-from echelon.train.session_engine import SessionEngine, SessionStopped
+from echelon.train.session_engine import SessionEngine
+from echelon.train.step_boundary import TrainingStopped
 from echelon.train.stop_signals import StopSignals
 from echelon.world import World, detect
 
@@ -213,25 +213,12 @@ class RankWorker:
         if experiment.step is not None:
             loop = prepare_steps(*parts, experiment)
             self._begin_loop(loop.engine)
-            return self._run_loop(loop.engine, loop.run)
+            return self._run_loop(loop.run)
         training = self.training = prepare_training(*parts, experiment, is_placed_by_user)
-        training.mirror = self.mirror
-        training.start_mirror()
-        if world.rank == 0:
-            training.on_first_step = partial(record_first_step, self.run)
-            self.run.update_status(
-                step=training.step,
-                total_steps=training.total_steps,
-                best_is=training.config.trainer.best_is,
-            )
-        if check_evaluation(training, training.evaluations, self.config.trainer.sanity_steps):
+        if check_evaluation(training):
             training.speed.restart_interval(training.step, training.samples)
-        if training.step == 0:
-            training.check_first_batch = check_loss_of_parts
-        self._began = (training.step, time.monotonic())
-        if world.rank == 0:
-            record_training(self.run, training.step, training.samples)
-        return train(training)
+        self._begin_loop(training)
+        return self._run_loop(partial(train, training))
 
     def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Call the function that has a loop of its own; returns how it ended."""
@@ -242,7 +229,12 @@ class RankWorker:
         provided: dict[str, Any] = {"session": Session(engine)}
         if info_parameter := find_info_parameter(function):
             provided[info_parameter] = engine.make_info()
-        return self._run_loop(engine, lambda: call_function(function, entry, settings, **provided))
+
+        def run_loop() -> None:
+            call_function(function, entry, settings, **provided)
+            engine.finish("the training function returned")
+
+        return self._run_loop(run_loop)
 
     def open_session(self) -> SessionEngine:
         """Return the engine of a session, whose loop is about to begin."""
@@ -254,26 +246,26 @@ class RankWorker:
         self._begin_loop(engine)
         return engine
 
-    def _run_loop(self, engine: SessionEngine, run_loop: Callable[[], Any]) -> ExitCode:
-        """Run a loop over a session that has begun; returns how it ended."""
+    def _run_loop(self, run_loop: Callable[[], None]) -> ExitCode:
+        """Run a loop to its end; returns how it ended."""
         try:
             run_loop()
-            engine.finish("the training function returned")
-        except SessionStopped:
+        except TrainingStopped:
             return ExitCode.PREEMPTED
         return ExitCode.OK
 
-    def _begin_loop(self, engine: SessionEngine) -> None:
-        """Note that a loop over a session begins."""
+    def _begin_loop(self, training: Training | SessionEngine) -> None:
+        """Note that the loop of a training begins."""
         assert self.run is not None
-        self.training = engine
-        engine.mirror = self.mirror
-        self._began = (engine.step, time.monotonic())
+        self.training = training
+        training.mirror = self.mirror
+        training.start_mirror()
+        self._began = (training.step, time.monotonic())
         if self.rank == 0:
-            engine.on_first_step = partial(record_first_step, self.run)
-            if engine.evaluations is not None:
-                self.run.update_status(best_is=engine.config.trainer.best_is)
-            record_training(self.run, engine.step, engine.samples)
+            training.on_first_step = partial(record_first_step, self.run)
+            if isinstance(training, Training) or training.evaluations.evaluator is not None:
+                self.run.update_status(best_is=training.config.trainer.best_is)
+            record_training(self.run, training.step, training.samples)
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
