@@ -21,6 +21,7 @@ from echelon.data.bad_samples import (
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
+from echelon.data.loader_lifetime import LoaderLifetime
 from echelon.data.loader_options import make_loader_error
 from echelon.data.sample_seeds import (
     derive_collate_seed,
@@ -312,7 +313,7 @@ class LoaderProcesses:
         slots = torch.zeros(workers, 2, dtype=torch.int64)
         fetcher.work_slots = slots.share_memory_()  # type: ignore[no-untyped-call]
         chosen = {"persistent_workers": True, "pin_memory": device.type == "cuda", **options}
-        chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"))
+        chosen["worker_init_fn"] = _ProcessInit(LoaderLifetime(options))
         try:
             self._loader: DataLoader[Any] = DataLoader(
                 fetcher,  # type: ignore[arg-type]
@@ -413,15 +414,14 @@ class _Requests:
 class _ProcessInit:
     """The first call in a loader process."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+    def __init__(self, worker_init_fn: Callable[[int], None]) -> None:
         self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         # To the user's code the Dataset is the user's own; torch's record is frozen.
         object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker)
+        self._worker_init_fn(worker)
 
 
 def return_unchanged(batch: Any) -> Any:
