@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -29,8 +30,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +44,7 @@ from worlds import Trained, configured, losses, members, steps_logged, train_con
 
 from echelon.data.sample_order import cut_share
 from echelon.snapshot.reader import find_newest
+from echelon.utils.processes import die_with_parent
 
 STEPS, BATCH_SIZE = 20, 7
 MAX_WORLD_SIZE, MAX_WORKERS = 5, 3
@@ -257,13 +261,18 @@ def has_all_once(kind: str, drawn: Sequence[int]) -> bool:
     return bool(whole) and all(whole) and all(len(set(of)) == len(of) for of in passes)
 
 
-def run_campaign(folder: Path, kinds: Sequence[str], kills: int, seed: int) -> dict[str, Any]:
+def run_campaign(
+    folder: Path, kinds: Sequence[str], kills: int, seed: int, limit_s: float = math.inf
+) -> dict[str, Any]:
+    """Kill so many times, or until no more runs are begun after so long."""
+    deadline = time.monotonic() + limit_s
     campaign = Campaign(folder, random.Random(seed))
     judge, lines = campaign.judge, []
+    folder.mkdir(exist_ok=True)
     write_data(folder / "data")
     whole = {kind: campaign.train_undisturbed(kind) for kind in kinds}
     number = 0
-    while judge.done["kills"] < kills:
+    while judge.done["kills"] < kills and time.monotonic() < deadline:
         kind = kinds[number % len(kinds)]
         left = min(KILLS_OF_RUN, kills - judge.done["kills"])
         try:
@@ -276,7 +285,6 @@ def run_campaign(folder: Path, kinds: Sequence[str], kills: int, seed: int) -> d
             shutil.rmtree(old)
         number += 1
     return {
-        "kills": judge.done["kills"],
         "done": dict(sorted(judge.done.items())),
         "largest_difference": judge.largest_difference,
         "tolerance": TOLERANCE,
@@ -285,16 +293,52 @@ def run_campaign(folder: Path, kinds: Sequence[str], kills: int, seed: int) -> d
     }
 
 
+def merge_results(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what several campaigns found as one."""
+    done: Counter[str] = sum((Counter(part["done"]) for part in parts), Counter())
+    bad: Counter[str] = sum((Counter(part["bad"]) for part in parts), Counter())
+    return {
+        "kills": done["kills"],
+        "done": dict(sorted(done.items())),
+        "largest_difference": max(part["largest_difference"] for part in parts),
+        "tolerance": TOLERANCE,
+        "bad": dict.fromkeys(parts[0]["bad"], 0) | bad,
+        "tried": [line for part in parts for line in part["tried"]],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--kind", action="append", choices=KINDS, help="this one; repeatable")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beside", type=int, default=3, help="campaigns beside each other")
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, help="begin no run later than this"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="echelon-data-kills-"))
+    kinds = given.kind or KINDS
+    # A world waits as much as it computes, so several of them share the cores well.
+    shares = [len(range(part, given.kills, given.beside)) for part in range(given.beside)]
     try:
-        result = run_campaign(folder, given.kind or KINDS, given.kills, given.seed)
+        with ProcessPoolExecutor(
+            given.beside, get_context("spawn"), die_with_parent, (os.getpid(),)
+        ) as processes:
+            tasks = [
+                processes.submit(
+                    run_campaign,
+                    folder / str(part),
+                    # Each begins with other kinds, so that all come equally often.
+                    [*kinds[3 * part :], *kinds[: 3 * part]],
+                    kills,
+                    given.seed + part,
+                    given.limit_s,
+                )
+                for part, kills in enumerate(shares)
+            ]
+            result = merge_results([task.result() for task in tasks])
     finally:
         shutil.rmtree(folder)
     print(*(f"{name:20} {result[name]}" for name in result if name != "tried"), sep="\n")

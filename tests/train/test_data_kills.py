@@ -18,7 +18,7 @@ def test_a_sample_of_the_campaign_of_kills(
 ) -> None:
     found = data_kills.run_campaign(tmp_path, ["tar"], kills=2, seed=5)
     assert sum(found["bad"].values()) == 0, capfd.readouterr().err
-    assert found["kills"] == 2
+    assert found["done"]["kills"] == 2
     assert found["done"]["shares compared"] > data_kills.STEPS
 
 
