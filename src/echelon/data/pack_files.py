@@ -26,7 +26,13 @@ import numpy as np
 from echelon.data.check_files import cut_batches
 from echelon.data.formats.arrow_columns import import_pyarrow
 from echelon.data.formats.image_folder import ImageFolderReader
-from echelon.data.formats.reader import BadSampleError, ChunkTable, DataFile, SampleReader
+from echelon.data.formats.reader import (
+    BadSampleError,
+    ChunkTable,
+    DataFile,
+    SamplePlace,
+    SampleReader,
+)
 from echelon.data.formats.tar_files import TarReader
 from echelon.data.open_files import Paths, find_data, open_reader
 from echelon.data.parallel_map import count_processes, map_in_order
@@ -277,7 +283,11 @@ def _compute_fingerprint(reader: SampleReader, files: Sequence[DataFile]) -> str
     else:
         paths = (path for file in files for path in _list_files(file.path))
     for path in paths:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:
+            why = f"it cannot be read: {format_os_error_reason(error)}"
+            raise _make_sample_error(BadSampleError(SamplePlace(path, 0), why)) from error
         checksum.update(
             f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(
                 "utf-8", "surrogateescape"

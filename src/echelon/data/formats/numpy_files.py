@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.formats.column_choice import choose_columns, raise_faults
+from echelon.data.formats.folder_scan import stat_regular_file
 from echelon.data.formats.reader import (
     DataFile,
     SamplePlace,
@@ -69,6 +70,7 @@ class NumpyReader:
 
 def map_array(path: Path) -> NDArray[Any]:
     """Return the array of a `.npy` file, memory-mapped."""
+    stat_regular_file(path)
     # numpy.memmap does more than an array at every index, which a plain view of it does not.
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 

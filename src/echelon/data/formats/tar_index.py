@@ -51,6 +51,9 @@ def index_tar(file: Path) -> SampleSpans:
     handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(handle).st_size
+        if not size:
+            what = f"{file} is empty (0 bytes)"
+            raise EchelonError(Fault(what, "write it again, or leave it out"))
         _refuse_compression(file, os.pread(handle, 8, 0))
         return _index_members(FileWindow(handle, size))
     except TarFormatError as error:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.formats.column_choice import raise_faults
+from echelon.data.formats.folder_scan import stat_regular_file
 from echelon.data.formats.numpy_files import map_array
 from echelon.data.formats.reader import (
     DataFile,
@@ -108,7 +109,7 @@ def _map_tokens(path: Path, dtype: str) -> NDArray[Any] | Fault:
                 f"{path} has {tokens.dtype} of shape {tokens.shape}",
                 "give a file with one row of integers",
             )
-        size = path.stat().st_size
+        size = stat_regular_file(path).st_size
         if not size or size % np.dtype(dtype).itemsize:
             return Fault(
                 f"{path} has {size:,} bytes, which are no whole number of {dtype} tokens",
