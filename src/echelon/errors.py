@@ -39,6 +39,14 @@ class ExitCode(IntEnum):
     """Stopped at once by a second Ctrl-C; the last snapshot is kept."""
 
 
+def escape_controls(text: str, kept: str = "") -> str:
+    """Return a text without characters by which a name of a file could command a terminal, or
+    begin a line of its own; those in ``kept`` stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else f"\\u{ord(c):04x}" for c in text)
+
+
 class Fault(NamedTuple):
     """One thing that is wrong, and what to do about it."""
 
@@ -48,7 +56,8 @@ class Fault(NamedTuple):
     """What to do about it, as concretely as possible."""
 
     def __str__(self) -> str:
-        return f"{self.what}\n  hint: {self.do}"
+        # Names of files are in it, and any character may be in those.
+        return escape_controls(f"{self.what}\n  hint: {self.do}", kept="\n\t")
 
 
 class EchelonError(Exception):

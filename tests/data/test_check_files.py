@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from pyarrow import parquet
 from sample_files import overwrite, write_lines, write_photos, write_shard
 
+import echelon
 from echelon.data.check_files import FileCheck, cut_batches
 from echelon.data.formats.reader import ChunkTable
 from echelon.errors import EchelonError
@@ -53,7 +55,7 @@ def test_files_that_cannot_be_opened_do_not_keep_the_others_from_being_read(tmp_
     assert samples == 3
     assert bad == [
         f"{tmp_path}/b.tar: it is cut off in its last member, at byte 0",
-        f"{tmp_path}/c.tar: it has no end mark, so it may be cut off, at byte 0",
+        f"{tmp_path}/c.tar: it is empty (0 bytes)",
         f"{tmp_path}/d.tar: it has no samples",
     ]
 
@@ -79,6 +81,25 @@ def test_columns_of_other_types(tmp_path: Path) -> None:
     samples, [bad] = check(tmp_path)
     assert samples == 3
     assert f"column 'value' is string in {tmp_path}/b.parquet and int64" in bad
+
+
+def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
+    tar = tmp_path / "a\x1b[31m.tar"
+    with tarfile.open(tar, "w") as opened:
+        opened.addfile(tarfile.TarInfo("red\x1b[0m\nline.cls"))
+    _, [bad] = check(tar)
+    assert bad.startswith(f"{tmp_path}/a\\u001b[31m.tar, sample 0 (red\\u001b[0m\\u000aline): ")
+    tar.write_bytes(b"")
+    with pytest.raises(EchelonError, match=r"a\\u001b\[31m\.tar is empty \(0 bytes\)\n  hint: "):
+        echelon.data.open(tar)
+
+
+def test_one_row_of_a_table_that_cannot_be_read(tmp_path: Path) -> None:
+    days = pa.array([0, 10**7, 1], pa.int32()).cast(pa.date32())
+    parquet.write_table(pa.table({"day": days}), tmp_path / "a.parquet")
+    samples, [bad] = check(tmp_path)
+    assert samples == 3
+    assert bad.startswith(f"{tmp_path}/a.parquet, sample 1: day cannot be read: ")
 
 
 def test_a_line_that_is_not_json_and_a_lost_picture(tmp_path: Path) -> None:

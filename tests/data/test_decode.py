@@ -46,6 +46,8 @@ def encode_array(save: Any, *args: Any, **kwargs: Any) -> bytes:
         ("webp", "RGB", "WEBP"),
         ("bmp", "L", "BMP"),
         ("image", "CMYK", "JPEG"),
+        ("gif", "P", "GIF"),
+        ("tiff", "L", "TIFF"),
     ],
 )
 def test_pictures_are_rgb(column: str, mode: str, format: str) -> None:
@@ -58,6 +60,19 @@ def test_pictures_of_hugging_face_tables() -> None:
     sample = decode({"image": {"bytes": data, "path": None}, "label": 3})
     assert sample["image"].size == (5, 4)
     assert sample["label"] == 3
+
+
+def test_files_in_tables_are_pictures_whatever_their_column_is_called() -> None:
+    picture = {"bytes": encode_image("RGB", "PNG"), "path": "1.png"}
+    sound = {"bytes": b"RIFF\0\0\0\0WAVE", "path": "1.wav"}
+    decoder = SampleDecoder("auto", ["img", "voice"], ["img", "voice"])
+    decoded = decoder.decode_sample({"img": picture, "voice": sound}, lambda: PLACE)
+    assert decoded["img"].size == (5, 4)
+    assert decoded["voice"] == sound
+    assert decoder.leaves_numbers
+    with pytest.raises(BadSampleError, match=r"the table has its path only, '1\.png'"):
+        decode({"image": {"bytes": None, "path": "1.png"}})
+    assert decode({"image": None}) == {"image": None}
 
 
 def test_other_columns_by_name() -> None:

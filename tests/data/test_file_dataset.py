@@ -157,7 +157,7 @@ def test_the_reader_is_told_of_chunks_before_they_are_read(
     np.save(tmp_path / "a.npy", np.arange(600))
     noting = NotingReader([DataFile(tmp_path / "a.npy", tmp_path)], None)
     files = FileDataset(noting)
-    files.window_bytes = 800  # type: ignore[attr-defined]
+    files.window_bytes = 800
     data = Subset(files, part)
     plan = make_epoch_plan(len(data), 2, 0, data=data)
     order = plan.make_order(0, 0, 1, CPU)

@@ -78,6 +78,20 @@ def test_formats_are_not_mixed(tmp_path: Path) -> None:
     assert "echelon.data.open_tokens(path, length=1024)" in refuse(tmp_path / "c.bin")
 
 
+def test_compressed_files_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.npy", 1)
+    (tmp_path / "b.tar.gz").touch()
+    what = f"{tmp_path}/b.tar.gz is compressed as a whole: its samples cannot be read one by one"
+    assert what in refuse(tmp_path)
+    assert what in refuse(tmp_path / "b.tar.gz")
+    assert len(echelon.data.open(f"{tmp_path}/*.npy")) == 1
+    np.arange(9).astype(np.uint16).tofile(tmp_path / "c.bin")
+    assert len(echelon.data.open_tokens(tmp_path / "c.bin", length=4)) == 2
+    (tmp_path / "d").mkdir()
+    (tmp_path / "c.bin").rename(tmp_path / "d" / "c.bin")
+    assert "echelon.data.open_tokens(path, length=1024)" in refuse(tmp_path / "d")
+
+
 def test_files_without_samples_are_refused(tmp_path: Path) -> None:
     assert "there are no samples in" in refuse(write_rows(tmp_path / "a.npy"))
 

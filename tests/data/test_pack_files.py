@@ -204,6 +204,13 @@ def test_a_sample_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
     assert sorted(read_bytes(tmp_path / "tar")) == ["shards.json", "tar-000000.tar"]
 
 
+def test_a_picture_that_is_gone_is_named(tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", "cat")
+    (tmp_path / "photos" / "cat" / "x.jpg").symlink_to("nothing.jpg")
+    with pytest.raises(EchelonError, match=r"cat/x\.jpg, sample 0: it cannot be read: no such"):
+        pack(tmp_path / "photos", tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_a_killed_packing_continues(tmp_path: Path) -> None:
     source, folder = write_shard(tmp_path / "a.tar", 200), tmp_path / "train"

@@ -44,7 +44,7 @@ def from_rows(cfg: ObjectSettings) -> echelon.Experiment:
         return model(rows[:, 1:4].float() / 1000).squeeze(-1), rows[:, -1].float() / 1000
 
     dataset = echelon.data.open(cfg.path)
-    dataset.window_bytes = WINDOW_BYTES  # type: ignore[attr-defined]
+    dataset.window_bytes = WINDOW_BYTES
     return echelon.Experiment(
         model=model,
         optimizer=optimizer,

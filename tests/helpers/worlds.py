@@ -82,11 +82,13 @@ def spawn_world(
     env: Mapping[str, str] | None = None,
     end_together: bool = False,
     limit_s: float = LIMIT_S,
+    interrupt: Callable[[Sequence[int]], None] | None = None,
 ) -> list[Ended]:
     """Call `rank_main(rank, master)` in a process for every rank and wait for all.
 
     `rank_main` is a function of a module, or a `partial` of one: it travels to another process.
     `end_together`: when one ends in failure the others are killed, as an agent would.
+    `interrupt` is called here with the processes of the ranks, once all are started.
     """
     folder.mkdir(parents=True, exist_ok=True)
     master = f"127.0.0.1:{free_port()}"
@@ -100,6 +102,8 @@ def spawn_world(
             call = partial(_run_rank, rank_main, rank, master, beside.with_suffix(".json"))
             variables = {**(env or {}), "ECHELON_TEST_RANK": str(rank)}
             pids.append(server.fork(call, beside.with_suffix(".out"), variables))
+        if interrupt is not None:
+            interrupt(pids)
         codes = _wait_all(server, pids, end_together, limit_s)
         require_gone(pids)
     except BaseException:
@@ -269,11 +273,14 @@ def train_config(
     env: Mapping[str, str] | None = None,
     end_together: bool = False,
     prepare: Callable[[int], None] | None = None,
+    interrupt: Callable[[Sequence[int]], None] | None = None,
 ) -> Trained:
-    """`prepare(rank)` is called in every rank before it trains."""
+    """`prepare(rank)` is called in every rank before it trains; `interrupt`: see `spawn_world`."""
     rank_main = partial(_train_rank, config=config, world_size=world_size, prepare=prepare)
     output = folder / f"output-{config.run.name}"
-    ranks = spawn_world(world_size, rank_main, output, env=env, end_together=end_together)
+    ranks = spawn_world(
+        world_size, rank_main, output, env=env, end_together=end_together, interrupt=interrupt
+    )
     return Trained(Run(folder / str(config.run.name)), ranks)
 
 

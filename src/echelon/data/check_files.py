@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from echelon.data.decode import SampleDecoder
-from echelon.data.formats.arrow_columns import TableReader
+from echelon.data.decode import SampleDecoder, make_decoder
 from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.reader import (
+    BadPieceError,
     BadSampleError,
     ChunkTable,
     DataFile,
+    SamplePlace,
     SampleReader,
     find_piece,
 )
@@ -27,7 +28,7 @@ from echelon.data.shard_manifest import (
     find_difference,
     read_manifest,
 )
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, Fault, escape_controls
 from echelon.utils.os_errors import format_os_error_reason
 
 BATCH_BYTES = 16 << 20
@@ -49,11 +50,11 @@ class BadSamples(NamedTuple):
 
     def __str__(self) -> str:
         if self.first is None:
-            return f"{self.file}: {self.why}"
-        key = f" ({self.key})" if self.key else ""
+            return escape_controls(f"{self.file}: {self.why}")
         if self.samples == 1:
-            return f"{self.file}, sample {self.first}{key}: {self.why}"
-        return f"{self.file}, samples {self.first} to {self.first + self.samples - 1}: {self.why}"
+            return f"{SamplePlace(self.file, self.first, self.key)}: {escape_controls(self.why)}"
+        last = self.first + self.samples - 1
+        return escape_controls(f"{self.file}, samples {self.first} to {last}: {self.why}")
 
 
 class CheckProgress(NamedTuple):
@@ -105,7 +106,7 @@ class FileCheck:
     def _add_file(self, file: DataFile) -> bool:
         try:
             reader = open_reader([file], self.format)
-            SampleDecoder("auto", reader.column_names)
+            make_decoder("auto", reader)
         except EchelonError as error:
             self.bad_files += [_make_bad_file(file.path, fault) for fault in error.faults]
             return False
@@ -192,7 +193,7 @@ def _make_bad_file(file: DataPath, fault: Fault) -> BadSamples:
 @functools.lru_cache(4)
 def _open_once(files: tuple[DataFile, ...], format: str) -> tuple[SampleReader, SampleDecoder]:
     reader = open_reader(files, format)
-    return reader, SampleDecoder("auto", reader.column_names)
+    return reader, make_decoder("auto", reader)
 
 
 def _check_piece(task: _CheckTask) -> CheckProgress:
@@ -223,7 +224,7 @@ def _check_rows(reader: SampleReader, decoder: SampleDecoder, rows: range) -> It
     try:
         samples = reader.read_samples(rows)
     except BadSampleError as error:
-        if isinstance(reader, TableReader):  # a piece of a table is read as a whole
+        if isinstance(error, BadPieceError):
             place = reader.locate(rows.start)
             yield BadSamples(place.file, place.number, len(rows), "", error.why)
         elif len(rows) > 1:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
 
-from echelon.data.formats.reader import BadSampleError, SamplePlace
+from echelon.data.formats.reader import BadSampleError, SamplePlace, SampleReader
 from echelon.errors import EchelonError, Fault
 
 DecodeValue = Callable[[Any], Any]
@@ -29,6 +29,8 @@ DecodeSetting = (
 _PICKLES = ("pkl", "pickle", "pt", "pth", "pyd")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Of the many that PIL knows: some others start programs."""
+_PICTURE_STARTS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+"""What pictures begin with. A RIFF file may be WebP or a sound, so its column needs a name."""
 
 
 class SampleDecoder:
@@ -46,7 +48,12 @@ class SampleDecoder:
     pictures where pillow is not installed.
     """
 
-    def __init__(self, decode: DecodeSetting, column_names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        decode: DecodeSetting,
+        column_names: Iterable[str],
+        encoded_columns: Sequence[str] = (),
+    ) -> None:
         self._function = decode if callable(decode) else None
         self._by_column: dict[str, DecodeValue] = {}
         if decode is None or callable(decode):
@@ -65,7 +72,10 @@ class SampleDecoder:
             if name in chosen:
                 function = chosen[name]
             else:
-                function = _AUTO.get(_get_extension(name))
+                is_encoded = name in encoded_columns
+                function = _AUTO.get(
+                    _get_extension(name), _decode_if_picture if is_encoded else None
+                )
                 faults += _find_faults(name, function)
             if function is not None:
                 self._by_column[name] = function
@@ -75,7 +85,7 @@ class SampleDecoder:
     @property
     def leaves_numbers(self) -> bool:
         """Whether all that is not bytes stays as it is, and no function of the user's is called."""
-        known = _AUTO.values()
+        known = (*_AUTO.values(), _decode_if_picture)
         return self._function is None and all(f in known for f in self._by_column.values())
 
     def decode_sample(
@@ -96,6 +106,12 @@ class SampleDecoder:
                 why = str(error) or type(error).__name__
                 raise BadSampleError(locate(), f"{column} cannot be decoded: {why}") from error
         return decoded
+
+
+def make_decoder(decode: DecodeSetting, reader: SampleReader) -> SampleDecoder:
+    """Return the decoder for the columns of a reader. Of columns with files in them, as Hugging
+    Face stores pictures in tables, those that are pictures are decoded whatever their name is."""
+    return SampleDecoder(decode, reader.column_names, getattr(reader, "encoded_columns", ()))
 
 
 def list_opaque_columns(column_names: Iterable[str]) -> list[str]:
@@ -131,8 +147,10 @@ def _decode_image(value: Any) -> Any:
     """Return a PIL image in RGB. Hugging Face stores pictures in tables as `{"bytes": …}`."""
     from PIL import Image, UnidentifiedImageError
 
-    data = value["bytes"] if isinstance(value, Mapping) else value
+    data = value.get("bytes") if isinstance(value, Mapping) else value
     if not isinstance(data, bytes):
+        if isinstance(value, Mapping) and value.get("path"):
+            raise ValueError(f"the table has its path only, {value['path']!r}, and not its bytes")
         return value
     try:
         image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
@@ -140,6 +158,13 @@ def _decode_image(value: Any) -> Any:
         raise ValueError("it is not a picture of a known format") from error
     image.load()  # else the pixels are read where they are first used, and errors are raised there
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _decode_if_picture(value: Any) -> Any:
+    """Return a picture of a column whose name says nothing; a sound stays as it is."""
+    data = value.get("bytes") if isinstance(value, Mapping) else None
+    is_picture = isinstance(data, bytes) and data.startswith(_PICTURE_STARTS)
+    return _decode_image(value) if is_picture else value
 
 
 def _decode_array(data: bytes) -> Any:
@@ -161,7 +186,10 @@ def _decode_if_bytes(function: Callable[[bytes], Any], value: Any) -> Any:
 
 
 _AUTO: dict[str, DecodeValue] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "image"), _decode_image),
+    **dict.fromkeys(
+        ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "image"),
+        _decode_image,
+    ),
     **dict.fromkeys(("txt", "text"), partial(_decode_if_bytes, _decode_text)),
     "npy": partial(_decode_if_bytes, _decode_array),
     "npz": partial(_decode_if_bytes, _decode_arrays),

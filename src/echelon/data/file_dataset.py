@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from echelon.data.chunk_order import DEFAULT_WINDOW_BYTES
 from echelon.data.decode import SampleDecoder
 from echelon.data.formats.reader import (
     ChunkTable,
@@ -30,6 +31,7 @@ class FileDataset(Dataset[Any]):
         dataset.column_names
         dataset.locate(3)   the file that has it, and its number there
         dataset.chunks      which samples lie together, for the order in which they are read
+        dataset.window_bytes = 1 << 30  how much of them is shuffled together
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class FileDataset(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.reader = reader
+        self.window_bytes = DEFAULT_WINDOW_BYTES
         self._decoder = decoder
         self._transform = transform
         self.may_draw = transform is not None or not (decoder is None or decoder.leaves_numbers)

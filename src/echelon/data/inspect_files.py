@@ -21,6 +21,7 @@ from echelon.data.formats.image_folder import ImageFolderReader
 from echelon.data.formats.reader import BadSampleError, SamplePlace, SampleReader
 from echelon.data.formats.tar_files import TarReader
 from echelon.data.open_files import Paths, find_data, open_reader
+from echelon.errors import escape_controls
 from echelon.utils.text import format_bytes, truncate_text
 
 _MEASURED_SAMPLES = 64
@@ -175,7 +176,8 @@ def _name_type(value: Any) -> tuple[str, tuple[int, ...]]:
     names = {str: "text", bytes: "bytes", bool: "bool", int: "int", float: "float", list: "list"}
     if value is None:
         return "null", ()
-    return names.get(type(value)) or ("object" if isinstance(value, dict) else str(type(value))), ()
+    known = "object" if isinstance(value, dict) else names.get(type(value))
+    return known or type(value).__name__, ()
 
 
 def _join_shapes(kind: str, shapes: Sequence[tuple[int, ...]]) -> str:
@@ -227,25 +229,25 @@ def show_value(value: Any) -> str:
         items = " ".join(map(_show_item, value.reshape(-1)[:_SHOWN_ITEMS].tolist()))
         return f"{value.dtype} {value.shape}: {items}{more}"
     if isinstance(value, (np.ndarray, np.generic)):
-        value = value.item()
+        value = value.item() if value.dtype.kind in "biufcSU" else str(value)  # a time is text
     if isinstance(value, str):
         shown = json.dumps(value[:_MAX_SHOWN_CHARACTERS], ensure_ascii=False)
         more = f" … ({len(value):,} characters)" if len(value) > _MAX_SHOWN_CHARACTERS else ""
-        return _escape_controls(shown) + more
+        return escape_controls(shown) + more
     try:
-        text = json.dumps(value, ensure_ascii=False, default=show_value)
+        text = json.dumps(value, ensure_ascii=False, default=_show_inner)
     except (TypeError, ValueError):
         text = str(value)
-    return truncate_text(_escape_controls(text), _MAX_SHOWN_CHARACTERS)
+    return truncate_text(escape_controls(text), _MAX_SHOWN_CHARACTERS)
+
+
+def _show_inner(value: Any) -> str:
+    """Return what JSON has no word for: bytes and arrays as above, all else in its own words."""
+    return show_value(value) if isinstance(value, (bytes, np.ndarray, np.generic)) else str(value)
 
 
 def _show_item(item: Any) -> str:
     return f"{item:.6g}" if isinstance(item, float) else str(item)
-
-
-def _escape_controls(text: str) -> str:
-    """Return a text without characters by which it could command a terminal."""
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
 def _open_picture(value: Any) -> Any:

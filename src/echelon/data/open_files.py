@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from echelon.data.decode import DecodeSetting, SampleDecoder
+from echelon.data.decode import DecodeSetting, make_decoder
 from echelon.data.find_objects import find_objects
 from echelon.data.formats.arrow_files import is_saved_dataset
 from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.column_choice import raise_faults
+from echelon.data.formats.folder_scan import FolderPath, enter_folder, scan_folder
 from echelon.data.formats.image_folder import IMAGE_ENDINGS
 from echelon.data.formats.reader import DataFile, SampleReader
 from echelon.data.shard_manifest import MANIFEST_NAME
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.object_store.urls import is_url
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import join_names
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ FORMATS = {
     "images": FileFormat((), "image_folder:ImageFolderReader"),
 }
 """Pictures are found by their folder, which has one for each class."""
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""Endings of files that are not left out in silence, though no sample of them can be read by
+itself. What bgzip writes is known."""
 _TOKENS_HINT = "files of tokens are opened with echelon.data.open_tokens(path, length=1024)"
 
 
@@ -84,7 +89,7 @@ def open(
         )
     files, chosen = find_data(paths, format)
     reader = open_reader(files, chosen, columns)
-    return FileDataset(reader, SampleDecoder(decode, reader.column_names), transform)
+    return FileDataset(reader, make_decoder(decode, reader), transform)
 
 
 def find_data(paths: Paths, format: str | None) -> tuple[list[DataFile], str]:
@@ -170,6 +175,9 @@ def find_files(paths: Paths, endings: Sequence[str], *, are_images: bool = False
         except EchelonError as error:
             faults += error.faults
             continue
+        except OSError as error:  # a folder that leads there may not be entered
+            what = f"{error.filename or each} cannot be read: {format_os_error_reason(error)}"
+            found = Fault(what, "check the path and its permissions")
         if isinstance(found, Fault):
             faults.append(found)
         else:
@@ -186,9 +194,16 @@ def _resolve_path(text: str, endings: tuple[str, ...], are_images: bool) -> list
         return find_objects(text, endings, are_images=are_images)
     path = Path(text).expanduser()
     if path.is_dir():
-        files = [] if are_images else [DataFile(f, path) for f in _walk_folder(path, endings)]
+        compressed = _list_compressed(endings)
+        found = [] if are_images else list(_walk_folder(path, (*endings, *compressed)))
+        for file in found:
+            if (name := file.name.lower()).endswith(compressed) and not name.endswith(endings):
+                return _make_compressed_fault(file)
+        files = [DataFile(file, path) for file in found]
         if not files and next(_walk_folder(path, IMAGE_ENDINGS), None):
             files = [DataFile(path, path)]
+        if not files and endings and next(_walk_folder(path, (".bin",)), None):
+            return Fault(f"the folder {path} has .bin files", _TOKENS_HINT)
         return files or Fault(
             f"the folder {path} has no files with a known ending",
             f"known: {join_names(endings, 20)}; or say what they are with format="
@@ -208,21 +223,34 @@ def _resolve_path(text: str, endings: tuple[str, ...], are_images: bool) -> list
     return files or Fault(f"nothing matches {path}", _suggest_path(folder))
 
 
-def _walk_folder(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+def _walk_folder(folder: Path | FolderPath, endings: tuple[str, ...]) -> Iterator[Path]:
     """Yields the files of a folder at any depth, by name. A folder that Hugging Face's library
     saved is one of them: it says itself which files it has."""
-    if is_saved_dataset(folder):
-        yield folder
+    if isinstance(folder, Path):
+        folder = FolderPath(folder)
+    if is_saved_dataset(folder.path):
+        yield folder.path
         return
-    with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+    entries, place = scan_folder(folder)
+    for entry in entries:
         if entry.name.startswith((".", "_")) or entry.name == MANIFEST_NAME:
             continue
-        if entry.is_dir():
-            yield from _walk_folder(Path(entry.path), endings)
+        if (inner := enter_folder(entry, place)) is not None:
+            yield from _walk_folder(inner, endings)
         elif not endings or entry.name.lower().endswith(endings):
             yield Path(entry.path)
+
+
+def _list_compressed(endings: Sequence[str]) -> tuple[str, ...]:
+    short = (".tgz",) if ".tar" in endings else ()
+    return (*short, *(ending + each for ending in endings for each in _COMPRESSIONS))
+
+
+def _make_compressed_fault(file: DataPath) -> Fault:
+    return Fault(
+        f"{file} is compressed as a whole: its samples cannot be read one by one",
+        "unpack it once, or leave it out with a pattern such as data/*.tar",
+    )
 
 
 def _cut_pattern(path: Path) -> Iterator[str]:
@@ -249,6 +277,7 @@ def choose_format(files: Sequence[DataFile]) -> str:
     where they are of several formats."""
     by_format: dict[str, list[DataPath]] = {}
     faults = []
+    known_endings = [ending for each in FORMATS.values() for ending in each.endings]
     for file in files:
         name = file.path.name.lower()
         known = [key for key, each in FORMATS.items() if name.endswith(each.endings)]
@@ -258,8 +287,10 @@ def choose_format(files: Sequence[DataFile]) -> str:
         if known:
             by_format.setdefault(known[0], []).append(file.path)
             continue
-        endings = join_names([ending for each in FORMATS.values() for ending in each.endings], 20)
-        hint = f"known: {endings}; or say what it is with format="
+        hint = f"known: {join_names(known_endings, 20)}; or say what it is with format="
+        if name.endswith(_list_compressed(known_endings)):
+            faults.append(_make_compressed_fault(file.path))
+            continue
         if name.endswith(".bin"):
             hint = _TOKENS_HINT
         elif name.endswith(IMAGE_ENDINGS):

@@ -27,7 +27,13 @@ from echelon.data.check_files import cut_batches
 from echelon.data.formats.arrow_columns import import_pyarrow
 from echelon.data.formats.byte_source import DataPath, open_for_arrow
 from echelon.data.formats.image_folder import ImageFolderReader
-from echelon.data.formats.reader import BadSampleError, ChunkTable, DataFile, SampleReader
+from echelon.data.formats.reader import (
+    BadSampleError,
+    ChunkTable,
+    DataFile,
+    SamplePlace,
+    SampleReader,
+)
 from echelon.data.formats.tar_files import TarReader
 from echelon.data.open_files import Paths, find_data, open_reader
 from echelon.data.parallel_map import count_processes, map_in_order
@@ -282,14 +288,21 @@ def _compute_fingerprint(reader: SampleReader, files: Sequence[DataFile]) -> str
     else:
         paths = (path for file in files for path in _list_files(file.path))
     for path in paths:
-        if isinstance(path, RemoteFile):
-            words: tuple[object, ...] = path.info
-        else:
-            status = path.stat()
-            words = (path.name, status.st_size, status.st_mtime_ns)
+        try:
+            words = _describe_file(path)
+        except OSError as error:
+            why = f"it cannot be read: {format_os_error_reason(error)}"
+            raise _make_sample_error(BadSampleError(SamplePlace(path, 0), why)) from error
         line = "\0".join(map(str, words)) + "\n"
         checksum.update(line.encode("utf-8", "surrogateescape"))
     return checksum.hexdigest()
+
+
+def _describe_file(path: DataPath) -> tuple[object, ...]:
+    if isinstance(path, RemoteFile):
+        return path.info
+    status = path.stat()
+    return path.name, status.st_size, status.st_mtime_ns
 
 
 def _list_files(path: DataPath) -> list[DataPath]:

@@ -25,6 +25,7 @@ from echelon.data.chunk_order import ChunkedOrder, ChunkLookahead
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
+from echelon.data.loader_lifetime import LoaderLifetime
 from echelon.data.loader_options import make_loader_error
 from echelon.data.prefetch_depth import FIRST_DEPTH, MAX_DEPTH, PrefetchDepth
 from echelon.data.sample_seeds import (
@@ -340,7 +341,7 @@ class LoaderProcesses:
         slots = torch.zeros(workers, 2, dtype=torch.int64)
         fetcher.work_slots = slots.share_memory_()  # type: ignore[no-untyped-call]
         has_blocks = bool(chosen["persistent_workers"])  # else new ones were made in every epoch
-        chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"), has_blocks)
+        chosen["worker_init_fn"] = _ProcessInit(LoaderLifetime(options), has_blocks)
         try:
             self._loader: DataLoader[Any] = DataLoader(
                 fetcher,  # type: ignore[arg-type]
@@ -492,7 +493,7 @@ class _Requests:
 class _ProcessInit:
     """The first call in a loader process."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None, has_blocks: bool) -> None:
+    def __init__(self, worker_init_fn: Callable[[int], None], has_blocks: bool) -> None:
         self._worker_init_fn, self._has_blocks = worker_init_fn, has_blocks
 
     def __call__(self, worker: int) -> None:
@@ -502,8 +503,7 @@ class _ProcessInit:
             info.dataset.packer.install()
         # To the user's code the Dataset is the user's own; torch's record is frozen.
         object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker)
+        self._worker_init_fn(worker)
 
 
 def return_unchanged(batch: Any) -> Any:

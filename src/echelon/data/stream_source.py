@@ -18,6 +18,7 @@ from echelon.data.batch_copies import BatchCopier
 from echelon.data.batches import Batch, BatchOrder, MakeNextOrder
 from echelon.data.data_layout import DataLayout
 from echelon.data.loader_errors import iter_fetched
+from echelon.data.loader_lifetime import LoaderLifetime
 from echelon.data.loader_options import make_loader_error
 from echelon.data.sample_digest import compute_sample_digest
 from echelon.data.sample_fetcher import end_loader_processes, return_unchanged
@@ -360,6 +361,7 @@ class _ReaderProcess(IterableDataset[Any]):
 
 def _make_loader(reading: _Reading, workers: int, options: Mapping[str, Any]) -> DataLoader[Any]:
     chosen = {name: value for name, value in options.items() if name != "pin_memory"}
+    chosen["worker_init_fn"] = LoaderLifetime(options)
     try:
         return DataLoader(
             _ReaderProcess(reading, workers),

@@ -16,7 +16,7 @@ from rich.text import Text
 from echelon.data.check_files import BadSamples, FileCheck
 from echelon.data.inspect_files import FilesSummary, ShownSample, inspect_files
 from echelon.data.pack_files import ShardPacking
-from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.errors import EchelonError, ExitCode, Fault, escape_controls
 from echelon.utils.files import write_text_atomically
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import (
@@ -70,7 +70,7 @@ def _render_facts(summary: FilesSummary) -> list[str]:
         f"({summary.format}), {about}{format_bytes(summary.size_bytes)}"
     ]
     if summary.class_names:
-        classes = join_names(summary.class_names)
+        classes = escape_controls(join_names(summary.class_names))
         facts.append(f"{len(summary.class_names):,} classes: {classes}")
     else:
         chunk = format_bytes(summary.median_chunk_bytes)
@@ -85,7 +85,9 @@ def _render_summary(summary: FilesSummary, width: int) -> Iterator[Text]:
     columns = summary.columns
     table = Table(
         [
-            TableColumn("COLUMN", [column.name for column in columns], min_width=8),
+            TableColumn(
+                "COLUMN", [escape_controls(column.name) for column in columns], min_width=8
+            ),
             TableColumn("TYPE", [column.type for column in columns], min_width=12),
             TableColumn(
                 "TYPICAL SIZE",
@@ -112,10 +114,11 @@ def _render_summary(summary: FilesSummary, width: int) -> Iterator[Text]:
 def _render_sample(sample: ShownSample, width: int) -> Iterator[Text]:
     yield Text(convert_for_terminal(truncate_text(str(sample.place), width)), "bold")
     if sample.fault:
-        yield Text(convert_for_terminal(f"  {sample.fault}"), "red")
-    column_width = max((len(value.column) for value in sample.values), default=0)
-    for value in sample.values:
-        line = f"  {value.column:<{column_width}}  {value.text}"
+        yield Text(convert_for_terminal(f"  {escape_controls(sample.fault)}"), "red")
+    names = [escape_controls(value.column) for value in sample.values]
+    column_width = max(map(len, names), default=0)
+    for name, value in zip(names, sample.values, strict=True):
+        line = f"  {name:<{column_width}}  {value.text}"
         yield Text(convert_for_terminal(truncate_text(line, width)))
 
 
@@ -218,7 +221,7 @@ def _render_bad(bad: BadSamples, is_terminal: bool) -> str:
         return convert_for_terminal(str(bad))
     number = "" if bad.first is None else str(bad.first)
     number += f"-{(bad.first or 0) + bad.samples - 1}" if number and bad.samples > 1 else ""
-    return "\t".join((str(bad.file), number, bad.key, bad.why))
+    return "\t".join(map(escape_controls, (str(bad.file), number, bad.key, bad.why)))
 
 
 def _describe_result(samples: int, bad_samples: int, bad_files: int, files: int) -> str:

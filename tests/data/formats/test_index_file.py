@@ -11,10 +11,12 @@ from subprocess import PIPE
 
 import numpy as np
 import pytest
+import xxhash
 
 from echelon.data.formats import index_file
 from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.index_file import FileIndex, SampleSpans, load_index
+from echelon.data.formats.index_layout import _PREFIX
 from echelon.data.formats.reader import CHUNK_BYTES, BadSampleError, SamplePlace
 from echelon.errors import EchelonError, Fault
 
@@ -128,6 +130,23 @@ def test_damaged_and_foreign_index_files_are_made_anew(files: list[Path]) -> Non
         assert load(*files).read_spans([10]) == [b"bbbbbbbb\n"]
         assert count_calls(files[2]) == 2 + number
         assert path.read_bytes() == content
+
+
+def test_an_index_of_pointers_is_made_anew(files: list[Path]) -> None:
+    """Somebody else may have written it, with a right checksum."""
+    load(*files)
+    (path,) = files[2].parent.glob(".echelon/2.txt.index")
+    content = path.read_bytes()
+    magic, size, _ = _PREFIX.unpack_from(content)
+    text = content[_PREFIX.size : _PREFIX.size + size].replace(b'"uint32"', b'"O"     ')
+    chunks = content[_PREFIX.size + size :][:16]
+    checksum = xxhash.xxh3_64_intdigest(text + chunks)
+    numbers = content[_PREFIX.size + size + 16 :]
+    samples = len(numbers) // 12
+    path.unlink()
+    path.write_bytes(_PREFIX.pack(magic, size, checksum) + text + chunks + bytes(16 * samples))
+    assert load(*files).read_spans([10]) == [b"bbbbbbbb\n"]
+    assert path.read_bytes() == content
 
 
 def test_faults_of_all_files_are_told_at_once(files: list[Path], tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     assert f"column 'a' is text in {other} and number in {path}" in refuse(tmp_path)
     other.write_text('{"a": 1}\n{"a": 12')
     assert "line 2 (its last) of" in refuse(tmp_path)
+    other.write_text('{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    assert "line 2 (its last) of" in refuse(tmp_path)
     other.write_bytes(b"")
     assert f"{other} is empty (0 bytes)" in refuse(tmp_path)
     other.write_text("[1]\n")

@@ -177,3 +177,44 @@ def test_a_damaged_row_group_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(BadSampleError, match=r"a\.parquet, sample 0: its row group 0 cannot be"):
         dataset[3]
     assert int(dataset[700]["i"]) == 700
+
+
+def test_page_checksums_are_compared_where_a_file_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"i": range(1000)})
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(table, path, **options)
+    data = bytearray(path.read_bytes())
+    data[4000] ^= 1  # within the numbers: nothing but a checksum can see it
+    path.write_bytes(bytes(data))
+    with pytest.raises(BadSampleError, match=r"a\.parquet, sample 0: its row group 0 .*CRC"):
+        echelon.data.open(path)[3]
+
+
+def test_nanoseconds_are_kept(tmp_path: Path) -> None:
+    moment = 1_700_000_000_123_456_789
+    table = pa.table(
+        {
+            "at": pa.array([moment, None], pa.timestamp("ns")),
+            "took": pa.array([7, 8], pa.duration("ns")),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    first, second = echelon.data.open(tmp_path)
+    assert first == {"at": np.datetime64(moment, "ns"), "took": np.timedelta64(7, "ns")}
+    assert second["at"] is None
+
+
+def test_a_value_that_python_cannot_have_is_a_bad_sample(tmp_path: Path) -> None:
+    days = pa.array([0, 10**7, 1], pa.int32()).cast(pa.date32())  # the second is in the year 29349
+    pq.write_table(pa.table({"i": [0, 1, 2], "day": days}), tmp_path / "a.parquet")
+    dataset = echelon.data.open(tmp_path)
+    assert dataset[2]["day"] == date(1970, 1, 2)
+    with pytest.raises(BadSampleError, match=r"a\.parquet, sample 1: day cannot be read: "):
+        dataset.read_rows([2, 1, 0])
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
+    assert refuse(path) == [f"{path} has two columns 'a'"]

@@ -218,7 +218,7 @@ def test_a_tar_that_is_cut_off_anywhere_is_refused(tmp_path: Path, format: int) 
     file = tmp_path / "b.tar"
     for size in [*range(0, end, 100), end - 512, end - 1, end]:
         file.write_bytes(content[:size])
-        with pytest.raises(EchelonError, match=r"b\.tar (is cut off|has no end mark)"):
+        with pytest.raises(EchelonError, match=r"b\.tar (is cut off|has no end mark|is empty)"):
             index_tar(file)
     file.write_bytes(content[: end + 512])
     assert len(index_tar(file).offsets) == 3

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.formats.reader import (
+    BadSampleError,
     ChunkTable,
+    SamplePlace,
     group_by_piece,
     split_columns,
     sum_to_starts,
@@ -29,6 +31,11 @@ several."""
 CACHE_BYTES = 384 << 20
 """What a process keeps of decoded pieces. A window of the order has 256 MB, and the first samples
 of the next one are read while it ends."""
+
+ENCODED_TYPE = "struct<bytes: binary, path: string>"
+"""Of columns in which Hugging Face stores files, such as pictures."""
+_UNKNOWN_VALUES = (ValueError, OverflowError)
+"""What pyarrow raises for dates after the year 9999, and for nanoseconds within lists."""
 
 
 def import_pyarrow(module: str = "pyarrow") -> Any:
@@ -125,6 +132,10 @@ def make_column(values: Any) -> ColumnValues:
     if pa.types.is_dictionary(kind):
         values = values.dictionary_decode()
         kind = values.type
+    if _is_time_in_ns(kind):
+        # datetime has microseconds, and pandas, which need not be installed, a class of its own.
+        is_null = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
+        return NumberColumn(values.to_numpy(zero_copy_only=False), is_null)
     if _is_number(kind):
         numbers = values.to_numpy(zero_copy_only=False) if not values.null_count else None
         if numbers is None:
@@ -154,6 +165,16 @@ def name_type(kind: Any) -> str:
     return "" if types.is_null(kind) else str(kind).replace("large_", "")
 
 
+def make_types(schema: Any) -> dict[str, str]:
+    """Return the names of the types of all columns. Raises ValueError where two columns have the
+    same name."""
+    types = {field.name: name_type(field.type) for field in schema}
+    if len(types) < len(schema):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise ValueError(f"has two columns {twice!r}")
+    return types
+
+
 def merge_numbers(columns: Mapping[str, ColumnValues]) -> Piece:
     """Return columns with those that are plain numbers of one type in blocks."""
     by_type: dict[np.dtype[Any], list[str]] = {}
@@ -175,6 +196,11 @@ def merge_numbers(columns: Mapping[str, ColumnValues]) -> Piece:
 def _is_number(kind: Any) -> bool:
     types = import_pyarrow().types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_time_in_ns(kind: Any) -> bool:
+    types = import_pyarrow().types
+    return bool((types.is_timestamp(kind) or types.is_duration(kind)) and kind.unit == "ns")
 
 
 def _find_leaf(kind: Any) -> Any:
@@ -220,6 +246,8 @@ class TableReader:
 
     column_names: list[str]
     chunks: ChunkTable
+    encoded_columns: list[str]
+    """Those with files in them, as Hugging Face stores pictures and sounds."""
 
     def __init__(self, piece_rows: Sequence[int]) -> None:
         self._piece_starts = sum_to_starts(piece_rows)
@@ -232,6 +260,10 @@ class TableReader:
         """Return the columns of a piece, and the bytes they take."""
         raise NotImplementedError
 
+    def locate_stored(self, row: int) -> SamplePlace:
+        """Return where a row is, of all that the files have."""
+        raise NotImplementedError
+
     def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """Return the columns of these rows."""
         places: list[Any] = []
@@ -242,7 +274,11 @@ class TableReader:
                 columns, size_bytes = self.load_piece(piece)
                 self._cache.put(piece, columns, size_bytes)
             places.append(place)
-            parts.append({names: column.take(within) for names, column in columns.items()})
+            try:
+                parts.append({names: column.take(within) for names, column in columns.items()})
+            except _UNKNOWN_VALUES:
+                self._raise_bad_row(columns, int(self._piece_starts[piece]), within)
+                raise
         if any(part.keys() != parts[0].keys() for part in parts):  # some have nulls
             parts = [_split_blocks(part) for part in parts]
         inverse = None
@@ -255,6 +291,16 @@ class TableReader:
         }
         found = _split_blocks(joined)
         return {name: found.get((name,), []) for name in self.column_names}
+
+    def _raise_bad_row(self, columns: Piece, start: int, within: NDArray[np.int64]) -> None:
+        """Raises for the first of some rows that has a value which Python cannot have."""
+        for row in within:
+            for names, column in columns.items():
+                try:
+                    column.take(np.array([row]))
+                except _UNKNOWN_VALUES as error:
+                    why = f"{names[0]} cannot be read: {' '.join(str(error).split())}"
+                    raise BadSampleError(self.locate_stored(start + int(row)), why) from error
 
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by number."""

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.formats.arrow_columns import (
+    ENCODED_TYPE,
     Piece,
     TableReader,
     cut_rows,
     import_pyarrow,
     make_column,
-    name_type,
+    make_types,
 )
 from echelon.data.formats.byte_source import DataPath, fetch_to_map, get_size
 from echelon.data.formats.column_choice import (
@@ -81,6 +82,7 @@ class ArrowReader(TableReader):
             check_same_names(self._paths, types)
         self.column_names = choose_columns(self._paths, types, columns)
         check_same_types(self._paths, types, self.column_names)
+        self.encoded_columns = [n for n in self.column_names if types[0][n] == ENCODED_TYPE]
         file_rows = [sum(layout.batch_rows) for layout in layouts]
         self._file_starts = sum_to_starts(file_rows)
         self._order = _read_order(saved, file_rows)
@@ -120,8 +122,11 @@ class ArrowReader(TableReader):
 
     def locate(self, row: int) -> SamplePlace:
         """Return the file and the number of a row in it."""
-        stored = row if self._order is None else int(self._order[row])
-        file, number = find_piece(self._file_starts, stored)
+        return self.locate_stored(row if self._order is None else int(self._order[row]))
+
+    def locate_stored(self, row: int) -> SamplePlace:
+        """Return the same of a row that the indices may not choose."""
+        file, number = find_piece(self._file_starts, row)
         return SamplePlace(self._paths[file], number)
 
     def prefetch_chunks(self, chunks: Sequence[int]) -> None:
@@ -219,7 +224,7 @@ def _read_layout(path: DataPath) -> _Layout | Fault:
                 f"{path} is a compressed Arrow stream, which can only be read from its beginning",
                 "write it as a file (pyarrow.feather.write_feather), or without compression",
             )
-        types = {field.name: name_type(field.type) for field in mapped.schema}
+        types = make_types(mapped.schema)
         rows, sizes, spans = [], [], []
         for number in range(mapped.count):
             batch = mapped.get_batch(number)
@@ -231,6 +236,8 @@ def _read_layout(path: DataPath) -> _Layout | Fault:
         return Fault(what, "write it again: it may be cut off")
     except EchelonError as error:
         return error.faults[0]
+    except ValueError as error:
+        return Fault(f"{path} {error}", "write it again with names of their own")
     except OSError as error:
         # pyarrow's own errors about what is in a file may be of this class, without a number.
         reason = format_os_error_reason(error) if error.errno else " ".join(str(error).split())
@@ -243,7 +250,8 @@ def _read_layout(path: DataPath) -> _Layout | Fault:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Return whether Hugging Face's `save_to_disk` wrote a folder."""
-    return (folder / _STATE_FILE).is_file() or (folder / _SPLITS_FILE).is_file()
+    # Path.is_file raises for a folder that may not be read.
+    return any(os.path.isfile(folder / name) for name in (_STATE_FILE, _SPLITS_FILE))
 
 
 def _read_saved(paths: Sequence[DataPath]) -> list[_SavedDataset]:

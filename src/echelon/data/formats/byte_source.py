@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.folder_scan import stat_regular_file
 from echelon.object_store.block_cache import BLOCK_BYTES
 from echelon.object_store.remote_file import RemoteFile
 
@@ -17,8 +18,8 @@ DataPath = Path | RemoteFile
 
 
 def get_size(path: DataPath) -> int:
-    """Return the bytes of a file."""
-    return path.size if isinstance(path, RemoteFile) else path.stat().st_size
+    """Return the bytes of a file. Raises OSError for a pipe and the like."""
+    return path.size if isinstance(path, RemoteFile) else stat_regular_file(path).st_size
 
 
 def open_for_arrow(path: DataPath) -> Any:
@@ -48,6 +49,7 @@ class LocalSource:
     they inherit."""
 
     def __init__(self, path: Path) -> None:
+        stat_regular_file(path)
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(self._handle)
         self.size, self.mtime_ns = status.st_size, status.st_mtime_ns

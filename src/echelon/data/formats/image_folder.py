@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.formats.byte_source import DataPath, get_size
+from echelon.data.formats.folder_scan import FolderPath, enter_folder, scan_folder
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
@@ -100,8 +101,7 @@ class ImageFolderReader:
 
     def measure_files(self) -> NDArray[np.int64]:
         """Return the bytes of every picture. This asks the file system for each."""
-        sizes = (get_size(self._get_path(row)) for row in range(len(self)))
-        return np.fromiter(sizes, np.int64, len(self))
+        return np.fromiter(map(self._measure_file, range(len(self))), np.int64, len(self))
 
     def list_endings(self) -> list[str]:
         """Return the endings of all pictures, without a dot, `jpg` for `jpeg`."""
@@ -117,6 +117,7 @@ class ImageFolderReader:
                 sample[name] = int(np.searchsorted(self._class_starts, row, side="right")) - 1
                 continue
             try:
+                get_size(path)  # raises for a pipe, which would be waited for
                 sample[name] = path.read_bytes()
             except OSError as error:
                 why = f"it cannot be read: {format_os_error_reason(error)}"
@@ -133,8 +134,13 @@ class ImageFolderReader:
 
     def _estimate_size(self, count: int) -> int:
         rows = np.unique(np.linspace(0, count - 1, _MEASURED_FILES, dtype=np.int64)).tolist()
-        sizes = [get_size(self._get_path(row)) for row in rows]
-        return sum(sizes) // len(sizes)
+        return sum(map(self._measure_file, rows)) // len(rows)
+
+    def _measure_file(self, row: int) -> int:
+        try:
+            return get_size(self._get_path(row))
+        except OSError:  # it is named when it is read
+            return 0
 
 
 class _Listing(NamedTuple):
@@ -151,15 +157,14 @@ class _Listing(NamedTuple):
 
 def _list_local(folder: DataPath) -> _Listing:
     assert isinstance(folder, Path)
-    try:
-        with os.scandir(folder) as found:
-            entries = [entry for entry in found if not entry.name.startswith(".")]
-        classes = sorted(entry.name for entry in entries if entry.is_dir())
-        paths = [sorted(_list_images(folder / name, f"{name}/")) for name in classes]
-    except OSError as error:
-        what = f"{error.filename or folder} cannot be read: {format_os_error_reason(error)}"
-        raise EchelonError(Fault(what, "check the path and its permissions")) from error
-    loose = sorted(entry.path for entry in entries if _is_image(entry.name))
+    found, place = scan_folder(FolderPath(folder))
+    entries = [entry for entry in found if not entry.name.startswith(".")]
+    inner = {entry.name: enter_folder(entry, place) for entry in entries}
+    classes = [name for name, own in inner.items() if own is not None]
+    paths = [
+        sorted(_list_images(own, f"{name}/")) for name, own in inner.items() if own is not None
+    ]
+    loose = [entry.path for entry in entries if _is_image(entry.name)]
     return _Listing(classes, paths, [each for each in loose if Path(each).name not in classes], [])
 
 
@@ -183,16 +188,16 @@ def _list_remote(folder: RemoteFolder) -> _Listing:
     return _Listing(classes, paths, sorted(loose), objects)
 
 
-def _list_images(folder: Path, prefix: str) -> Iterator[str]:
+def _list_images(folder: FolderPath, prefix: str) -> Iterator[str]:
     """Yield the paths of all pictures in a folder and below, with a prefix in its place."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _list_images(folder / entry.name, f"{prefix}{entry.name}/")
-            elif _is_image(entry.name):
-                yield prefix + entry.name
+    entries, place = scan_folder(folder)
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if (inner := enter_folder(entry, place)) is not None:
+            yield from _list_images(inner, f"{prefix}{entry.name}/")
+        elif _is_image(entry.name):
+            yield prefix + entry.name
 
 
 def _is_image(name: str) -> bool:

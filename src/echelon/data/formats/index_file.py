@@ -257,8 +257,9 @@ def _build_missing(files: list[DataPath], kind: str, build_one: BuildIndex) -> N
     """Index files that have no index, unless another process does so first."""
     targets = _choose_targets(files, kind)
     with contextlib.ExitStack() as locks:
-        # All processes lock in one order, so that none waits for another in a circle.
-        for folder in sorted({target.parent for target in targets.values()}):
+        # All processes lock in one order, so that none waits for another in a circle; and a folder
+        # that is reached by several links once, so that none waits for itself.
+        for folder in sorted({target.parent.resolve() for target in targets.values()}):
             with contextlib.suppress(LocksUnsupportedError):  # then several build the same
                 locks.enter_context(FileLock(folder / _LOCK_NAME))
         found = _find_all(files, kind)

@@ -33,6 +33,8 @@ _PREFIX = struct.Struct("<8sQQ")
 INDEX_VERSION = 1
 _CHECKED_BYTES = 16 << 10
 """So much of the head and of the tail of a file is compared with what was indexed."""
+_SPAN_TYPES = ("uint32", "uint64")
+"""An index may be of somebody else: numpy has types that are pointers."""
 
 
 class SampleSpans(NamedTuple):
@@ -136,6 +138,8 @@ def read_index(path: Path, kind: str) -> StoredIndex | None:
     if xxhash.xxh3_64_intdigest(text + numbers) != checksum:
         return None
     span_type = str(header["span_type"])
+    if span_type not in _SPAN_TYPES:
+        return None
     if size != offsets_at + samples * (8 + np.dtype(span_type).itemsize):
         return None
     table = np.frombuffer(numbers, np.int64).reshape(2, chunks)
@@ -148,7 +152,7 @@ def read_index(path: Path, kind: str) -> StoredIndex | None:
 def _write_index(target: Path, kind: str, stamp: FileStamp, found: SampleSpans) -> None:
     offsets = np.ascontiguousarray(found.offsets, np.uint64)
     longest = int(found.spans.max()) if len(found.spans) else 0
-    spans = np.ascontiguousarray(found.spans, np.uint32 if longest < 1 << 32 else np.uint64)
+    spans = np.ascontiguousarray(found.spans, _SPAN_TYPES[longest >= 1 << 32])
     # A sample belongs to the piece of the file in which it begins.
     starts = np.flatnonzero(np.diff(offsets // CHUNK_BYTES, prepend=np.uint64(1 << 63)))
     sizes = np.add.reduceat(spans, starts, dtype=np.int64) if len(starts) else starts

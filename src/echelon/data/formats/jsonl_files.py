@@ -86,7 +86,7 @@ class JsonlReader:
     def _parse_line(self, row: int, line: bytes) -> dict[str, Any]:
         try:
             sample = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadSampleError(self.locate(row), f"it is not JSON: {error}") from error
         if not isinstance(sample, dict):
             what = f"it is of type {type(sample).__name__}, and a sample is an object: {{…}}"
@@ -214,7 +214,7 @@ def _read_types(
                 line = opened.read(size)
         try:
             sample = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             last = " (its last)" if number else ""
             what = f"line {number + 1:,}{last} of {file} is not JSON: {error}"
             remedy = "write the file again: it may be cut off" if number else "write one a line"

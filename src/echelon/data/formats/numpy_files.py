@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.column_choice import choose_columns, raise_faults
+from echelon.data.formats.folder_scan import stat_regular_file
 from echelon.data.formats.reader import (
     DataFile,
     SamplePlace,
@@ -81,6 +82,7 @@ def map_array(path: DataPath) -> NDArray[Any] | RemoteRows:
     """Return the array of a `.npy` file, memory-mapped; of an object, its rows."""
     if isinstance(path, RemoteFile):
         return open_remote_array(path)
+    stat_regular_file(path)
     # numpy.memmap does more than an array at every index, which a plain view of it does not.
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 

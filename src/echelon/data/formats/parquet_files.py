@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from echelon.data.formats.arrow_columns import (
+    ENCODED_TYPE,
     ColumnValues,
     NumberColumn,
     ObjectColumn,
@@ -20,8 +21,8 @@ from echelon.data.formats.arrow_columns import (
     cut_rows,
     import_pyarrow,
     make_column,
+    make_types,
     merge_numbers,
-    name_type,
 )
 from echelon.data.formats.byte_source import DataPath, get_size, open_for_arrow
 from echelon.data.formats.column_choice import (
@@ -32,7 +33,7 @@ from echelon.data.formats.column_choice import (
 )
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import (
-    BadSampleError,
+    BadPieceError,
     ChunkTable,
     DataFile,
     SamplePlace,
@@ -84,6 +85,7 @@ class ParquetReader(TableReader):
             check_same_names(self._paths, types)
         self.column_names = choose_columns(self._paths, types, columns)
         check_same_types(self._paths, types, self.column_names)
+        self.encoded_columns = [n for n in self.column_names if types[0][n] == ENCODED_TYPE]
         self._stored = [name for name in self.column_names if name in footers[0].types]
         self._file_starts = sum_to_starts([sum(footer.group_rows) for footer in footers])
         self._open_files: OrderedDict[int, Any] = OrderedDict()
@@ -113,6 +115,8 @@ class ParquetReader(TableReader):
         file, number = find_piece(self._file_starts, row)
         return SamplePlace(self._paths[file], number)
 
+    locate_stored = locate
+
     def load_piece(self, piece: int) -> tuple[Piece, int]:
         """Reads and decodes a row group, or a part of it."""
         pa = import_pyarrow()
@@ -128,7 +132,7 @@ class ParquetReader(TableReader):
         except (OSError, pa.ArrowException) as error:
             place = self.locate(int(self._piece_starts[piece]))
             what = f"its row group {group} cannot be read: {' '.join(str(error).split())}"
-            raise BadSampleError(place, what) from error
+            raise BadPieceError(place, what) from error
         columns = {name: make_column(table.column(name)) for name in self._stored}
         for name, values in self._partitions.items():
             columns.setdefault(name, _repeat_value(values[file], count))
@@ -159,7 +163,11 @@ class ParquetReader(TableReader):
         """Return an open file; the ones that were used last stay open."""
         if file not in self._open_files:
             parquet = import_pyarrow("pyarrow.parquet")
-            opened = parquet.ParquetFile(open_for_arrow(self._paths[file]), memory_map=False)
+            opened = parquet.ParquetFile(
+                open_for_arrow(self._paths[file]),
+                memory_map=False,
+                page_checksum_verification=True,
+            )
             rows = int(self._file_starts[file + 1] - self._file_starts[file])
             if opened.metadata.num_rows != rows:
                 what = f"{self._paths[file]} changed since it was opened: it had {rows:,} rows"
@@ -222,18 +230,21 @@ def _read_footer(path: DataPath) -> _Footer | Fault:
             return Fault(f"{path} is empty (0 bytes)", "write it again, or leave it out")
         metadata = parquet.read_metadata(open_for_arrow(path))
         schema = metadata.schema.to_arrow_schema()
+        types = make_types(schema)
     except pa.ArrowException as error:
         reason = " ".join(str(error).split())
         what = f"{path} is not a complete Parquet file: {reason}"
         return Fault(what, "write it again: it may be cut off")
     except EchelonError as error:
         return error.faults[0]
+    except ValueError as error:
+        return Fault(f"{path} {error}", "write it again with names of their own")
     except OSError as error:
         reason = format_os_error_reason(error)
         return Fault(f"{path} cannot be read: {reason}", "check the file and its permissions")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return _Footer(
-        {field.name: name_type(field.type) for field in schema},
+        types,
         {field.name: _measure_width(field.type) for field in schema},
         [group.num_rows for group in groups],
         [_sum_by_column(group) for group in groups],

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.remote_rows import RemoteRows
+from echelon.errors import escape_controls
 
 CHUNK_BYTES = 4 << 20
 """What is read together where a format has no pieces of its own: large enough for any disk to be
@@ -33,7 +34,8 @@ class SamplePlace(NamedTuple):
     """Its own name in the file, if it has one."""
 
     def __str__(self) -> str:
-        return f"{self.file}, sample {self.number}" + (f" ({self.key})" if self.key else "")
+        key = f" ({self.key})" if self.key else ""
+        return escape_controls(f"{self.file}, sample {self.number}{key}")
 
 
 @dataclass(frozen=True)
@@ -194,3 +196,7 @@ class BadSampleError(Exception):
 
     def __str__(self) -> str:
         return f"{self.place}: {self.why}"
+
+
+class BadPieceError(BadSampleError):
+    """The same of all samples of a chunk, such as a row group that cannot be decoded."""

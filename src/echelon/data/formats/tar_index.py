@@ -49,6 +49,9 @@ def index_tar(file: DataPath) -> SampleSpans:
     """Return where the samples of a tar are. Raises EchelonError if it is damaged."""
     source = open_source(file)
     try:
+        if not source.size:
+            what = f"{file} is empty (0 bytes)"
+            raise EchelonError(Fault(what, "write it again, or leave it out"))
         _refuse_compression(file, source.read_at(0, 8))
         return _index_members(FileWindow(source))
     except TarFormatError as error:
