@@ -377,10 +377,10 @@ class DatasetSource:
         from echelon.data.sample_fetcher import iter_shares
 
         if self._processes is None:
-            for share in iter_shares(order, first):
-                yield self._fetch_share(share, device)
-            return
-        for fetched, count in self._processes.iter_batches(order, first, make_next):
+            fetched_shares = self._fetcher.iter_fetched(iter_shares(order, first))
+        else:
+            fetched_shares = self._processes.iter_batches(order, first, make_next)
+        for fetched, count in fetched_shares:
             data = self._take_data(fetched)
             yield Batch(move_batch(data, device) if count else None, count)
 

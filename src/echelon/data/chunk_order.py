@@ -47,6 +47,7 @@ class ChunkWindows:
 
     def __init__(self, chunks: ChunkTable, window_bytes: int = DEFAULT_WINDOW_BYTES) -> None:
         self.chunks, self.window_bytes = chunks, window_bytes
+        self._chunk_samples = np.diff(chunks.starts)
         self._arranged: dict[tuple[int, int], EpochWindows] = {}
 
     @property
@@ -66,10 +67,13 @@ class ChunkWindows:
 
     def _arrange(self, seed: int, epoch: int) -> EpochWindows:
         count = len(self.chunks.sizes_bytes)
-        places = torch.arange(count)
+        # Of a million chunks an array takes 8 MB, and to make one longer than to fill it.
+        word = torch.int32 if count < 1 << 31 else torch.int64
+        places = torch.arange(count, dtype=word)
         order = map_positions(places, count, seed, epoch, "chunks/").numpy()
-        chunk_positions = _accumulate(np.diff(self.chunks.starts)[order])
-        window_starts = self._cut_windows(_accumulate(self.chunks.sizes_bytes[order]))
+        sums = np.empty(count + 1, np.int64)
+        window_starts = self._cut_windows(_accumulate(self.chunks.sizes_bytes, order, sums))
+        chunk_positions = _accumulate(self._chunk_samples, order, sums)
         return EpochWindows(order, chunk_positions, chunk_positions[window_starts])
 
     def _cut_windows(self, bytes_before: NDArray[np.int64]) -> list[int]:
@@ -82,10 +86,13 @@ class ChunkWindows:
         return borders
 
 
-def _accumulate(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sums of all values before each, and of all."""
-    sums = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=sums[1:])
+def _accumulate(
+    values: NDArray[np.int64], order: NDArray[np.int64], sums: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Write the sums of all values before each in this order, and of all, into `sums`."""
+    sums[0] = 0
+    values.take(order, out=sums[1:], mode="clip")  # which takes no copy, as "raise" does
+    np.cumsum(sums[1:], out=sums[1:])
     return sums
 
 

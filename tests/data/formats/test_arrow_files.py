@@ -73,7 +73,7 @@ def test_files_and_streams(tmp_path: Path) -> None:
     assert (sample["text"], sample["x"].tolist()) == ("t13", [13, 0.5])
     rows = [16, 0, 8, 4]
     batch, collated = (
-        dataset.read_batch(np.array(rows)),
+        dataset.read_batches(np.array(rows), [len(rows)])[0],
         default_collate(dataset.__getitems__(rows)),
     )
     assert batch is not None

@@ -52,7 +52,7 @@ def test_several_files_and_batches(tmp_path: Path) -> None:
     assert [int(each["inputs"][0]) for each in dataset] == [0, 4, 100, 104, 108, 1000]
     rows = [5, 0, 3, 3]
     batch, collated = (
-        dataset.read_batch(np.array(rows)),
+        dataset.read_batches(np.array(rows), [len(rows)])[0],
         default_collate(dataset.__getitems__(rows)),
     )
     assert batch is not None
