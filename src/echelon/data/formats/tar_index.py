@@ -40,7 +40,6 @@ _COMPRESSIONS = {
 _MAGIC = np.uint64(int.from_bytes(b"\0ustar\0\0", "little"))
 _MAGIC_MASK = np.uint64(int.from_bytes(b"\0\xff\xff\xff\xff\xff\0\0", "little"))
 """For the eight bytes from 256 on."""
-_EVEN_BYTES = np.uint64(0x00FF_00FF_00FF_00FF)
 _MIN_SCAN_BYTES = 64 << 10
 """Of less than that, single headers are read sooner."""
 _MIN_SINGLE_MEMBERS = 8
@@ -181,13 +180,10 @@ class _SampleCollector:
 def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
     """Return the plain members from a header on that are in the window, up to the first one that is
     not plain; None if there are none, or too few to be worth it."""
-    if at + BLOCK_BYTES > window.size:
+    part = window.view_part(at)
+    if len(part) < _MIN_SCAN_BYTES:
         return None
-    buffer, position = window.view(at, BLOCK_BYTES)
-    size = (len(buffer) - position) // BLOCK_BYTES * BLOCK_BYTES
-    if size < _MIN_SCAN_BYTES:
-        return None
-    blocks = np.frombuffer(buffer, np.uint8, size, position).reshape(-1, BLOCK_BYTES)
+    blocks = np.frombuffer(part, np.uint8).reshape(-1, BLOCK_BYTES)
     # 1. Blocks that may be headers. Content may look like one as well: a tar within a tar.
     words = blocks[:, 256:264].copy().view("<u8")[:, 0]
     found = np.flatnonzero(words & _MAGIC_MASK == _MAGIC)
@@ -206,8 +202,8 @@ def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
     is_whole = begins < len(blocks)
     is_whole[is_whole] = _has_only_mtime(blocks[begins[is_whole], :16], lengths[is_whole])
     for number in np.flatnonzero(~is_whole).tolist():
-        begin = position + int(begins[number]) * BLOCK_BYTES
-        content = buffer[begin : begin + int(lengths[number])]
+        begin = int(begins[number]) * BLOCK_BYTES
+        content = bytes(part[begin : begin + int(lengths[number])])
         is_whole[number] = not any(word in content for word in (b"path=", b"size=", b"GNU."))
     is_last = pax + 1 == len(chain)
     is_whole &= ~is_last & ~is_pax[chain[np.where(is_last, pax, pax + 1)]]
@@ -216,7 +212,7 @@ def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
     members = chain[~is_pax[chain]]
     if not len(members):
         return None
-    window.last_header = at + int(found[members[-1]]) * BLOCK_BYTES
+    window.note_header(at + int(found[members[-1]]) * BLOCK_BYTES)
     follows_pax = np.append(False, is_pax[chain][:-1])
     starts = np.where(follows_pax, np.roll(found[chain], 1), found[chain])[~is_pax[chain]]
     return _PlainMembers(
@@ -236,11 +232,9 @@ def _has_only_mtime(heads: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDA
 def _is_plain(headers: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which headers are regular files or pax headers in the usual notation, undamaged."""
     kinds, names = headers[:, 156], headers[:, :100]
-    # Two sums of bytes in each 16 bits: 128 bytes of at most 255 fit.
-    words = headers.view(np.uint64)
-    lanes = ((words & _EVEN_BYTES) + (words >> np.uint64(8) & _EVEN_BYTES)).sum(axis=1)
-    sums = lanes.view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64)
-    sums += 8 * ord(" ") - headers[:, 148:156].sum(axis=1, dtype=np.int64)
+    # The checksum counts as blanks in the sum.
+    sums = headers.sum(axis=1, dtype=np.uint32) + np.uint32(8 * ord(" "))
+    sums -= headers[:, 148:156].sum(axis=1, dtype=np.uint32)
     is_posix = headers[:, 262] == 0
     is_plain: NDArray[np.bool_] = (
         ((kinds == ord("0")) | (kinds == ord("x")))
