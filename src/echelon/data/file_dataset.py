@@ -89,8 +89,10 @@ class FileDataset(Dataset[Any]):
         """Return the batches of so many samples that torch's default_collate makes of these rows,
         without taking them apart first; None where that cannot be done."""
         joined = self._read_joined(rows)
-        if joined is None or len(counts) == 1:
-            return joined and [joined]
+        if joined is None:
+            return None
+        if len(counts) == 1:
+            return [joined]
         columns = [_split_column(values, counts) for values in joined.values()]
         return [dict(zip(joined, each, strict=True)) for each in zip(*columns, strict=True)]
 
@@ -127,7 +129,7 @@ def _split_column(values: Any, counts: Sequence[int]) -> list[Any]:
     """Return the values of each batch. Tensors begin at aligned addresses, as if each had been read
     alone: matrix products may round differently depending on that."""
     if isinstance(values, Tensor):
-        pieces = values.split(list(counts))
+        pieces = torch.split(values, list(counts))
         return [piece if piece.data_ptr() % 64 == 0 else piece.clone() for piece in pieces]
     return [
         values[stop - count : stop] for stop, count in zip(accumulate(counts), counts, strict=True)
