@@ -3,8 +3,9 @@
     python data_contestants.py TASK NAME FOLDER
 
 It makes itself ready, says so in a line, and then runs an epoch for every line that it is given. It
-answers each with the seconds of the processor that the epoch took, threads included, and how many
-samples it had. Every epoch is shuffled. No loader processes are started: all work is on this core.
+answers each with the seconds of the processor that the epoch took, threads included, those of the
+clock, and how many samples it had. Every epoch is shuffled. No loader processes are started: all
+work is on this core.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-IMAGE_BATCH, TOKEN_BATCH, ROW_BATCH, SMALL_BATCH = 64, 32, 1024, 256
+IMAGE_BATCH, TOKEN_BATCH, ROW_BATCH, SMALL_BATCH, OBJECT_BATCH = 64, 32, 1024, 256, 32
 CROP = 224
 TOKENS, DRAWN_WINDOWS = 1024, 20_000
 """Tokens of a sample, and the samples of a turn."""
@@ -336,6 +337,72 @@ def read_small_by_streaming(folder: Path) -> Epoch:
     return iterate(base.StreamingDataLoader(data, batch_size=SMALL_BATCH, num_workers=0))
 
 
+# --- objects of a store -------------------------------------------------------------------------
+
+
+def read_objects_by_echelon(folder: Path) -> Epoch:
+    import echelon.data
+
+    os.environ["ECHELON_CACHE"] = str(folder)
+    url = f"s3://{os.environ['BENCH_BUCKET']}/tar"
+    return lambda epoch: open_ours(echelon.data.open(url), OBJECT_BATCH)(epoch)
+
+
+def read_objects_by_webdataset(folder: Path) -> Epoch:
+    """Through curl, as it reads all addresses of the web."""
+    import webdataset
+
+    names = os.environ["BENCH_SHARDS"].split()
+    place = f"{os.environ['AWS_ENDPOINT_URL']}/{os.environ['BENCH_BUCKET']}/tar"
+    shards = [f"pipe:curl -s -f {place}/{name}" for name in names]
+
+    def read_epoch(epoch: int) -> Iterator[int]:
+        data = (
+            webdataset.WebDataset(shards, shardshuffle=len(shards), seed=epoch)
+            .shuffle(SHUFFLE_BUFFER)
+            .to_tuple("bin")
+            .batched(OBJECT_BATCH)
+        )
+        yield from iterate(webdataset.WebLoader(data, batch_size=None, num_workers=0))(epoch)
+
+    return read_epoch
+
+
+def read_objects_by_streaming(folder: Path) -> Epoch:
+    os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
+    base = import_streaming()
+    remote = f"s3://{os.environ['BENCH_BUCKET']}/mds"
+
+    def read_epoch(epoch: int) -> Iterator[int]:
+        data = base.StreamingDataset(
+            remote=remote, local=str(folder / "mds"), shuffle=True, batch_size=OBJECT_BATCH
+        )
+        loader = base.StreamingDataLoader(data, batch_size=OBJECT_BATCH, num_workers=0)
+        yield from iterate(loader)(epoch)
+
+    return read_epoch
+
+
+def read_objects_by_litdata(folder: Path) -> Epoch:
+    import litdata
+
+    options = {
+        "endpoint_url": os.environ["AWS_ENDPOINT_URL"],
+        "aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+        "aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+    }
+    remote = f"s3://{os.environ['BENCH_BUCKET']}/litdata"
+
+    def read_epoch(epoch: int) -> Iterator[int]:
+        data = litdata.StreamingDataset(
+            remote, cache_dir=str(folder), shuffle=True, storage_options=options
+        )
+        loader = litdata.StreamingDataLoader(data, batch_size=OBJECT_BATCH, num_workers=0)
+        yield from iterate(loader)(epoch)
+
+    return read_epoch
+
+
 CONTESTANTS: dict[str, dict[str, Maker]] = {
     "images": {
         "Echelon": read_images_by_echelon,
@@ -361,6 +428,12 @@ CONTESTANTS: dict[str, dict[str, Maker]] = {
         "DataLoader": read_small_by_loader,
         "streaming": read_small_by_streaming,
     },
+    "objects": {
+        "Echelon": read_objects_by_echelon,
+        "webdataset": read_objects_by_webdataset,
+        "streaming": read_objects_by_streaming,
+        "litData": read_objects_by_litdata,
+    },
 }
 
 
@@ -372,9 +445,10 @@ def main(task: str, name: str, folder: Path, core: int) -> None:
     read_epoch = CONTESTANTS[task][name](folder)
     print("ready", file=answers, flush=True)
     for epoch, _ in enumerate(sys.stdin):
-        begun = time.process_time()
+        begun, begun_at = time.process_time(), time.perf_counter()
         samples = sum(read_epoch(epoch))
-        print(time.process_time() - begun, samples, file=answers, flush=True)
+        ended, ended_at = time.process_time(), time.perf_counter()
+        print(ended - begun, ended_at - begun_at, samples, file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def time_sample(process: subprocess.Popen[str], samples: int) -> float:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    seconds, count = read_answer(process.stdout).split()
+    seconds, _, count = read_answer(process.stdout).split()
     assert int(count) in (samples, samples // 10 // ROW_BATCH * ROW_BATCH), count
     return float(seconds) / int(count)
 

@@ -274,11 +274,12 @@ def test_a_tar_within_a_tar_is_content(tmp_path: Path) -> None:
     assert_equal_to_tarfile(file)
 
 
-@pytest.mark.parametrize("part_bytes", [512, 2048, 1 << 20])
-def test_members_across_the_borders_of_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+@pytest.mark.parametrize("read_bytes", [512, 2048, 1 << 20])
+def test_members_across_the_borders_of_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(tar_headers, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(tar_headers, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(tar_headers, "_SHORT_READ_BYTES", 1024)
     monkeypatch.setattr(tar_headers, "_LONG_JUMP_BYTES", 3000)
     members = {f"{'n' * (i * 7)}{i}.bin": bytes(i * 331) for i in range(40)}
     assert_equal_to_tarfile(write_tar(tmp_path / "a.tar", members, tarfile.PAX_FORMAT, 1.5))

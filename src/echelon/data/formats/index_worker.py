@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from echelon.data.formats.index_layout import IndexTask
 from echelon.errors import Fault
 
-_BYTES_PER_PROCESS = 128 << 20
+_BYTES_PER_PROCESS = 512 << 20
 """For less, a process is not worth its start."""
 
 

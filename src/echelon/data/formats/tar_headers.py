@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from mmap import ACCESS_READ, MADV_SEQUENTIAL, mmap
 from typing import NamedTuple, Protocol
 from zlib import adler32
 
@@ -19,7 +18,8 @@ _ZEROS = bytes(BLOCK_BYTES)
 POSIX_MAGIC = b"ustar\x0000"
 _ADLER_PRIME = 65521
 
-_PART_BYTES = 16 << 20
+_READ_BYTES = 4 << 20
+_SHORT_READ_BYTES = 4 << 10
 _LONG_JUMP_BYTES = 128 << 10
 """From here on it is quicker to read single headers than all that is between them."""
 
@@ -59,7 +59,7 @@ class TarWindow(Protocol):
 
     size: int
 
-    def view(self, at: int, length: int) -> tuple[bytes | mmap, int]:
+    def view(self, at: int, length: int) -> tuple[bytes | bytearray, int]:
         """Return a buffer and the position in it where ``length`` bytes from ``at`` on are."""
         ...
 
@@ -77,35 +77,37 @@ class MemoryWindow:
 
 
 class FileWindow:
-    """A file, mapped: of large members nothing but the headers is read, and of small ones nothing
-    is copied. A disk that fails ends the process then, as with all files that are mapped."""
+    """A file that is read once, from its beginning to its end, without what is between large
+    members."""
 
     def __init__(self, handle: int, size: int) -> None:
         self._handle, self.size = handle, size
-        self._data: bytes | mmap = b""
-        if size:  # nothing cannot be mapped
-            self._data = mmap(handle, size, access=ACCESS_READ)
-            self._data.madvise(MADV_SEQUENTIAL)
-        self._last_header = 0
+        self._buffer = bytearray()
+        self._start = 0
+        self.last_header = 0
+        """From which the next one is reached: a long jump shows large members."""
 
-    def view(self, at: int, length: int) -> tuple[bytes | mmap, int]:
-        if at + length > self.size:
-            raise TarFormatError(at, "is cut off")
-        self._last_header = at
-        return self._data, at
+    def view(self, at: int, length: int) -> tuple[bytearray, int]:
+        position = at - self._start
+        if position + length > len(self._buffer):
+            if at + length > self.size:
+                raise TarFormatError(at, "is cut off")
+            is_far = at - self.last_header > _LONG_JUMP_BYTES
+            self._read(at, max(length, _SHORT_READ_BYTES if is_far else _READ_BYTES))
+            position = 0
+        self.last_header = at
+        return self._buffer, position
 
-    def view_part(self, at: int) -> memoryview:
-        """Return whole blocks from a header on: a few megabytes, or none where members are so
-        large that it is quicker to go from header to header."""
-        if os.fstat(self._handle).st_size < self.size:
-            raise TarFormatError(at, "got shorter while it was read")
-        is_far = at - self._last_header > _LONG_JUMP_BYTES
-        size = 0 if is_far else min(_PART_BYTES, self.size - at) // BLOCK_BYTES * BLOCK_BYTES
-        return memoryview(self._data)[at : at + size]
-
-    def note_header(self, at: int) -> None:
-        """Take note of the last header before the next part: it shows how large members are."""
-        self._last_header = at
+    def _read(self, at: int, size: int) -> None:
+        size = min(size, self.size - at)
+        if len(self._buffer) != size:
+            self._buffer = bytearray(size)
+        self._start, done = at, 0
+        while done < size:
+            count = os.preadv(self._handle, [memoryview(self._buffer)[done:]], at + done)
+            if count == 0:
+                raise TarFormatError(at + done, "is cut off")
+            done += count
 
 
 class MemberWalk:
@@ -173,7 +175,7 @@ class MemberWalk:
         self.at = at
 
 
-def _is_checksum_right(header: bytes, field: bytes) -> bool:
+def _is_checksum_right(header: bytes | bytearray, field: bytes) -> bool:
     """Return whether the checksum of a header is that of its bytes, its own counted as blanks."""
     try:
         stored = int(field.partition(b"\0")[0], 8)

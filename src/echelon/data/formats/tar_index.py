@@ -180,10 +180,13 @@ class _SampleCollector:
 def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
     """Return the plain members from a header on that are in the window, up to the first one that is
     not plain; None if there are none, or too few to be worth it."""
-    part = window.view_part(at)
-    if len(part) < _MIN_SCAN_BYTES:
+    if at + BLOCK_BYTES > window.size:
         return None
-    blocks = np.frombuffer(part, np.uint8).reshape(-1, BLOCK_BYTES)
+    buffer, position = window.view(at, BLOCK_BYTES)
+    size = (len(buffer) - position) // BLOCK_BYTES * BLOCK_BYTES
+    if size < _MIN_SCAN_BYTES:
+        return None
+    blocks = np.frombuffer(buffer, np.uint8, size, position).reshape(-1, BLOCK_BYTES)
     # 1. Blocks that may be headers. Content may look like one as well: a tar within a tar.
     words = blocks[:, 256:264].copy().view("<u8")[:, 0]
     found = np.flatnonzero(words & _MAGIC_MASK == _MAGIC)
@@ -202,8 +205,8 @@ def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
     is_whole = begins < len(blocks)
     is_whole[is_whole] = _has_only_mtime(blocks[begins[is_whole], :16], lengths[is_whole])
     for number in np.flatnonzero(~is_whole).tolist():
-        begin = int(begins[number]) * BLOCK_BYTES
-        content = bytes(part[begin : begin + int(lengths[number])])
+        begin = position + int(begins[number]) * BLOCK_BYTES
+        content = buffer[begin : begin + int(lengths[number])]
         is_whole[number] = not any(word in content for word in (b"path=", b"size=", b"GNU."))
     is_last = pax + 1 == len(chain)
     is_whole &= ~is_last & ~is_pax[chain[np.where(is_last, pax, pax + 1)]]
@@ -212,7 +215,7 @@ def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
     members = chain[~is_pax[chain]]
     if not len(members):
         return None
-    window.note_header(at + int(found[members[-1]]) * BLOCK_BYTES)
+    window.last_header = at + int(found[members[-1]]) * BLOCK_BYTES
     follows_pax = np.append(False, is_pax[chain][:-1])
     starts = np.where(follows_pax, np.roll(found[chain], 1), found[chain])[~is_pax[chain]]
     return _PlainMembers(
@@ -232,7 +235,7 @@ def _has_only_mtime(heads: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDA
 def _is_plain(headers: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which headers are regular files or pax headers in the usual notation, undamaged."""
     kinds, names = headers[:, 156], headers[:, :100]
-    # The checksum counts as blanks in the sum.
+    # The checksum itself counts as blanks.
     sums = headers.sum(axis=1, dtype=np.uint32) + np.uint32(8 * ord(" "))
     sums -= headers[:, 148:156].sum(axis=1, dtype=np.uint32)
     is_posix = headers[:, 262] == 0
