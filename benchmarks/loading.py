@@ -8,6 +8,7 @@ the last batch. Contestants take turns; a ratio is of two times of one round.
 - DataLoader: torch's, shuffling, with persistent_workers, its start not counted.
 - started anew: the same without persistent_workers.
 - Echelon: what its training loop takes its batches from, its start not counted.
+Small and large batches are of samples that take no time: what is measured is how batches cross.
 Seeding is what all three generators cost per sample, in the training process, with the state of its
 own generators brought back after every batch.
 """
@@ -53,6 +54,50 @@ class Pictures(Dataset[Tensor]):
         x, y = (int(torch.randint(SIDE, ())) for _ in range(2))
         crop = self.picture[:, x : x + SIDE, y : y + SIDE]
         return torch.nn.functional.avg_pool2d(crop, 2) + 0.1 * torch.randn(3, SIDE // 2, SIDE // 2)
+
+
+class Rows(Dataset[tuple[Tensor, ...]]):
+    """Samples that are there already."""
+
+    def __init__(self, samples: int, *shapes: tuple[int, ...]) -> None:
+        self.samples = samples
+        self.columns = [torch.rand(8, *shape) for shape in shapes]
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(column[index % 8] for column in self.columns)
+
+
+CROSSINGS = {
+    "small batches (32 × 3 tensors of 100 numbers)": (Rows(6400, (100,), (100,), (100,)), 32),
+    "large batches (64 × 3 × 224 × 224 numbers, 39 MB)": (Rows(640, (3, SIDE, SIDE), ()), 64),
+}
+
+
+def measure_crossing(name: str, rounds: int) -> Figure:
+    """How long epochs take beside torch's, where samples cost nothing."""
+    data, batch = CROSSINGS[name]
+    source = DatasetSource(data, WORKERS)
+    theirs: DataLoader[Any] = DataLoader(
+        data, batch, shuffle=True, num_workers=WORKERS, persistent_workers=True
+    )
+    seconds = measure_in_turns(
+        {
+            "DataLoader": partial(time_turn, lambda _: theirs),
+            "Echelon": partial(
+                time_turn,
+                lambda epoch: source.iter_batches(
+                    EpochOrder(len(data), batch, 0, 1, seed=0, epoch=epoch), 0, CPU
+                ),
+            ),
+        },
+        rounds,
+    )
+    source.close()
+    ratios = compute_ratios(seconds["Echelon"], seconds["DataLoader"])
+    return make_figure(f"{name}: Echelon, × a persistent DataLoader's", ratios, 0.9)
 
 
 def time_turn(make_epoch: Callable[[int], Iterable[Any]]) -> float:
@@ -114,6 +159,7 @@ def measure(rounds: int = ROUNDS) -> Result:
         make_figure(f"samples per second: {who}", [EPOCHS * SAMPLES / s for s in taken], unit="/s")
         for who, taken in seconds.items()
     ]
+    rows += [measure_crossing(name, rounds) for name in CROSSINGS]
     seeding = [time_seeding() for _ in range(rounds)]
     rows.append(make_figure("seeding a sample", seeding, SEEDING_US, "µs"))
     config = {

@@ -12,9 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Subset, random_split
 
 from echelon.data import chunk_order
-from echelon.data.chunk_order import ChunkedOrder, ChunkWindows, find_chunk_windows
+from echelon.data.chunk_order import (
+    ChunkedOrder,
+    ChunkLookahead,
+    ChunkWindows,
+    find_chunk_windows,
+)
 from echelon.data.epoch_plan import make_epoch_plan
 from echelon.data.formats.reader import ChunkTable
 from echelon.data.sample_order import EpochOrder, map_positions
@@ -177,3 +183,77 @@ def test_blocks_touch_few_windows() -> None:
     order = make_order(make_table([2] * 5000, sample_bytes=100), 200, 8)
     lengths = [indices.numel() for indices, _ in order.iter_blocks()]
     assert max(lengths) <= 64 * 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, window=WINDOWS, batch_size=st.integers(1, 20), data=st.data())
+def test_chunks_are_named_once_and_at_most_a_window_ahead(
+    lengths: list[int], window: int, batch_size: int, data: st.DataObject
+) -> None:
+    order = make_order(make_table(lengths), window, batch_size)
+    arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+    whole = batches(order)
+    first = data.draw(st.integers(0, len(whole)))
+    lookahead = ChunkLookahead(order, first)
+    named: list[int] = []
+    for number in range(first, len(whole)):
+        named += lookahead.advance_batch()
+        reached = min((number + 1) * batch_size, order.size)
+        current = arranged.window_positions.searchsorted(reached, "right") - 1
+        end = arranged.window_positions[min(current + 2, len(arranged.window_positions) - 1)]
+        last = arranged.chunk_positions.searchsorted(end, "right")
+        assert set(named) <= set(arranged.chunks[:last].tolist())
+    at = arranged.chunks.tolist().index(named[0]) if named else 0
+    assert named == arranged.chunks[at : at + len(named)].tolist()
+
+
+def test_a_window_is_named_before_it_begins() -> None:
+    """From the first batch on, and from the middle of an epoch."""
+    order = make_order(make_table([10] * 40), 100, 5)
+    arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+    for first in (0, 33):
+        lookahead = ChunkLookahead(order, first)
+        window = first * 5 // 100
+        named = set[int]()
+        for number in range(first, 80):
+            named.update(lookahead.advance_batch())
+            if number >= first + 12:  # the first window is caught up with
+                begun = (number * 5 + 5) // 100
+                assert named >= set(arranged.chunks[10 * window : 10 * begun + 10].tolist())
+
+
+def test_parts_of_a_random_split_are_read_chunk_by_chunk() -> None:
+    data = Chunked([10] * 40, 30)
+    parts = random_split(data, [300, 100], torch.Generator().manual_seed(0))
+    parts[1] = Subset(parts[1], range(100)[::-2])  # a part of a part, counted from its end
+    for part in parts:
+        plan = make_epoch_plan(len(part), 7, 0, data=part)
+        order = plan.make_order(1, 0, 1, CPU)
+        assert isinstance(order, ChunkedOrder)
+        rows = join(batches(order))
+        assert sorted(rows) == list(range(len(part)))
+        samples = [part[row] for row in rows]
+        named = order.windows.chunk_numbers
+        assert named is not None
+        visits = [
+            {sample // 10 for sample in samples[begin:end]}
+            for begin, end in itertools.pairwise(
+                order.windows.arrange_epoch(0, 1).window_positions.tolist()
+            )
+        ]
+        assert max(map(len, visits)) == 3  # chunks of a window
+        assert sum(map(len, visits)) == len(named)  # each chunk in one window
+        lookahead = ChunkLookahead(order)
+        ahead = join([lookahead.advance_batch() for _ in range(plan.count_batches(1))])
+        assert ahead == [chunk for chunk in dict.fromkeys(ahead) if chunk in named]
+
+
+def test_a_subset_of_other_samples_has_another_layout() -> None:
+    data = Chunked([10] * 40, 30)
+    layouts = {
+        make_epoch_plan(300, 7, 0, data=Subset(data, indices)).layout
+        for indices in (range(300), range(1, 301), range(300)[::-1])
+    }
+    assert len(layouts) == 3
+    assert find_chunk_windows(Subset(data, range(20))) is None
+    assert find_chunk_windows(Subset(list(range(9)), range(3))) is None  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from numpy.typing import NDArray
 from pyarrow import parquet
 from random_samples import draw_numbers
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 
 import echelon
 from echelon.data.batches import DatasetSource
+from echelon.data.epoch_plan import make_epoch_plan
 from echelon.data.file_dataset import FileDataset
-from echelon.data.formats.reader import BadSampleError, group_by_piece
+from echelon.data.formats import reader
+from echelon.data.formats.numpy_files import NumpyReader
+from echelon.data.formats.reader import BadSampleError, DataFile, group_by_piece
 from echelon.data.sample_fetcher import SampleFetcher, SampleShare, iter_shares
 from echelon.data.sample_order import EpochOrder
 from echelon.errors import EchelonError
@@ -191,3 +196,34 @@ def test_rows_are_grouped_by_piece(pieces: int) -> None:
         seen.append(piece)
     assert np.array_equal(found, rows)
     assert len(seen) == len(set(seen))
+
+
+class NotingReader(NumpyReader):
+    """Notes which chunks it was told of, and which samples it has read before."""
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        self.named = [*getattr(self, "named", []), *chunks]
+
+    def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
+        read = set(np.searchsorted(self.chunks.starts, rows, "right") - 1)
+        self.late = getattr(self, "late", 0) + len(read - set(self.named))
+        return super().read_columns(rows)
+
+
+@pytest.mark.parametrize("part", [range(600), range(0, 600, 7), range(600)[::-1]])
+def test_the_reader_is_told_of_chunks_before_they_are_read(
+    tmp_path: Path, part: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 80)  # ten numbers
+    np.save(tmp_path / "a.npy", np.arange(600))
+    noting = NotingReader([DataFile(tmp_path / "a.npy", tmp_path)], None)
+    files = FileDataset(noting)
+    files.window_bytes = 800  # type: ignore[attr-defined]
+    data = Subset(files, part)
+    plan = make_epoch_plan(len(data), 2, 0, data=data)
+    order = plan.make_order(0, 0, 1, CPU)
+    source = DatasetSource(data, 0)
+    found = [int(n) for b in source.iter_batches(order, 0, CPU) for n in b.data["data"]]
+    assert sorted(found) == sorted(part)
+    assert sorted(noting.named) == list(range(60))
+    assert noting.late <= 30  # those of the first batches

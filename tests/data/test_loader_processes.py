@@ -33,7 +33,7 @@ def _short_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def source() -> Iterator[DatasetSource]:
-    source = DatasetSource(ProcessNumbers(), workers=2)
+    source = DatasetSource(ProcessNumbers(), workers=2, options={"prefetch_factor": 2})
     yield source
     source.close()
 

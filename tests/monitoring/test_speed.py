@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +50,32 @@ class Stepper:
 
 
 # --- the split ---
+
+
+@pytest.mark.parametrize("turns", [2, 3, 8])
+def test_the_wait_for_batches_that_are_late_in_turns_is_that_of_all(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """As with loader processes that end their batches together: one is waited for, the others are
+    there."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def load() -> Iterator[Batch]:
+        for number in range(4000):
+            clock[0] += 0.004 * turns if number % turns == 0 else 0.0
+            yield BATCHES[0]
+
+    speed, replica = SpeedMonitor([CPU]), Stepper()
+    splits = []
+    for number, _ in enumerate(speed.sample_batches(load(), replica)):
+        clock[0] += 0.001
+        replica.step()
+        if number % 10 == 9:
+            splits.append(speed.measure_interval(number, number).get("data_ms"))
+    waits = [split for split in splits[2:] if split is not None]
+    assert len(waits) > 10
+    assert sum(waits) / len(waits) == pytest.approx(4.0, rel=0.1)
 
 
 def test_some_steps_are_sampled_and_every_batch_comes_through() -> None:

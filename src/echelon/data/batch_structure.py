@@ -62,6 +62,24 @@ def _move(node: Any, device: torch.device, title: str) -> Any:
     return node
 
 
+def list_tensors(batch: Any) -> list[Tensor] | None:
+    """Return all tensors of a batch; None where some are in an object that is no container, such as
+    one that moves itself."""
+    if isinstance(batch, Tensor):
+        return [batch] if type(batch) is Tensor else None
+    if isinstance(batch, (*_PLAIN_TYPES, np.ndarray)):
+        return []
+    if not is_container(batch) or callable(getattr(batch, "to", None)):
+        return None
+    found: list[Tensor] = []
+    for _, value in iter_items(batch):
+        tensors = list_tensors(value)
+        if tensors is None:
+            return None
+        found += tensors
+    return found
+
+
 # --- cutting ---
 
 

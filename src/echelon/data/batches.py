@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.data.batch_copies import BatchCopier, BatchCopy, pin_batch
 from echelon.data.batch_structure import move_batch
 from echelon.data.loader_options import describe_loader
 from echelon.data.sample_order import count_batches
@@ -362,6 +364,10 @@ class DatasetSource:
             if workers
             else None
         )
+        on_gpu = device is not None and device.type == "cuda"
+        self._copier = BatchCopier(device) if on_gpu and device is not None else None
+        may_pin = bool((options or {}).get("pin_memory", True))
+        self._must_pin = on_gpu and may_pin and not workers  # loader processes have it done
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -374,15 +380,55 @@ class DatasetSource:
         make_next: MakeNextOrder | None = None,
     ) -> Iterator[Batch]:
         """Yields this rank's shares on the device."""
-        from echelon.data.sample_fetcher import iter_shares
-
-        if self._processes is None:
-            fetched_shares = self._fetcher.iter_fetched(iter_shares(order, first))
-        else:
-            fetched_shares = self._processes.iter_batches(order, first, make_next)
-        for fetched, count in fetched_shares:
+        shares = self._iter_fetched(order, first, make_next)
+        if self._copier is not None and device.type == "cuda":
+            yield from self._iter_copied(self._copier, shares)
+            return
+        for fetched, count in shares:
             data = self._take_data(fetched)
             yield Batch(move_batch(data, device) if count else None, count)
+
+    def _iter_fetched(
+        self, order: BatchOrder, first: int, make_next: MakeNextOrder | None
+    ) -> Iterator[tuple[FetchedShare, int]]:
+        """Return this rank's shares as they are fetched, with their sizes."""
+        from echelon.data.sample_fetcher import iter_shares
+
+        if self._processes is not None:
+            return self._processes.iter_batches(order, first, make_next)
+        return self._fetcher.iter_fetched(iter_shares(order, first))
+
+    def _iter_copied(
+        self, copier: BatchCopier, shares: Iterator[tuple[FetchedShare, int]]
+    ) -> Iterator[Batch]:
+        """Yields shares on a GPU. The next one is copied before this one is given away, if loader
+        processes have it ready: to wait for it would delay the step of this one."""
+        ahead: deque[tuple[FetchedShare, int, BatchCopy | None]] = deque()
+        failure: Exception | None = None
+        while True:
+            while not ahead or (len(ahead) == 1 and self._has_ready_batch()):
+                try:
+                    following = next(shares, None)
+                except Exception as error:  # raised when its turn comes
+                    failure, following = error, None
+                if following is None:
+                    break
+                fetched, count = following
+                copy = None
+                if count and not fetched.faults:
+                    data = pin_batch(fetched.data) if self._must_pin else fetched.data
+                    copy = copier.begin_copy(data)
+                ahead.append((fetched, count, copy))
+            if not ahead:
+                if failure is not None:
+                    raise failure
+                return
+            fetched, count, copy = ahead.popleft()
+            self._take_data(fetched)
+            yield Batch(None if copy is None else copier.finish_copy(copy), count)
+
+    def _has_ready_batch(self) -> bool:
+        return self._processes is not None and self._processes.has_ready_batch()
 
     def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:
         """Return this rank's share of one batch. Loader processes that work on others are left

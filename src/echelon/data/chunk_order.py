@@ -20,12 +20,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Subset
 
-from echelon.data.formats.reader import ChunkTable
+from echelon.data.formats.reader import ChunkTable, sum_to_starts
 from echelon.data.sample_order import EpochOrder, map_positions
 from echelon.errors import EchelonError, Fault
 
 DEFAULT_WINDOW_BYTES = 256 << 20
+_CATCH_UP_PARTS = 4
+"""Of the chunks that should have been named at the start of an epoch, a quarter is named with each
+batch: all at once would keep the disk from the samples of the first."""
 _MAX_BLOCK_WINDOWS = 64
 """Windows of a block: one costs some hundred microseconds, however few of its samples are drawn."""
 
@@ -45,9 +49,19 @@ class ChunkWindows:
     """How the samples of a table of chunks are shuffled: within windows of at most so many bytes,
     or of one chunk where that has more."""
 
-    def __init__(self, chunks: ChunkTable, window_bytes: int = DEFAULT_WINDOW_BYTES) -> None:
+    def __init__(
+        self,
+        chunks: ChunkTable,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        rows: NDArray[np.int64] | None = None,
+        chunk_numbers: NDArray[np.int64] | None = None,
+    ) -> None:
+        """`rows` are the samples of the chunks, one after the other, where these are not in the
+        order of the data; `chunk_numbers` those that the reader of the files knows the chunks by,
+        where some have no samples."""
         self.chunks, self.window_bytes = chunks, window_bytes
         self._chunk_samples = np.diff(chunks.starts)
+        self.rows, self.chunk_numbers = rows, chunk_numbers
         self._arranged: dict[tuple[int, int], EpochWindows] = {}
 
     @property
@@ -99,6 +113,8 @@ def _accumulate(
 def find_chunk_windows(data: Any) -> ChunkWindows | None:
     """Return how a Dataset whose samples lie in chunks is shuffled; None for any other, and where
     all of it fits one window."""
+    if type(data) is Subset:
+        return _find_subset_windows(data)
     chunks = getattr(data, "chunks", None)
     if not isinstance(chunks, ChunkTable):
         return None
@@ -111,6 +127,31 @@ def find_chunk_windows(data: Any) -> ChunkWindows | None:
             )
         )
     windows = ChunkWindows(chunks, getattr(data, "window_bytes", DEFAULT_WINDOW_BYTES))
+    return None if windows.is_one_window else windows
+
+
+def _find_subset_windows(subset: Subset[Any]) -> ChunkWindows | None:
+    """Return how a Subset of data in chunks is shuffled, such as a part of `random_split`: its
+    samples in the order of the data, in the chunks of the data."""
+    data: Any = subset
+    indices = np.arange(len(subset))
+    window_bytes = getattr(subset, "window_bytes", None)
+    while type(data) is Subset:
+        indices = np.asarray(data.indices, np.int64)[indices]
+        data = data.dataset
+    whole = find_chunk_windows(data)
+    if whole is None or not len(indices):
+        return None
+    indices %= len(data)  # they may be counted from the end
+    rows = np.argsort(indices, kind="stable")
+    counts = np.bincount(
+        np.searchsorted(whole.chunks.starts, indices, "right") - 1,
+        minlength=len(whole.chunks.sizes_bytes),
+    )
+    used = np.flatnonzero(counts)
+    # Most formats read a chunk as a whole, however few of its samples are asked for.
+    chunks = ChunkTable(sum_to_starts(counts[used]), whole.chunks.sizes_bytes[used])
+    windows = ChunkWindows(chunks, window_bytes or whole.window_bytes, rows, used)
     return None if windows.is_one_window else windows
 
 
@@ -139,6 +180,8 @@ class ChunkedOrder(EpochOrder):
         places = arranged.chunk_positions.searchsorted(shuffled, "right") - 1
         shuffled -= arranged.chunk_positions[places]
         shuffled += self.windows.chunks.starts[arranged.chunks[places]]
+        if self.windows.rows is not None:
+            shuffled = self.windows.rows[shuffled]
         return torch.from_numpy(shuffled).to(positions.device)
 
     def _find_run_end(self, first: int, samples: int) -> int:
@@ -147,3 +190,65 @@ class ChunkedOrder(EpochOrder):
         arranged = self.windows.arrange_epoch(self.seed, self.epoch)
         window_samples = self.size // (len(arranged.window_positions) - 1)
         return min(stop, first + max(1, _MAX_BLOCK_WINDOWS * window_samples // self.batch_size))
+
+
+class ChunkLookahead:
+    """Which chunks will be needed soon, as the batches of an epoch go by.
+
+    While a window is read, the chunks of the next one are named at the same pace, in their order,
+    each once: what is named and not needed yet is never more than a window.
+    """
+
+    def __init__(self, order: ChunkedOrder, first_batch: int = 0) -> None:
+        self._arranged = order.windows.arrange_epoch(order.seed, order.epoch)
+        self._chunk_numbers = order.windows.chunk_numbers
+        self._size, self._batch_size = order.size, order.batch_size
+        self._position = min(first_batch * order.batch_size, order.size)
+        window = min(self._find_window(self._position), len(self._arranged.window_positions) - 2)
+        first = self._arranged.window_positions[window]
+        self._place = int(self._arranged.chunk_positions.searchsorted(first))
+        """Of the next chunk to name."""
+        self._due_place = self._find_due_place()
+        self._due_at = 0
+        """Nothing is to be named before this position."""
+
+    def advance_batch(self) -> list[int]:
+        """Go one batch further, and return the chunks to be named with it."""
+        self._position = min(self._position + self._batch_size, self._size)
+        if self._position < self._due_at:
+            return []
+        due = self._find_due_place()
+        late = self._due_place - self._place
+        stop = due - late + -(-late // _CATCH_UP_PARTS)
+        chunks = self._arranged.chunks[self._place : stop]
+        if self._chunk_numbers is not None:
+            chunks = self._chunk_numbers[chunks]
+        named: list[int] = chunks.tolist()
+        self._place, self._due_place = stop, due
+        self._due_at = self._find_due_position() if stop == due else 0
+        return named
+
+    def _find_window(self, position: int) -> int:
+        return int(self._arranged.window_positions.searchsorted(position, "right")) - 1
+
+    def _find_due_place(self) -> int:
+        """Return the place of the first chunk that need not be named yet."""
+        borders = self._arranged.window_positions
+        window = self._find_window(self._position)
+        if window + 2 >= len(borders):
+            return len(self._arranged.chunks)
+        start, border, stop = borders[window : window + 3].tolist()
+        due = border + (self._position - start) * (stop - border) // (border - start)
+        return int(self._arranged.chunk_positions.searchsorted(due))
+
+    def _find_due_position(self) -> int:
+        """Return the position in the epoch from which on the next chunk is to be named."""
+        if self._place >= len(self._arranged.chunks):
+            return self._size + 1
+        borders = self._arranged.window_positions
+        begin = int(self._arranged.chunk_positions[self._place])
+        window = min(self._find_window(begin), len(borders) - 2)
+        if not window:
+            return 0
+        start, border, stop = borders[window - 1 : window + 2].tolist()
+        return int(start + (begin - border) * (border - start) // max(1, stop - border))

@@ -28,7 +28,7 @@ class DataLayout(NamedTuple):
     """0 where all samples are shuffled together."""
     window_bytes: int = 0
     digest: str = ""
-    """Of where chunks begin and how large they are."""
+    """Of where chunks begin and how large they are, and of a Subset, which samples they have."""
     mixture: str = ""
     """The sources of a mixture, with weights and sizes."""
 
@@ -38,7 +38,10 @@ def describe_layout(samples: int, windows: ChunkWindows | None) -> DataLayout:
     if windows is None:
         return DataLayout(samples)
     digest = xxhash.xxh3_128()
-    for column in (windows.chunks.starts, windows.chunks.sizes_bytes):
+    columns = [windows.chunks.starts, windows.chunks.sizes_bytes]
+    if windows.rows is not None:
+        columns.append(windows.rows)
+    for column in columns:
         digest.update(column.astype("<i8").tobytes())
     return DataLayout(
         samples, len(windows.chunks.sizes_bytes), windows.window_bytes, digest.hexdigest()

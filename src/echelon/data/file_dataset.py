@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from echelon.data.decode import SampleDecoder
-from echelon.data.formats.reader import ChunkTable, ColumnReader, SamplePlace, SampleReader
+from echelon.data.formats.reader import (
+    ChunkTable,
+    ColumnReader,
+    PrefetchingReader,
+    SamplePlace,
+    SampleReader,
+)
 
 
 class FileDataset(Dataset[Any]):
@@ -41,6 +47,7 @@ class FileDataset(Dataset[Any]):
 
         self._has_batches = not self.may_draw and hasattr(reader, "read_columns")
         """Whether batches can be read as columns, as far as is known."""
+        self._can_prefetch = hasattr(reader, "prefetch_chunks")
 
     @property
     def chunks(self) -> ChunkTable:
@@ -71,6 +78,11 @@ class FileDataset(Dataset[Any]):
         return self.reader.locate(self._count_from_start(row))
 
     # --- in steps, for batches ---
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Say which chunks will be read soon, in this order. A reader may begin to fetch them."""
+        if self._can_prefetch:
+            cast(PrefetchingReader, self.reader).prefetch_chunks(chunks)
 
     def read_rows(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return samples as they are stored. This draws no random numbers."""

@@ -66,10 +66,10 @@ def iter_fetched(loader: Any, workers: int, describe_work: Callable[[int], str])
     remove_death_signal(previous_handler)
     while True:
         with _explain_death(lambda: iterator, workers, describe_work):
-            batch = next(iterator, _END)
-        if batch is _END:
+            batches = [next(iterator, _END)]
+        if batches[0] is _END:
             return
-        yield batch
+        yield batches.pop()  # a batch that is kept here would keep its memory
 
 
 _END = object()

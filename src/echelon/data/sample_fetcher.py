@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,14 @@ from echelon.data.bad_samples import (
     make_bad_sample_fault,
     make_too_many_fault,
 )
+from echelon.data.batch_blocks import BatchPacker, PackedBatch, forget_blocks, unpack_batch
+from echelon.data.batch_structure import list_tensors
+from echelon.data.chunk_order import ChunkedOrder, ChunkLookahead
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
 from echelon.data.loader_options import make_loader_error
+from echelon.data.prefetch_depth import FIRST_DEPTH, MAX_DEPTH, PrefetchDepth
 from echelon.data.sample_seeds import (
     derive_collate_seed,
     derive_seeds,
@@ -51,15 +56,20 @@ class SampleShare(NamedTuple):
     epoch."""
     seed: int
     epoch: int
+    chunks_ahead: Sequence[int] = ()
+    """Chunks of the files that will be needed soon, and that no earlier share has named."""
 
 
 def iter_shares(order: BatchOrder, first_batch: int) -> Iterator[SampleShare]:
     """Yields the shares of a rank, batch by batch; some may be empty."""
+    ahead = ChunkLookahead(order, first_batch) if isinstance(order, ChunkedOrder) else None
     for draws, counts in order.iter_draws(first_batch):
         # An array is cut and sent in a tenth of the time of a list.
         numbers = array("q", draws.to("cpu", torch.int64).numpy().tobytes())
         for stop, count in zip(accumulate(counts), counts, strict=True):
-            yield SampleShare(numbers[stop - count : stop], order.seed, order.epoch)
+            rows = numbers[stop - count : stop]
+            chunks = () if ahead is None else ahead.advance_batch()
+            yield SampleShare(rows, order.seed, order.epoch, chunks)
 
 
 class FetchedShare(NamedTuple):
@@ -104,6 +114,8 @@ class SampleFetcher:
         """Whether files may give batches as they are."""
         self._name, self._max_bad_samples = name, max_bad_samples
         self._slot: Any = None
+        self.packer: BatchPacker | None = None
+        """Of a loader process whose batches are to cross in blocks."""
 
     def __len__(self) -> int:
         return self._size
@@ -115,6 +127,14 @@ class SampleFetcher:
         which draws nothing, and then finishes each. A Dataset with a `__getitems__` of its own
         fetches all at once and is seeded once, by the first of them; so is the collation.
         """
+        self._prefetch(share)
+        if self.packer is None:
+            return self._fetch_share(share)
+        self.packer.begin_batch()
+        fetched = self._fetch_share(share)
+        return fetched._replace(data=self.packer.pack_batch(fetched.data))
+
+    def _fetch_share(self, share: SampleShare) -> FetchedShare:
         try:
             return FetchedShare(self._fetch_batch(self._find_rows(share.draws), share))
         except _SampleError as failed:
@@ -167,6 +187,11 @@ class SampleFetcher:
         place = self._locate(row)
         return place if count == 1 else f"{count} samples, the first of them {place}"
 
+    def _prefetch(self, share: SampleShare) -> None:
+        """Tell the files which of their chunks will be needed soon."""
+        if share.chunks_ahead and self._files is not None:
+            self._files.prefetch_chunks(share.chunks_ahead)
+
     def _find_rows(self, draws: Sequence[int]) -> NDArray[np.int64]:
         """Return the rows of the Dataset that are drawn."""
         return np.asarray(draws, np.int64) % self._size
@@ -205,6 +230,8 @@ class SampleFetcher:
     def _try_block(self, shares: Sequence[SampleShare]) -> list[Any] | None:
         """Return the batches of several shares, read at once; None where that cannot be done, and
         where a sample cannot be read: which one is found out share by share."""
+        for share in shares:
+            self._prefetch(share)
         rows = np.concatenate([self._find_rows(share.draws) for share in shares])
         try:
             return self._read_batches(rows, [len(share.draws) for share in shares])
@@ -353,7 +380,14 @@ class LoaderProcesses:
         options: Mapping[str, Any],
         device: torch.device,
     ) -> None:
-        self._requests = _Requests()
+        chosen = {"persistent_workers": True, "pin_memory": device.type == "cuda", **options}
+        depth = chosen.get("prefetch_factor")
+        if depth is None and not chosen["persistent_workers"]:
+            depth = FIRST_DEPTH  # processes that end with the epoch learn nothing
+        self._depth = PrefetchDepth(workers, depth)
+        # What is fetched ahead is decided by `_requests`, up to this.
+        chosen["prefetch_factor"] = MAX_DEPTH if depth is None else depth
+        self._requests = _Requests(self._depth)
         self._workers = workers
         self._fetched: Iterator[Any] = iter(())
         self._begun: deque[BatchOrder] = deque()
@@ -361,8 +395,8 @@ class LoaderProcesses:
         self._fetcher = fetcher
         slots = torch.zeros(workers, 2, dtype=torch.int64)
         fetcher.work_slots = slots.share_memory_()  # type: ignore[no-untyped-call]
-        chosen = {"persistent_workers": True, "pin_memory": device.type == "cuda", **options}
-        chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"))
+        has_blocks = bool(chosen["persistent_workers"])  # else new ones were made in every epoch
+        chosen["worker_init_fn"] = _ProcessInit(options.get("worker_init_fn"), has_blocks)
         try:
             self._loader: DataLoader[Any] = DataLoader(
                 fetcher,  # type: ignore[arg-type]
@@ -388,19 +422,46 @@ class LoaderProcesses:
         """
         if not (self._begun and first == 0 and _is_same_order(self._begun[0], order)):
             self._begun = deque()
-            self._requests.upcoming = self._iter_requests(order, first, make_next, self._begun)
+            upcoming = self._iter_requests(order, first, make_next, self._begun)
+            self._requests.begin(upcoming)
             self._fetched = iter_fetched(self._loader, self._workers, self._fetcher.describe_work)
         begun, is_complete = self._begun, False
         try:
             for share in iter_shares(order, first):
                 # torch's loader cannot fetch an empty batch.
-                yield next(self._fetched) if share.draws else FetchedShare(None), len(share.draws)
+                fetched = self._take_next() if share.draws else FetchedShare(None)
+                yield fetched, len(share.draws)
+                del fetched  # which would keep the block of the last batch
             is_complete = True
         finally:
             if is_complete and begun:
                 begun.popleft()
             else:
                 begun.clear()
+
+    def _take_next(self) -> FetchedShare:
+        """Return the next share, and have the processes asked for as many more as they may work
+        ahead."""
+        asked_at = time.perf_counter()
+        fetched: FetchedShare = next(self._fetched)
+        waited_s, size_bytes = time.perf_counter() - asked_at, 0
+        if isinstance(fetched.data, PackedBatch):
+            size_bytes = fetched.data.memory.numel()
+            fetched = fetched._replace(data=unpack_batch(fetched.data))
+        elif not self._depth.is_fixed:
+            size_bytes = sum(t.nbytes for t in list_tensors(fetched.data) or ())
+        self._depth.note_batch(waited_s, size_bytes)
+        for _ in range(self._requests.count_after_batch()):
+            self._loader._iterator._try_put_index()  # type: ignore[union-attr]
+        return fetched
+
+    def has_ready_batch(self) -> bool:
+        """Return whether a batch has come from the processes that was not asked for yet."""
+        iterator: Any = self._loader._iterator
+        if iterator is None:
+            return False
+        is_next = len(iterator._task_info.get(iterator._rcvd_idx, ())) == 2
+        return is_next or not iterator._data_queue.empty()
 
     def _iter_requests(
         self,
@@ -426,10 +487,11 @@ class LoaderProcesses:
         """Ends the processes."""
         self._begun = deque()
         end_loader_processes(self._loader)
+        self._fetched = iter(())  # which has batches that nobody has asked for
 
 
 def end_loader_processes(loader: DataLoader[Any]) -> None:
-    """End the processes of a DataLoader, if it has any.
+    """End the processes of a DataLoader, if it has any, and forget their blocks.
 
     torch asks them to end and does not wait for those that are slow: on a busy machine they would
     still hold the user's files.
@@ -442,6 +504,7 @@ def end_loader_processes(loader: DataLoader[Any]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
+    forget_blocks(process.pid for process in iterator._workers)  # type: ignore[attr-defined]
     loader._iterator = None
 
 
@@ -451,23 +514,48 @@ def _is_same_order(one: BatchOrder, other: BatchOrder) -> bool:
 
 
 class _Requests:
-    """A batch sampler that is given its shares anew for every iteration of the loader."""
+    """A batch sampler that is given its shares anew for every iteration of the loader.
 
-    def __init__(self) -> None:
-        self.upcoming: Iterator[SampleShare] = iter(())
+    While as many batches are under way as there may be, it says that there are no more. torch takes
+    that for the end only if none is under way. A number of the user's is kept by torch itself.
+    """
+
+    def __init__(self, depth: PrefetchDepth) -> None:
+        self._depth = depth
+        self._upcoming: Iterator[SampleShare] = iter(())
+        self._under_way = 0
+
+    def begin(self, upcoming: Iterator[SampleShare]) -> None:
+        """Begin another iteration."""
+        self._upcoming, self._under_way = upcoming, 0
+
+    def count_after_batch(self) -> int:
+        """Note that a batch has come, and return how many more may be asked for."""
+        self._under_way -= 1
+        return 0 if self._depth.is_fixed else self._depth.max_batches - self._under_way
 
     def __iter__(self) -> Iterator[Any]:
-        return self.upcoming
+        return self
+
+    def __next__(self) -> SampleShare:
+        if not self._depth.is_fixed and self._under_way >= self._depth.max_batches:
+            raise StopIteration
+        share = next(self._upcoming)
+        self._under_way += 1
+        return share
 
 
 class _ProcessInit:
     """The first call in a loader process."""
 
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._worker_init_fn = worker_init_fn
+    def __init__(self, worker_init_fn: Callable[[int], None] | None, has_blocks: bool) -> None:
+        self._worker_init_fn, self._has_blocks = worker_init_fn, has_blocks
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
+        if self._has_blocks:
+            info.dataset.packer = BatchPacker()
+            info.dataset.packer.install()
         # To the user's code the Dataset is the user's own; torch's record is frozen.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._worker_init_fn is not None:

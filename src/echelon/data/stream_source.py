@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from echelon.data.batch_structure import move_batch
+from echelon.data.batch_copies import BatchCopier
 from echelon.data.batches import Batch, BatchOrder, MakeNextOrder
 from echelon.data.data_layout import DataLayout
 from echelon.data.loader_errors import iter_fetched
@@ -129,6 +129,7 @@ class StreamSource:
         self._check_first_batch = check_first_batch
         is_pinned = self._options.get("pin_memory", device.type == "cuda")
         self._is_pinned = bool(workers and is_pinned)
+        self._copier = BatchCopier(device) if device.type == "cuda" else None
         self._loader: DataLoader[Any] | None = None
         self._samples = 0
         """Those of the batches that were yielded, in all."""
@@ -177,7 +178,8 @@ class StreamSource:
             if self._is_pinned:
                 data = pin_memory(data)  # type: ignore[no-untyped-call]
             before = self._samples
-            yield Batch(move_batch(data, device), len(samples))
+            moved = data if self._copier is None else self._copier.copy_batch(data)
+            yield Batch(moved, len(samples))
             self._note_positions(before)
 
     def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:

@@ -1,9 +1,9 @@
 """How fast a run trains, and what its steps spend their time on.
 
-Samples/s and ms/step are of all steps. The split of a step is of sampled steps, at most twenty a
-second, so that it costs next to nothing: a timestamp is recorded at each border of such a step. On
-a GPU the timestamps are events in its stream, read when they have completed; the host never waits
-for them.
+Samples/s and ms/step are of all steps. The split of a step is of sampled steps, about twenty a
+second, so that it costs next to nothing: a timestamp is recorded at each border of such a step. The
+wait for data is that of all steps on a CPU. On a GPU the timestamps are events in its stream, read
+when they have completed; the host never waits for them.
 
     asked ─ data ─ given ─ compute ─ own ─ communication ─ reduced ─ optimizer ─ stepped
 
@@ -37,6 +37,8 @@ _WARMUP_STEPS = 3
 """The first steps allocate memory and choose kernels: they say nothing of the others."""
 _SAMPLE_EVERY_S = 0.05
 _MAX_STEPS_BETWEEN_SAMPLES = 1023
+_GOLDEN_RATIO = 0.6180339887498949
+"""Its multiples, modulo 1, are spread evenly, and in step with nothing."""
 _MAX_PENDING = 64
 """Sampled steps that wait to be read, where lines of metrics are rare."""
 _MEMORY_EVERY_S = 1.0
@@ -48,7 +50,6 @@ class StepTimestamps:
     """When one step passed its borders."""
 
     def __init__(self, device: torch.device) -> None:
-        self.begun_s = time.perf_counter()
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._times: dict[str, Any] = {}
@@ -138,7 +139,10 @@ class SpeedMonitor:
         self._on_gpu = devices[0].type == "cuda"
         self._flops = flops
         self._stragglers = stragglers
-        self._skip = _WARMUP_STEPS
+        self._skip = self._skipped = _WARMUP_STEPS
+        self._sampled_at = time.perf_counter()
+        self._sample_count = 0
+        self._waited_s, self._waited_steps = 0.0, 0
         self._pending: list[StepTimestamps] = []
         self._begun = time.monotonic()
         self._interval_start = (self._begun, 0, 0)
@@ -164,9 +168,12 @@ class SpeedMonitor:
                 self._skip -= 1
             else:
                 timestamps = StepTimestamps(self._devices[0])
+            asked_s = time.perf_counter()
             batch = next(iterator, None)
             if batch is None:
                 return
+            self._waited_s += time.perf_counter() - asked_s
+            self._waited_steps += 1
             if self._flops is not None:
                 self._flops.keep_shapes(batch)
             if timestamps is None:
@@ -179,8 +186,19 @@ class SpeedMonitor:
             self._add_sample(timestamps)
 
     def _add_sample(self, timestamps: StepTimestamps) -> None:
-        duration_s = time.perf_counter() - timestamps.begun_s
-        self._skip = min(_MAX_STEPS_BETWEEN_SAMPLES, int(_SAMPLE_EVERY_S / max(duration_s, 1e-6)))
+        """Keep a sample, and decide how many steps pass until the next.
+
+        That follows from the mean duration of a step, not from that of the sampled one: after a
+        quick step more of them would be left out, and what is seen would be too quick. The number
+        varies, because steps may take turns: each of two loader processes gives every second batch.
+        """
+        now = time.perf_counter()
+        mean_s = (now - self._sampled_at) / (self._skipped + 1)
+        self._sampled_at = now
+        self._sample_count += 1
+        spread = 0.5 + self._sample_count * _GOLDEN_RATIO % 1
+        steps = int(spread * _SAMPLE_EVERY_S / max(mean_s, 1e-6))
+        self._skip = self._skipped = min(_MAX_STEPS_BETWEEN_SAMPLES, steps)
         self._pending = [*self._pending[-_MAX_PENDING:], timestamps]
 
     def measure_interval(self, step: int, samples: int) -> dict[str, float]:
@@ -200,6 +218,11 @@ class SpeedMonitor:
             metrics["mfu"] = round(mfu, 4)
         if self._pending:
             metrics |= self._read_samples()
+        if not self._on_gpu and self._waited_steps and "data_ms" in metrics:
+            # Batches are late in turns where several processes load them, so all are counted. A GPU
+            # need not wait where the host does.
+            metrics["data_ms"] = round(1e3 * self._waited_s / self._waited_steps, 4)
+            self._waited_s, self._waited_steps = 0.0, 0
         if self._stragglers is not None:
             metrics |= self._stragglers.compare_ranks(now)
         if now >= self._memory_at:

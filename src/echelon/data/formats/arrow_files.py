@@ -24,6 +24,7 @@ from echelon.data.formats.column_choice import (
     choose_columns,
     raise_faults,
 )
+from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import (
     ChunkTable,
     DataFile,
@@ -51,6 +52,8 @@ class _Layout(NamedTuple):
     batch_rows: list[int]
     batch_bytes: list[dict[str, int]]
     """Of each record batch, by column."""
+    batch_spans: list[tuple[int, int]]
+    """Of each record batch, the bytes of the file that it is in; (0, 0) where it is compressed."""
 
 
 class _SavedDataset(NamedTuple):
@@ -88,6 +91,7 @@ class ArrowReader(TableReader):
             for layout in layouts
             for batch in layout.batch_bytes
         ]
+        self._batch_spans = [span for layout in layouts for span in layout.batch_spans]
         super().__init__(rows)
         self.chunks = self._cut_chunks(rows, sizes)
 
@@ -114,6 +118,16 @@ class ArrowReader(TableReader):
         stored = row if self._order is None else int(self._order[row])
         file, number = find_piece(self._file_starts, stored)
         return SamplePlace(self._paths[file], number)
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Have record batches read into the system's cache."""
+        if self._order is not None:
+            return
+        for first in self.chunks.starts[list(chunks)].tolist():
+            piece, within = find_piece(self._piece_starts, first)
+            start, stop = self._batch_spans[piece]
+            if stop and not within:  # all columns of a batch lie one after the other
+                read_ahead(self._paths[self._places[piece][0]], start, stop)
 
     def load_piece(self, piece: int) -> tuple[Piece, int]:
         """Return a record batch. What is not compressed stays on the disk until it is used."""
@@ -148,9 +162,20 @@ class _MappedFile:
         self.count = len(self._batches or []) if is_stream else reader.num_record_batches
         first = self.get_batch(0)
         buffers = [] if first is None else [each for c in first for each in c.buffers() if each]
-        begin, end = whole.address, whole.address + whole.size
-        self.is_compressed = any(b.size and not begin <= b.address < end for b in buffers)
+        self._begin, self._end = whole.address, whole.address + whole.size
+        self.is_compressed = any(
+            b.size and not self._begin <= b.address < self._end for b in buffers
+        )
         self.is_stream = is_stream
+
+    def find_span(self, batch: Any) -> tuple[int, int]:
+        """Return where the values of a record batch begin and end in the file."""
+        buffers = [b for column in batch for b in column.buffers() if b and b.size]
+        if self.is_compressed or not buffers:
+            return 0, 0
+        begins = [buffer.address - self._begin for buffer in buffers]
+        ends = [at + buffer.size for at, buffer in zip(begins, buffers, strict=True)]
+        return max(0, min(begins)), min(max(ends), self._end - self._begin)
 
     def get_batch(self, number: int) -> Any:
         """Return a record batch, or None where there are not so many."""
@@ -178,11 +203,12 @@ def _read_layout(path: Path) -> _Layout | Fault:
                 "write it as a file (pyarrow.feather.write_feather), or without compression",
             )
         types = {field.name: name_type(field.type) for field in mapped.schema}
-        rows, sizes = [], []
+        rows, sizes, spans = [], [], []
         for number in range(mapped.count):
             batch = mapped.get_batch(number)
             rows.append(batch.num_rows)
             sizes.append({name: batch.column(name).nbytes for name in types})
+            spans.append(mapped.find_span(batch))
     except pa.ArrowException as error:
         what = f"{path} is not a complete Arrow file: {' '.join(str(error).split())}"
         return Fault(what, "write it again: it may be cut off")
@@ -190,7 +216,7 @@ def _read_layout(path: Path) -> _Layout | Fault:
         # pyarrow's own errors about what is in a file may be of this class, without a number.
         reason = format_os_error_reason(error) if error.errno else " ".join(str(error).split())
         return Fault(f"{path} cannot be read: {reason}", "check the file: it may be cut off")
-    return _Layout(types, rows, sizes)
+    return _Layout(types, rows, sizes, spans)
 
 
 # --- folders of Hugging Face ---

@@ -42,6 +42,7 @@ from echelon.data.formats.index_layout import (
     stamp_file,
 )
 from echelon.data.formats.index_worker import run_index_tasks
+from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import CHUNK_BYTES, BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
 from echelon.utils.cache_root import get_cache_root
@@ -116,6 +117,20 @@ class FileIndex:
             number = row - int(self.starts[file])
             found.append((file, int(opened.offsets[number]), int(opened.spans[number])))
         return found
+
+    def read_chunks_ahead(self, chunks: Sequence[int], offset_bits: int = 0) -> None:
+        """Have chunks read into the system's cache. Of offsets that are virtual, the lowest
+        `offset_bits` are no part of the place in the file."""
+        for chunk in chunks:
+            first, end = (int(row) for row in self.chunks.starts[chunk : chunk + 2])
+            if first == end:
+                continue
+            try:
+                (file, start, _), (_, last, span) = self.find_spans([first, end - 1])
+            except EchelonError:  # reading says why
+                continue
+            stop = (last >> offset_bits) + max(span, 1 << offset_bits)
+            read_ahead(self.files[file], start >> offset_bits, stop)
 
     def _read_from_file(self, file: int, numbers: NDArray[np.int64]) -> Iterator[bytes]:
         """Yield the bytes of samples of one file; their numbers ascend."""

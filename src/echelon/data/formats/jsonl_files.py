@@ -58,6 +58,12 @@ class JsonlReader:
         lines = self._read_lines(rows)
         return [self._parse_line(row, line) for row, line in zip(rows, lines, strict=True)]
 
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Have chunks read into the system's cache."""
+        for chunk in chunks:
+            file = int(np.searchsorted(self._index.starts, self.chunks.starts[chunk], "right")) - 1
+            self._index.read_chunks_ahead([chunk], 16 if self._is_blocked[file] else 0)
+
     def locate(self, row: int) -> SamplePlace:
         """Return the file and the number of a line in it. Empty lines are not counted."""
         return self._index.locate(row)

@@ -16,6 +16,7 @@ from echelon.data.formats.reader import (
     cut_files_evenly,
     find_piece,
     gather_rows,
+    read_rows_ahead,
     split_columns,
     sum_to_starts,
 )
@@ -38,6 +39,7 @@ class NumpyReader:
         types = dict.fromkeys(names, "")
         self.column_names = choose_columns(self._paths[:1], [types], columns)
         row_bytes = first.dtype.itemsize * int(np.prod(first.shape[1:], dtype=np.int64))
+        self._row_bytes = row_bytes
         self._starts = sum_to_starts([len(array) for array in arrays])
         self.chunks = cut_files_evenly([len(array) for array in arrays], row_bytes)
         self._arrays: list[NDArray[Any]] | None = arrays
@@ -60,6 +62,12 @@ class NumpyReader:
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by number."""
         return split_columns(self.read_columns(np.asarray(rows, np.int64)), len(rows))
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Have chunks read into the system's cache."""
+        for chunk in chunks:
+            first, stop = self.chunks.starts[chunk : chunk + 2].tolist()
+            read_rows_ahead(self._paths, self._starts, first, stop, self._row_bytes)
 
     def locate(self, row: int) -> SamplePlace:
         """Return the file and the row in it."""

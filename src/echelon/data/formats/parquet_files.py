@@ -30,6 +30,7 @@ from echelon.data.formats.column_choice import (
     choose_columns,
     raise_faults,
 )
+from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import (
     BadSampleError,
     ChunkTable,
@@ -129,6 +130,22 @@ class ParquetReader(TableReader):
         for name, values in self._partitions.items():
             columns.setdefault(name, _repeat_value(values[file], count))
         return merge_numbers(columns), table.nbytes
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Have the chosen columns of row groups read into the system's cache."""
+        for file, group, first, _ in (self._pieces[chunk] for chunk in chunks):
+            if first:  # a part of a row group that is read as a whole
+                continue
+            try:
+                metadata = self._open_file(file).metadata.row_group(group)
+            except (OSError, EchelonError, import_pyarrow().ArrowException):  # reading says why
+                continue
+            for number in range(metadata.num_columns):
+                column = metadata.column(number)
+                if column.path_in_schema.partition(".")[0] in self._stored:
+                    # Some writers give 0 where there is no dictionary.
+                    start = column.dictionary_page_offset or column.data_page_offset
+                    read_ahead(self._paths[file], start, start + column.total_compressed_size)
 
     def _open_file(self, file: int) -> Any:
         """Return an open file; the ones that were used last stay open."""

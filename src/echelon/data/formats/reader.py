@@ -12,9 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.read_ahead import read_ahead
+
 CHUNK_BYTES = 4 << 20
 """What is read together where a format has no pieces of its own: large enough for any disk to be
 read at its full speed, small enough for a window to mix many of them."""
+
+_PAGE_BYTES = 4096
 
 
 class SamplePlace(NamedTuple):
@@ -73,6 +77,17 @@ class ColumnReader(Protocol):
         ...
 
 
+class PrefetchingReader(Protocol):
+    """A reader that can bring chunks nearer before their samples are asked for."""
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Begin to fetch chunks, by their numbers in `chunks`, in the order in which they will be
+        needed. It is called in the process that reads samples, now and then, with a few chunks each
+        time; every process of a machine may be told of the same ones. It returns at once and raises
+        nothing: where a chunk cannot be fetched, reading it says why."""
+        ...
+
+
 class DataFile(NamedTuple):
     """A file that a reader reads."""
 
@@ -100,6 +115,15 @@ def cut_files_evenly(file_rows: Sequence[int], row_bytes: int) -> ChunkTable:
     ]
     lengths = np.asarray(counts, np.int64)
     return ChunkTable(sum_to_starts(lengths), lengths * row_bytes)
+
+
+def read_rows_ahead(
+    paths: Sequence[Path], starts: NDArray[np.int64], first: int, stop: int, row_bytes: int
+) -> None:
+    """Have the rows `[first, stop)` of one of several files read into the system's cache. Rows are
+    `row_bytes` apart, after a header that is shorter than a page."""
+    file, within = find_piece(starts, first)
+    read_ahead(paths[file], within * row_bytes, (within + stop - first) * row_bytes + _PAGE_BYTES)
 
 
 def sum_to_starts(counts: Any) -> NDArray[np.int64]:

@@ -69,6 +69,10 @@ class TarReader:
         spans = self._index.read_spans(rows)
         return [self._parse(row, data) for row, data in zip(rows, spans, strict=True)]
 
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Have chunks read into the system's cache."""
+        self._index.read_chunks_ahead(chunks)
+
     def locate(self, row: int) -> SamplePlace:
         """Return where a sample is, with its key if its first header can be read."""
         place = self._index.locate(row)

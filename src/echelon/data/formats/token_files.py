@@ -21,6 +21,7 @@ from echelon.data.formats.reader import (
     cut_files_evenly,
     find_piece,
     gather_rows,
+    read_rows_ahead,
     split_columns,
     sum_to_starts,
 )
@@ -44,6 +45,7 @@ class TokenReader:
         windows = _map_windows(self._paths, dtype, length)
         counts = [-(-len(each) // stride) for each in windows]
         self._starts = sum_to_starts(counts)
+        self._row_bytes = stride * windows[0].itemsize
         self.chunks = cut_files_evenly(counts, min(stride, length) * windows[0].itemsize)
         self._windows: list[NDArray[Any]] | None = windows
 
@@ -69,6 +71,12 @@ class TokenReader:
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return windows by number."""
         return split_columns(self.read_columns(np.asarray(rows, np.int64)), len(rows))
+
+    def prefetch_chunks(self, chunks: Sequence[int]) -> None:
+        """Have chunks read into the system's cache."""
+        for chunk in chunks:
+            first, stop = self.chunks.starts[chunk : chunk + 2].tolist()
+            read_rows_ahead(self._paths, self._starts, first, stop, self._row_bytes)
 
     def locate(self, row: int) -> SamplePlace:
         """Return the file, and which window of it."""
