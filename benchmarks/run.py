@@ -57,10 +57,12 @@ TITLES = {
     "large_runs": "Looking at what has become large",
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
+    "gpu_own_steps": "A step of one's own on one NVIDIA GPU",
     "gpu_recommender": "A large recommender on one NVIDIA GPU",
+    "gpu_feeding": "A training on one NVIDIA GPU, fed from tar shards",
     "transformer": "A transformer on one NVIDIA GPU",
 }
-NEED_GPU = ("gpu", "gpu_recommender", "transformer")
+NEED_GPU = ("gpu", "gpu_own_steps", "gpu_recommender", "gpu_feeding", "transformer")
 NEED_CLUSTER = ("on_slurm", "submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
 ON_CPU = [n for n in TITLES if n not in NEED_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]

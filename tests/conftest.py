@@ -13,9 +13,13 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from object_store_server import ObjectStoreServer, serve_object_store
+
+from echelon.object_store.client import stop_store_process
 
 KEPT = (
     *("PATH", "TMPDIR", "USER", "LOGNAME", "PYTHONPATH", "http_proxy", "https_proxy", "no_proxy"),
@@ -86,3 +90,14 @@ def traced(tmp_path: Path) -> Path:
     folder = tmp_path / "trace"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def object_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectStoreServer]:
+    """A bucket on a real server of S3's protocol, which the environment leads to."""
+    with serve_object_store() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+        yield server
+        stop_store_process()

@@ -27,6 +27,7 @@ LEVELS = {
     "errors": 0,
     "utils": 0,
     "snapshot.layout": 0,
+    "object_store": 1,
     "hosts": 1,
     "config": 1,
     "world": 1,
@@ -63,6 +64,8 @@ BESIDE = {
     ("runs", "config"),
     ("gpus", "hosts"),
     ("config", "world"),
+    ("config", "object_store"),
+    ("runs", "object_store"),
     ("launch", "tracking"),
     ("preflight", "doctor"),
     ("submission", "sweep"),
@@ -207,6 +210,8 @@ def test_the_checks_above_see_imports() -> None:
         ("train", "data"),
         ("runs", "config"),
         ("config", "world"),
+        ("config", "object_store"),
+        ("runs", "object_store"),
         ("launch", "errors"),
         ("commands", "entrypoint"),
     } <= found
@@ -286,15 +291,22 @@ def test_hydra_is_known_to_the_configuration_alone() -> None:
     assert wrong == []
 
 
-def test_the_loop_fits_one_screen() -> None:
+def test_the_loop_and_its_step_boundary_fit_one_screen() -> None:
     from echelon.train.loop import train
+    from echelon.train.session_engine import SessionEngine
+    from echelon.train.step_boundary import StepBoundary
 
-    lines = inspect.getsource(train).splitlines()
-    assert len(lines) <= 40
-    calls = [f"t.{name}(" for name in ("replica.step", "schedule_log_line", "save", "evaluate")]
-    found = [next(i for i, line in enumerate(lines) if call in line) for call in calls]
-    stop_check = next(i for i, line in enumerate(lines) if "if requests.stop" in line)
-    assert [*found, stop_check] == sorted([*found, stop_check]), "in this order"
+    loop, boundary = inspect.getsource(train), inspect.getsource(StepBoundary.end_step)
+    assert len((loop + boundary).splitlines()) <= 60
+    _require_order(loop, "t.replica.step(", "t.end_step(")
+    steps = ("count_step", "agree", "schedule_log_line", "write_due_lines", "save", "evaluate")
+    _require_order(boundary, *(f"self.{name}(" for name in steps), "raise TrainingStopped")
+    assert SessionEngine.end_step is StepBoundary.end_step
+
+
+def _require_order(source: str, *parts: str) -> None:
+    places = [source.index(part) for part in parts]
+    assert places == sorted(places)
 
 
 # --- what is really imported --------------------------------------------------------------------

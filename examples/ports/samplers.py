@@ -1,7 +1,7 @@
 """Which samples are trained on, and when: weighted sampling, buckets by length, a curriculum.
 
 python samplers.py                      # rare classes are drawn as often as frequent ones
-python samplers.py order=buckets        # sentences of about the same length meet in a batch
+python samplers.py order=buckets        # sentences of about the same length, under a token budget
 python samplers.py order=curriculum     # short sentences first, longer ones from epoch to epoch
 python samplers.py order=shuffle launch=local launch.procs=2
 
@@ -83,20 +83,6 @@ class Reader(nn.Module):
         return self.head((weights.unsqueeze(-1) * words).sum(1))
 
 
-class Buckets:
-    """A batch sampler: sentences of about the same length, the batches in a random order."""
-
-    def __init__(self, data: Sentences, batch_size: int) -> None:
-        by_length = sorted(range(len(data)), key=lambda i: len(data.sentences[i]))
-        self.batches = [by_length[i : i + batch_size] for i in range(0, len(data), batch_size)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(random.sample(self.batches, len(self.batches)))
-
-
 class Curriculum:
     """A sampler: the shorter half of the sentences in epoch 0, an eighth more in each one after."""
 
@@ -120,7 +106,9 @@ def make_sampler(order: str, data: Sentences, batch_size: int) -> dict:
         weights = [1.0 / data.labels.count(label) for label in data.labels]
         return {"sampler": WeightedRandomSampler(weights, len(data))}
     if order == "buckets":
-        return {"batch_sampler": Buckets(data, batch_size)}
+        lengths = [len(sentence) for sentence in data.sentences]
+        tokens = batch_size * sum(lengths) // len(lengths)
+        return {"batch_sampler": echelon.data.TokenBudgetSampler(lengths, max_tokens=tokens)}
     return {"sampler": Curriculum(data)} if order == "curriculum" else {}
 
 

@@ -122,3 +122,21 @@ def classes(cfg: Settings) -> Experiment:
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return Experiment(model, optimizer, nn.functional.cross_entropy, (x, target))
+
+
+def annealed(cfg: Settings) -> Experiment:
+    """A loss whose weight an evaluation lowers."""
+    parts = experiment(cfg)
+    weights = {"loss": 1.0}
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return weights["loss"] * nn.functional.mse_loss(outputs, targets)
+
+    def evaluate(model: nn.Module, batches: Any) -> dict[str, tuple[float, int]]:
+        weights["loss"] *= 0.5
+        return {"error": (weights["loss"], 1)}
+
+    columns = tuple(t[:64] for t in parts.train_data)
+    return Experiment(
+        parts.model, parts.optimizer, loss, parts.train_data, eval_data=columns, evaluate=evaluate
+    )

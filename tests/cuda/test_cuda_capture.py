@@ -55,6 +55,12 @@ def test_the_numbers_are_those_of_plain_steps(words: list[str], tmp_path: Path) 
     assert captured == pytest.approx(plain, rel=rel, abs=1e-6)
 
 
+def test_what_an_evaluation_changes_comes_to_captured_steps(tmp_path: Path) -> None:
+    words = [f"experiment={EXPERIMENTS}:annealed", "trainer.best=error"]
+    captured, plain = both(tmp_path, *words, "trainer.evaluate.steps=40")
+    assert captured == pytest.approx(plain, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["RowAdam", "RowSGD"])
 def test_tables_are_captured(optimizer: str, tmp_path: Path) -> None:
     words = [f"experiment={EXPERIMENTS}:tables", f"optimizer={optimizer}"]

@@ -41,7 +41,8 @@ def train(folder: Path, name: str, experiment: str, *words: str) -> tuple[list[A
         ("adversaries", "optimizer=SGD", "scheduled=true", "trainer.ema=0.99"),
         ("adversaries", "optimizer=Scaled"),
         ("adversaries", "optimizer=Scaled", "scheduled=true"),
-        ("counted", "trainer.evaluate.steps=50", "trainer.save.steps=50"),
+        ("counted", "trainer.evaluate.steps=50", "trainer.save.steps=50", "trainer.best=error"),
+        ("annealed", "samples=8000", "trainer.best=error"),
     ],
     ids=" ".join,
 )
@@ -61,7 +62,7 @@ def test_captured_steps_have_the_numbers_of_plain_ones(
         (("counts=true",), "the step's counter changes from step to step"),
         (("asks=true",), "it calls session.every, which the host answers"),
         (("optimizer=ReadingScaled", "scheduled=true"), "AcceleratorError"),
-        (("optimizer=Adagrad",), "optimizer.state changes from step to step"),
+        (("optimizer=Adagrad",), ".state changes from step to step"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_the_reason(
@@ -78,18 +79,31 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(
 
 
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
-    words = ("adversaries", "dropout=0.3", "scheduled=true", "trainer.capture=always")
-    more = ("trainer.save.steps=20", "trainer.log_steps=1")
+    words = ("adversaries", "dropout=0.3", "scheduled=true", "transforms=true")
+    more = ("trainer.capture=always", "trainer.save.steps=20", "trainer.log_steps=1")
     whole, _ = train(tmp_path, "whole", *words, *more)
     first = echelon(
         *(tmp_path, "train", f"experiment={FILE}:adversaries", "run.name=cut", *WORDS),
         *(*words[1:], *more),
-        ECHELON_TEST_FAULT="0:110:KILL",
+        ECHELON_TEST_KILL_AT="110",
     )
     assert first.returncode != 0
     cut, said = train(tmp_path, "cut", *words, *more)
     assert "resuming run cut after step" in said
     assert cut == whole
+
+
+def test_a_step_is_captured_by_default_or_the_reason_is_said(tmp_path: Path) -> None:
+    _, said = train(tmp_path, "captured", "adversaries")
+    assert "not captured" not in said
+    plain, said = train(tmp_path, "asking", "adversaries", "asks=true")
+    assert (
+        "the step is not captured as a CUDA graph: it calls session.every, which the host answers"
+    ) in said
+    never, _ = train(tmp_path, "never", "adversaries", "asks=true", "trainer.capture=never")
+    # Its optimizers were made ready for a graph, and adversaries enlarge every rounding.
+    for a, b in zip(plain[:8], never[:8], strict=True):
+        assert a == pytest.approx(b, rel=1e-2, abs=1e-4)
 
 
 def test_a_snapshot_of_captured_steps_goes_on_without_a_gpu(tmp_path: Path) -> None:

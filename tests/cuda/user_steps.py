@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,9 @@ class Settings:
     """Whether the step counts its calls."""
     asks: bool = False
     """Whether the step asks the session something."""
+    transforms: bool = False
+    """Whether batches are transformed; there the process can be killed, as a captured step runs no
+    code of its own (ECHELON_TEST_KILL_AT, a number of batches)."""
 
 
 class Scaled(torch.optim.Optimizer):
@@ -95,12 +101,20 @@ def adversaries(cfg: Settings) -> echelon.Experiment:
         "maker": torch.optim.lr_scheduler.CosineAnnealingLR(makes, 200),
         "judge": torch.optim.lr_scheduler.ExponentialLR(judges, 0.99),
     }
+    calls = itertools.count(1)
+
+    def transform(batch: Any) -> Any:
+        if next(calls) == int(os.environ.get("ECHELON_TEST_KILL_AT", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
     return echelon.Experiment(
         model={"maker": maker, "judge": judge},
         optimizer={"maker": makes, "judge": judges},
         schedule=schedules if cfg.scheduled else None,
         step=step,
         train_data=make_columns(cfg.samples),
+        batch_transform=transform if cfg.transforms else None,
     )
 
 
@@ -123,6 +137,35 @@ def counted(cfg: Settings) -> echelon.Experiment:
             total += float((model(x) - y).square().sum())
             count += len(x)
         return {"error": (total, count)}
+
+    x, y = make_columns(cfg.samples)
+    return echelon.Experiment(
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        train_data=(x, y),
+        eval_data=(x[:64], y[:64]),
+        evaluate=evaluate,
+    )
+
+
+def annealed(cfg: Settings) -> echelon.Experiment:
+    """A step whose weight an evaluation lowers."""
+    first = nn.Linear(20, 64)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    weights = {"size": 1.0}
+
+    def step(batch: Any, session: echelon.Session) -> dict[str, Any]:
+        x, y = batch
+        loss = (model(x) - y).square().mean() + weights["size"] * first.weight.square().mean()
+        session.backward(loss)
+        session.step(optimizer)
+        return {"loss": loss}
+
+    def evaluate(model: nn.Module, batches: Any) -> dict[str, tuple[float, int]]:
+        weights["size"] *= 0.5
+        return {"error": (weights["size"], 1)}
 
     x, y = make_columns(cfg.samples)
     return echelon.Experiment(

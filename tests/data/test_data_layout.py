@@ -31,6 +31,7 @@ def make_info(layout: DataLayout) -> dict[str, object]:
         (describe([5, 5]), describe([4, 4, 2]), "shuffled in 3 chunks, not in 2 chunks"),
         (describe([5, 5]), describe([5, 5], 5), "window_bytes=5, not 4"),
         (describe([5, 5]), describe([6, 4]), "its chunks begin at other samples"),
+        (DataLayout(10), DataLayout(11, grouping="rows"), "it has rows, not plain samples"),
     ],
 )
 def test_what_changed_is_named(then: DataLayout, now: DataLayout, change: str) -> None:

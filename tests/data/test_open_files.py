@@ -59,12 +59,12 @@ def test_a_format_that_the_ending_does_not_say(tmp_path: Path) -> None:
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.npy", 1)
     (tmp_path / "empty").mkdir()
-    text = refuse(tmp_path / "trian.npy", f"{tmp_path}/*.tar", tmp_path / "empty", "s3://a/b")
+    text = refuse(tmp_path / "trian.npy", f"{tmp_path}/*.tar", tmp_path / "empty", "ftp://a/b")
     assert f"{tmp_path}/trian.npy does not exist" in text
     assert "did you mean 'train.npy'?" in text
     assert f"nothing matches {tmp_path}/*.tar" in text
     assert f"the folder {tmp_path}/empty has no files with a known ending" in text
-    assert "s3://a/b is not on a file system of this machine" in text
+    assert "ftp://a/b is of no store that is known" in text
     with pytest.raises(EchelonError, match="paths is an empty list"):
         echelon.data.open([])
 

@@ -21,7 +21,7 @@ def train_port(
 ) -> Trained:
     """Train `FILE.py:FUNCTION` of the ports. With `kill_step` the last rank is killed after its
     step of that number, which counts the steps of all its optimizers."""
-    return train_world(
+    trained = train_world(
         folder,
         world_size,
         *words,
@@ -30,6 +30,8 @@ def train_port(
         end_together=kill_step > 0,
         prepare=partial(kill_after_step, world_size - 1, kill_step),
     )
+    assert "lr_scheduler" not in str(trained.said)  # a warning of torch
+    return trained
 
 
 def kill_after_step(killed_rank: int, kill_step: int, rank: int) -> None:

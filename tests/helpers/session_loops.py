@@ -591,6 +591,10 @@ def uneven(cfg: Settings, session: echelon.Session) -> None:
         session.step(optimizer)
         if is_last and step == cfg.leave_at:
             break
+        if cfg.mistake == "gather alone" and is_last and step == 5:
+            session.gather(x)
+        if cfg.mistake == "best alone" and is_last and step == 5:
+            session.best(loss=loss)
         if cfg.mistake == "gather":
             session.gather(x)
     if cfg.mistake == "gather":

@@ -274,12 +274,22 @@ def test_a_mistake_in_a_step_is_a_sentence(mistake: str, said: str, tmp_path: Pa
 
 
 @slow
+def test_evaluated_and_saved_by_the_clock(tmp_path: Path) -> None:
+    words = ("trainer.batch_size=5", "trainer.best=error", "trainer.steps=3")
+    timers = ("trainer.evaluate.minutes=1e-9", "trainer.save.minutes=1e-9")
+    ended = run_steps(tmp_path, 2, *words, *timers, "trainer.keep_last=9")
+    assert ended.codes == [0, 0], ended.said
+    evaluated = [line["step"] for line in metrics(ended.run) if "eval_error" in line]
+    assert evaluated == snapshot_steps(ended.run) == [1, 2, 3]
+
+
+@slow
 def test_settings_that_a_step_does_not_read(tmp_path: Path) -> None:
     words = {
         "trainer.clip=1.0": "session.step(optimizer, clip=…)",
         "replica.kind=fsdp": "shards are gathered in one",
         "trainer.accumulate=2": "for each piece of a batch",
-        "trainer.evaluate.minutes=5.0": "trainer.evaluate.steps",
+        "trainer.schedule=cosine": "give the experiment a schedule",
     }
     ended = run_steps(tmp_path, 2, *BATCHES, *words)
     assert ended.codes == [ExitCode.USAGE] * 2

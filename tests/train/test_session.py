@@ -503,6 +503,17 @@ def test_a_rank_that_leaves_the_loop_alone_is_named(
     assert read_run_status(ended.run).state == "failed"
 
 
+@pytest.mark.parametrize("call", ["gather", "best"])
+def test_a_call_that_one_rank_alone_makes_is_named(call: str, tmp_path: Path) -> None:
+    # Without lines of metrics, whose message could cross with the call: gloo ends a process then.
+    words = (*BATCHES, f"mistake='{call} alone'", "trainer.log_steps=100")
+    ended = run_loop(tmp_path, 2, *words, loop=session_loops.uneven)
+    assert set(ended.codes) == {ExitCode.FAILED}, ended.said
+    for rank in ended.ranks:
+        assert f"in step 5 rank 1 called session.{call}, but rank 0 called" in rank.output
+        assert "call it on every rank in every iteration" in rank.output
+
+
 def test_a_rank_that_skips_a_step_alone_is_named(tmp_path: Path) -> None:
     words = (*BATCHES, "mistake=skip", "trainer.save.steps=1")
     ended = run_loop(tmp_path, 3, *words, loop=session_loops.uneven)

@@ -92,6 +92,19 @@ def test_killed_and_resumed_each_is_there_once(tmp_path: Path) -> None:
         assert ("images " in answer.output) == (words[0] == "show")
 
 
+def test_lines_of_several_ranks_keep_their_order(tmp_path: Path) -> None:
+    """They are written together now and then, and what rank 0 logs at once waits for them."""
+    alone, two = (
+        train(tmp_path, size, "trainer.log_steps=1", name=f"of-{size}") for size in (1, 2)
+    )
+    assert alone.codes + two.codes == [0, 0, 0], alone.said + two.said
+    places = [[(line["step"], *line) for line in metrics(run)] for run in (alone.run, two.run)]
+    assert places[0] == places[1]
+    steps = [place[0] for place in places[0]]
+    assert steps == sorted(steps)
+    assert len(steps) == 12 + 3 * len(STEPS)
+
+
 def require_events(run: Run, said: dict[int, str], weights: dict[int, Any]) -> None:
     folder = str(run.folder / "tensorboard")
     texts = tensor_accumulator.EventAccumulator(folder, {}, {"text": 0}).Reload()

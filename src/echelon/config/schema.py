@@ -33,7 +33,7 @@ class RunConfig:
     name: str | None = None
     """A run with the same name resumes; without a name every start is a new run."""
     dir: str = "runs"
-    """The folder of all runs."""
+    """The folder of all runs, on a file system. For object stores see trainer.mirror."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,10 @@ class TrainerConfig:
     """How often to save a snapshot; the end of the run and a stop always save one."""
     keep_last: int = 3
     """Snapshots to keep, besides the best one."""
+    mirror: str | None = None
+    """Where copies of the kept snapshots go in the background, such as s3://BUCKET/PREFIX: into
+    RUN.NAME/ there. A run of the same name that has no newer snapshot of its own, on another
+    machine, continues from them."""
     best: str = "loss"
     """The evaluated metric that determines the best snapshot."""
     best_is: str = "auto"
@@ -169,7 +173,8 @@ class TrainerConfig:
     """Steps between two lines of metrics."""
     resume: str = "auto"
     """`auto`: resume from this run's newest valid snapshot; `never`; or the path of a snapshot of
-    any run, such as runs/NAME/snapshots/best."""
+    any run, such as runs/NAME/snapshots/best, or of one in a mirror: s3://BUCKET/PREFIX/NAME (the
+    newest), s3://BUCKET/PREFIX/NAME/best."""
     sanity_steps: int = 2
     """Batches that every process evaluates before the first step, so that a metric that fails costs
     seconds and not an epoch; 0: none."""
@@ -192,7 +197,7 @@ class TrainerConfig:
     without, and the reason is printed."""
     capture: str = "auto"
     """Run the whole step as one CUDA graph: `auto` if possible, `always` (an error if not) or
-    `never`. A step of your own is captured with `always` alone."""
+    `never`. A step of your own is captured on one process alone."""
     profile: int | None = None
     """Number of steps to record, after a warm-up, for a trace in the run's folder."""
 

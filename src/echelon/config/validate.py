@@ -30,7 +30,8 @@ from echelon.config.schema import (
     WandbConfig,
     flatten,
 )
-from echelon.errors import Fault, suggest_nearest
+from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.object_store.urls import is_url, parse_url
 from echelon.world.device_fit import find_device_count_mismatch
 
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "._-")
@@ -43,6 +44,7 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_ranges(config),
         *_check_finite(config),
         *_check_choices(config),
+        *_check_addresses(config),
         *_check_fsdp(config),
         *_check_launch(config),
         *_check_replica(config),
@@ -216,6 +218,34 @@ def _check_choices(config: Config) -> Iterator[Fault]:
             )
     if config.run.name is not None and (fault := check_run_name(config.run.name)):
         yield fault
+
+
+def _check_addresses(config: Config) -> Iterator[Fault]:
+    """Yield a fault for each address of an object store where none can be, and the other way
+    round."""
+    if is_url(config.run.dir):
+        yield Fault(
+            f"run.dir={config.run.dir} is not on a file system, which the locks, heartbeats and "
+            "logs of a run need",
+            "keep run.dir on one, and have snapshots copied to a store: trainer.mirror="
+            f"{config.run.dir}",
+        )
+    mirror, resume = config.trainer.mirror, config.trainer.resume
+    if mirror is not None:
+        yield from _check_store_address("trainer.mirror", mirror, "s3://BUCKET/PREFIX")
+    if is_url(resume):
+        yield from _check_store_address("trainer.resume", resume, "s3://BUCKET/PREFIX/RUN")
+
+
+def _check_store_address(key: str, address: str, example: str) -> Iterator[Fault]:
+    """Yield why snapshots cannot be at an address, if they cannot."""
+    try:
+        if is_url(address) and parse_url(address).can_list:
+            return
+    except EchelonError as error:  # it may have a secret in it, which is not repeated here
+        yield from error.faults
+        return
+    yield Fault(f"{key}={address} is not the address of an object store", f"give {key}={example}")
 
 
 def check_run_name(name: str) -> Fault | None:

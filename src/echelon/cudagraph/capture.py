@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from echelon.config.schema import TrainerConfig
 from echelon.cudagraph.host_state import HostState, find_host_change, read_host_state
 from echelon.cudagraph.step_graph import StepGraph
+from echelon.cudagraph.step_references import StepReferences, find_step_references
 from echelon.data.batches import Batch, BatchSource, BlockSlice, TensorSource
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
@@ -152,6 +153,17 @@ class StepCapture(GraphCapture[StepGraph]):
         self._source = source
         self._batch_size = trainer.batch_size
         self._result_width = result_width
+        self._references: StepReferences | None = None
+        """What the graph has taken for constant, where code of the user runs between two steps and
+        may change it."""
+
+    def is_outdated(self) -> bool:
+        """Return whether something that the captured step has taken for constant was changed."""
+        return (
+            self.graph is not None
+            and self._references is not None
+            and self._references.find_change() is not None
+        )
 
     def try_replay(self, batch: Batch | BlockSlice, total: int) -> bool:
         """Replays the step for this batch; returns False where the caller must run it as usual.
@@ -172,7 +184,13 @@ class StepCapture(GraphCapture[StepGraph]):
             return self._step(data, block_slice.sample_count, self._batch_size)
 
         capacity = self._source.compute_block_rows(block_slice.sample_count)
-        return StepGraph(body, block_slice, capacity, self._result_width)
+        graph = StepGraph(body, block_slice, capacity, self._result_width)
+        experiment = self._experiment
+        if experiment.evaluate is not None or experiment.batch_transform is not None:
+            self._references = find_step_references(
+                loss=experiment.loss, predict=experiment.predict, model=experiment.model
+            )
+        return graph
 
 
 def _leave_capture_stream(stream: torch.cuda.Stream) -> None:

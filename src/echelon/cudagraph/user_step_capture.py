@@ -18,10 +18,14 @@ from torch.optim import Optimizer
 
 from echelon.cudagraph.capture import GraphCapture, find_hook_owner
 from echelon.cudagraph.host_state import HostState, read_group_settings, read_host_state
-from echelon.cudagraph.step_references import HostReference, find_step_references
+from echelon.cudagraph.step_references import (
+    HostReference,
+    StepReferences,
+    find_step_references,
+)
 from echelon.data.batch_structure import is_container, iter_items, rebuild
 from echelon.experiment.definition import Experiment
-from echelon.experiment.optimizer_flags import make_capturable
+from echelon.experiment.optimizer_flags import enable_fused_kernels, make_capturable
 
 _MAX_NUMBERS = 64
 """Numbers that a captured step may log."""
@@ -91,19 +95,21 @@ class UserStepCapture(GraphCapture[UserStepGraph]):
         add_sums: Callable[[dict[str, tuple[Tensor, Tensor]]], None],
         abandon_step: Callable[[], None],
         host_calls: set[str],
+        is_required: bool,
     ) -> None:
         super().__init__(
             lambda batch: UserStepGraph(run_step, batch),
             self._read_state,
             abandon_step,
             world_size=1,
-            is_required=True,
+            is_required=is_required,
         )
         self._experiment, self._optimizers = experiment, optimizers
         self._parameters = list(experiment.model.parameters())
         self._add_sums = add_sums
         self._host_calls = host_calls
-        self._constants: Any = None
+        self._settings: Any = None
+        self._references: StepReferences | None = None
         """What the graph has taken for constant, compared before every replay."""
         self._short_graphs = 0
         self._unfit_batches = 0
@@ -115,12 +121,12 @@ class UserStepCapture(GraphCapture[UserStepGraph]):
         if reason := self._find_obstacle(batch):
             self.give_up(reason)
             return False
-        if self.graph is not None and self._read_constants() != self._constants:
-            self._discard_changed_graph()
+        if self.graph is not None and (what := self._find_changed_constant()):
+            self._discard_changed_graph(what)
             return False
         is_replayed = self.replay_or_capture(batch)
         if is_replayed and self.graph is not None and self.graph.step_count == 1:
-            self._constants = self._read_constants()
+            self._note_constants()
         self._unfit_batches += self.graph is not None and not is_replayed
         return is_replayed
 
@@ -136,24 +142,37 @@ class UserStepCapture(GraphCapture[UserStepGraph]):
             return "its batches are of many shapes"
         return _find_batch_obstacle(batch)
 
-    def _discard_changed_graph(self) -> None:
-        """Forget a graph after an optimizer's setting has changed, or a layer was frozen."""
+    def _discard_changed_graph(self, what: str) -> None:
+        """Forget a graph after something that it has taken for constant was changed."""
         assert self.graph is not None
         is_short = self.graph.step_count < _MIN_STEPS_PER_GRAPH
         self._short_graphs = self._short_graphs + 1 if is_short else 0
+        self.flush_sums()
         if self._short_graphs == 2:
-            self.give_up("a setting of an optimizer changes every few steps")
+            self.give_up(f"{what} changes every few steps")
         else:
-            self.flush_sums()
             self.discard_graph()
 
-    def _read_constants(self) -> Any:
+    def _find_changed_constant(self) -> str | None:
+        """Return what the graph has taken for constant, and is not any more: code of the user that
+        runs between the steps, such as an evaluation, may have changed it."""
+        assert self._references is not None
+        if self._read_settings() != self._settings:
+            return "a setting of an optimizer, or which layers are frozen,"
+        return self._references.find_change()
+
+    def _note_constants(self) -> None:
+        """Remember what the graph that was captured just now takes for constant."""
+        self._settings = self._read_settings()
+        self._references = find_step_references(step=self._experiment.step)
+
+    def _read_settings(self) -> Any:
         groups = [read_group_settings(optimizer) for optimizer in self._optimizers.values()]
         return groups, [p.requires_grad for p in self._parameters]
 
     def _read_state(self) -> HostState:
         try:
-            references = find_step_references(self._experiment.step)
+            references = find_step_references(step=self._experiment.step).found
         except HostReference:  # there was none before the first step
             references = {"references": object()}
         named = {f"optimizer {name}": part for name, part in self._optimizers.items()}
@@ -177,10 +196,12 @@ def find_user_step_obstacle(
     if hook_owner := find_hook_owner(experiment.model, optimizers.values()):
         return f"{hook_owner} has hooks, which run on the host"
     try:
-        find_step_references(experiment.step)
+        find_step_references(step=experiment.step)
     except HostReference as reference:
         return str(reference)
     for optimizer in optimizers.values():
+        # They are restored by now: a snapshot has the experiment's own flags.
+        enable_fused_kernels(optimizer, experiment.model, device)
         if _is_capturable(optimizer):
             if reason := make_capturable(optimizer, device):
                 return reason

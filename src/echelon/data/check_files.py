@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from echelon.data.decode import SampleDecoder
 from echelon.data.formats.arrow_columns import TableReader
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.reader import (
     BadSampleError,
     ChunkTable,
@@ -39,7 +40,7 @@ _TASK_ROWS = 1 << 16
 class BadSamples(NamedTuple):
     """Samples that cannot be read, or a file that cannot, and why."""
 
-    file: Path
+    file: DataPath
     first: int | None
     """Within the file, from 0; None where it is about the whole file."""
     samples: int
@@ -176,7 +177,7 @@ def cut_batches(
     yield from ranges
 
 
-def _make_bad_file(file: Path, fault: Fault) -> BadSamples:
+def _make_bad_file(file: DataPath, fault: Fault) -> BadSamples:
     """Return a fault of a file; the file is not named twice."""
     if fault.what == f"there are no samples in {file}":
         return BadSamples(file, None, 0, "", "it has no samples")
@@ -198,6 +199,7 @@ def _check_piece(task: _CheckTask) -> CheckProgress:
     file = task.files[0].path
     try:
         if task.entry is not None:
+            assert isinstance(file, Path)  # lists of shards are read from file systems only
             why = find_difference(file, task.entry)
             return CheckProgress(0, [BadSamples(file, None, 0, "", why)] if why else [])
         reader, decoder = _open_once(task.files, task.format)

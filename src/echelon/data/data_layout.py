@@ -31,6 +31,8 @@ class DataLayout(NamedTuple):
     """Of where chunks begin and how large they are, and of a Subset, which samples they have."""
     mixture: str = ""
     """The sources of a mixture, with weights and sizes."""
+    grouping: str = ""
+    """How documents were packed into samples, or samples into batches."""
 
 
 def describe_layout(samples: int, windows: ChunkWindows | None) -> DataLayout:
@@ -50,6 +52,8 @@ def describe_layout(samples: int, windows: ChunkWindows | None) -> DataLayout:
 
 def find_layout_change(then: DataLayout, now: DataLayout) -> str | None:
     """Return what differs between two layouts, the second one first; None where nothing does."""
+    if now.grouping != then.grouping:  # it also changes the numbers below
+        return f"it has {now.grouping or 'plain samples'}, not {then.grouping or 'plain samples'}"
     for name, old, new in zip(DataLayout._fields, then, now, strict=True):
         if old == new:
             continue

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echelon.data.chunk_order import ChunkedOrder, ChunkWindows, find_chunk_windows
 from echelon.data.data_layout import DataLayout, describe_layout
+from echelon.data.document_packing import PackedDocuments
 from echelon.data.mixture import Mixture, MixtureDraws, MixtureOrder
 from echelon.data.sample_order import EpochOrder, count_batches
 from echelon.errors import EchelonError, Fault
@@ -94,7 +95,8 @@ def make_epoch_plan(
         draws = MixtureDraws(data, seed)
         return MixturePlan(data.epoch_samples, batch_size, seed, mixture=data, draws=draws)
     if not is_sampled:
-        return ShuffledPlan(size, batch_size, seed, find_chunk_windows(data))
+        grouping = data.grouping if isinstance(data, PackedDocuments) else ""
+        return ShuffledPlan(size, batch_size, seed, find_chunk_windows(data), grouping)
     from echelon.data.sampler_plan import SamplerPlan
 
     return SamplerPlan(size, batch_size, seed, sampler, batch_sampler)
@@ -109,11 +111,13 @@ class ShuffledPlan:
     seed: int
     windows: ChunkWindows | None = None
     """Of data that lies in chunks and is larger than a window."""
+    grouping: str = ""
+    """How documents were packed into samples."""
 
     @property
     def layout(self) -> DataLayout:
         """The number of samples, and the chunks and windows that are shuffled."""
-        return describe_layout(self.epoch_samples, self.windows)
+        return describe_layout(self.epoch_samples, self.windows)._replace(grouping=self.grouping)
 
     def count_batches(self, epoch: int) -> int:
         """Return the number of batches, which is the same in every epoch."""

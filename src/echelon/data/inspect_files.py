@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echelon.data.decode import SampleDecoder, list_opaque_columns
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.image_folder import ImageFolderReader
 from echelon.data.formats.reader import BadSampleError, SamplePlace, SampleReader
 from echelon.data.formats.tar_files import TarReader
@@ -105,11 +106,11 @@ def inspect_files(
     )
 
 
-def _measure_path(path: Path) -> int:
+def _measure_path(path: DataPath) -> int:
     """Return the bytes of a file, or of the files of a folder."""
-    if path.is_dir():
+    if isinstance(path, Path) and path.is_dir():
         return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-    return path.stat().st_size
+    return get_size(path)
 
 
 # --- columns ---

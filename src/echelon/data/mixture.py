@@ -72,9 +72,11 @@ class Mixture(Dataset[Any]):
 
     def describe(self) -> str:
         """Return the sources with their weights and sizes: `web 0.7 of 1,000, code 0.3 of 50`."""
-        rows = zip(self.names, self.weights, self.sizes, strict=True)
-        parts = ", ".join(f"{name} {weight:.6g} of {size:,}" for name, weight, size in rows)
-        return f"{parts}; {self.epoch_samples:,} an epoch"
+        parts = []
+        for name, weight, source in zip(self.names, self.weights, self.sources, strict=True):
+            packed = getattr(source, "grouping", "")
+            parts.append(f"{name} {weight:.6g} of {packed or f'{len(source):,}'}")
+        return f"{', '.join(parts)}; {self.epoch_samples:,} an epoch"
 
 
 def mix(

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from echelon.data.decode import DecodeSetting, SampleDecoder
+from echelon.data.find_objects import find_objects
 from echelon.data.formats.arrow_files import is_saved_dataset
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.image_folder import IMAGE_ENDINGS
 from echelon.data.formats.reader import DataFile, SampleReader
 from echelon.data.shard_manifest import MANIFEST_NAME
 from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.object_store.urls import is_url
 from echelon.utils.text import join_names
 
 if TYPE_CHECKING:
@@ -62,7 +65,8 @@ def open(
         dataset[0]  # {"text": "...", "label": 1}
 
     paths      A file, a folder, a pattern such as "data/*.parquet", or a list of them. Files of a
-               folder or a pattern are taken in the order of their names.
+               folder or a pattern are taken in the order of their names. They may be in an object
+               store: "s3://bucket/data/*.tar", gs://, or https:// without a pattern.
     columns    The columns to read; all without it. Others are not read from the disk.
     decode     What becomes of bytes: "auto" decodes pictures, arrays, json and text by the name of
                a column (jpg, npy, json, txt, cls, image); None leaves bytes; a function is called
@@ -161,7 +165,11 @@ def find_files(paths: Paths, endings: Sequence[str], *, are_images: bool = False
     files: list[DataFile] = []
     faults: list[Fault] = []
     for each in given:
-        found = _resolve_path(os.fspath(each), tuple(endings), are_images)
+        try:
+            found = _resolve_path(os.fspath(each), tuple(endings), are_images)
+        except EchelonError as error:
+            faults += error.faults
+            continue
         if isinstance(found, Fault):
             faults.append(found)
         else:
@@ -174,11 +182,8 @@ def find_files(paths: Paths, endings: Sequence[str], *, are_images: bool = False
 
 
 def _resolve_path(text: str, endings: tuple[str, ...], are_images: bool) -> list[DataFile] | Fault:
-    if "://" in text:
-        return Fault(
-            f"{text} is not on a file system of this machine",
-            "copy or mount it, and give the path here",
-        )
+    if is_url(text):
+        return find_objects(text, endings, are_images=are_images)
     path = Path(text).expanduser()
     if path.is_dir():
         files = [] if are_images else [DataFile(f, path) for f in _walk_folder(path, endings)]
@@ -242,13 +247,14 @@ def _suggest_path(path: Path) -> str:
 def choose_format(files: Sequence[DataFile]) -> str:
     """Return the format of all files by their endings. Raises where one has none that is known, or
     where they are of several formats."""
-    by_format: dict[str, list[Path]] = {}
+    by_format: dict[str, list[DataPath]] = {}
     faults = []
     for file in files:
         name = file.path.name.lower()
         known = [key for key, each in FORMATS.items() if name.endswith(each.endings)]
         if file.path.is_dir():
-            known = ["arrow" if is_saved_dataset(file.path) else "images"]
+            is_saved = isinstance(file.path, Path) and is_saved_dataset(file.path)
+            known = ["arrow" if is_saved else "images"]
         if known:
             by_format.setdefault(known[0], []).append(file.path)
             continue
@@ -272,7 +278,7 @@ def choose_format(files: Sequence[DataFile]) -> str:
     return chosen
 
 
-def _get_folder(files: Sequence[DataFile]) -> Path:
+def _get_folder(files: Sequence[DataFile]) -> DataPath:
     """Return the one folder of pictures."""
     if len(files) > 1 or not files[0].path.is_dir():
         names = join_names([str(file.path) for file in files])

@@ -25,6 +25,7 @@ import numpy as np
 
 from echelon.data.check_files import cut_batches
 from echelon.data.formats.arrow_columns import import_pyarrow
+from echelon.data.formats.byte_source import DataPath, open_for_arrow
 from echelon.data.formats.image_folder import ImageFolderReader
 from echelon.data.formats.reader import BadSampleError, ChunkTable, DataFile, SampleReader
 from echelon.data.formats.tar_files import TarReader
@@ -47,6 +48,8 @@ from echelon.data.shard_writers import (
     unify_schemas,
 )
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_other_folder
+from echelon.object_store.remote_file import RemoteFile
+from echelon.object_store.urls import is_url
 from echelon.utils.files import replace_file
 from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import format_os_error_reason
@@ -210,7 +213,7 @@ class ShardPacking:
         files, format, samples = self._source
         if format == "parquet":
             pa, parquet = import_pyarrow(), import_pyarrow("pyarrow.parquet")
-            stored = parquet.read_schema(files[0].path).remove_metadata()
+            stored = parquet.read_schema(open_for_arrow(files[0].path)).remove_metadata()
             names = open_reader(files, format).column_names
             partitions = [name for name in names if name not in stored.names]
             # Their values are in the names of folders, and are of one type.
@@ -232,7 +235,9 @@ class ShardPacking:
 
 def _refuse_inner_folder(paths: Paths, files: Sequence[DataFile], folder: Path) -> None:
     given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    roots = {Path(each).resolve() for each in given} | {file.path.resolve() for file in files}
+    local = [Path(each) for each in given if not is_url(os.fspath(each))]
+    local += [file.path for file in files if isinstance(file.path, Path)]
+    roots = {path.resolve() for path in local}
     target = folder.resolve()
     if inner := [root for root in roots if root == target or root in target.parents]:
         what = f"{folder} is in the source {inner[0]}, and its shards would be samples of it"
@@ -277,17 +282,20 @@ def _compute_fingerprint(reader: SampleReader, files: Sequence[DataFile]) -> str
     else:
         paths = (path for file in files for path in _list_files(file.path))
     for path in paths:
-        status = path.stat()
-        checksum.update(
-            f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(
-                "utf-8", "surrogateescape"
-            )
-        )
+        if isinstance(path, RemoteFile):
+            words: tuple[object, ...] = path.info
+        else:
+            status = path.stat()
+            words = (path.name, status.st_size, status.st_mtime_ns)
+        line = "\0".join(map(str, words)) + "\n"
+        checksum.update(line.encode("utf-8", "surrogateescape"))
     return checksum.hexdigest()
 
 
-def _list_files(path: Path) -> list[Path]:
-    return sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+def _list_files(path: DataPath) -> list[DataPath]:
+    if isinstance(path, Path) and path.is_dir():
+        return [*sorted(each for each in path.iterdir() if each.is_file())]
+    return [path]
 
 
 def _make_sample_error(error: BadSampleError) -> EchelonError:

@@ -21,6 +21,7 @@ from torch import Tensor
 from echelon.data.data_layout import DataLayout
 from echelon.data.sample_order import count_batches, cut_share
 from echelon.data.sample_seeds import derive_seeds, keep_generators, seed_generators
+from echelon.data.token_budget import TokenBudgetSampler
 from echelon.errors import EchelonError, Fault
 
 _BLOCK_SAMPLES = 1 << 15
@@ -57,11 +58,19 @@ class SamplerPlan:
         self._sampler = batch_sampler if self._gives_batches else sampler
         self.title = "batch_sampler" if self._gives_batches else "sampler"
         self._unit = "batches" if self._gives_batches else "samples"
+        self._own = batch_sampler if isinstance(batch_sampler, TokenBudgetSampler) else None
+        """One of ours: it repeats, and gives every sample once."""
+        if self._own is not None and self._own.samples != size:
+            raise _make_sampler_error(
+                f"the batch_sampler has the lengths of {self._own.samples:,} samples, but the "
+                f"data has {size:,}",
+                "give one length for each sample, in the order of the data",
+            )
         self._lengths: dict[int, int] = {}
         self._epoch_start = (0, 0)
         """An epoch and the units before it; the search for a later position goes on from there."""
         first = self._read_epoch(0)
-        again = self._read_epoch(0)
+        again = self._read_epoch(0) if self._own is None else first
         if first.batch_sizes != again.batch_sizes or not torch.equal(first.draws, again.draws):
             raise _make_sampler_error(
                 f"the {self.title} gives another order when it is asked again for the "
@@ -71,7 +80,7 @@ class SamplerPlan:
         self._lengths[0] = self._count_units(first)
         self._drawn = (0, first)
         self.epoch_samples = len(first.draws)
-        self.layout = DataLayout(size)
+        self.layout = DataLayout(size, grouping="" if self._own is None else self._own.describe())
         """Its chunks do not matter: the sampler decides the order."""
 
     def count_batches(self, epoch: int) -> int:
@@ -168,13 +177,18 @@ class SamplerPlan:
         if not self._gives_batches:
             starts = range(0, len(indices), self._batch_size)
             batch_sizes = [min(self._batch_size, len(indices) - start) for start in starts]
-        return DrawnEpoch(torch.from_numpy(_number_repeats(indices, self._size)), batch_sizes)
+        if self._own is None:
+            indices = _number_repeats(indices, self._size)
+        return DrawnEpoch(torch.from_numpy(indices), batch_sizes)
 
     def _read_indices(self) -> tuple[list[int], Any]:
         """Return the sizes of the batches that a batch sampler gives, and the indices as an
         array."""
         if not self._gives_batches:
             return [], np.fromiter(self._iter_indices(self._sampler), np.int64)
+        if self._own is not None:
+            drawn, sizes = self._own.draw_epoch()
+            return sizes.tolist(), drawn
         batches = [list(self._iter_indices(batch)) for batch in self._sampler]
         joined = (index for batch in batches for index in batch)
         return [len(batch) for batch in batches], np.fromiter(joined, np.int64)

@@ -11,7 +11,7 @@ import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -98,7 +98,7 @@ def _encode_samples(reader: SampleReader, rows: range) -> Iterator[_TarSample]:
             if isinstance(reader, TarReader):
                 key, members = reader.locate(row).key, sample
             elif isinstance(reader, ImageFolderReader):
-                path = reader.locate(row).file.relative_to(reader.folder)
+                path = PurePath(reader.get_name(row))
                 key = str(path.with_name(path.stem.replace(".", "_")))
                 members = {picture: sample["image"], "cls": str(sample["label"]).encode()}
             else:

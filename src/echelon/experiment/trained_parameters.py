@@ -51,6 +51,13 @@ def read_trained_flags(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
+def find_changed_flags(model: nn.Module, built: Mapping[str, bool]) -> dict[str, bool]:
+    """Return by name the parameters that were frozen or thawed since `read_trained_flags`, and
+    whether they are trained now."""
+    flags = read_trained_flags(model)
+    return {name: flag for name, flag in flags.items() if flag != built.get(name, flag)}
+
+
 def set_trained_flags(model: nn.Module, flags: Mapping[str, bool]) -> None:
     """Freezes and thaws the parameters with these names; a name that is gone is left out."""
     for name, p in model.named_parameters():

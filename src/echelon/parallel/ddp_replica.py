@@ -128,7 +128,9 @@ class DDPReplica:
     def step(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
         self._keep_requests(requests)
-        if self.capture is not None and self._parameters.have_changed():
+        if self.capture is not None and (
+            self._parameters.have_changed() or self.capture.is_outdated()
+        ):
             self._collect_graph_results()
             self.capture.discard_graph()
         if self.capture is None or not self.capture.try_replay(batch, total):

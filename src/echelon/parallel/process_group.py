@@ -148,6 +148,11 @@ class RankGroup:
         except Exception:  # the store's host has ended; then that is what the others report
             return
 
+    def interrupt_collectives(self) -> None:
+        """Ends the collectives that this process and its peers wait in, with an error: the world
+        fails, and why has been published."""
+        _shut_connections(self.world)
+
     def wait_for_failure(self, timeout_s: float) -> Failure | None:
         """Return the first failure of the world, waiting for it at most `timeout_s` seconds."""
         if self.store is None:

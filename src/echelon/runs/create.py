@@ -15,6 +15,7 @@ from echelon.config import bundled_experiments
 from echelon.config.schema import Config, find_differences
 from echelon.config.validate import NAME_CHARACTERS
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_other_folder
+from echelon.object_store.urls import is_url
 from echelon.runs.latest import point_latest_to
 from echelon.runs.metrics_file import read_first_metrics
 from echelon.runs.process_record import make_starting_status
@@ -71,7 +72,7 @@ def _set_up_folder(run: Run, config: Config, is_snapshot_here: bool) -> None:
     if config.trainer.resume == "auto":
         # Ranks check these too, but by then the new config.json would have replaced the run's.
         newest = next(reversed(list_snapshots(run.snapshots_folder, ignore_errors=True)), None)
-        if newest is None and is_snapshot_here:
+        if newest is None and is_snapshot_here and config.trainer.mirror is None:
             require_snapshots_kept(run)
         elif newest is not None and run.config_file.exists():
             require_same_settings(run, run.read_config().select_numerics_settings(), config, newest)
@@ -196,7 +197,7 @@ def _require_snapshot(config: Config) -> None:
     Its content is verified where it is read.
     """
     given = config.trainer.resume
-    if given in ("auto", "never"):
+    if given in ("auto", "never") or is_url(given):
         return
     if missing := find_snapshot_path_problem(Path(given)):
         raise EchelonError(

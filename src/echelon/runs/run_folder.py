@@ -90,6 +90,16 @@ class Run:
         return self.folder / "snapshots"
 
     @property
+    def mirror_file(self) -> Path:
+        """As whom this folder has last written to its mirror in an object store."""
+        return self.folder / "mirror.json"
+
+    @property
+    def fetched_folder(self) -> Path:
+        """Where a snapshot is put that `trainer.resume` names in an object store."""
+        return self.folder / "fetched"
+
+    @property
     def media_folder(self) -> Path:
         """Logged images, which lines of metrics name."""
         return self.folder / "media"

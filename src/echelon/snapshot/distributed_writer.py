@@ -27,6 +27,7 @@ from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.snapshot.manifest import ManifestEntry
+from echelon.snapshot.mirror import SnapshotMirror
 from echelon.snapshot.part_files import write_parts
 from echelon.snapshot.shards import extract_own_shard, format_shard_name, gather_full_tensors
 from echelon.snapshot.staging_buffer import StagingBuffer
@@ -97,6 +98,11 @@ class DistributedSnapshotWriter:
         self._writer = writer
         self._staging_buffer = StagingBuffer()
         self._thread: threading.Thread | None = None
+
+    def mirror_to(self, mirror: SnapshotMirror) -> None:
+        """Give every snapshot to a mirror once it is on disk; rank 0 does it alone."""
+        if self._writer is not None:
+            self._writer.mirror_to(mirror)
 
     def save(
         self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], is_best: bool = False

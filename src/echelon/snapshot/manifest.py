@@ -67,6 +67,12 @@ def read_manifest(folder: Path) -> Manifest:
     if size > _MANIFEST_MAX_BYTES:
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: {size} bytes, too large to be one")
     data: bytes = convert_read_errors(MANIFEST_FILE, lambda: (folder / MANIFEST_FILE).read_bytes())
+    return parse_manifest(data, folder.name)
+
+
+def parse_manifest(data: bytes, folder_name: str) -> Manifest:
+    """Return the manifest in these bytes, checked against itself and the name of its folder.
+    Raises InvalidSnapshotError."""
     body = convert_read_errors(MANIFEST_FILE, lambda: json.loads(data))
     if not isinstance(body, dict):
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: not a JSON object")
@@ -78,8 +84,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise InvalidSnapshotError(
             f"{MANIFEST_FILE}: format {body.get('format')!r}, this reads {FORMAT_VERSION}"
         )
-    manifest = _parse_manifest(body)
-    named_step = parse_step(folder.name)
+    manifest = _build_manifest(body)
+    named_step = parse_step(folder_name)
     if named_step is not None and named_step != manifest.step:
         raise InvalidSnapshotError(f"{MANIFEST_FILE}: written for step {manifest.step}")
     return manifest
@@ -101,7 +107,7 @@ def _render_with_checksum(body: dict[str, Any]) -> bytes:
     return json.dumps({**body, "checksum": checksum}, indent=1).encode() + b"\n"
 
 
-def _parse_manifest(body: dict[str, Any]) -> Manifest:
+def _build_manifest(body: dict[str, Any]) -> Manifest:
     """Return the manifest in a JSON object. Types are checked, because a checksum shows only
     that nothing changed since it was written, not that this program wrote it."""
     try:
@@ -178,10 +184,11 @@ class BlockChecksum:
     def hexdigest(self) -> str:
         """Return the checksum of all bytes so far."""
         last = [self._block.digest()] if self._filled else []
-        return _combine_digests(self._block_digests + last)
+        return combine_digests(self._block_digests + last)
 
 
-def _combine_digests(blocks: list[bytes]) -> str:
+def combine_digests(blocks: list[bytes]) -> str:
+    """Return the checksum of a file whose blocks have these hashes."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
@@ -200,7 +207,7 @@ def check_checksums(folder: Path, files: Mapping[str, ManifestEntry]) -> None:
         digests = [
             digest for (path, _), digest in zip(blocks, hashed, strict=True) if path.name == name
         ]
-        if _combine_digests(digests) != entry.checksum:
+        if combine_digests(digests) != entry.checksum:
             raise InvalidSnapshotError(f"{name}: checksum differs")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from echelon.snapshot.layout import (
@@ -19,16 +20,19 @@ from echelon.snapshot.manifest import InvalidSnapshotError, read_manifest
 from echelon.utils.files import flush_to_disk, replace_file
 
 
-def remove_old_snapshots(root: Path, step: int, keep_last: int) -> None:
-    """Remove all but the last ``keep_last`` snapshots up to ``step``, and the best one.
+def remove_old_snapshots(
+    root: Path, step: int, keep_last: int, needed: Collection[Path] = ()
+) -> None:
+    """Remove all but the last ``keep_last`` snapshots up to ``step``, the best one, and those that
+    are needed.
 
     ``step`` was just saved and so is known to be valid. Later steps are from before a return to an
     older snapshot. If they counted, a damaged one among them could push out the only valid one;
     they are removed once the run has passed them again.
     """
     folders = [f for f in list_snapshots(root) if (parse_step(f.name) or 0) <= step]
-    best = find_best(root)
-    hidden_folders = [hide_folder(folder) for folder in folders[:-keep_last] if folder != best]
+    kept = {find_best(root), *needed}
+    hidden_folders = [hide_folder(folder) for folder in folders[:-keep_last] if folder not in kept]
     if hidden_folders:
         flush_to_disk(root)  # hidden for good before the first file goes
     for hidden in hidden_folders:

@@ -37,6 +37,7 @@ from echelon.snapshot.manifest import (
     read_manifest,
     render_manifest,
 )
+from echelon.snapshot.mirror import SnapshotMirror
 from echelon.snapshot.part_files import write_file, write_parts
 from echelon.snapshot.reader import find_newest, verify_snapshot
 from echelon.snapshot.retention import (
@@ -127,10 +128,19 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self._results: deque[SaveResult] = deque()
         self._resumed_step = resumed_step
+        self._mirror: SnapshotMirror | None = None
         _prepare_snapshots_folder(self._root, resumed_step)
         self._abandoned_folders = {
             f for f in list_snapshots(self._root) if not is_up_to(resumed_step, f)
         }
+
+    def mirror_to(self, mirror: SnapshotMirror) -> None:
+        """Give every snapshot to a mirror once it is on disk; also the one that the run resumes
+        from, which may have been saved just before the end of an earlier start."""
+        self._mirror = mirror
+        resumed = self._root / format_folder_name(self._resumed_step or 0)
+        if resumed.is_dir():
+            mirror.add(resumed)
 
     def save(
         self,
@@ -242,7 +252,7 @@ class SnapshotWriter:
                 mark_best(folder)
             elif was_best and not was_present:
                 recover_best(self._root, self._resumed_step)
-            remove_old_snapshots(self._root, pending.step, self._keep_last)
+            self._tidy_up(folder, pending.step)
         except OSError as error:
             reason = describe_save_error(self._root, error)
             message = f"step {pending.step} is saved, but tidying up failed: {reason}"
@@ -261,7 +271,7 @@ class SnapshotWriter:
             _add_evaluation(folder, pending)
             if pending.is_best:
                 mark_best(folder)
-            remove_old_snapshots(self._root, pending.step, self._keep_last)
+            self._tidy_up(folder, pending.step)
         except Exception as error:  # a thread that dies in silence would look like a success
             reason = (
                 describe_save_error(self._root, error)
@@ -271,6 +281,13 @@ class SnapshotWriter:
             message = f"step {pending.step} is saved, but its evaluation is not noted: {reason}"
             duration_s = time.monotonic() - begun_s
             self._results.append(SaveResult(pending.step, folder, message, duration_s))
+
+    def _tidy_up(self, folder: Path, step: int) -> None:
+        """Give a snapshot to the mirror, then remove old ones that nobody needs."""
+        if self._mirror is not None:
+            self._mirror.add(folder)
+        needed = self._mirror.list_needed() if self._mirror is not None else ()
+        remove_old_snapshots(self._root, step, self._keep_last, needed)
 
     def _make_failed_result(self, step: int, begun_s: float, reason: str) -> SaveResult:
         """Return the result of a failed save; it names the snapshot that is still valid."""

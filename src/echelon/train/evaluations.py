@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -14,7 +14,9 @@ from echelon.tracking.tracker import is_better
 from echelon.train.best_metric import make_unknown_best_error
 from echelon.train.early_stop import EarlyStop
 from echelon.train.evaluate import Evaluator
-from echelon.train.run_output import RunOutput
+
+if TYPE_CHECKING:
+    from echelon.train.step_boundary import StepBoundary
 
 
 class Evaluations:
@@ -75,7 +77,7 @@ class Evaluations:
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
         }
 
-    def evaluate(self, t: RunOutput, epoch: int) -> bool:
+    def evaluate(self, t: StepBoundary) -> bool:
         """Evaluate, unless this step has been evaluated already; return whether it was done now.
         All ranks take part.
 
@@ -93,7 +95,7 @@ class Evaluations:
         is_best = self._take_results(results, t)
         if t.trackers:
             numbers = {f"eval_{k}": v for k, v in results.items()}
-            t.log_to_trackers({"step": t.step, "epoch": epoch, **numbers})
+            t.log_to_trackers({"step": t.step, "epoch": t.count_epochs(), **numbers})
             shown = "  ".join(f"{k} {v:.5g}" for k, v in results.items())
             print(f"evaluated after step {t.step}: {shown}", file=sys.stderr)
         self.stop_early_if_due(t)
@@ -104,7 +106,7 @@ class Evaluations:
             t.writer.record_evaluation(t.step, self._describe_results(t.best_value), is_best)
         return True
 
-    def _take_results(self, results: dict[str, float], t: RunOutput) -> bool:
+    def _take_results(self, results: dict[str, float], t: StepBoundary) -> bool:
         """Keep the results; return whether the number that `trainer.best` names is the best so
         far."""
         self.require_metrics(results)
@@ -134,7 +136,7 @@ class Evaluations:
         if self._early_stop is not None:
             self._early_stop.require_metric(results)
 
-    def stop_early_if_due(self, t: RunOutput) -> None:
+    def stop_early_if_due(self, t: StepBoundary) -> None:
         """Make this step the last one where `trainer.early_stop` asks for it."""
         if self._early_stop is None or not self._early_stop.is_reached:
             return

@@ -15,6 +15,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
@@ -27,6 +28,9 @@ _POLL_S = 0.01
 _MEET_POLL_S = 0.0002
 _FIRST_KEY = "left the loop"
 _NO_STEP_KEY = "ended without a step"
+_CALLS_KEY = "calls of rank 0"
+_KEPT_CALLS = 8
+_END = "for the next batch"
 
 
 class LoopExit:
@@ -40,22 +44,26 @@ class LoopExit:
         """Whether the current message is that of an iteration without a step."""
         self._last_meeting = f"{_NO_STEP_KEY}/0"
         self._has_left = False
+        self._calls: deque[tuple[int, str, int]] = deque(maxlen=_KEPT_CALLS)
+        """The last ones by the number of their message, and the steps that they were in."""
+        self._looked_at = 0
+        """The number of the message at the last look."""
 
     def start_watching(self) -> None:
         """Begin to look for ranks that have left: the loop begins."""
         if self._store is not None:
             threading.Thread(target=self._watch, daemon=True, name="loop exit").start()
 
-    def begin_message(self) -> None:
-        """Note that this rank is about to exchange something with all others."""
+    def begin_message(self, call: str) -> None:
+        """Note that this rank is about to exchange something with all others, in this call."""
         self._is_without_step = False
-        self._message_count += 1
+        self._note_call(call)
 
     def meet_without_step(self) -> None:
         """Note that this rank ends an iteration without a step of an optimizer, and wait until all
         do; raises on all ranks if one is in a step."""
         self._is_without_step = True
-        self._message_count += 1
+        self._note_call(_END)
         if self._store is None:
             return
         rank, size = self._group.world.rank, self._group.world.size
@@ -76,8 +84,12 @@ class LoopExit:
 
     def go_on(self, step: int) -> None:
         """Note that this rank stays in the loop after a step."""
+        self._note_call(_END)
         self._step = step
+
+    def _note_call(self, call: str) -> None:
         self._message_count += 1
+        self._calls.append((self._message_count, call, self._step + 1))
 
     def leave(self, step: int) -> None:
         """Say that this rank leaves the loop after a step, and wait until all have left it; raises
@@ -107,6 +119,7 @@ class LoopExit:
         with contextlib.suppress(Exception):  # the store ends with its host
             while not self._has_left and not self._store.check([_FIRST_KEY]):
                 self._look_for_skipped_call()
+                self._look_for_other_call()
                 time.sleep(_LOOK_S)
             if self._has_left:
                 return
@@ -135,6 +148,28 @@ class LoopExit:
         error = _make_skip_error(what)
         failure = make_failure_from_exception(error, skipped["rank"], skipped["step"] - 1)
         self._store.compare_set("failure", "", failure.to_json())
+
+    def _look_for_other_call(self) -> None:
+        """Publish a failure where this rank has called something that rank 0 has not. Only a rank
+        that has not gone on since the last look asks: it may wait in vain."""
+        assert self._store is not None
+        is_going_on, self._looked_at = self._looked_at != self._message_count, self._message_count
+        if is_going_on:
+            return
+        own, rank = list(self._calls), self._group.world.rank
+        if rank == 0:
+            self._store.set(_CALLS_KEY, json.dumps(own))
+            return
+        if not self._store.check([_CALLS_KEY]):
+            return
+        of_rank0 = {number: call for number, call, _ in json.loads(self._store.get(_CALLS_KEY))}
+        for number, call, step in own:
+            if (other := of_rank0.get(number, call)) != call:
+                what = f"in step {step} rank {rank} called {call}, but rank 0 called {other}"
+                failure = make_failure_from_exception(_make_skip_error(what), rank, step - 1)
+                self._store.compare_set("failure", "", failure.to_json())
+                self._group.interrupt_collectives()
+                return
 
 
 def _make_skip_error(what: str) -> EchelonError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,10 @@ from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.replica import split_microbatches
 from echelon.parallel.user_collectives import ShapeComparison, ShapeMismatchError
 from echelon.snapshot.state import pack_rng_state
-from echelon.train.loop import Training
 from echelon.train.sanity_check import leave_no_trace
+
+if TYPE_CHECKING:
+    from echelon.train.loop import Training
 
 _TOLERANCE = 1e-3
 _HALF_PRECISION_TOLERANCE = 3e-2

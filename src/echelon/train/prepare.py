@@ -48,8 +48,6 @@ from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.layout import EMA_NAME
 from echelon.snapshot.state import require_savable, seed_all
 from echelon.snapshot.writer import SnapshotWriter
-from echelon.tracking.create import create_trackers
-from echelon.tracking.progress import create_progress_display
 from echelon.train.loop import Training
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.nonfinite_cause import copy_first_weights
@@ -230,9 +228,7 @@ def prepare_training(
     training.speed = speed
     enable_fused_kernels(experiment.optimizer, experiment.model, device)
     if world.rank == 0:
-        training.writer = SnapshotWriter(
-            run.snapshots_folder, trainer.keep_last, resumed_step=training.step
-        )
+        training.open_writer()
 
     # 11. Make the replica, which broadcasts rank 0's restored weights.
     if is_sharded:
@@ -252,13 +248,8 @@ def prepare_training(
     # 12. What the user can get wrong has been checked: announce the run, open
     #     trackers and progress bar.
     if world.rank == 0:
-        for line in (_format_opening_line(training, stages), *_find_notes(training)):
-            _print_message(line)
-        training.trackers = create_trackers(config, run, training.step, evaluations.is_left)
-        training.screen = create_progress_display(
-            config.track.progress, training.total_steps, training.step
-        )
-        output.set_line_printer(training.screen.show)
+        opening_line = _format_opening_line(training, stages)
+        training.open_output(output, (opening_line, *_find_notes(training)))
     training.speed.restart_interval(training.step, training.samples)
     return training
 

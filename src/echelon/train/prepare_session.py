@@ -14,6 +14,7 @@ from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
+from echelon.train.evaluations import Evaluations
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import choose_backend
 from echelon.train.restore import BUILD_TIMEOUT_S
@@ -36,8 +37,8 @@ class UsedSettings(NamedTuple):
 SESSION_SETTINGS = UsedSettings(
     "a loop of your own",
     (
-        *("epochs", "steps", "batch_size", "save.", "keep_last", "log_steps", "resume"),
-        *("eval_batch_size", "loader_workers", "bad_samples", "max_bad_samples"),
+        *("epochs", "steps", "batch_size", "save.", "keep_last", "mirror", "log_steps"),
+        *("resume", "eval_batch_size", "loader_workers", "bad_samples", "max_bad_samples"),
     ),
     {
         "trainer.clip": "give it to the step: session.step(optimizer, clip=…)",
@@ -60,9 +61,11 @@ def prepare_session(
     heartbeat: Heartbeat,
     output: OutputTee,
     settings: UsedSettings = SESSION_SETTINGS,
+    evaluations: Evaluations | None = None,
 ) -> tuple[SessionEngine, dict[str, Any]]:
     """Return the engine of a session whose parts are about to come, and what the snapshot that it
-    continues from says of itself.
+    continues from says of itself. `evaluations` are those of an experiment; a user's loop evaluates
+    by itself.
 
     The process group is opened here, because parts are brought to all ranks when they come.
     """
@@ -88,7 +91,11 @@ def prepare_session(
             )
     group.wait_for_all("restored", BUILD_TIMEOUT_S)
     info = group.broadcast_json(info) or {}
-    engine = SessionEngine(config, run, group, stop, heartbeat, output, device, snapshot, info)
+    if evaluations is None:
+        evaluations = Evaluations(None, config.trainer, None, ())
+    engine = SessionEngine(
+        config, run, group, stop, heartbeat, output, device, snapshot, info, evaluations
+    )
     return engine, info
 
 

@@ -27,11 +27,10 @@ _STEP_SETTINGS = UsedSettings(
     "an experiment with a step of its own",
     (
         *SESSION_SETTINGS.names,
-        *("evaluate.steps", "evaluate.epochs", "best", "best_is", "early_stop.", "sanity_steps"),
+        *("evaluate.", "best", "best_is", "early_stop.", "sanity_steps"),
         *("ema", "capture", "compile"),
     ),
     {
-        "trainer.evaluate.minutes": "set trainer.evaluate.steps or trainer.evaluate.epochs",
         "trainer.clip": "give it in the step: session.step(optimizer, clip=…)",
         "trainer.accumulate": "call session.backward for each piece of a batch in the step",
         "trainer.schedule": "give the experiment a schedule",
@@ -62,11 +61,10 @@ def prepare_steps(
     )
     config = resolve_best(config, evaluator)
     evaluations = make_evaluations(experiment, config, evaluator)
-    engine, info = prepare_session(config, run, group, stop, heartbeat, output, _STEP_SETTINGS)
+    parts = (config, run, group, stop, heartbeat, output)
+    engine, info = prepare_session(*parts, _STEP_SETTINGS, evaluations)
     if config.trainer.compile:
         _compile_models(experiment.model, heartbeat)
-    if evaluator is not None:
-        engine.evaluations = evaluations
     return StepLoop(experiment, engine, info)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ExitCode
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.run_folder import Run
+from echelon.snapshot.mirror import SnapshotMirror
 from echelon.snapshot.writer import SaveResult, SnapshotWriter
 from echelon.tracking.progress import TrainingDisplay
 from echelon.tracking.tracker import Tracker
@@ -18,11 +19,13 @@ from echelon.tracking.tracker import Tracker
 if TYPE_CHECKING:
     from echelon.snapshot.distributed_writer import DistributedSnapshotWriter
 
+_SILENT_S = 2.0
+"""What takes longer at the end of a run is said."""
+
 
 @dataclass(kw_only=True)
 class RunOutput:
-    """The open files and displays of a run: what the loop of an Experiment and the loop of a
-    session have in common.
+    """The open files and displays of a run.
 
     Only rank 0 has trackers and a progress bar. Only rank 0 has a snapshot writer, unless the model
     is sharded.
@@ -34,6 +37,8 @@ class RunOutput:
     trackers: tuple[Tracker, ...] = ()
     screen: TrainingDisplay = field(default_factory=TrainingDisplay)
     writer: SnapshotWriter | DistributedSnapshotWriter | None = None
+    mirror: SnapshotMirror | None = None
+    """Of the snapshots, in an object store."""
     step: int = 0
     total_steps: int = 0
     saved_step: int | None = None
@@ -47,13 +52,8 @@ class RunOutput:
     """The folder of the newest snapshot that is on disk."""
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
-
-    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
-        """Save a snapshot, unless this step has been saved already. All ranks take part.
-
-        `is_evaluation_left` is set where an evaluation of this step follows.
-        """
-        raise NotImplementedError
+    _reported_mirror: dict[str, Any] | None = None
+    """What the status says of the mirror."""
 
     def wait_for_save(self) -> None:
         """Wait on all ranks until the snapshot of this step is on disk: an evaluation may end any
@@ -78,6 +78,52 @@ class RunOutput:
             if saved.error is not None:
                 what = saved.error if saved.folder else f"not saved: {saved.error}"
                 print(f"warning: {what}", file=sys.stderr)
+        if self.mirror is not None:
+            self._report_mirror(self.mirror)
+
+    def _report_mirror(self, mirror: SnapshotMirror) -> None:
+        """Print what the mirror has to say, and write what it holds into the run's status."""
+        for message in mirror.take_messages():
+            print(message, file=sys.stderr)
+        held = {"url": mirror.url, "step": mirror.mirrored_step, "problem": mirror.problem}
+        if held != self._reported_mirror:
+            self._reported_mirror = held
+            self.run.update_status(mirror=held)
+
+    def start_mirror(self) -> None:
+        """Have snapshots mirrored from now on."""
+        if self.writer is not None and self.mirror is not None:
+            self.writer.mirror_to(self.mirror)
+            self._report_mirror(self.mirror)
+
+    def close_mirror(self, limit_s: float | None) -> str:
+        """Wait until the newest snapshot is in the mirror; return what to say of it at the end."""
+        mirror = self.mirror
+        if mirror is None:
+            return ""
+        has_said = False
+
+        def on_wait(seconds: float) -> None:
+            nonlocal has_said
+            self.heartbeat.suspend()
+            if seconds > _SILENT_S and not has_said:
+                has_said = True
+                print(f"waiting until the last snapshot is in {mirror.url}", file=sys.stderr)
+
+        mirror.close(limit_s, on_wait)
+        self._report_mirror(mirror)
+        self.mirror = None
+        there = f"{mirror.url} at step {mirror.mirrored_step}"
+        if mirror.mirrored_step is None:
+            there = f"{mirror.url}, empty"
+        if mirror.problem is None:
+            return there
+        newest = self.saved_step or self.step
+        print(
+            f"warning: step {newest} is not in the mirror {mirror.url}: {mirror.problem}",
+            file=sys.stderr,
+        )
+        return f"{there}; step {newest} is not there: {mirror.problem}"
 
     def close_writer(self) -> None:
         """Wait until the last snapshot is on disk. One that failed is left in `unsaved_reason`."""

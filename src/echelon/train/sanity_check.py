@@ -17,18 +17,18 @@ from torch import nn
 
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.train.evaluate import preserve_state
-from echelon.train.evaluations import Evaluations
-from echelon.train.run_output import RunOutput
+from echelon.train.step_boundary import StepBoundary
 from echelon.world import World
 
 
-def check_evaluation(t: RunOutput, evaluations: Evaluations, steps: int) -> bool:
-    """Evaluate the first `steps` batches of every rank (trainer.sanity_steps), and forget the
-    results; return whether that was done.
+def check_evaluation(t: StepBoundary) -> bool:
+    """Evaluate the first `trainer.sanity_steps` batches of every rank, and forget the results;
+    return whether that was done.
 
     All ranks take part. Nothing is done where an evaluation of the run has passed already: a run
     that resumes after a time limit shall not pay for it again.
     """
+    evaluations, steps = t.evaluations, t.config.trainer.sanity_steps
     evaluator = evaluations.evaluator
     if evaluator is None or not steps or evaluations.has_passed or t.step >= t.total_steps:
         return False

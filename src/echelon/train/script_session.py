@@ -11,7 +11,8 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.train.prepare import set_up_user_code
 from echelon.train.session import Session
-from echelon.train.session_engine import SessionEngine, SessionStopped
+from echelon.train.session_engine import SessionEngine
+from echelon.train.step_boundary import TrainingStopped
 from echelon.train.worker import RankWorker, agree_on_run
 
 
@@ -76,8 +77,8 @@ class ScriptSession:
     ) -> None:
         worker = self._worker
         assert worker is not None
-        if error is None or isinstance(error, SessionStopped) or _is_plain_exit(error):
-            code = self._end(worker, isinstance(error, SessionStopped))
+        if error is None or isinstance(error, TrainingStopped) or _is_plain_exit(error):
+            code = self._end(worker, isinstance(error, TrainingStopped))
         else:
             code = worker.handle_failure(error)
         self._close(worker)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from echelon.data.sample_order import cut_share
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import find_closure_faults
+from echelon.experiment.optimizer_flags import move_state_to_parameters
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
 from echelon.parallel.row_gather import gather_rows
@@ -205,6 +206,7 @@ class Session:
                     "prepare the module first: session.prepare(model, optimizer)",
                 )
             )
+        move_state_to_parameters(optimizer)
         self._engine.parts.add_part("optimizer", optimizer)
         self._optimizers[id(optimizer)] = _PreparedOptimizer(optimizer, self._engine)
 
@@ -233,12 +235,12 @@ class Session:
         The end of an iteration is where state is saved, and where a stop takes effect. There is one
         loop in a run; `every` says when an epoch ends.
         """
-        return self._engine.iter_batches(data, batch_size, epochs, steps, **loader)
+        return self._engine.open_batches(data, batch_size, epochs, steps, **loader)
 
     def steps(self, count: int | None = None) -> Iterator[int]:
         """Yield the numbers of `count` iterations that need no data, from 1; default:
         trainer.steps. For the rest it is as `batches`."""
-        return self._engine.iter_steps(count)
+        return self._engine.open_steps(count)
 
     def eval_batches(
         self,
@@ -416,7 +418,7 @@ class Session:
                 )
             )
         self._engine.host_calls.add("session.every")
-        return self._engine.is_due(steps, epochs, minutes)
+        return self._engine.is_iteration_due(steps, epochs, minutes)
 
     def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Log numbers for metrics.jsonl and the trackers, by name or as a dict: tensors with one
@@ -500,7 +502,7 @@ class Session:
             )
         count = self._engine.share_count
         self._gathers_gradients |= rows.requires_grad
-        self._engine.begin_message()
+        self._engine.begin_message("session.gather")
         return gather_rows(rows[:0] if count == 0 else rows, self.world_size)
 
     def split(self, rows: Rows) -> Rows:
@@ -564,6 +566,8 @@ class _PreparedOptimizer:
                 )
             )
 
+        if hasattr(plain, "_wrapped_by_lr_sched"):  # or torch warns that its wrapper is gone
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method, as a learning-rate scheduler expects to find one.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from echelon.parallel.process_group import RankGroup
+from echelon.parallel.replica import StepRequests
 from echelon.train.loop_exit import LoopExit
+from echelon.train.minute_timers import MinuteTimers
 from echelon.train.stop_signals import StopSignals
 
-CONTROL_SIZE = 4
-_STOP, _SAVE, _FINISH, _CLOCK = range(CONTROL_SIZE)
+CONTROL_SIZE = 5
+_STOP, _SAVE, _EVALUATE, _FINISH, _CLOCK = range(CONTROL_SIZE)
 _NO_REQUESTS = [0.0] * CONTROL_SIZE
 _MAX_CLOCK_S = 10_000.0
 """More would not fit into float16, in which the gradients may be. The rest follows."""
@@ -27,9 +29,9 @@ _MAX_CLOCK_S = 10_000.0
 class AgreedRequests(NamedTuple):
     """What any rank has asked for."""
 
-    is_stopped: bool
-    is_save_due: bool
+    requests: StepRequests
     is_finished: bool
+    """Whether the loop is to end."""
 
 
 class SessionAgreement:
@@ -42,14 +44,12 @@ class SessionAgreement:
         self,
         group: RankGroup,
         stop: StopSignals,
-        save_minutes: float | None,
+        timers: MinuteTimers,
         loop_exit: LoopExit,
     ) -> None:
-        self._group, self._stop = group, stop
+        self._group, self._stop, self._timers = group, stop, timers
         self._loop_exit = loop_exit
-        self._save_minutes = save_minutes
-        self._next_save_s = time.monotonic() + 60 * (save_minutes or 0)
-        self._requests = [False, False, False]
+        self._wants_finish = False
         self._control: list[float] | None = None
         """What was asked for before the end of this iteration's first backward pass."""
         self._is_agreed = False
@@ -57,7 +57,7 @@ class SessionAgreement:
         self.has_step = False
         """Whether this iteration has made the step of an optimizer."""
         self._begun_s = time.monotonic()
-        self._clock_s, self._clock_before_s = 0.0, 0.0
+        self.clock_s, self._clock_before_s = 0.0, 0.0
         """Rank 0's clock at the ends of the last two iterations, as all ranks know it."""
 
     def start_clock(self) -> None:
@@ -66,7 +66,7 @@ class SessionAgreement:
 
     def request_finish(self) -> None:
         """Ask all ranks to end the loop."""
-        self._requests[_FINISH] = True
+        self._wants_finish = True
 
     def note_requests(self) -> None:
         """Note what this process has asked for so far in the iteration."""
@@ -75,7 +75,7 @@ class SessionAgreement:
 
     def agree_in_backward(self, reduce: Callable[[Sequence[float]], list[float]]) -> None:
         """Sum the gradients of a backward pass with `reduce`, and the ranks' requests with them."""
-        self._loop_exit.begin_message()
+        self._loop_exit.begin_message("session.backward")
         if self._is_agreed:  # a second pass in the iteration
             reduce(_NO_REQUESTS)
         else:
@@ -92,29 +92,24 @@ class SessionAgreement:
             self._control = control.tolist()
         agreed, self._control = self._control, None
         self._is_agreed = self.has_step = False
-        self._clock_before_s = self._clock_s
-        self._clock_s += agreed[_CLOCK]
+        self._clock_before_s = self.clock_s
+        self.clock_s += agreed[_CLOCK]
         if self._group.world.size == 1:
             agreed[_STOP] = self._stop.is_requested
-        if agreed[_SAVE]:
-            self._requests[_SAVE] = False
-            self._next_save_s = time.monotonic() + 60 * (self._save_minutes or 0)
-        return AgreedRequests(bool(agreed[_STOP]), bool(agreed[_SAVE]), bool(agreed[_FINISH]))
+        requests = StepRequests(*map(bool, agreed[:_FINISH]))
+        return AgreedRequests(requests, bool(agreed[_FINISH]))
 
     def has_time_passed(self, minutes: float) -> bool:
         """Return whether a multiple of so many minutes has passed in the iteration before."""
         period_s = 60 * minutes
-        return self._clock_s // period_s > self._clock_before_s // period_s
+        return self.clock_s // period_s > self._clock_before_s // period_s
 
     def _collect_control(self) -> list[float]:
-        """Return what this rank asks for: with a signal, which may reach any rank, and the timer
+        """Return what this rank asks for: with a signal, which may reach any rank, and the timers
         and the clock of rank 0."""
-        self._requests[_STOP] |= self._stop.is_requested
         passed_s = 0.0
         if self._group.world.rank == 0:
-            now_s = time.monotonic()
-            if self._save_minutes is not None:
-                self._requests[_SAVE] |= now_s >= self._next_save_s
             # Since what all ranks have: so nothing adds up that was lost to a short dtype.
-            passed_s = min(_MAX_CLOCK_S, now_s - self._begun_s - self._clock_s)
-        return [*map(float, self._requests), passed_s]
+            passed_s = min(_MAX_CLOCK_S, time.monotonic() - self._begun_s - self.clock_s)
+        flags = (self._stop.is_requested, *self._timers.take_due(), self._wants_finish)
+        return [*map(float, flags), passed_s]

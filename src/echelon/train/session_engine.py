@@ -8,28 +8,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.schema import Config, Interval
-from echelon.data.batches import BatchSource
-from echelon.data.data_layout import LAYOUT_KEY, require_same_layout
-from echelon.data.epoch_plan import EpochPlan
+from echelon.data.data_layout import require_same_layout
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
+from echelon.parallel.replica import StepRequests
 from echelon.parallel.user_collectives import count_collectives
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
 from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.state import pack_rng_state, restore_rng_state, seed_all
-from echelon.snapshot.writer import SnapshotWriter
-from echelon.tracking.create import create_trackers
-from echelon.tracking.progress import create_progress_display
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
 from echelon.train.loop_arguments import (
@@ -39,18 +36,18 @@ from echelon.train.loop_arguments import (
 )
 from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
+from echelon.train.minute_timers import MinuteTimers
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import make_bad_sample_list
-from echelon.train.run_output import RunOutput
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.session_agreement import SessionAgreement
-from echelon.train.session_metrics import MetricSums, RankSums, merge_sums
+from echelon.train.session_metrics import MetricSums, RankSums
 from echelon.train.session_parts import RNG_PART, SessionParts
-from echelon.train.session_shares import Share, iter_eval_shares, open_loop_data
+from echelon.train.session_shares import Share, fill_share, iter_eval_shares, open_loop_data
+from echelon.train.step_boundary import StepBoundary
 from echelon.train.stop_signals import StopSignals
 from echelon.train.train_data import (
     collect_stream_state,
-    describe_stream,
     find_stream_notes,
     require_no_epochs,
     require_steps,
@@ -59,20 +56,15 @@ from echelon.train.train_data import (
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_count
 
-
-class SessionStopped(BaseException):
-    """Ends a user's loop after a stop was asked for and everything is saved. Not an Exception, so
-    that code which catches those does not go on."""
+_LINES_INTERVAL_S = 0.1
+"""Lines of metrics of several ranks are written at most so often."""
 
 
-class SessionEngine(RunOutput):
+class SessionEngine(StepBoundary):
     """The state of a session on one rank; the public class `Session` talks to the user."""
 
-    profile = None
     is_over = False
     """Whether the block of a script's session has ended, so that nothing can be asked for."""
-    on_first_step: Callable[[], None] | None = None
-    """Called once, on rank 0, after the first iteration of this start."""
     flush_metrics: Callable[[], None] | None = None
     """Adds to the metrics what a captured step has kept on the device."""
 
@@ -87,22 +79,23 @@ class SessionEngine(RunOutput):
         device: torch.device,
         snapshot: Snapshot | None,
         info: dict[str, Any],
+        evaluations: Evaluations,
     ) -> None:
         super().__init__(
+            config=config,
             run=run,
             group=group,
             heartbeat=heartbeat,
-            step=int(info.get("step", 0)),
-            best_value=info.get("best"),
+            device=device,
+            evaluations=evaluations,
         )
-        self.config, self.device = config, device
+        if info:
+            self.restore_progress(info)
         self.parts = SessionParts(
             group, snapshot, info, takes_new_settings=config.trainer.resume not in ("auto", "never")
         )
         self._snapshot_info = info
-        self.samples = int(info.get("samples", 0))
         self.is_finished = bool(info.get("is_finished", False))
-        """Whether the loop of a resumed run had ended by itself."""
         self._output_tee = output_tee
         self.metrics = MetricSums()
         self.metrics.restore(info.get("metrics", ()), group.world.rank, group.world.size)
@@ -110,35 +103,33 @@ class SessionEngine(RunOutput):
         """That of the loop, or of an evaluation within; and that of the loop."""
         self._is_in_iteration = self._has_iterated = False
         self._has_compared_eval_data = False
-        self._first_step = self.step
         self.has_stepped = False
         """Whether this start has stepped an optimizer."""
-        self.plan: EpochPlan | None = None
-        """Of the data; None for a loop without."""
-        self.evaluations: Evaluations | None = None
-        """Of an experiment with a step of its own; a user's loop evaluates by itself."""
-        self._sources: list[BatchSource] = []
         self._bad_samples = make_bad_sample_list(config, run)
-        self._loop_source: BatchSource | None = None
         self._loop_exit = LoopExit(group, self.step)
-        self.agreement = SessionAgreement(group, stop, config.trainer.save.minutes, self._loop_exit)
+        timers = MinuteTimers(config.trainer, group.world.rank)
+        self.agreement = SessionAgreement(group, stop, timers, self._loop_exit)
         self.collective_count = 0
         """Collectives before the iteration, or up to the last backward pass in it."""
         self.backward_count = 0
         """Backward passes in the current iteration."""
         self._is_left = False
         """Whether the user's loop was left within an iteration, by `break` or by an error."""
-        self._is_best = False
         self.log_weight: float | Tensor = 1.0
         """The number of things that what is logged is a mean over."""
         self.host_calls: set[str] = set()
         """What the loop has asked the session in a way that a captured step could not."""
-        self.saved_step = self.step if info else None
         self._line_begun = (time.monotonic(), self.step, self.samples)
+        self._saved_metrics: list[RankSums] = []
+        """What each rank has logged for the next line, when a snapshot was saved."""
+        self._due_lines: list[_DueLine | MetricsLine] = []
+        """Lines that are not written yet, in order."""
+        self._lines_written_s = -_LINES_INTERVAL_S
+        """By rank 0's clock, as all ranks know it."""
 
     # --- the loop ---
 
-    def iter_batches(
+    def open_batches(
         self,
         data: Any,
         batch_size: int | None = None,
@@ -147,6 +138,7 @@ class SessionEngine(RunOutput):
         **loader: Any,
     ) -> Iterator[Any]:
         """Yield the data of this rank's shares; see `Session.batches`."""
+        self._require_first_loop()
         trainer, world = self.config.trainer, self.group.world
         given = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
         require_positive(**given)
@@ -161,7 +153,7 @@ class SessionEngine(RunOutput):
             batch_size,
             **loader,
         )
-        self._sources.append(loop_data.source)
+        self.source = source = loop_data.source
         require_same_data(self.group, loop_data.plan, train_data=data)
         self.group.wait_for_all("given the same data", COMPARE_TIMEOUT_S)
         self.plan = loop_data.plan
@@ -171,27 +163,19 @@ class SessionEngine(RunOutput):
         require_no_epochs(self.plan, epochs, "session.batches")
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
-        require_steps(
-            loop_data.source, steps, "set trainer.steps, or give session.batches(data, steps=…)"
+        require_steps(source, steps, "set trainer.steps, or give session.batches(data, steps=…)")
+        restore_stream(source, self._snapshot_info, self.parts.load_extra_part, self.group)
+        self._begin_loop(
+            self.count_total_steps(steps, epochs),
+            f" over {loop_data.description}",
+            find_stream_notes(source, trainer),
         )
-        self._loop_source = loop_data.source
-        restore_stream(
-            loop_data.source, self._snapshot_info, self.parts.load_extra_part, self.group
-        )
-        if steps is None:
-            steps = loop_data.count_steps(self.step, self.samples, epochs or 0)
-        self._begin_loop(steps, loop_data.description)
-        if world.rank == 0:
-            for stream_note in find_stream_notes(loop_data.source, trainer):
-                print(stream_note, file=sys.stderr)
-        return _Iterations(
-            self._run_loop(
-                loop_data.iter_shares(world, self.device, lambda: (self.step, self.samples))
-            )
-        )
+        shares = (fill_share(source, *batch, self.device) for batch in self.iter_batches())
+        return _Iterations(self._run_loop(shares))
 
-    def iter_steps(self, count: int | None) -> Iterator[int]:
+    def open_steps(self, count: int | None) -> Iterator[int]:
         """Yield the numbers of iterations; see `Session.steps`."""
+        self._require_first_loop()
         steps = self.config.trainer.steps if count is None else count
         if steps is None:
             raise EchelonError(
@@ -199,7 +183,7 @@ class SessionEngine(RunOutput):
             )
         require_positive(steps=steps)
         require_no_lost_settings(self.config.trainer, "session.steps", steps=count)
-        self._begin_loop(steps, "")
+        self._begin_loop(steps)
         world = self.group.world.size
         shares = (Share(n + 1, 1, world) for n in range(self.step, steps))
         return _Iterations(self._run_loop(shares))
@@ -214,7 +198,7 @@ class SessionEngine(RunOutput):
         if not self._has_compared_eval_data:
             self._has_compared_eval_data = True
             require_same_data(self.group, None, **{"the data of eval_batches": data})
-        self.begin_message()
+        self.begin_message("session.eval_batches")
         self._share_buffers()  # what is evaluated is what is saved
         self.heartbeat.suspend()
         world, bad_samples = self.group.world, self._bad_samples
@@ -230,10 +214,12 @@ class SessionEngine(RunOutput):
             self._share = self._loop_share
             shares.close()
 
-    def _begin_loop(self, total_steps: int, what: str) -> None:
-        """Check the parts, restore random numbers, and open trackers: once, before iteration 1."""
+    def _require_first_loop(self) -> None:
         if self.parts.is_complete:
             raise _make_second_loop_error()
+
+    def _begin_loop(self, total_steps: int, what: str = "", notes: Iterable[str] = ()) -> None:
+        """Check the parts, restore random numbers, and open trackers: once, before iteration 1."""
         self.parts.begin_loop()
         self.total_steps = total_steps
         # From here on every rank draws its own random numbers, for dropout and the like.
@@ -242,28 +228,16 @@ class SessionEngine(RunOutput):
         if rows is not None and len(rows) == self.group.world.size:  # another number draws anew
             restore_rng_state(rows[self.group.world.rank], self.device)
         if self.group.world.rank == 0:
-            self._open_output(what)
+            size, steps = self.group.world.size, format_count(total_steps, "step")
+            where = f"{size} processes ({self.device.type})" if size > 1 else "one process"
+            self.open_writer()
+            opening_line = f"run {self.run.name}: {steps}{what} on {where}"
+            self.open_output(self._output_tee, (opening_line, *notes))
+            self.start_mirror()
         self.heartbeat.step = self.step
         self._line_begun = (time.monotonic(), self.step, self.samples)
         self.agreement.start_clock()
         self._loop_exit.start_watching()
-
-    def _open_output(self, what: str) -> None:
-        trainer, size = self.config.trainer, self.group.world.size
-        where = f"{size} processes ({self.device.type})" if size > 1 else "one process"
-        over = f" over {what}" if what else ""
-        steps = format_count(self.total_steps, "step")
-        print(f"run {self.run.name}: {steps}{over} on {where}", file=sys.stderr)
-        self.writer = SnapshotWriter(
-            self.run.snapshots_folder, trainer.keep_last, resumed_step=self.step
-        )
-        is_evaluation_left = self.evaluations is not None and self.evaluations.is_left
-        self.trackers = create_trackers(self.config, self.run, self.step, is_evaluation_left)
-        self.screen = create_progress_display(
-            self.config.track.progress, self.total_steps, self.step
-        )
-        self._output_tee.set_line_printer(self.screen.show)
-        self.run.update_status(step=self.step, total_steps=self.total_steps)
 
     def _run_loop(self, shares: Iterator[Share]) -> Iterator[Any]:
         """Yield the data of the shares; what follows a `yield` is the end of an iteration.
@@ -282,39 +256,26 @@ class SessionEngine(RunOutput):
             except GeneratorExit:
                 self._is_left = True
                 raise
-            self._end_iteration()
+            self.end_step(self._count_batch())
         self.is_finished = True
+        self.evaluate()
         self.save()
 
-    def _end_iteration(self, is_left: bool = False) -> None:
-        """Count the iteration, and do what is due; `is_left` where the user's loop ends here."""
+    def _count_batch(self) -> int:
+        """Return the samples of the current batch, of all ranks."""
+        return self._loop_share.total if self.plan is not None else 0
+
+    def agree(self) -> StepRequests:
+        """End an iteration: return what any rank has asked for in it."""
         self._is_in_iteration = False
-        self.step += 1
-        self.samples += self._loop_share.total if self.plan is not None else 0
-        self.heartbeat.step = self.step
-        self.heartbeat.beat()
-        if self.on_first_step is not None:
-            self.on_first_step()
-            self.on_first_step = None
-        agreed = self.agreement.agree()
-        self.is_finished = agreed.is_finished or is_left or self.step == self.total_steps
-        if self.is_finished or agreed.is_stopped:
+        requests, is_finished = self.agreement.agree()
+        self.is_finished = is_finished or self._is_left or self.step == self.total_steps
+        if self.is_finished or requests.stop:
             self._loop_exit.leave(self.step)
         else:
             self._loop_exit.go_on(self.step)
         self._share_buffers()
-        if self.step % self.config.trainer.log_steps == 0 or self.is_finished:
-            self._write_log_line()
-        is_due = self._is_interval_over(self.config.trainer.save)
-        evaluates = self.evaluations is not None and self._is_interval_over(
-            self.config.trainer.evaluate
-        )
-        if agreed.is_save_due or agreed.is_stopped or self._is_best or is_due or self.is_finished:
-            self.save(is_evaluation_left=evaluates)
-        if evaluates:
-            self.evaluate()
-        if agreed.is_stopped and not self.is_finished:
-            raise SessionStopped
+        return requests
 
     def _share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, such as the statistics of batch norms."""
@@ -351,7 +312,7 @@ class SessionEngine(RunOutput):
         device = counted.device if isinstance(counted, Tensor) else None
         total = torch.as_tensor(own, dtype=torch.float64, device=device).clone()
         if self.group.world.size > 1:
-            self.begin_message()
+            self.begin_message("session.backward with a count")
             dist.all_reduce(total)
         elif isinstance(counted, Tensor):
             return 1.0
@@ -364,12 +325,12 @@ class SessionEngine(RunOutput):
             )
         return own / total if isinstance(counted, Tensor) else own / float(total)
 
-    def begin_message(self) -> None:
-        """Note that this rank is about to exchange something with all others; one that has left the
-        loop waits until they have left it too."""
+    def begin_message(self, call: str) -> None:
+        """Note that this rank is about to exchange something with all others in this call; one
+        that has left the loop waits until they have left it too."""
         if self._is_left:
             self._leave_loop()
-        self._loop_exit.begin_message()
+        self._loop_exit.begin_message(call)
 
     def _leave_loop(self) -> None:
         self._loop_exit.leave(self.step + int(self.agreement.has_step))
@@ -382,26 +343,14 @@ class SessionEngine(RunOutput):
 
     # --- what is due, and numbers ---
 
-    def is_due(self, steps: int | None, epochs: int | None, minutes: float | None) -> bool:
+    def is_iteration_due(
+        self, steps: int | None, epochs: int | None, minutes: float | None
+    ) -> bool:
         """Return whether something is due in the current iteration."""
         require_no_epochs(self.plan, epochs, "session.every")
         if minutes is not None and self.agreement.has_time_passed(minutes):
             return True
-        total = self._loop_share.total if self.plan is not None else 0
-        return self._is_due_after(self.step + 1, self.samples + total, steps, epochs)
-
-    def _is_interval_over(self, every: Interval) -> bool:
-        """Return whether something with this interval is due after the iterations so far."""
-        return self._is_due_after(self.step, self.samples, every.steps, every.epochs)
-
-    def _is_due_after(self, step: int, samples: int, steps: int | None, epochs: int | None) -> bool:
-        """Return whether something is due after a step, at that position in the data."""
-        if step == self.total_steps or (steps is not None and step % steps == 0):
-            return True
-        if epochs is None or self.plan is None:
-            return False
-        epoch, batch = self.plan.locate(step, samples)
-        return batch == 0 and epoch % epochs == 0
+        return self.is_due(Interval(epochs=epochs, steps=steps), 1, self._count_batch())
 
     def add_metrics(self, numbers: dict[str, float | Tensor]) -> None:
         """Add to the means of the next line of metrics, weighted by this rank's samples, or by what
@@ -451,136 +400,133 @@ class SessionEngine(RunOutput):
             reason = format_os_error_reason(error)
             print(f"warning: {name} was not logged {where}: {reason}", file=sys.stderr)
             return
-        self.log_to_trackers({"step": step, "epoch": self.epoch, name: encoded})
+        line: MetricsLine = {"step": step, "epoch": self.epoch, name: encoded}
+        if self._due_lines:  # which are of steps before
+            self._due_lines.append(line)
+        else:
+            self.log_to_trackers(line)
 
     def record_best(self, name: str, value: float, best_is: str) -> bool:
         """Log the result of an evaluation and keep it where it is the best; the same on all
         ranks."""
-        self.begin_message()
+        self.begin_message("session.best")
+        if self._due_lines:
+            self._write_lines()
         value = float(self.group.broadcast(torch.tensor([value], dtype=torch.float64)))
         if is_better(value, self.best_value, best_is):
-            self.best_value, self._is_best = value, True
-        is_best = self._is_best
+            self.best_value, self.is_best = value, True
+        is_best = self.is_best
         step, epoch = (
-            (self.step, self._count_epochs())
+            (self.step, self.count_epochs())
             if self.is_loop_over
             else (
                 self.step + 1,
                 self.epoch,
             )
         )
-        if self.group.world.rank == 0 and step > self._first_step:  # else it stands there already
+        if self.group.world.rank == 0 and step > self.resumed_step:  # else it stands there already
             self.log_to_trackers({"step": step, "epoch": epoch, f"eval_{name}": value})
             print(f"evaluated in step {step}: {name} {value:.5g}", file=sys.stderr)
         if self.is_loop_over and is_best:
             if self.writer is not None:
                 self.writer.record_evaluation(step, {"best": value}, is_best=True)
-            self._is_best = False
+            self.is_best = False
         return is_best
 
-    def _count_epochs(self) -> int:
-        """Return the pass over the data that the last iteration belongs to, from 1."""
-        if self.plan is None:
-            return 1
-        epoch, batch = self.plan.locate(self.step, self.samples)
-        return max(1, epoch + (batch > 0))
+    # --- lines of metrics ---
 
-    def _gather_metrics(self) -> list[RankSums]:
+    def schedule_log_line(self) -> None:
+        """Note that a line of metrics is due for this step. With several ranks lines are written
+        together: their sums take a message, which may take as long as a quick step."""
         if self.flush_metrics is not None:
             self.flush_metrics()
-        return self.metrics.gather(self.group)
-
-    def _write_log_line(self) -> None:
-        sums = merge_sums(self._gather_metrics())
-        self.metrics.clear()
-        if self.group.world.rank != 0:
-            return
+        self.metrics.close_line()
         begun_s, step, samples = self._line_begun
         self._line_begun = (time.monotonic(), self.step, self.samples)
         seconds = max(1e-9, self._line_begun[0] - begun_s)
         optimizer = self.parts.optimizer
-        logged = _compute_means(sums)
         measured = {"step_ms": 1e3 * seconds / max(1, self.step - step)}
         if self.plan is not None:
             measured = {"samples_per_s": (self.samples - samples) / seconds, **measured}
         if optimizer is not None:
             measured = {"lr": float(optimizer.param_groups[0]["lr"]), **measured}
-        line = {
-            "step": self.step,
-            "epoch": self._count_epochs(),
-            "samples": self.samples,
-            **logged,
-            # The loop may log a rate of its own: that of another optimizer, or of a schedule.
-            **{name: value for name, value in measured.items() if name not in logged},
-            "time": round(time.time(), 3),
-        }
-        self.log_to_trackers(line)
-        if logged:
-            self.screen.update_progress(line, "loss" if "loss" in logged else next(iter(logged)))
+        self._due_lines.append(_DueLine(self.locate_line(), measured, round(time.time(), 3)))
+
+    def write_due_lines(self) -> None:
+        """Write the lines that are due; those of several ranks only now and then."""
+        if not self._due_lines:
+            return
+        waited_s = self.agreement.clock_s - self._lines_written_s
+        if self.group.world.size == 1 or waited_s >= _LINES_INTERVAL_S:
+            self._write_lines()
+
+    def _write_lines(self) -> list[RankSums]:
+        """Write all lines that are due; return on rank 0 what each rank has logged since. A
+        collective."""
+        if self.flush_metrics is not None:
+            self.flush_metrics()
+        gathered = self.metrics.gather(self.group)
+        self._lines_written_s = self.agreement.clock_s
+        due, self._due_lines = self._due_lines, []
+        sums = iter(gathered.lines)
+        for line in due if self.group.world.rank == 0 else ():
+            if isinstance(line, _DueLine):
+                self._write_log_line(line, _compute_means(next(sums)))
+            else:
+                self.log_to_trackers(line)
         if self.writer is not None:
             self.report_saves(self.writer.take_results())
+        return gathered.of_ranks
+
+    def _write_log_line(self, due: _DueLine, logged: dict[str, float]) -> None:
+        # The loop may log a rate of its own: that of another optimizer, or of a schedule.
+        measured = {name: value for name, value in due.measured.items() if name not in logged}
+        line = {**due.place, **logged, **measured, "time": due.time_s}
+        if logged or measured:
+            self.log_to_trackers(line)
+        if logged:
+            self.screen.update_progress(line, "loss" if "loss" in logged else next(iter(logged)))
 
     def _write_last_numbers(self) -> None:
         """Write what was logged after the loop, such as the result of a test."""
-        means = _compute_means(merge_sums(self._gather_metrics()))
-        self.metrics.clear()
-        if self.group.world.rank == 0 and means:
-            place = {"step": self.step, "epoch": self._count_epochs(), "samples": self.samples}
-            self.log_to_trackers({**place, **means, "time": round(time.time(), 3)})
+        self.metrics.close_line()
+        self._due_lines.append(_DueLine(self.locate_line(), {}, round(time.time(), 3)))
+        self._write_lines()
 
-    # --- snapshots ---
+    # --- evaluations and snapshots ---
 
-    def evaluate(self) -> None:
-        """Evaluate what an experiment with a step of its own is to be evaluated by, if anything."""
-        if self.evaluations is not None:
-            self.evaluations.evaluate(self, self._count_epochs())
+    def evaluate(self) -> bool:
+        """Evaluate what an experiment with a step of its own is to be evaluated by, if anything; a
+        user's loop evaluates by itself."""
+        if self._due_lines and self.evaluations.evaluator is not None:
+            self._write_lines()
+        return super().evaluate()
 
-    def save(self, *, is_evaluation_left: bool = False, is_best: bool = False) -> None:
-        """Save a snapshot, unless this step has been saved already. All ranks take part."""
-        if self.step in (0, self.saved_step):
-            return
-        self.saved_step, self.unsaved_reason = self.step, None
-        if self.evaluations is not None:
-            self.evaluations.is_left = is_evaluation_left
-        self.heartbeat.suspend()
+    def collect_parts(self) -> dict[str, Any]:
+        """Return the state of all parts, which rank 0 writes."""
         self.parts.require_savable(self.step)
         rng_rows = self.group.gather(pack_rng_state(self.device))
-        metrics = self._gather_metrics()
-        stream_state = collect_stream_state(self._loop_source, self.samples, self.group)
-        if self.group.world.rank == 0:
-            assert self.writer is not None
-            parts = self.parts.collect_state() | stream_state
-            parts[RNG_PART] = {"ranks": torch.stack(rng_rows)}
-            info = {
-                "step": self.step,
-                "samples": self.samples,
-                "best": self.best_value,
-                "metrics": metrics,
-                **({LAYOUT_KEY: self.plan.layout._asdict()} if self.plan is not None else {}),
-                "parts": self.parts.names,
-                "optimizer_settings": self.parts.optimizer_settings,
-                "changed_parameters": self.parts.find_changed_parameters(),
-                "is_finished": self.is_finished and self.step < self.total_steps,
-                "config": self.config.select_numerics_settings(),
-                "fingerprint": self.config.compute_numerics_fingerprint(),
-                "world_size": self.group.world.size,
-                "wandb_run_id": self.run.read_wandb_id(),
-                **describe_stream(self._loop_source),
-            }
-            if self.evaluations is not None:
-                info |= self.evaluations.describe(self.best_value)
-            self.writer.save(self.step, parts, info, is_best=is_best or self._is_best)
-        self._is_best = False
-        self.heartbeat.beat()
+        self._saved_metrics = self._write_lines()
+        stream_state = collect_stream_state(self.source, self.samples, self.group)
+        if self.group.world.rank != 0:
+            return {}
+        return (
+            self.parts.collect_state() | stream_state | {RNG_PART: {"ranks": torch.stack(rng_rows)}}
+        )
+
+    def describe_state(self) -> dict[str, Any]:
+        """Return what a snapshot of a session says of its parts."""
+        evaluations = self.evaluations
+        return {
+            "metrics": self._saved_metrics,
+            "parts": self.parts.names,
+            "optimizer_settings": self.parts.optimizer_settings,
+            "changed_parameters": self.parts.find_changed_parameters(),
+            "is_finished": self.is_finished and self.step < self.total_steps,
+            **({} if evaluations.evaluator is None else evaluations.describe(self.best_value)),
+        }
 
     # --- the end, as the worker asks for it ---
-
-    def close_sources(self) -> None:
-        """End the processes that load data."""
-        for source in self._sources:
-            source.close()
-        if self.evaluations is not None:
-            self.evaluations.close_source()
 
     def finish(self, what_ended: str) -> None:
         """End a session whose function has returned, or whose block was left, perhaps from within
@@ -599,20 +545,21 @@ class SessionEngine(RunOutput):
                     "write the loop: for batch in session.batches(data)",
                 )
             )
-        if self.parts.optimizer is not None and self.step > self._first_step:
+        if self.parts.optimizer is not None and self.step > self.resumed_step:
             self._require_step()
         if self._is_in_iteration:
             self._leave_loop()
         if self._is_in_iteration and self.agreement.has_step:
-            self._end_iteration(is_left=True)
+            self._is_left = True
+            self.end_step(self._count_batch())
         self.is_finished = True
-        if self.step > self._first_step:  # otherwise they stand there already
+        if self.step > self.resumed_step:  # otherwise they stand there already
             self._write_last_numbers()
         self.save()
 
     def _require_step(self) -> None:
         if not self.has_stepped:
-            made = format_count(self.step - self._first_step, "iteration")
+            made = format_count(self.step - self.resumed_step, "iteration")
             raise EchelonError(
                 Fault(
                     f"the loop has made {made}, but session.step was never called, so nothing was "
@@ -620,6 +567,14 @@ class SessionEngine(RunOutput):
                     "call session.backward(loss) and session.step(optimizer) in it",
                 )
             )
+
+
+class _DueLine(NamedTuple):
+    """A line of metrics whose means are not known yet."""
+
+    place: MetricsLine
+    measured: dict[str, float]
+    time_s: float
 
 
 class _Iterations(Iterator[Any]):

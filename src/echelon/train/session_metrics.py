@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +14,19 @@ RankSums = dict[str, list[float]]
 """The sum and the weight of what one rank has logged, by name."""
 
 
+_OpenSums = dict[str, list[float | Tensor]]
+
+
 class MetricSums:
     """Sums of logged numbers and of their weights, by name.
 
-    Tensors stay on their device until a line is due, as reading them would make a GPU wait.
+    Tensors stay on their device until lines are written, as reading them would make a GPU wait.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float | Tensor]] = {}
+        self._sums: _OpenSums = {}
+        self._line_sums: list[_OpenSums] = []
+        """Of the lines that are due and not written yet."""
 
     def restore(self, of_ranks: Sequence[RankSums], rank: int, world_size: int) -> None:
         """Continue from the sums of a snapshot. On another number of ranks, rank 0 has them all."""
@@ -49,14 +55,34 @@ class MetricSums:
             known, weights = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = [known + total, weights + weight]
 
-    def gather(self, group: RankGroup) -> list[RankSums]:
-        """Return the sums of every rank on rank 0, and nothing on other ranks. A collective."""
-        own = {name: [float(total), float(n)] for name, (total, n) in self._sums.items()}
-        return [own] if group.world.size == 1 else group.gather_json(own)
-
-    def clear(self) -> None:
-        """Begin the next line."""
+    def close_line(self) -> None:
+        """End a line, and begin the next one."""
+        self._line_sums.append(self._sums)
         self._sums = {}
+
+    def gather(self, group: RankGroup) -> GatheredSums:
+        """Return the sums of all ranks on rank 0, and nothing on other ranks. A collective: one for
+        all lines that are due."""
+        own = [_read_sums(sums) for sums in (*self._line_sums, self._sums)]
+        self._line_sums = []
+        of_ranks = [own] if group.world.size == 1 else group.gather_json(own)
+        if not of_ranks:
+            return GatheredSums([], [])
+        *lines, rest = zip(*of_ranks, strict=True)
+        return GatheredSums([merge_sums(line) for line in lines], list(rest))
+
+
+class GatheredSums(NamedTuple):
+    """What all ranks have logged."""
+
+    lines: list[RankSums]
+    """The sums over all ranks for each line that is due."""
+    of_ranks: list[RankSums]
+    """What belongs to the next line, rank by rank."""
+
+
+def _read_sums(sums: _OpenSums) -> RankSums:
+    return {name: [float(total), float(weight)] for name, (total, weight) in sums.items()}
 
 
 def merge_sums(of_ranks: Iterable[RankSums]) -> RankSums:

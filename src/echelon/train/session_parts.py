@@ -15,7 +15,11 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.experiment.sparse_parameters import find_sparse_tables
-from echelon.experiment.trained_parameters import read_trained_flags, set_trained_flags
+from echelon.experiment.trained_parameters import (
+    find_changed_flags,
+    read_trained_flags,
+    set_trained_flags,
+)
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.snapshot.finite_check import are_all_finite
 from echelon.snapshot.reader import Snapshot
@@ -170,11 +174,7 @@ class SessionParts:
         """Return by module and name the parameters that the loop has frozen or thawed, and whether
         they are trained now."""
         changed = {
-            key: {
-                name: flag
-                for name, flag in read_trained_flags(module).items()
-                if flag != self._built_flags[key].get(name, flag)
-            }
+            key: find_changed_flags(module, self._built_flags[key])
             for key, module in self._iter_modules()
         }
         return {key: flags for key, flags in changed.items() if flags}

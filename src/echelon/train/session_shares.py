@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,23 +41,6 @@ class LoopData:
     plan: EpochPlan
     description: str
     """In words: the samples and the batches."""
-
-    def count_steps(self, step: int, samples: int, epochs: int) -> int:
-        """Return the iterations of so many epochs, those up to this position included."""
-        epoch, done = self.plan.locate(step, samples)
-        left = sum(map(self.plan.count_batches, range(epoch, epochs)))
-        return step + max(0, left - done)
-
-    def iter_shares(
-        self, world: World, device: torch.device, get_position: Callable[[], tuple[int, int]]
-    ) -> Iterator[Share]:
-        """Yield this rank's shares without end, from the position in steps and samples on."""
-        while True:
-            epoch, first = self.plan.locate(*get_position())
-            order = self.plan.make_order(epoch, world.rank, world.size, self.source.storage_device)
-            batches = self.source.iter_batches(order, first, device)
-            for number, batch in enumerate(batches, first):
-                yield _fill_share(self.source, batch, order.count_samples(number), device)
 
 
 def open_loop_data(
@@ -140,12 +123,12 @@ def iter_eval_shares(
     order = EpochOrder(len(source), size, world.rank, world.size, 0, 0, shuffle=False)
     try:
         for batch in source.iter_batches(order, 0, device):
-            yield _fill_share(source, batch, size, device)
+            yield fill_share(source, batch, size, device)
     finally:
         source.close()
 
 
-def _fill_share(
+def fill_share(
     source: BatchSource, batch: Batch | BlockSlice, total: int, device: torch.device
 ) -> Share:
     """Return a share as the loop gets it: without a sample of its own, this rank works on the first

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment, get_parts_by_name
 from echelon.experiment.module_modes import enter_train_mode
-from echelon.experiment.optimizer_flags import OptimizerFlags, enable_fused_kernels
+from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.experiment.schedule_length import require_long_schedule, waits_for_metric
 from echelon.snapshot.layout import EMA_NAME
 from echelon.train.prepare import make_batch_transform
@@ -55,22 +55,19 @@ class StepLoop:
         """Train to the last step, or until a stop is asked for."""
         engine = self.engine
         self._prepare_parts()
-        if engine.evaluations is not None:
-            is_own_snapshot = engine.config.trainer.resume in ("auto", "never")
-            engine.evaluations.restore(self._snapshot_info, is_own_snapshot)
+        is_own_snapshot = engine.config.trainer.resume in ("auto", "never")
+        engine.evaluations.restore(self._snapshot_info, is_own_snapshot)
         batches = self._open_batches()
         for schedule in self._schedules:
             require_long_schedule(schedule, engine.total_steps)
-        if engine.evaluations is not None:
-            engine.evaluations.stop_early_if_due(engine)
-            check_evaluation(engine, engine.evaluations, engine.config.trainer.sanity_steps)
-            if engine.evaluations.is_left:  # of the step that the run resumes from
-                engine.evaluate()
+        engine.evaluations.stop_early_if_due(engine)
+        check_evaluation(engine)
+        engine.finish_evaluation()
         enter_train_mode(self._experiment.model)
         self._prepare_capture()
         for batch in batches:
             self._run_step(batch)
-        engine.evaluate()
+        engine.finish("the training function returned")
 
     def _prepare_parts(self) -> None:
         """Give all parts to the session, which restores them. Those with names keep them."""
@@ -86,13 +83,12 @@ class StepLoop:
         self._parameters = [p for group in groups for p in group["params"]]
 
     def _prepare_capture(self) -> None:
-        """Let the step be captured as a CUDA graph where that is asked for and possible.
-
-        Only where it is asked for: a graph repeats no Python, and what the code of a step may do on
-        the host cannot be known for certain.
-        """
-        engine = self.engine
-        if engine.config.trainer.capture != "always" or engine.step == engine.total_steps:
+        """Let the step be captured as a CUDA graph where that is possible; say why where not."""
+        engine, capture = self.engine, self.engine.config.trainer.capture
+        is_required, steps_left = capture == "always", engine.total_steps - engine.step
+        if capture == "never" or not steps_left:
+            return
+        if not is_required and engine.device.type != "cuda":
             return
         from echelon.cudagraph.capture import find_step_shortage, report_obstacle
         from echelon.cudagraph.user_step_capture import UserStepCapture, find_user_step_obstacle
@@ -100,14 +96,13 @@ class StepLoop:
         experiment, world_size = self._experiment, engine.group.world.size
         followed = [getattr(schedule, "optimizer", None) for schedule in self._schedules]
         scheduled = [o for o in self._optimizers.values() if any(o is f for f in followed)]
-        for optimizer in self._optimizers.values():  # restored by now: a snapshot has its own flags
-            enable_fused_kernels(optimizer, experiment.model, engine.device)
-        steps_left = engine.total_steps - engine.step
-        reason = find_step_shortage(steps_left, is_required=True) or find_user_step_obstacle(
+        reason = find_step_shortage(steps_left, is_required) or find_user_step_obstacle(
             experiment, self._optimizers, scheduled, engine.device, world_size
         )
         if reason is not None:
-            report_obstacle(reason, is_required=True)
+            if is_required or engine.group.world.rank == 0:
+                report_obstacle(reason, is_required)
+            return
         self._capture = UserStepCapture(
             experiment,
             self._optimizers,
@@ -115,6 +110,7 @@ class StepLoop:
             engine.metrics.add_sums,
             self._clear_gradients,
             self._host_calls,
+            is_required,
         )
         engine.flush_metrics = self._capture.flush_sums
 
@@ -125,9 +121,8 @@ class StepLoop:
         self._average = WeightAverage(self._experiment.model, decay)
         self._average.begin()
         self._session.register(**{EMA_NAME: self._average})
-        evaluations = self.engine.evaluations
-        if evaluations is not None and evaluations.evaluator is not None:
-            evaluations.evaluator.use_weights = self._average.use_averages
+        if (evaluator := self.engine.evaluations.evaluator) is not None:
+            evaluator.use_weights = self._average.use_averages
 
     def _open_batches(self) -> Iterator[Any]:
         """Return this rank's shares of the batches; without data, the numbers of the steps."""

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.is_requested = False
         self.reason = ""
+        self.requested_s = 0.0
+        """When the first request came, by time.monotonic()."""
         self.is_over = False
         """Everything is saved and reported: nothing is left to stop."""
         self._handlers_before: dict[int, Any] = {}
@@ -55,6 +58,8 @@ class StopSignals:
             os._exit(ExitCode.INTERRUPTED)
         if number == signal.SIGINT and not self.is_requested:
             sys.stderr.write("\nstopping after this step and saving; Ctrl-C again stops at once\n")
+        if not self.is_requested:
+            self.requested_s = time.monotonic()
         self.is_requested = True
         self.reason = self.reason or name
 

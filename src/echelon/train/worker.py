@@ -48,6 +48,7 @@ from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run, take_submitted_run
 from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
+from echelon.snapshot.mirror import SnapshotMirror
 from echelon.tracking.summary import (
     TrainingProgress,
     format_rows,
@@ -55,14 +56,15 @@ from echelon.tracking.summary import (
     suggest_resume,
 )
 from echelon.train.loop import Training, train
-from echelon.train.loss_parts_check import check_loss_of_parts
+from echelon.train.mirroring import FAILED_LIMIT_S, begin_mirror, get_close_limit_s
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import build_parts, load_training_function, prepare_training
 from echelon.train.prepare_session import prepare_session
 from echelon.train.prepare_steps import prepare_steps
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
-from echelon.train.session_engine import SessionEngine, SessionStopped
+from echelon.train.session_engine import SessionEngine
+from echelon.train.step_boundary import TrainingStopped
 from echelon.train.stop_signals import StopSignals
 from echelon.world import World, detect
 
@@ -119,6 +121,7 @@ class RankWorker:
         self.group: RankGroup | None = None
         self.run: Run | None = None
         self.training: Training | SessionEngine | None = None
+        self.mirror: SnapshotMirror | None = None
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
         self._began = (0, 0.0)
@@ -164,6 +167,7 @@ class RankWorker:
             self._start_heartbeat(self.run, world)
         if world.rank == 0:
             self._open_run(self.run, world)
+            self.config, self.mirror = begin_mirror(self.config, self.run, _print_message)
         return world
 
     def end(self, outcome: ExitCode) -> None:
@@ -175,8 +179,10 @@ class RankWorker:
         self.has_left_group = True
         self.training.close_writer()
         self._require_final_snapshot(outcome)
+        stopped_s = time.monotonic() - self.stop.requested_s
+        mirrored = self.training.close_mirror(get_close_limit_s(self.config, outcome, stopped_s))
         if self.rank == 0:
-            self._write_final_status(outcome, *self._began)
+            self._write_final_status(outcome, *self._began, mirrored)
         self.training.close_sources()
 
     def close(self) -> None:
@@ -185,9 +191,18 @@ class RankWorker:
         self.stop.is_over = True
         if self.training is not None and self.training.profile is not None:
             self.training.profile.discard_profile()
+        self._close_mirror()
         self.output.close()
         if self.run is not None:
             release_run_folder(self.run)
+
+    def _close_mirror(self) -> None:
+        """Leave the mirror, which is open where the run has failed. What is saved is worth a
+        moment."""
+        if self.training is not None:
+            self.training.close_mirror(FAILED_LIMIT_S)
+        elif self.mirror is not None:
+            self.mirror.close(0.0, lambda seconds: None)
 
     def _run_experiment(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Train the experiment that the function builds; returns how it ended."""
@@ -198,23 +213,12 @@ class RankWorker:
         if experiment.step is not None:
             loop = prepare_steps(*parts, experiment)
             self._begin_loop(loop.engine)
-            return self._run_loop(loop.engine, loop.run)
+            return self._run_loop(loop.run)
         training = self.training = prepare_training(*parts, experiment, is_placed_by_user)
-        if world.rank == 0:
-            training.on_first_step = partial(record_first_step, self.run)
-            self.run.update_status(
-                step=training.step,
-                total_steps=training.total_steps,
-                best_is=training.config.trainer.best_is,
-            )
-        if check_evaluation(training, training.evaluations, self.config.trainer.sanity_steps):
+        if check_evaluation(training):
             training.speed.restart_interval(training.step, training.samples)
-        if training.step == 0:
-            training.check_first_batch = check_loss_of_parts
-        self._began = (training.step, time.monotonic())
-        if world.rank == 0:
-            record_training(self.run, training.step, training.samples)
-        return train(training)
+        self._begin_loop(training)
+        return self._run_loop(partial(train, training))
 
     def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Call the function that has a loop of its own; returns how it ended."""
@@ -225,7 +229,12 @@ class RankWorker:
         provided: dict[str, Any] = {"session": Session(engine)}
         if info_parameter := find_info_parameter(function):
             provided[info_parameter] = engine.make_info()
-        return self._run_loop(engine, lambda: call_function(function, entry, settings, **provided))
+
+        def run_loop() -> None:
+            call_function(function, entry, settings, **provided)
+            engine.finish("the training function returned")
+
+        return self._run_loop(run_loop)
 
     def open_session(self) -> SessionEngine:
         """Return the engine of a session, whose loop is about to begin."""
@@ -237,25 +246,26 @@ class RankWorker:
         self._begin_loop(engine)
         return engine
 
-    def _run_loop(self, engine: SessionEngine, run_loop: Callable[[], Any]) -> ExitCode:
-        """Run a loop over a session that has begun; returns how it ended."""
+    def _run_loop(self, run_loop: Callable[[], None]) -> ExitCode:
+        """Run a loop to its end; returns how it ended."""
         try:
             run_loop()
-            engine.finish("the training function returned")
-        except SessionStopped:
+        except TrainingStopped:
             return ExitCode.PREEMPTED
         return ExitCode.OK
 
-    def _begin_loop(self, engine: SessionEngine) -> None:
-        """Note that a loop over a session begins."""
+    def _begin_loop(self, training: Training | SessionEngine) -> None:
+        """Note that the loop of a training begins."""
         assert self.run is not None
-        self.training = engine
-        self._began = (engine.step, time.monotonic())
+        self.training = training
+        training.mirror = self.mirror
+        training.start_mirror()
+        self._began = (training.step, time.monotonic())
         if self.rank == 0:
-            engine.on_first_step = partial(record_first_step, self.run)
-            if engine.evaluations is not None:
-                self.run.update_status(best_is=engine.config.trainer.best_is)
-            record_training(self.run, engine.step, engine.samples)
+            training.on_first_step = partial(record_first_step, self.run)
+            if isinstance(training, Training) or training.evaluations.evaluator is not None:
+                self.run.update_status(best_is=training.config.trainer.best_is)
+            record_training(self.run, training.step, training.samples)
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
@@ -317,7 +327,9 @@ class RankWorker:
                 exit=ExitCode.FAILED,
             )
 
-    def _write_final_status(self, outcome: ExitCode, first_step: int, begun: float) -> None:
+    def _write_final_status(
+        self, outcome: ExitCode, first_step: int, begun: float, mirrored: str
+    ) -> None:
         """Writes the final status and prints the summary of the run."""
         t = self.training
         assert t is not None
@@ -335,7 +347,7 @@ class RankWorker:
             outcome,
             progress,
             self.stop.reason,
-            tracked,
+            {"mirror": mirrored, **tracked},
             longer,
             t.unsaved_reason,
             t.config.script,
@@ -463,6 +475,10 @@ def _warn_about_cpu(config: Config, world: World) -> None:
             f"{socket.gethostname()}, so it trains on the CPU; `echelon doctor` there says why",
             file=sys.stderr,
         )
+
+
+def _print_message(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def agree_on_run(config: Config, group: RankGroup) -> Run:

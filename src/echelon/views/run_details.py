@@ -137,6 +137,7 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
             {"step": step, "best": is_best, "folder": str(folder)}
             for step, is_best, folder in _list_snapshots(record.run)
         ],
+        "mirror": _get_mirror(record),
         "files": {name: str(path) for name, path in _list_files(record.run).items()},
     }
 
@@ -351,6 +352,21 @@ def _describe_images(run: Run) -> str:
     return f"{shorten_path(run.media_folder)}, {_format_count(count, 'file')}" if count else ""
 
 
+def _describe_mirror(record: RunRecord) -> str:
+    """Return what the mirror in an object store holds, or nothing."""
+    mirror = _get_mirror(record)
+    if mirror is None:
+        return ""
+    step, problem = mirror.get("step"), mirror.get("problem")
+    there = "empty" if step is None else f"at step {step}"
+    return f"{mirror.get('url')} {there}" + (f"; newer ones are not: {problem}" if problem else "")
+
+
+def _get_mirror(record: RunRecord) -> dict[str, Any] | None:
+    mirror = record.facts.status.get("mirror")
+    return mirror if isinstance(mirror, dict) else None
+
+
 def _list_snapshots(run: Run) -> list[tuple[int, bool, Path]]:
     """Return step, whether it is the best, and folder of each snapshot, oldest first."""
     best = find_best(run.snapshots_folder)
@@ -371,6 +387,7 @@ def _list_locations(record: RunRecord) -> dict[str, str]:
     rows = {
         "folder": shorten_path(record.run.folder),
         "snapshots": snapshots,
+        "mirror": _describe_mirror(record),
         "images": _describe_images(record.run),
     }
     return {name: value for name, value in rows.items() if value}

@@ -14,7 +14,10 @@ _IRRELEVANT_PREFIXES = ("run.", "launch.", "track.", "rank", "world_size", "mast
 """Settings of where a run is and how it is followed. Two runs that differ only in these are the
 same training."""
 _MAX_FULL_KEYS = 3
-_INTERVAL_KEYS = ("trainer.resume", "trainer.save.", "trainer.keep_last", "trainer.log_steps")
+_INTERVAL_KEYS = (
+    *("trainer.resume", "trainer.save.", "trainer.keep_last", "trainer.mirror"),
+    "trainer.log_steps",
+)
 
 
 def flatten_settings(record: RunRecord) -> dict[str, Any]:

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 from echelon.data.formats import index_file
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.index_file import FileIndex, SampleSpans, load_index
 from echelon.data.formats.reader import CHUNK_BYTES, BadSampleError, SamplePlace
 from echelon.errors import EchelonError, Fault
 
 
-def index_lines(file: Path) -> SampleSpans:
+def index_lines(file: DataPath) -> SampleSpans:
     """Every line is a sample; a line `bad` is a fault. Counts its calls in a file beside it."""
+    assert isinstance(file, Path)
     with file.with_suffix(".calls").open("a") as calls:
         calls.write("x")
     lines = file.read_bytes().splitlines(keepends=True)

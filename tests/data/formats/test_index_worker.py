@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from echelon.data.formats import index_worker
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.index_file import SampleSpans, load_index
 from echelon.errors import EchelonError
 
@@ -39,8 +40,9 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
 
 
-def index_file(file: Path) -> SampleSpans:
+def index_file(file: DataPath) -> SampleSpans:
     """Stand in for the function of the same name in the module that the processes import."""
+    assert isinstance(file, Path)
     raise AssertionError("not in this process")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from echelon.data.formats.arrow_columns import (
     make_column,
     name_type,
 )
+from echelon.data.formats.byte_source import DataPath, fetch_to_map, get_size
 from echelon.data.formats.column_choice import (
     check_same_names,
     check_same_types,
@@ -34,9 +36,11 @@ from echelon.data.formats.reader import (
     sum_to_starts,
 )
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.block_cache import LIMIT_VARIABLE, open_cache
+from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.files import read_json_object
 from echelon.utils.os_errors import format_os_error_reason
-from echelon.utils.text import join_names
+from echelon.utils.text import format_bytes, join_names
 
 _STATE_FILE = "state.json"
 _SPLITS_FILE = "dataset_dict.json"
@@ -59,7 +63,7 @@ class _Layout(NamedTuple):
 class _SavedDataset(NamedTuple):
     """A folder of `save_to_disk`, or a file by itself."""
 
-    files: list[Path]
+    files: list[DataPath]
     indices: list[Path]
     """Files with the numbers of the rows that belong to it; none where all do."""
 
@@ -70,6 +74,7 @@ class ArrowReader(TableReader):
     def __init__(self, files: Sequence[DataFile], columns: Sequence[str] | None) -> None:
         saved = _read_saved([file.path for file in files])
         self._paths = [path for each in saved for path in each.files]
+        _check_cache_size(self._paths)
         layouts = _read_layouts(self._paths)
         types = [layout.types for layout in layouts]
         if columns is None:
@@ -147,8 +152,9 @@ class ArrowReader(TableReader):
 class _MappedFile:
     """An Arrow file or stream, memory-mapped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, data: DataPath) -> None:
         pa = import_pyarrow()
+        path = fetch_to_map(data)
         with path.open("rb") as file:
             is_stream = file.read(6) != b"ARROW1"
         mapped = pa.memory_map(str(path))
@@ -184,17 +190,28 @@ class _MappedFile:
         return self._batches[number] if self._batches else self._reader.get_batch(number)
 
 
-def _read_layouts(paths: Sequence[Path]) -> list[_Layout]:
+def _check_cache_size(paths: Sequence[DataPath]) -> None:
+    """Raises where objects are more than the cache may have. They stay mapped, and on its disk."""
+    total = sum(path.size for path in paths if isinstance(path, RemoteFile))
+    limit = open_cache(os.environ).limit_bytes if total else 0
+    if total > limit:
+        what = f"Arrow files of {format_bytes(total)} are fetched as a whole, and the cache of "
+        what += f"objects may have {format_bytes(limit)}"
+        remedy = f"set {LIMIT_VARIABLE} to more, or write Parquet, which is fetched in parts"
+        raise EchelonError(Fault(what, remedy))
+
+
+def _read_layouts(paths: Sequence[DataPath]) -> list[_Layout]:
     with ThreadPoolExecutor(_OPEN_THREADS) as threads:
         layouts = list(threads.map(_read_layout, paths))
     raise_faults([layout for layout in layouts if isinstance(layout, Fault)])
     return [layout for layout in layouts if isinstance(layout, _Layout)]
 
 
-def _read_layout(path: Path) -> _Layout | Fault:
+def _read_layout(path: DataPath) -> _Layout | Fault:
     pa = import_pyarrow()
     try:
-        if not path.stat().st_size:
+        if not get_size(path):
             return Fault(f"{path} is empty (0 bytes)", "write it again, or leave it out")
         mapped = _MappedFile(path)
         if mapped.is_stream and mapped.is_compressed:
@@ -212,6 +229,8 @@ def _read_layout(path: Path) -> _Layout | Fault:
     except pa.ArrowException as error:
         what = f"{path} is not a complete Arrow file: {' '.join(str(error).split())}"
         return Fault(what, "write it again: it may be cut off")
+    except EchelonError as error:
+        return error.faults[0]
     except OSError as error:
         # pyarrow's own errors about what is in a file may be of this class, without a number.
         reason = format_os_error_reason(error) if error.errno else " ".join(str(error).split())
@@ -227,8 +246,11 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / _STATE_FILE).is_file() or (folder / _SPLITS_FILE).is_file()
 
 
-def _read_saved(paths: Sequence[Path]) -> list[_SavedDataset]:
-    saved = [_read_state(path) if path.is_dir() else _SavedDataset([path], []) for path in paths]
+def _read_saved(paths: Sequence[DataPath]) -> list[_SavedDataset]:
+    saved = [
+        _read_state(path) if isinstance(path, Path) and path.is_dir() else _SavedDataset([path], [])
+        for path in paths
+    ]
     raise_faults([each for each in saved if isinstance(each, Fault)])
     return [each for each in saved if isinstance(each, _SavedDataset)]
 
@@ -274,7 +296,7 @@ def _read_order(
             chosen += [batch.column(0).to_numpy().astype(np.int64) for batch in batches]
         order += [begin + rows for rows in chosen]
         if any(len(rows) and rows.max() >= count for rows in chosen):
-            what = f"the indices of {each.files[0].parent} are of more than its {count:,} rows"
+            what = f"the indices of {each.files[0]} are of more than its {count:,} rows"
             raise EchelonError(Fault(what, "save the dataset again with save_to_disk"))
         begin += count
     return np.concatenate(order)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from echelon.data.formats.byte_source import DataPath
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
 MAX_FAULTS = 20
@@ -12,7 +12,7 @@ MAX_FAULTS = 20
 
 
 def choose_columns(
-    files: Sequence[Path], types: Sequence[Mapping[str, str]], chosen: Sequence[str] | None
+    files: Sequence[DataPath], types: Sequence[Mapping[str, str]], chosen: Sequence[str] | None
 ) -> list[str]:
     """Return the chosen columns in the order in which they were chosen, or all of the first file.
     `types` has the columns of every file. Raises for every file that lacks a chosen one."""
@@ -28,7 +28,7 @@ def choose_columns(
     return list(chosen)
 
 
-def check_same_names(paths: Sequence[Path], types: Sequence[Mapping[str, str]]) -> None:
+def check_same_names(paths: Sequence[DataPath], types: Sequence[Mapping[str, str]]) -> None:
     """Raises for every file that has other columns than the first."""
     faults = []
     for path, own in zip(paths, types, strict=True):
@@ -45,7 +45,7 @@ def check_same_names(paths: Sequence[Path], types: Sequence[Mapping[str, str]]) 
 
 
 def check_same_types(
-    files: Sequence[Path], types: Sequence[Mapping[str, str]], columns: Sequence[str]
+    files: Sequence[DataPath], types: Sequence[Mapping[str, str]], columns: Sequence[str]
 ) -> None:
     """Raises for every file in which a column has another type than in the first file that has
     it. A type that is not known is empty."""

@@ -10,14 +10,18 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.block_cache import count_blocks
+from echelon.object_store.remote_file import RemoteFile, RemoteFolder, fetch_blocks
+from echelon.object_store.urls import parse_url
 from echelon.utils.os_errors import format_os_error_reason
 
 IMAGE_ENDINGS = (
@@ -35,7 +39,7 @@ class ImageFolderReader:
     their paths. Hidden files and files with other endings are no samples.
     """
 
-    def __init__(self, folder: Path, columns: Sequence[str] | None = None) -> None:
+    def __init__(self, folder: DataPath, columns: Sequence[str] | None = None) -> None:
         self.folder = folder
         known = ["image", "label"]
         faults = [
@@ -44,16 +48,8 @@ class ImageFolderReader:
             if name not in known
         ]
         self.column_names = known if columns is None else [*columns]
-        try:
-            with os.scandir(folder) as found:
-                entries = [entry for entry in found if not entry.name.startswith(".")]
-            classes = sorted(entry.name for entry in entries if entry.is_dir())
-            paths = [sorted(_list_images(folder / name, f"{name}/")) for name in classes]
-        except OSError as error:
-            what = f"{error.filename or folder} cannot be read: {format_os_error_reason(error)}"
-            raise EchelonError(Fault(what, "check the path and its permissions")) from error
-        loose = sorted(entry.path for entry in entries if _is_image(entry.name))
-        loose = [path for path in loose if Path(path).name not in classes]
+        listing = _list_remote(folder) if isinstance(folder, RemoteFolder) else _list_local(folder)
+        classes, paths, loose, self._objects = listing
         if loose:
             what = f"{loose[0]} is in no class" + (
                 f", like {len(loose) - 1} more" * (len(loose) > 1)
@@ -62,7 +58,7 @@ class ImageFolderReader:
         elif not classes:
             faults.append(Fault(f"{folder} has no folders", "make one for each class of pictures"))
         faults += [
-            Fault(f"{folder / name} has no pictures", "remove it: it would be a class without any")
+            Fault(f"{folder}/{name} has no pictures", "remove it: it would be a class without any")
             for name, images in zip(classes, paths, strict=True)
             if not images
         ]
@@ -84,6 +80,9 @@ class ImageFolderReader:
         return int(self._class_starts[-1])
 
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        if self._objects and "image" in self.column_names:  # at once, not one after the other
+            wanted = [self._objects[row] for row in rows]
+            fetch_blocks({file: range(count_blocks(file.info)) for file in wanted})
         return [self._read(row) for row in rows]
 
     def prefetch_chunks(self, chunks: Sequence[int]) -> None:
@@ -95,9 +94,13 @@ class ImageFolderReader:
     def locate(self, row: int) -> SamplePlace:
         return SamplePlace(self._get_path(row), 0)
 
+    def get_name(self, row: int) -> str:
+        """Return the path of a picture from the folder on."""
+        return os.fsdecode(self._paths[self._path_ends[row] : self._path_ends[row + 1]])
+
     def measure_files(self) -> NDArray[np.int64]:
         """Return the bytes of every picture. This asks the file system for each."""
-        sizes = (os.stat(self._get_path(row)).st_size for row in range(len(self)))
+        sizes = (get_size(self._get_path(row)) for row in range(len(self)))
         return np.fromiter(sizes, np.int64, len(self))
 
     def list_endings(self) -> list[str]:
@@ -120,16 +123,64 @@ class ImageFolderReader:
                 raise BadSampleError(SamplePlace(path, 0), why) from error
         return sample
 
-    def _get_path(self, row: int) -> Path:
+    def _get_path(self, row: int) -> DataPath:
         if not 0 <= row < len(self):
             raise IndexError(f"there is no sample {row}: there are {len(self):,}")
-        name = self._paths[self._path_ends[row] : self._path_ends[row + 1]]
-        return self.folder / os.fsdecode(name)
+        if self._objects:
+            return self._objects[row]
+        assert isinstance(self.folder, Path)
+        return self.folder / self.get_name(row)
 
     def _estimate_size(self, count: int) -> int:
         rows = np.unique(np.linspace(0, count - 1, _MEASURED_FILES, dtype=np.int64)).tolist()
-        sizes = [os.stat(self._get_path(row)).st_size for row in rows]
+        sizes = [get_size(self._get_path(row)) for row in rows]
         return sum(sizes) // len(sizes)
+
+
+class _Listing(NamedTuple):
+    """What a folder has."""
+
+    classes: list[str]
+    paths: list[list[str]]
+    """Of each class, from the folder on."""
+    loose: list[str]
+    """Pictures that are in no class."""
+    objects: list[RemoteFile]
+    """All pictures, where they are objects."""
+
+
+def _list_local(folder: DataPath) -> _Listing:
+    assert isinstance(folder, Path)
+    try:
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if not entry.name.startswith(".")]
+        classes = sorted(entry.name for entry in entries if entry.is_dir())
+        paths = [sorted(_list_images(folder / name, f"{name}/")) for name in classes]
+    except OSError as error:
+        what = f"{error.filename or folder} cannot be read: {format_os_error_reason(error)}"
+        raise EchelonError(Fault(what, "check the path and its permissions")) from error
+    loose = sorted(entry.path for entry in entries if _is_image(entry.name))
+    return _Listing(classes, paths, [each for each in loose if Path(each).name not in classes], [])
+
+
+def _list_remote(folder: RemoteFolder) -> _Listing:
+    prefix = parse_url(folder.info.url).key
+    found: dict[str, dict[str, RemoteFile]] = {}
+    loose = []
+    for file in folder.files:
+        parts = file.relative_to(prefix).parts
+        if any(part.startswith(".") for part in parts):
+            continue
+        if len(parts) > 1:
+            images = found.setdefault(parts[0], {})
+            if _is_image(parts[-1]):
+                images["/".join(parts)] = file
+        elif _is_image(parts[-1]):
+            loose.append(str(file))
+    classes = sorted(found)
+    paths = [sorted(found[name]) for name in classes]
+    objects = [found[name][path] for name, own in zip(classes, paths, strict=True) for path in own]
+    return _Listing(classes, paths, sorted(loose), objects)
 
 
 def _list_images(folder: Path, prefix: str) -> Iterator[str]:

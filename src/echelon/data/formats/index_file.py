@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import ByteSource, DataPath, list_blocks, open_source
 from echelon.data.formats.index_layout import (
     INDEX_VERSION,
     BuildIndex,
@@ -45,6 +46,7 @@ from echelon.data.formats.index_worker import run_index_tasks
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import CHUNK_BYTES, BadSampleError, ChunkTable, SamplePlace
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.remote_file import RemoteFile, fetch_blocks
 from echelon.utils.cache_root import get_cache_root
 from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.os_errors import format_os_error_reason
@@ -64,7 +66,7 @@ class FileIndex:
     """The samples of a list of files, by number: where they are, and their bytes."""
 
     kind: str
-    files: list[Path]
+    files: list[DataPath]
     starts: NDArray[np.int64]
     """File f has the samples `starts[f]` up to `starts[f + 1]`."""
     chunks: ChunkTable
@@ -98,6 +100,7 @@ class FileIndex:
         numbers = numbers[order]
         owners = np.searchsorted(self.starts, numbers, side="right") - 1
         borders = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(numbers)]
+        self._fetch_remote(owners, numbers)
         parts: list[bytes] = []
         for begin, end in itertools.pairwise(borders):
             file = int(owners[begin])
@@ -112,11 +115,16 @@ class FileIndex:
         found = []
         for row in rows:
             file = int(np.searchsorted(self.starts, row, side="right")) - 1
-            index = self._found[file]
-            opened = _open_indexed_file(self.files[file], self.kind, index.path, index.checksum)
+            opened = self._open_file(file)
             number = row - int(self.starts[file])
             found.append((file, int(opened.offsets[number]), int(opened.spans[number])))
         return found
+
+    def map_offsets(self, file: int) -> NDArray[np.uint64]:
+        """Return the offsets of all samples of a file, by its number, as a view of its index."""
+        found = self._found[file]
+        path = self.files[file]
+        return _open_indexed_file(path, self.kind, found.path, found.checksum).offsets
 
     def read_chunks_ahead(self, chunks: Sequence[int], offset_bits: int = 0) -> None:
         """Have chunks read into the system's cache. Of offsets that are virtual, the lowest
@@ -132,10 +140,24 @@ class FileIndex:
             stop = (last >> offset_bits) + max(span, 1 << offset_bits)
             read_ahead(self.files[file], start >> offset_bits, stop)
 
+    def _fetch_remote(self, owners: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Fetch what is needed of objects at once, rather than one after the other."""
+        wanted = {}
+        for owner in np.unique(owners).tolist():
+            if isinstance(file := self.files[owner], RemoteFile):
+                opened = self._open_file(owner)
+                within = numbers[owners == owner] - self.starts[owner]
+                offsets = opened.offsets[within]
+                wanted[file] = list_blocks(offsets, offsets + opened.spans[within])
+        fetch_blocks(wanted)
+
+    def _open_file(self, file: int) -> _IndexedFile:
+        found = self._found[file]
+        return _open_indexed_file(self.files[file], self.kind, found.path, found.checksum)
+
     def _read_from_file(self, file: int, numbers: NDArray[np.int64]) -> Iterator[bytes]:
         """Yield the bytes of samples of one file; their numbers ascend."""
-        path, found = self.files[file], self._found[file]
-        opened = _open_indexed_file(path, self.kind, found.path, found.checksum)
+        path, opened = self.files[file], self._open_file(file)
         offsets = opened.offsets[numbers].tolist()
         spans = opened.spans[numbers].tolist()
         begin = 0
@@ -145,7 +167,7 @@ class FileIndex:
             while end < len(offsets) and offsets[end] == stop and stop - first < CHUNK_BYTES:
                 stop, end = stop + spans[end], end + 1
             try:
-                data = _read_at(opened.handle, first, stop - first)
+                data = opened.source.read_at(first, stop - first)
             except OSError as error:
                 place = SamplePlace(path, int(numbers[begin]))
                 raise BadSampleError(place, format_os_error_reason(error)) from error
@@ -162,12 +184,14 @@ class FileIndex:
             begin = end
 
 
-def load_index(files: Sequence[Path], kind: str, build_one: BuildIndex) -> FileIndex:
+def load_index(files: Sequence[DataPath], kind: str, build_one: BuildIndex) -> FileIndex:
     """Return the index of a list of files; those that have none, or are others by now, are indexed.
 
     ``kind`` names the format, with a number that changes when ``build_one`` returns something else
-    for the same file: ``tar-1``. All processes of a training may call this at once: one builds, the
-    others wait. Raises EchelonError with the faults of all files.
+    for the same file: ``tar-1``. What follows a slash is how the file is read, where that can be
+    done in several ways and ``build_one`` is a partial: each way has an index of its own. All
+    processes of a training may call this at once: one builds, the others wait. Raises EchelonError
+    with the faults of all files.
     """
     found = _find_all(files, kind)
     missing = [file for file, index in zip(files, found, strict=True) if index is None]
@@ -192,7 +216,7 @@ def load_index(files: Sequence[Path], kind: str, build_one: BuildIndex) -> FileI
 # --- finding ------------------------------------------------------------------------------------
 
 
-def _find_all(files: Sequence[Path], kind: str) -> list[StoredIndex | None]:
+def _find_all(files: Sequence[DataPath], kind: str) -> list[StoredIndex | None]:
     """Return the index of each file, None where there is none that fits."""
     faults: list[Fault] = []
     with ThreadPoolExecutor(_CHECK_THREADS) as threads:
@@ -205,7 +229,7 @@ def _find_all(files: Sequence[Path], kind: str) -> list[StoredIndex | None]:
     return [task.result() for task in tasks]
 
 
-def _find_index(file: Path, kind: str) -> StoredIndex | None:
+def _find_index(file: DataPath, kind: str) -> StoredIndex | None:
     stamp = stamp_file(file)
     for path in _list_candidates(file, kind, stamp):
         if (found := read_index(path, kind)) and found.stamp == stamp:
@@ -213,9 +237,13 @@ def _find_index(file: Path, kind: str) -> StoredIndex | None:
     return None
 
 
-def _list_candidates(file: Path, kind: str, stamp: FileStamp) -> list[Path]:
+def _list_candidates(file: DataPath, kind: str, stamp: FileStamp) -> list[Path]:
     """Return where the index of a file may be, the preferred place first."""
-    candidates = [file.parent / ".echelon" / f"{file.name}.index"]
+    candidates = []
+    if not isinstance(file, RemoteFile):
+        variant = kind.partition("/")[2]
+        name = f"{file.name}.{variant}.index" if variant else f"{file.name}.index"
+        candidates.append(file.parent / ".echelon" / name)
     with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
         key = xxhash.xxh3_128_hexdigest(json.dumps([INDEX_VERSION, kind, *stamp]).encode())
         candidates.append(get_cache_root(os.environ) / "indexes" / f"{key}.index")
@@ -225,7 +253,7 @@ def _list_candidates(file: Path, kind: str, stamp: FileStamp) -> list[Path]:
 # --- building -----------------------------------------------------------------------------------
 
 
-def _build_missing(files: list[Path], kind: str, build_one: BuildIndex) -> None:
+def _build_missing(files: list[DataPath], kind: str, build_one: BuildIndex) -> None:
     """Index files that have no index, unless another process does so first."""
     targets = _choose_targets(files, kind)
     with contextlib.ExitStack() as locks:
@@ -243,10 +271,10 @@ def _build_missing(files: list[Path], kind: str, build_one: BuildIndex) -> None:
             raise EchelonError(*faults)
 
 
-def _choose_targets(files: list[Path], kind: str) -> dict[Path, Path]:
+def _choose_targets(files: list[DataPath], kind: str) -> dict[DataPath, Path]:
     """Return for each file where its index is to be written, in a folder that can be written."""
     refused: dict[Path, str | None] = {}
-    targets: dict[Path, Path] = {}
+    targets: dict[DataPath, Path] = {}
     faults: list[Fault] = []
     for file in files:
         candidates = _list_candidates(file, kind, stamp_file(file))
@@ -281,15 +309,10 @@ def _prepare_folder(folder: Path) -> str | None:
 
 
 class _IndexedFile:
-    """An open file of data with its mapped index.
+    """An open file of data with its mapped index."""
 
-    It is closed when nobody uses it any more: another thread may be reading from it while it leaves
-    the list of open files. Reading at an offset shares no position, so forked processes go on with
-    the descriptors that they inherit.
-    """
-
-    def __init__(self, handle: int, index: StoredIndex) -> None:
-        self.handle = handle
+    def __init__(self, source: ByteSource, index: StoredIndex) -> None:
+        self.source = source
         count = index.samples
         # An empty part of a file cannot be mapped.
         mapped = (
@@ -298,35 +321,19 @@ class _IndexedFile:
         self.offsets = mapped[: 8 * count].view(np.uint64)
         self.spans = mapped[8 * count :].view(index.span_type)
 
-    def __del__(self) -> None:
-        os.close(self.handle)
-
 
 _NONE = np.zeros(0, np.uint8)
 
 
 @functools.lru_cache(_OPEN_FILES)
-def _open_indexed_file(path: Path, kind: str, index_path: Path, checksum: int) -> _IndexedFile:
+def _open_indexed_file(path: DataPath, kind: str, index_path: Path, checksum: int) -> _IndexedFile:
     """Return an open file with its index; EchelonError if either is not the one that was loaded."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        source = open_source(path)
     except OSError as error:
         raise EchelonError(make_unreadable_fault(path, error)) from error
-    status = os.fstat(handle)
     index = read_index(index_path, kind)
     is_known = index is not None and index.checksum == checksum
-    if index and is_known and (status.st_size, status.st_mtime_ns) == index.stamp[:2]:
-        return _IndexedFile(handle, index)
-    os.close(handle)
+    if index and is_known and (source.size, source.mtime_ns) == index.stamp[:2]:
+        return _IndexedFile(source, index)
     raise EchelonError(make_changed_fault(path))
-
-
-def _read_at(handle: int, offset: int, size: int) -> bytes:
-    """Return bytes of a file, fewer only where it ends."""
-    data = os.pread(handle, size, offset)
-    while 0 < len(data) < size:  # Linux reads at most 2 GiB at once
-        more = os.pread(handle, size - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data

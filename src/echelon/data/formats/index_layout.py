@@ -20,8 +20,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import DataPath, LocalSource
 from echelon.data.formats.reader import CHUNK_BYTES
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.files import replace_file
 from echelon.utils.os_errors import format_os_error_reason
 
@@ -44,9 +46,10 @@ class SampleSpans(NamedTuple):
     """What else the format keeps of a file, as JSON: `{"columns": {"jpg": 1000}}`."""
 
 
-BuildIndex = Callable[[Path], SampleSpans]
+BuildIndex = Callable[[DataPath], SampleSpans]
 """Reads a file and returns where its samples are. A function at the top of a module: it is called
-by its name in other processes. Raises EchelonError for a file that is damaged."""
+by its name in other processes; or a partial of one, with keywords that JSON can say. Raises
+EchelonError for a file that is damaged."""
 
 
 class FileStamp(NamedTuple):
@@ -77,7 +80,7 @@ class StoredIndex(NamedTuple):
 class IndexTask(NamedTuple):
     """One file to index."""
 
-    file: Path
+    file: DataPath
     target: Path
     kind: str
     build_one: BuildIndex
@@ -102,16 +105,15 @@ class IndexTask(NamedTuple):
         return []
 
 
-def stamp_file(file: Path) -> FileStamp:
-    handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(handle)
-        checksum = xxhash.xxh3_64(os.pread(handle, _CHECKED_BYTES, 0))
-        tail = max(_CHECKED_BYTES, status.st_size - _CHECKED_BYTES)
-        checksum.update(os.pread(handle, _CHECKED_BYTES, tail))
-    finally:
-        os.close(handle)
-    return FileStamp(status.st_size, status.st_mtime_ns, checksum.intdigest())
+def stamp_file(file: DataPath) -> FileStamp:
+    if isinstance(file, RemoteFile):  # its ETag is sent with all that is read of it
+        text = "\n".join(map(str, file.info))
+        return FileStamp(file.size, 0, xxhash.xxh3_64_intdigest(text.encode()))
+    source = LocalSource(file)
+    checksum = xxhash.xxh3_64(source.read_at(0, _CHECKED_BYTES))
+    tail = max(_CHECKED_BYTES, source.size - _CHECKED_BYTES)
+    checksum.update(source.read_at(tail, _CHECKED_BYTES))
+    return FileStamp(source.size, source.mtime_ns, checksum.intdigest())
 
 
 def read_index(path: Path, kind: str) -> StoredIndex | None:
@@ -169,14 +171,14 @@ def _write_index(target: Path, kind: str, stamp: FileStamp, found: SampleSpans) 
         file.write(spans.data)
 
 
-def make_unreadable_fault(file: Path, error: OSError) -> Fault:
+def make_unreadable_fault(file: DataPath, error: OSError) -> Fault:
     return Fault(
         f"{file} cannot be read: {format_os_error_reason(error)}",
         "check the path and its permissions",
     )
 
 
-def make_changed_fault(file: Path) -> Fault:
+def make_changed_fault(file: DataPath) -> Fault:
     return Fault(
         f"{file} changed since it was indexed",
         "let its writer finish, and start again: it is indexed anew then",

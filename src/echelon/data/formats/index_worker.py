@@ -15,11 +15,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.index_layout import IndexTask
 from echelon.errors import Fault
+from echelon.object_store.remote_file import RemoteFile
+from echelon.object_store.urls import ObjectInfo
 
 _BYTES_PER_PROCESS = 512 << 20
 """For less, a process is not worth its start."""
@@ -94,14 +98,17 @@ def _make_lost_fault(task: IndexTask) -> Fault:
 
 
 def _write_task(task: IndexTask) -> str:
-    function = task.build_one
-    words = [str(task.file), str(task.target), task.kind, function.__module__, function.__name__]
-    return json.dumps(words) + "\n"
+    given = task.build_one
+    build_one = given if isinstance(given, partial) else partial(given)
+    file = list(task.file.info) if isinstance(task.file, RemoteFile) else str(task.file)
+    words = [file, str(task.target), task.kind]
+    words += [build_one.func.__module__, build_one.func.__name__]
+    return json.dumps([*words, build_one.keywords]) + "\n"
 
 
-def _get_size(file: Path) -> int:
+def _get_size(file: DataPath) -> int:
     with contextlib.suppress(OSError):
-        return file.stat().st_size
+        return get_size(file)
     return 0
 
 
@@ -125,9 +132,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a module prints is no answer
     for line in sys.stdin:
-        file, target, kind, module, name = json.loads(line)
-        build_one = getattr(importlib.import_module(module), name)
-        faults = IndexTask(Path(file), Path(target), kind, build_one).run()
+        file, target, kind, module, name, options = json.loads(line)
+        build_one = partial(getattr(importlib.import_module(module), name), **options)
+        path = Path(file) if isinstance(file, str) else RemoteFile(ObjectInfo(*file))
+        faults = IndexTask(path, Path(target), kind, build_one).run()
         answers.write(json.dumps(faults) + "\n")
         answers.flush()
 

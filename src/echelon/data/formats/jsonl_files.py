@@ -12,16 +12,17 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.column_choice import check_same_types, choose_columns
 from echelon.data.formats.index_file import SampleSpans, load_index
 from echelon.data.formats.reader import BadSampleError, DataFile, SamplePlace
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.text import join_names
 
 _KIND = "jsonl-1"
@@ -118,7 +119,7 @@ def _make_array(values: list[Any]) -> Any:
 # --- the index ---
 
 
-def find_lines(file: Path) -> SampleSpans:
+def find_lines(file: DataPath) -> SampleSpans:
     """Return where the lines of a file are that are not empty. Raises EchelonError for a file
     whose lines are no samples."""
     with file.open("rb") as opened:
@@ -148,12 +149,14 @@ class _LineSpans(NamedTuple):
     spans: NDArray[np.uint64]
 
 
-def _find_plain_lines(file: Path) -> Iterator[_LineSpans]:
+def _find_plain_lines(file: DataPath) -> Iterator[_LineSpans]:
     begin = position = 0
     with file.open("rb") as opened:
         while data := opened.read(_READ_BYTES):
             ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + position
             position += len(data)
+            if isinstance(file, RemoteFile):
+                file.prefetch_after(position)
             if len(ends):
                 yield _drop_empty(np.concatenate([[begin], ends[:-1] + 1]), ends)
                 begin = int(ends[-1]) + 1
@@ -167,17 +170,19 @@ def _drop_empty(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> _LineSpan
     return _LineSpans(begins[kept].astype(np.uint64), spans[kept].astype(np.uint64))
 
 
-def _find_blocked_lines(file: Path) -> Iterator[_LineSpans]:
+def _find_blocked_lines(file: DataPath) -> Iterator[_LineSpans]:
     """The same for a file in blocks. Offsets are virtual, lengths are those of the lines."""
     begin_virtual, begin, position = 0, 0, 0  # of the line that is not complete yet
     offset = 0
-    size = file.stat().st_size
+    size = get_size(file)
     while offset < size:
         try:
             text, following = _read_block(file, offset)
         except (ValueError, zlib.error, OSError) as error:
             what = f"{file} is damaged at byte {offset:,}: {error}"
             raise EchelonError(Fault(what, "write it again with bgzip")) from error
+        if isinstance(file, RemoteFile):
+            file.prefetch_after(following)
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))
         if len(ends):
             begins = np.concatenate([[begin], ends[:-1] + 1 + position])
@@ -195,7 +200,7 @@ def _find_blocked_lines(file: Path) -> Iterator[_LineSpans]:
 
 
 def _read_types(
-    file: Path, offsets: NDArray[np.uint64], spans: NDArray[np.uint64], is_blocked: bool
+    file: DataPath, offsets: NDArray[np.uint64], spans: NDArray[np.uint64], is_blocked: bool
 ) -> dict[str, str]:
     """Return the keys of the first line with the types of their values. Raises where it is no
     object, or where the last line is cut off."""
@@ -232,7 +237,7 @@ def _name_type(value: Any) -> str:
 # --- blocks ---
 
 
-def _read_blocked(file: Path, offset: int, size: int) -> bytes:
+def _read_blocked(file: DataPath, offset: int, size: int) -> bytes:
     """Return `size` bytes from a virtual offset on."""
     block, within = offset >> 16, offset & 0xFFFF
     line = b""
@@ -244,12 +249,12 @@ def _read_blocked(file: Path, offset: int, size: int) -> bytes:
 
 
 @functools.lru_cache(_CACHED_BLOCKS)
-def _load_block(file: Path, offset: int) -> tuple[bytes, int]:
+def _load_block(file: DataPath, offset: int) -> tuple[bytes, int]:
     """Return a block as `_read_block` does, and keep it."""
     return _read_block(file, offset)
 
 
-def _read_block(file: Path, offset: int) -> tuple[bytes, int]:
+def _read_block(file: DataPath, offset: int) -> tuple[bytes, int]:
     """Return the text of the block that begins at an offset, and where the next one begins."""
     with file.open("rb", buffering=0) as opened:
         opened.seek(offset)

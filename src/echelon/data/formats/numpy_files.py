@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.column_choice import choose_columns, raise_faults
 from echelon.data.formats.reader import (
     DataFile,
@@ -20,7 +20,9 @@ from echelon.data.formats.reader import (
     split_columns,
     sum_to_starts,
 )
+from echelon.data.formats.remote_rows import RemoteRows, open_remote_array
 from echelon.errors import Fault
+from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.os_errors import format_os_error_reason
 
 ARRAY_COLUMN = "data"
@@ -42,7 +44,7 @@ class NumpyReader:
         self._row_bytes = row_bytes
         self._starts = sum_to_starts([len(array) for array in arrays])
         self.chunks = cut_files_evenly([len(array) for array in arrays], row_bytes)
-        self._arrays: list[NDArray[Any]] | None = arrays
+        self._arrays: list[NDArray[Any] | RemoteRows] | None = arrays
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -75,16 +77,18 @@ class NumpyReader:
         return SamplePlace(self._paths[piece], number)
 
 
-def map_array(path: Path) -> NDArray[Any]:
-    """Return the array of a `.npy` file, memory-mapped."""
+def map_array(path: DataPath) -> NDArray[Any] | RemoteRows:
+    """Return the array of a `.npy` file, memory-mapped; of an object, its rows."""
+    if isinstance(path, RemoteFile):
+        return open_remote_array(path)
     # numpy.memmap does more than an array at every index, which a plain view of it does not.
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
-def _map_arrays(paths: Sequence[Path]) -> list[NDArray[Any]]:
+def _map_arrays(paths: Sequence[DataPath]) -> list[NDArray[Any] | RemoteRows]:
     """Return the arrays of all files. Raises the faults of all that cannot be read, and of those
     whose rows are not like the first one's."""
-    arrays: list[NDArray[Any]] = []
+    arrays: list[NDArray[Any] | RemoteRows] = []
     faults: list[Fault] = []
     for path in paths:
         try:
@@ -109,10 +113,10 @@ def _map_arrays(paths: Sequence[Path]) -> list[NDArray[Any]]:
     return arrays
 
 
-def _make_unreadable_fault(path: Path, error: Exception) -> Fault:
+def _make_unreadable_fault(path: DataPath, error: Exception) -> Fault:
     if isinstance(error, OSError):
         return Fault(f"{path} cannot be read: {format_os_error_reason(error)}", "check the file")
-    if not path.stat().st_size:
+    if not get_size(path):
         return Fault(f"{path} is empty (0 bytes)", "write it again, or leave it out")
     if "allow_pickle" in str(error) or "Object" in str(error) or "object" in str(error):
         return Fault(

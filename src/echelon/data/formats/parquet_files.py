@@ -4,9 +4,8 @@ the chosen columns only, and kept while the order reads near it."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -24,6 +23,7 @@ from echelon.data.formats.arrow_columns import (
     merge_numbers,
     name_type,
 )
+from echelon.data.formats.byte_source import DataPath, get_size, open_for_arrow
 from echelon.data.formats.column_choice import (
     check_same_names,
     check_same_types,
@@ -40,6 +40,7 @@ from echelon.data.formats.reader import (
     sum_to_starts,
 )
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.os_errors import format_os_error_reason
 
 _OPEN_FILES = 64
@@ -118,6 +119,8 @@ class ParquetReader(TableReader):
         file, group, first, count = self._pieces[piece]
         try:
             opened = self._open_file(file)
+            if isinstance(path := self._paths[file], RemoteFile):  # at once, not page by page
+                path.fetch_ranges(self._list_ranges(opened.metadata.row_group(group)))
             if opened.metadata.row_group(group).num_rows == count:
                 table = opened.read_row_group(group, self._stored, use_threads=False)
             else:
@@ -140,18 +143,23 @@ class ParquetReader(TableReader):
                 metadata = self._open_file(file).metadata.row_group(group)
             except (OSError, EchelonError, import_pyarrow().ArrowException):  # reading says why
                 continue
-            for number in range(metadata.num_columns):
-                column = metadata.column(number)
-                if column.path_in_schema.partition(".")[0] in self._stored:
-                    # Some writers give 0 where there is no dictionary.
-                    start = column.dictionary_page_offset or column.data_page_offset
-                    read_ahead(self._paths[file], start, start + column.total_compressed_size)
+            for start, stop in self._list_ranges(metadata):
+                read_ahead(self._paths[file], start, stop)
+
+    def _list_ranges(self, group: Any) -> Iterator[tuple[int, int]]:
+        """Yield where the chosen columns of a row group are in its file."""
+        for number in range(group.num_columns):
+            column = group.column(number)
+            if column.path_in_schema.partition(".")[0] in self._stored:
+                # Some writers give 0 where there is no dictionary.
+                start = column.dictionary_page_offset or column.data_page_offset
+                yield start, start + column.total_compressed_size
 
     def _open_file(self, file: int) -> Any:
         """Return an open file; the ones that were used last stay open."""
         if file not in self._open_files:
             parquet = import_pyarrow("pyarrow.parquet")
-            opened = parquet.ParquetFile(self._paths[file], memory_map=False)
+            opened = parquet.ParquetFile(open_for_arrow(self._paths[file]), memory_map=False)
             rows = int(self._file_starts[file + 1] - self._file_starts[file])
             if opened.metadata.num_rows != rows:
                 what = f"{self._paths[file]} changed since it was opened: it had {rows:,} rows"
@@ -200,24 +208,26 @@ def _repeat_value(value: Any, count: int) -> ColumnValues:
 # --- what the files have ---
 
 
-def _read_footers(paths: Sequence[Path]) -> list[_Footer]:
+def _read_footers(paths: Sequence[DataPath]) -> list[_Footer]:
     with ThreadPoolExecutor(_FOOTER_THREADS) as threads:
         footers = list(threads.map(_read_footer, paths))
     raise_faults([footer for footer in footers if isinstance(footer, Fault)])
     return [footer for footer in footers if isinstance(footer, _Footer)]
 
 
-def _read_footer(path: Path) -> _Footer | Fault:
+def _read_footer(path: DataPath) -> _Footer | Fault:
     pa, parquet = import_pyarrow(), import_pyarrow("pyarrow.parquet")
     try:
-        if not path.stat().st_size:
+        if not get_size(path):
             return Fault(f"{path} is empty (0 bytes)", "write it again, or leave it out")
-        metadata = parquet.read_metadata(path)
+        metadata = parquet.read_metadata(open_for_arrow(path))
         schema = metadata.schema.to_arrow_schema()
     except pa.ArrowException as error:
         reason = " ".join(str(error).split())
         what = f"{path} is not a complete Parquet file: {reason}"
         return Fault(what, "write it again: it may be cut off")
+    except EchelonError as error:
+        return error.faults[0]
     except OSError as error:
         reason = format_os_error_reason(error)
         return Fault(f"{path} cannot be read: {reason}", "check the file and its permissions")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+
+from echelon.data.formats.byte_source import DataPath
+from echelon.object_store.remote_file import RemoteFile
 
 _PIECE_BYTES = 128 << 10
 """Linux reads no more at a hint than its own read-ahead of the disk, which is this by default."""
 
 
-def read_ahead(path: Path, start: int = 0, stop: int | None = None) -> None:
+def read_ahead(path: DataPath, start: int = 0, stop: int | None = None) -> None:
     """Have the bytes `[start, stop)` of a file, or all of it, read into the system's cache, without
-    waiting for them.
+    waiting for them. Those of an object are brought to the local disk.
 
     It is a hint: a file that cannot be opened is no error here, and a system that takes no such
     hints is given none.
     """
+    if isinstance(path, RemoteFile):
+        path.prefetch(start, stop)
+        return
     if not hasattr(os, "posix_fadvise"):  # macOS
         return
     with contextlib.suppress(OSError):

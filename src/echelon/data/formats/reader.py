@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.read_ahead import read_ahead
+from echelon.data.formats.remote_rows import RemoteRows
 
 CHUNK_BYTES = 4 << 20
 """What is read together where a format has no pieces of its own: large enough for any disk to be
@@ -24,7 +26,7 @@ _PAGE_BYTES = 4096
 class SamplePlace(NamedTuple):
     """Where a sample is, as a message names it: `data/train-003.tar, sample 17 (n0017)`."""
 
-    file: Path
+    file: DataPath
     number: int
     """Within the file, from 0."""
     key: str = ""
@@ -91,9 +93,10 @@ class PrefetchingReader(Protocol):
 class DataFile(NamedTuple):
     """A file that a reader reads."""
 
-    path: Path
-    folder: Path
-    """The folder that was opened. Hive partitions (`year=2024`) are folders between the two."""
+    path: DataPath
+    folder: PurePath
+    """The folder that was opened; of an object, that of its key. Hive partitions (`year=2024`) are
+    folders between the two."""
 
 
 def split_columns(columns: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -118,7 +121,7 @@ def cut_files_evenly(file_rows: Sequence[int], row_bytes: int) -> ChunkTable:
 
 
 def read_rows_ahead(
-    paths: Sequence[Path], starts: NDArray[np.int64], first: int, stop: int, row_bytes: int
+    paths: Sequence[DataPath], starts: NDArray[np.int64], first: int, stop: int, row_bytes: int
 ) -> None:
     """Have the rows `[first, stop)` of one of several files read into the system's cache. Rows are
     `row_bytes` apart, after a header that is shorter than a page."""
@@ -163,14 +166,14 @@ def group_by_piece(
 
 
 def gather_rows(
-    arrays: Sequence[NDArray[Any]],
+    arrays: Sequence[NDArray[Any] | RemoteRows],
     starts: NDArray[np.int64],
     rows: NDArray[np.int64],
     step: int = 1,
 ) -> NDArray[Any]:
     """Return a copy of these rows of all arrays together, of which only every `step`-th is
     counted. `starts` says where each array begins."""
-    if len(arrays) == 1:
+    if len(arrays) == 1 and isinstance(arrays[0], np.ndarray):
         # `take` is several times as fast, but copies what is not in this order in memory whole.
         flags = arrays[0].flags
         gathered: NDArray[Any]
@@ -181,7 +184,9 @@ def gather_rows(
         return gathered
     gathered = np.empty((len(rows), *arrays[0].shape[1:]), arrays[0].dtype)
     for piece, places, within in group_by_piece(starts, rows):
-        gathered[places] = arrays[piece][within * step]
+        array = arrays[piece]
+        wanted = within * step
+        gathered[places] = array.gather(wanted) if isinstance(array, RemoteRows) else array[wanted]
     return gathered
 
 

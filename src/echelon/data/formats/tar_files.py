@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.index_file import load_index
 from echelon.data.formats.reader import BadSampleError, SamplePlace
 from echelon.data.formats.tar_headers import (
@@ -37,7 +37,7 @@ _KIND = "tar-1"
 class TarReader:
     """The samples of tar shards. Implements SampleReader; values are bytes."""
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None = None) -> None:
+    def __init__(self, files: Sequence[DataPath], columns: Sequence[str] | None = None) -> None:
         """Find the samples; a shard that was never opened is read once for that.
 
         ``columns`` are the extensions to give, all if None. A sample that lacks one of them is bad.

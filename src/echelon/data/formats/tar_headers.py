@@ -5,11 +5,12 @@ Python's tarfile is not used: it makes an object for every member, which takes t
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 from zlib import adler32
+
+from echelon.data.formats.byte_source import ByteSource
 
 BLOCK_BYTES = 512
 _HEADER = struct.Struct("100s24x12s12x8sc100x8s80x155s12x")
@@ -80,8 +81,8 @@ class FileWindow:
     """A file that is read once, from its beginning to its end, without what is between large
     members."""
 
-    def __init__(self, handle: int, size: int) -> None:
-        self._handle, self.size = handle, size
+    def __init__(self, source: ByteSource) -> None:
+        self._source, self.size = source, source.size
         self._buffer = bytearray()
         self._start = 0
         self.last_header = 0
@@ -104,7 +105,7 @@ class FileWindow:
             self._buffer = bytearray(size)
         self._start, done = at, 0
         while done < size:
-            count = os.preadv(self._handle, [memoryview(self._buffer)[done:]], at + done)
+            count = self._source.stream_into(memoryview(self._buffer)[done:], at + done)
             if count == 0:
                 raise TarFormatError(at + done, "is cut off")
             done += count

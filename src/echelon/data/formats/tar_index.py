@@ -8,16 +8,15 @@ through `MemberWalk`, one by one. Both give the same; the first takes a third of
 from __future__ import annotations
 
 import itertools
-import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.formats.byte_source import DataPath, open_source
 from echelon.data.formats.index_file import SampleSpans
 from echelon.data.formats.tar_headers import (
     BLOCK_BYTES,
@@ -45,21 +44,18 @@ _MIN_SCAN_BYTES = 64 << 10
 _MIN_SINGLE_MEMBERS = 8
 
 
-def index_tar(file: Path) -> SampleSpans:
+def index_tar(file: DataPath) -> SampleSpans:
     """Return where the samples of a tar are. Raises EchelonError if it is damaged."""
-    handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    source = open_source(file)
     try:
-        size = os.fstat(handle).st_size
-        _refuse_compression(file, os.pread(handle, 8, 0))
-        return _index_members(FileWindow(handle, size))
+        _refuse_compression(file, source.read_at(0, 8))
+        return _index_members(FileWindow(source))
     except TarFormatError as error:
         what = f"{file} {error.why}, at byte {error.at:,}"
         raise EchelonError(Fault(what, error.do)) from error
-    finally:
-        os.close(handle)
 
 
-def _refuse_compression(file: Path, head: bytes) -> None:
+def _refuse_compression(file: DataPath, head: bytes) -> None:
     for magic, (name, program) in _COMPRESSIONS.items():
         if head.startswith(magic):
             raise EchelonError(

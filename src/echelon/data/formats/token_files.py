@@ -4,7 +4,6 @@ one token. The files are memory-mapped and never copied."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.data.formats.byte_source import DataPath, get_size
 from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.numpy_files import map_array
 from echelon.data.formats.reader import (
@@ -25,9 +25,12 @@ from echelon.data.formats.reader import (
     split_columns,
     sum_to_starts,
 )
+from echelon.data.formats.remote_rows import RemoteRows
 from echelon.errors import Fault
+from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.os_errors import format_os_error_reason
 
+Tokens = NDArray[Any] | RemoteRows
 TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _LLM_C_HEADERS = (20240520, 20240801)
 """What the token files of llm.c begin with. Their first 1024 bytes are no tokens."""
@@ -47,7 +50,7 @@ class TokenReader:
         self._starts = sum_to_starts(counts)
         self._row_bytes = stride * windows[0].itemsize
         self.chunks = cut_files_evenly(counts, min(stride, length) * windows[0].itemsize)
-        self._windows: list[NDArray[Any]] | None = windows
+        self._windows: list[Tokens] | None = windows
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -84,11 +87,12 @@ class TokenReader:
         return SamplePlace(self._paths[piece], number, f"token {number * self._stride:,}")
 
 
-def _map_windows(paths: Sequence[Path], dtype: str, length: int) -> list[NDArray[Any]]:
+def _map_windows(paths: Sequence[DataPath], dtype: str, length: int) -> list[Tokens]:
     """Return for every file all its windows of length + 1, as a view."""
-    found, faults = [], []
+    found: list[Tokens] = []
+    faults: list[Fault] = []
     for path in paths:
-        tokens = _map_tokens(path, dtype)
+        tokens = map_tokens(path, dtype)
         if isinstance(tokens, Fault):
             faults.append(tokens)
         elif len(tokens) <= length:
@@ -100,12 +104,18 @@ def _map_windows(paths: Sequence[Path], dtype: str, length: int) -> list[NDArray
                 )
             )
         else:
-            found.append(sliding_window_view(tokens, length + 1))
+            found.append(_cut_windows(tokens, length + 1))
     raise_faults(faults)
     return found
 
 
-def _map_tokens(path: Path, dtype: str) -> NDArray[Any] | Fault:
+def _cut_windows(tokens: Tokens, length: int) -> Tokens:
+    if isinstance(tokens, RemoteRows):
+        return tokens.cut_windows(length)
+    return sliding_window_view(tokens, length)
+
+
+def map_tokens(path: DataPath, dtype: str) -> Tokens | Fault:
     """Return the tokens of a file, memory-mapped."""
     try:
         if path.suffix == ".npy":
@@ -116,19 +126,27 @@ def _map_tokens(path: Path, dtype: str) -> NDArray[Any] | Fault:
                 f"{path} has {tokens.dtype} of shape {tokens.shape}",
                 "give a file with one row of integers",
             )
-        size = path.stat().st_size
+        size = get_size(path)
         if not size or size % np.dtype(dtype).itemsize:
             return Fault(
                 f"{path} has {size:,} bytes, which are no whole number of {dtype} tokens",
                 "give the dtype that it was written with, or write it again",
             )
-        tokens = np.asarray(np.memmap(path, dtype, "r"))
+        head, tokens = _open_bin(path, np.dtype(dtype), size)
     except (OSError, ValueError) as error:
         reason = format_os_error_reason(error) if isinstance(error, OSError) else error
         return Fault(f"{path} cannot be read: {reason}", "check the file")
-    if size >= 1024 and int(tokens[:4].view(np.int32)[0]) in _LLM_C_HEADERS:
+    if size >= 1024 and int(np.frombuffer(head, np.int32, 1)[0]) in _LLM_C_HEADERS:
         return Fault(
             f"{path} begins with a header of llm.c, which would be read as tokens",
             f"cut it off: tail -c +1025 {path} > tokens.bin",
         )
     return tokens
+
+
+def _open_bin(path: DataPath, dtype: np.dtype[Any], size: int) -> tuple[bytes, Tokens]:
+    """Return the first bytes of a file and its tokens."""
+    if isinstance(path, RemoteFile):
+        return path.read_at(0, 4), RemoteRows(path, 0, dtype, (size // dtype.itemsize,))
+    tokens = np.asarray(np.memmap(path, dtype, "r"))
+    return tokens[:4].tobytes(), tokens
