@@ -69,4 +69,6 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh scripts/create_venv.sh
 
 $(BENCH): $(READY)
 	scripts/setup.sh bench
+	# They ask for a torchvision, which torch's CPU build has none of, and for older numpy and xxhash.
+	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --constraint constraints.txt litdata mosaicml-streaming
 	@touch $@

@@ -21,7 +21,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
-PACKAGES = ("torch", "lightning", "accelerate", "pytorch-ignite", "hydra-core", "torchmetrics")
+PACKAGES = (
+    *("torch", "lightning", "accelerate", "pytorch-ignite", "hydra-core", "torchmetrics"),
+    *("webdataset", "mosaicml-streaming", "litdata", "datasets", "pyarrow", "pillow"),
+)
 
 Figure = dict[str, Any]
 Result = dict[str, Any]

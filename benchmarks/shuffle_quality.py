@@ -49,8 +49,8 @@ WINDOW = 25_600
 SHARD = 25_000
 STREAMING_SHARD = 6_400
 BATCH = 256
-LARGE_CHUNKS = 250_000
-"""Of 10⁹ samples of 1 kB."""
+LARGE_CHUNKS = (250_000, 1_000_000)
+"""Of 10⁹ samples of 1 kB: pieces of 4 MB, and of 1 MB."""
 
 Order = NDArray[np.int64]
 
@@ -167,9 +167,9 @@ def measure_order(order: Order) -> dict[str, float]:
 UNITS = {"rank correlation": "", "neighbours kept": "", "of one piece": "%", "parts in a batch": ""}
 
 
-def time_start(epoch: int, first_batch: int) -> float:
+def time_start(chunks: int, epoch: int, first_batch: int) -> float:
     """Milliseconds of the processor until a rank of 8 has its first samples."""
-    windows = make_windows(10**9, 10**9 // LARGE_CHUNKS, 1000, 256 << 20)
+    windows = make_windows(10**9, 10**9 // chunks, 1000, 256 << 20)
     begun = time.process_time()
     order = ChunkedOrder(10**9, BATCH, 3, 8, 0, epoch, windows=windows)
     indices, counts = next(order.iter_blocks(first_batch))
@@ -177,32 +177,35 @@ def time_start(epoch: int, first_batch: int) -> float:
     return 1e3 * (time.process_time() - begun)
 
 
-def measure_memory() -> float:
+def measure_memory(chunks: int) -> float:
     """Megabytes that a fresh process needs for that, with the table of chunks."""
-    command = [sys.executable, __file__, "--memory"]
+    command = [sys.executable, __file__, "--memory", str(chunks)]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(child.stdout)
 
 
-def print_memory() -> None:
+def print_memory(chunks: int) -> None:
     torch.set_num_threads(1)
     order_ours(WINDOW * SAMPLE_BYTES, 0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = resident("VmRSS")
-    time_start(1, 0)
+    time_start(chunks, 1, 0)
     print((resident("VmHWM") - before) / 1e6)
 
 
 def measure(rounds: int = ROUNDS) -> Result:
     torch.set_num_threads(1)
-    time_start(0, 0)
-    starts = [time_start(1, 0) for _ in range(rounds)]
-    resumes = [time_start(2, 3_000_000) for _ in range(rounds)]
-    rows: list[Figure] = [
-        make_figure("first batch of epoch 2, 10⁹ samples in 250,000 chunks", starts, 50.0, "ms"),
-        make_figure("first batch after a resume, 10⁹ samples", resumes, 50.0, "ms"),
-        make_figure("memory for that", [measure_memory()], 100.0, "MB"),
-    ]
+    rows: list[Figure] = []
+    for chunks in LARGE_CHUNKS:
+        time_start(chunks, 0, 0)
+        starts = [time_start(chunks, 1, 0) for _ in range(rounds)]
+        resumes = [time_start(chunks, 2, 3_000_000) for _ in range(rounds)]
+        data = f"10⁹ samples in {chunks:,} chunks"
+        rows += [
+            make_figure(f"first batch of epoch 2, {data}", starts, 50.0, "ms"),
+            make_figure(f"first batch after a resume, {data}", resumes, 50.0, "ms"),
+            make_figure(f"memory for that, {data}", [measure_memory(chunks)], 100.0, "MB"),
+        ]
     contestants = list_contestants()
     results = {
         who: [measure_order(order(seed)) for seed in range(rounds)]
@@ -222,7 +225,7 @@ def measure(rounds: int = ROUNDS) -> Result:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--memory"]:
-        print_memory()
+    if sys.argv[1:2] == ["--memory"]:
+        print_memory(int(sys.argv[2]))
     else:
         run_benchmark(__doc__ or "", measure, ROUNDS)

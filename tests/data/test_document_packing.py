@@ -124,10 +124,11 @@ def test_files_are_packed_as_their_documents_are(
         documents, length=length, strategy=strategy, pad_token_id=7
     )
     rows = np.random.default_rng(1).integers(0, len(data), 50)
-    batch, expected = data.read_batch(rows), default_collate(listed.__getitems__(rows.tolist()))
+    batches = data.read_batches(rows, [len(rows)])
+    expected = default_collate(listed.__getitems__(rows.tolist()))
     again = default_collate(pickle.loads(pickle.dumps(data)).__getitems__(rows.tolist()))
-    assert batch is not None
-    for name, column in batch.items():
+    assert batches is not None
+    for name, column in batches[0].items():
         assert torch.equal(column, expected[name])
         assert torch.equal(column, again[name])
     assert data.chunks.starts[-1] == len(data)

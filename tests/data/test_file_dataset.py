@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from numpy.typing import NDArray
+from pyarrow import parquet
 from random_samples import draw_numbers
 from torch.utils.data import DataLoader, StackDataset, Subset, default_collate
 
@@ -19,9 +21,10 @@ from echelon.data.epoch_plan import make_epoch_plan
 from echelon.data.file_dataset import FileDataset
 from echelon.data.formats import reader
 from echelon.data.formats.numpy_files import NumpyReader
-from echelon.data.formats.reader import DataFile
-from echelon.data.sample_fetcher import SampleFetcher, SampleShare
+from echelon.data.formats.reader import BadSampleError, DataFile, group_by_piece
+from echelon.data.sample_fetcher import SampleFetcher, SampleShare, iter_shares
 from echelon.data.sample_order import EpochOrder
+from echelon.errors import EchelonError
 from echelon.snapshot.state import pack_rng_state
 
 SIZE = 17
@@ -135,6 +138,64 @@ def test_it_is_a_list_and_a_dataset_of_torch(numbers: Path) -> None:
         dataset[SIZE]
     loader = DataLoader(dataset, batch_size=6, num_workers=1)
     assert torch.cat([batch["data"] for batch in loader]).tolist() == list(range(SIZE))
+
+
+@pytest.mark.parametrize("batch_size", [3, 16])
+def test_batches_that_are_read_together_are_those_read_alone(
+    tmp_path: Path, batch_size: int
+) -> None:
+    """Texts and numbers of several row groups; tensors at aligned addresses."""
+    columns = {
+        "text": [f"row {number}" for number in range(1000)],
+        **{name: np.arange(1000, dtype=name) for name in ("float32", "int64", "int16")},
+        "other": np.arange(1000, dtype=np.int64) * 2,
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=150)
+    dataset = echelon.data.open(tmp_path)
+    order = EpochOrder(1000, batch_size, 0, 1, seed=3, epoch=1)
+    together = list(DatasetSource(dataset, 0).iter_batches(order, 0, CPU))
+    fetcher = SampleFetcher(dataset, None)
+    alone = [fetcher.fetch(share).data for share in iter_shares(order, 0)]
+    assert [batch.sample_count for batch in together] == [len(each["text"]) for each in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert list(one.data) == list(other)
+        assert one.data["text"] == other["text"]
+        for name in ("float32", "int64", "int16", "other"):
+            assert torch.equal(one.data[name], other[name])
+            assert one.data[name].dtype == other[name].dtype
+    assert all(batch.data["int16"].data_ptr() % 64 == 0 for batch in together[9:])
+
+
+def test_a_sample_that_fails_ends_its_own_batch_and_none_before(numbers: Path) -> None:
+    dataset = echelon.data.open(numbers)
+    reader: Any = dataset.reader
+    read, order = reader.read_columns, EpochOrder(SIZE, 1, 0, 1, seed=3, epoch=1)
+    expected = [share.draws[0] for share in iter_shares(order, 0)]
+
+    def fail(rows: Any) -> Any:
+        if expected[11] in rows:
+            raise BadSampleError(reader.locate(expected[11]), "torn")
+        return read(rows)
+
+    reader.read_columns = fail
+    batches = DatasetSource(dataset, 0).iter_batches(order, 0, CPU)
+    drawn = [int(next(batches).data["data"]) for _ in range(11)]
+    with pytest.raises(EchelonError, match="torn"):
+        next(batches)
+    assert drawn == expected[:11]
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 70_000])
+def test_rows_are_grouped_by_piece(pieces: int) -> None:
+    starts = np.arange(0, 3 * pieces + 1, 3)
+    rows = np.random.default_rng(0).integers(0, 3 * pieces, 500)
+    found = np.full(len(rows), -1)
+    seen = []
+    for piece, places, within in group_by_piece(starts, rows):
+        found[places] = 3 * piece + within
+        seen.append(piece)
+    assert np.array_equal(found, rows)
+    assert len(seen) == len(set(seen))
 
 
 class NotingReader(NumpyReader):

@@ -391,15 +391,12 @@ class DatasetSource:
     def _iter_fetched(
         self, order: BatchOrder, first: int, make_next: MakeNextOrder | None
     ) -> Iterator[tuple[FetchedShare, int]]:
-        """Yields this rank's shares as they were fetched, with their sizes."""
-        from echelon.data.sample_fetcher import FetchedShare, iter_shares
+        """Return this rank's shares as they are fetched, with their sizes."""
+        from echelon.data.sample_fetcher import iter_shares
 
         if self._processes is not None:
-            yield from self._processes.iter_batches(order, first, make_next)
-            return
-        for share in iter_shares(order, first):
-            fetched = self._fetcher.fetch(share) if share.draws else FetchedShare(None)
-            yield fetched, len(share.draws)
+            return self._processes.iter_batches(order, first, make_next)
+        return self._fetcher.iter_fetched(iter_shares(order, first))
 
     def _iter_copied(
         self, copier: BatchCopier, shares: Iterator[tuple[FetchedShare, int]]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset
 
-from echelon.data.formats.reader import ChunkTable
+from echelon.data.formats.reader import ChunkTable, sum_to_starts
 from echelon.data.sample_order import EpochOrder, map_positions
 from echelon.errors import EchelonError, Fault
 
@@ -60,6 +60,7 @@ class ChunkWindows:
         order of the data; `chunk_numbers` those that the reader of the files knows the chunks by,
         where some have no samples."""
         self.chunks, self.window_bytes = chunks, window_bytes
+        self._chunk_samples = np.diff(chunks.starts)
         self.rows, self.chunk_numbers = rows, chunk_numbers
         self._arranged: dict[tuple[int, int], EpochWindows] = {}
 
@@ -80,10 +81,13 @@ class ChunkWindows:
 
     def _arrange(self, seed: int, epoch: int) -> EpochWindows:
         count = len(self.chunks.sizes_bytes)
-        places = torch.arange(count)
+        # Of a million chunks an array takes 8 MB, and to make one longer than to fill it.
+        word = torch.int32 if count < 1 << 31 else torch.int64
+        places = torch.arange(count, dtype=word)
         order = map_positions(places, count, seed, epoch, "chunks/").numpy()
-        chunk_positions = _accumulate(np.diff(self.chunks.starts)[order])
-        window_starts = self._cut_windows(_accumulate(self.chunks.sizes_bytes[order]))
+        sums = np.empty(count + 1, np.int64)
+        window_starts = self._cut_windows(_accumulate(self.chunks.sizes_bytes, order, sums))
+        chunk_positions = _accumulate(self._chunk_samples, order, sums)
         return EpochWindows(order, chunk_positions, chunk_positions[window_starts])
 
     def _cut_windows(self, bytes_before: NDArray[np.int64]) -> list[int]:
@@ -96,10 +100,13 @@ class ChunkWindows:
         return borders
 
 
-def _accumulate(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sums of all values before each, and of all."""
-    sums = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=sums[1:])
+def _accumulate(
+    values: NDArray[np.int64], order: NDArray[np.int64], sums: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Write the sums of all values before each in this order, and of all, into `sums`."""
+    sums[0] = 0
+    values.take(order, out=sums[1:], mode="clip")  # which takes no copy, as "raise" does
+    np.cumsum(sums[1:], out=sums[1:])
     return sums
 
 
@@ -143,7 +150,7 @@ def _find_subset_windows(subset: Subset[Any]) -> ChunkWindows | None:
     )
     used = np.flatnonzero(counts)
     # Most formats read a chunk as a whole, however few of its samples are asked for.
-    chunks = ChunkTable(_accumulate(counts[used]), whole.chunks.sizes_bytes[used])
+    chunks = ChunkTable(sum_to_starts(counts[used]), whole.chunks.sizes_bytes[used])
     windows = ChunkWindows(chunks, window_bytes or whole.window_bytes, rows, used)
     return None if windows.is_one_window else windows
 

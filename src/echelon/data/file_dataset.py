@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -97,16 +98,33 @@ class FileDataset(Dataset[Any]):
             sample = self._decoder.decode_sample(sample, lambda: self.locate(row))
         return sample if self._transform is None else self._transform(sample)
 
-    def read_batch(self, rows: NDArray[np.int64]) -> dict[str, Any] | None:
-        """Return the batch that torch's default_collate makes of these samples, without taking
-        them apart first; None where that cannot be done."""
+    def read_batches(
+        self, rows: NDArray[np.int64], counts: Sequence[int]
+    ) -> list[dict[str, Any]] | None:
+        """Return the batches of so many samples that torch's default_collate makes of these rows,
+        without taking them apart first; None where that cannot be done."""
+        joined = self._read_joined(rows)
+        if joined is None:
+            return None
+        if len(counts) == 1:
+            return [joined]
+        columns = [_split_column(values, counts) for values in joined.values()]
+        return [dict(zip(joined, each, strict=True)) for each in zip(*columns, strict=True)]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a sample takes in memory while it is read, on average."""
+        return int(self.chunks.sizes_bytes.sum()) // max(1, len(self))
+
+    def _read_joined(self, rows: NDArray[np.int64]) -> dict[str, Any] | None:
+        """Return the samples as one batch."""
         if not self._has_batches:
             return None
         batch = {}
         for name, values in cast(ColumnReader, self.reader).read_columns(rows).items():
             if isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
                 batch[name] = torch.from_numpy(values)
-            elif isinstance(values, Tensor) or all(type(value) is str for value in values):
+            elif isinstance(values, Tensor) or set(map(type, values)) == {str}:
                 batch[name] = values
             else:
                 # default_collate may know what to do, or says why it cannot be done.
@@ -120,3 +138,14 @@ class FileDataset(Dataset[Any]):
         if not -size <= row < size:
             raise IndexError(f"there is no sample {row}: the files have {size:,}")
         return row % size
+
+
+def _split_column(values: Any, counts: Sequence[int]) -> list[Any]:
+    """Return the values of each batch. Tensors begin at aligned addresses, as if each had been read
+    alone: matrix products may round differently depending on that."""
+    if isinstance(values, Tensor):
+        pieces = torch.split(values, list(counts))
+        return [piece if piece.data_ptr() % 64 == 0 else piece.clone() for piece in pieces]
+    return [
+        values[stop - count : stop] for stop, count in zip(accumulate(counts), counts, strict=True)
+    ]

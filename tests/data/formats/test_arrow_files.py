@@ -72,11 +72,8 @@ def test_files_and_streams(tmp_path: Path) -> None:
     sample = dataset[13]
     assert (sample["text"], sample["x"].tolist()) == ("t13", [13, 0.5])
     rows = [16, 0, 8, 4]
-    batch, collated = (
-        dataset.read_batch(np.array(rows)),
-        default_collate(dataset.__getitems__(rows)),
-    )
-    assert batch is not None
+    [batch] = dataset.read_batches(np.array(rows), [len(rows)]) or []
+    collated = default_collate(dataset.__getitems__(rows))
     assert torch.equal(batch["x"], collated["x"])
     assert (batch["text"], batch["x"].dtype) == (collated["text"], torch.float32)
     assert str(dataset.locate(8)) == f"{tmp_path / 'b.feather'}, sample 1"

@@ -29,7 +29,7 @@ def test_rows_of_several_files(tmp_path: Path) -> None:
     assert [each["data"].tolist() for each in dataset] == whole.tolist()
     rows = [19, 0, 7, 6, 7]
     assert np.array_equal([each["data"] for each in dataset.__getitems__(rows)], whole[rows])
-    batch = dataset.read_batch(np.array(rows))
+    [batch] = dataset.read_batches(np.array(rows), [len(rows)]) or []
     assert batch is not None
     assert torch.equal(batch["data"], default_collate(dataset.__getitems__(rows))["data"])
     assert str(dataset.locate(7)) == f"{tmp_path / 'part-2.npy'}, sample 0"
@@ -55,7 +55,7 @@ def test_fields_of_a_structured_array_are_columns(tmp_path: Path) -> None:
     batch = default_collate(dataset.__getitems__([1, 0]))
     assert batch["x"].tolist() == [[4, 5], [1, 2]]
     assert (batch["name"], batch["label"].tolist()) == (["bc", "a"], [6, 3])
-    direct = dataset.read_batch(np.array([1, 0]))
+    [direct] = dataset.read_batches(np.array([1, 0]), [2]) or []
     assert direct is not None
     assert (direct["x"].dtype, direct["name"]) == (torch.float32, ["bc", "a"])
     assert list(echelon.data.open(tmp_path / "a.npy", columns=["label"])[0]) == ["label"]

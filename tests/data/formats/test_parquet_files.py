@@ -74,11 +74,8 @@ def test_types_are_kept_and_batches_are_those_of_default_collate(tmp_path: Path)
     columns = ["x", "i", "flag", "text", "kind", "vector"]
     dataset = echelon.data.open(tmp_path / "a.parquet", columns=columns)
     rows = [22, 0, 13, 14]
-    batch, collated = (
-        dataset.read_batch(np.array(rows)),
-        default_collate(dataset.__getitems__(rows)),
-    )
-    assert batch is not None
+    [batch] = dataset.read_batches(np.array(rows), [len(rows)]) or []
+    collated = default_collate(dataset.__getitems__(rows))
     assert list(batch) == columns
     for name in columns:
         if isinstance(collated[name], torch.Tensor):
@@ -97,9 +94,9 @@ def test_a_null_is_none(tmp_path: Path) -> None:
     dataset = echelon.data.open(tmp_path / "a.parquet", columns=["maybe"])
     assert dataset[5]["maybe"] is None
     assert dataset[6]["maybe"].dtype == np.int64
-    assert dataset.read_batch(np.array([5, 6])) is None
+    assert dataset.read_batches(np.array([5, 6]), [2]) is None
     again = echelon.data.open(tmp_path / "a.parquet", columns=["maybe"])
-    batch = again.read_batch(np.array([7, 6]))
+    [batch] = again.read_batches(np.array([7, 6]), [2]) or []
     assert batch is not None
     assert torch.equal(batch["maybe"], torch.tensor([7, 6]))
 

@@ -51,11 +51,8 @@ def test_several_files_and_batches(tmp_path: Path) -> None:
     dataset = echelon.data.open_tokens(tmp_path, length=4)
     assert [int(each["inputs"][0]) for each in dataset] == [0, 4, 100, 104, 108, 1000]
     rows = [5, 0, 3, 3]
-    batch, collated = (
-        dataset.read_batch(np.array(rows)),
-        default_collate(dataset.__getitems__(rows)),
-    )
-    assert batch is not None
+    [batch] = dataset.read_batches(np.array(rows), [len(rows)]) or []
+    collated = default_collate(dataset.__getitems__(rows))
     for name in ("inputs", "targets"):
         assert torch.equal(batch[name], collated[name])
         assert batch[name].is_contiguous()

@@ -93,13 +93,25 @@ class ObjectColumn:
     def __init__(self, values: Any, leaf: Any) -> None:
         self._values, self._leaf = values, leaf
 
-    def take(self, rows: NDArray[np.int64]) -> list[Any]:
+    def take(self, rows: NDArray[np.int64]) -> ObjectColumn:
+        """Return a column of these rows. It stays Arrow's until all rows of a batch are together:
+        moving Python's objects costs several times as much."""
+        return ObjectColumn(self._values.take(import_pyarrow().array(rows)), self._leaf)
+
+    def join(self, others: Sequence[ObjectColumn]) -> ObjectColumn | None:
+        """Return this column with others after it; None where they are of other types."""
+        parts = [self._values, *(other._values for other in others)]
+        if any(part.type != parts[0].type for part in parts):
+            return None
+        return ObjectColumn(import_pyarrow().concat_arrays(parts), self._leaf)
+
+    def to_list(self) -> list[Any]:
         """Return Python values. Lists of numbers, also nested ones, are arrays where they are
         regular."""
-        taken: list[Any] = self._values.take(import_pyarrow().array(rows)).to_pylist()
+        values: list[Any] = self._values.to_pylist()
         if self._leaf is None:
-            return taken
-        return [self._make_array(value) for value in taken]
+            return values
+        return [self._make_array(value) for value in values]
 
     def _make_array(self, value: Any) -> Any:
         try:
@@ -314,9 +326,19 @@ def _split_blocks(taken: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...],
         if len(names) == 1:
             split[names] = values
         else:
-            columns = np.ascontiguousarray(values.T)
+            columns = make_aligned(values.T.shape, values.dtype)
+            np.copyto(columns, values.T)
             split.update({(name,): column for name, column in zip(names, columns, strict=True)})
     return split
+
+
+def make_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array of any values at an address that is a multiple of 64: batches that are cut
+    out of it need not be copied to be aligned."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    room = np.empty(size + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -332,10 +354,18 @@ def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
 def _join_parts(parts: list[Any], inverse: NDArray[np.int64] | None) -> Any:
     """Return the values of several pieces in the order in which they were asked for. `inverse` has
     the place of each among the joined parts; None for one part."""
+    if all(isinstance(part, ObjectColumn) for part in parts):
+        joined = parts[0].join(parts[1:]) if inverse is not None else parts[0]
+        if joined is not None:
+            return (joined if inverse is None else joined.take(inverse)).to_list()
     if inverse is None:
         return parts[0]
     if all(isinstance(part, np.ndarray) and part.shape[1:] == parts[0].shape[1:] for part in parts):
-        # To take is several times as fast in numpy as to assign to places.
-        return np.concatenate(parts).take(inverse, 0)
-    values = [value for part in parts for value in part]
+        # To take is several times as fast in numpy as to assign to places. "clip" is quicker, as
+        # it needs no copy in case that a place does not exist.
+        joined = np.concatenate(parts)
+        out = make_aligned((len(inverse), *joined.shape[1:]), joined.dtype)
+        return joined.take(inverse, 0, out, "clip")
+    lists = [part.to_list() if isinstance(part, ObjectColumn) else part for part in parts]
+    values = [value for part in lists for value in part]
     return [values[place] for place in inverse.tolist()]

@@ -25,7 +25,7 @@ from echelon.errors import Fault
 from echelon.object_store.remote_file import RemoteFile
 from echelon.object_store.urls import ObjectInfo
 
-_BYTES_PER_PROCESS = 128 << 20
+_BYTES_PER_PROCESS = 512 << 20
 """For less, a process is not worth its start."""
 
 

@@ -154,11 +154,16 @@ def group_by_piece(
         if len(pieces):
             yield int(pieces[0]), slice(None), rows - starts[pieces[0]]
         return
+    low = int(pieces.min())
+    if int(pieces.max()) - low < 1 << 16:  # numpy sorts these by their digits: ten times as fast
+        pieces = (pieces - low).astype(np.uint16)
+    else:
+        low = 0
     order = np.argsort(pieces, kind="stable")
     grouped, sorted_rows = pieces[order], rows[order]
-    borders = [0, *(np.flatnonzero(np.diff(grouped)) + 1).tolist(), len(rows)]
+    borders = [0, *(np.flatnonzero(grouped[1:] != grouped[:-1]) + 1).tolist(), len(rows)]
     for begin, end in pairwise(borders):
-        piece = int(grouped[begin])
+        piece = int(grouped[begin]) + low
         yield piece, order[begin:end], sorted_rows[begin:end] - starts[piece]
 
 
