@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from echelon.data import batch_blocks
-from echelon.data.batch_blocks import BatchPacker, PackedBatch
+from echelon.data.batch_blocks import BatchBlockWriter, PackedBatch
 from echelon.data.batches import DatasetSource
 from echelon.data.sample_order import EpochOrder
 
@@ -183,7 +183,7 @@ def test_a_forked_process_does_not_free_the_blocks_of_its_parent() -> None:
 
 def test_without_a_free_block_a_batch_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_blocks, "_MAX_BLOCKS", 1)
-    packer = BatchPacker()
+    packer = BatchBlockWriter()
     sent = []
     for number in range(3):
         packer.begin_batch()
@@ -196,7 +196,7 @@ def test_without_a_free_block_a_batch_is_sent_as_it_is(monkeypatch: pytest.Monke
 
 
 def test_blocks_that_are_not_needed_any_more_are_given_back() -> None:
-    packer = BatchPacker()
+    packer = BatchBlockWriter()
     for number in range(6):  # none is freed
         packer.begin_batch()
         packer.pack_batch(torch.full((9,), number))

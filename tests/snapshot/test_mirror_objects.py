@@ -15,8 +15,8 @@ from echelon.errors import EchelonError
 from echelon.object_store.store_errors import ObjectStoreError
 from echelon.snapshot.layout import find_best, list_snapshots
 from echelon.snapshot.manifest import InvalidSnapshotError
+from echelon.snapshot.mirror_claim import MirrorClaim
 from echelon.snapshot.mirror_objects import MirrorObjects, MirrorTakenError
-from echelon.snapshot.mirror_owner import MirrorOwner
 from echelon.snapshot.mirror_process import (
     fetch_given,
     fetch_newer,
@@ -27,7 +27,7 @@ from echelon.snapshot.mirror_process import (
 from echelon.snapshot.reader import verify_snapshot
 from echelon.snapshot.writer import SnapshotWriter
 
-OWNER = MirrorOwner("run", "start")
+OWNER = MirrorClaim("run", "start")
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_run_of_which_all_are_damaged_does_not_start_over(
 
 def test_a_newer_one_here_is_not_replaced(objects: MirrorObjects, tmp_path: Path) -> None:
     begin(objects, tmp_path / "here")
-    objects.upload(save(tmp_path / "here", 1)[0], objects.read_owner() or OWNER)
+    objects.upload(save(tmp_path / "here", 1)[0], objects.read_claim() or OWNER)
     found = begin(objects, tmp_path / "here", newest_step=1, is_adopted=False)
     assert found["fetched_step"] is None
     assert found["mirrored_step"] == 1
@@ -211,7 +211,7 @@ def test_a_damaged_one_here_is_replaced(objects: MirrorObjects, tmp_path: Path) 
     folders = save(tmp_path / "here", 1, 2)
     good = read_files(folders[1])
     for folder in folders:
-        objects.upload(folder, objects.read_owner() or OWNER)
+        objects.upload(folder, objects.read_claim() or OWNER)
     (folders[1] / "model.pt").write_bytes(b"")
     begin(objects, tmp_path / "here", newest_step=1, is_adopted=False)
     assert read_files(folders[1]) == good
@@ -221,7 +221,7 @@ def test_another_run_of_the_name_is_refused_and_left_alone(
     objects: MirrorObjects, server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     begin(objects, tmp_path / "here")
-    objects.upload(save(tmp_path / "here", 7)[0], objects.read_owner() or OWNER)
+    objects.upload(save(tmp_path / "here", 7)[0], objects.read_claim() or OWNER)
     before = server.list_keys()
     for owner in ("{}", '{"run": "another", "start": "one"}'):
         (tmp_path / "there.json").write_text(owner)
@@ -237,13 +237,13 @@ def test_a_start_that_is_killed_while_it_fetches_is_repeated(
     """The newest snapshot is here already, and the best one is not."""
     first = begin(objects, tmp_path / "here")["owner"]
     for folder in save(tmp_path / "here", 1, 2, best=(1,)):
-        objects.upload(folder, MirrorOwner(*first))
+        objects.upload(folder, MirrorClaim(*first))
     objects.mark_best("step-000000001")
     server.decide = lambda method, path: 403 if path.endswith("/best") else None
     with pytest.raises(ObjectStoreError):
         begin(objects, tmp_path / "there")
     assert [folder.name for folder in list_snapshots(tmp_path / "there")] == ["step-000000002"]
-    assert objects.read_owner() == MirrorOwner(*first)  # nobody has lost it
+    assert objects.read_claim() == MirrorClaim(*first)  # nobody has lost it
     server.decide = None
     second = begin(objects, tmp_path / "there", newest_step=2, is_adopted=False)["owner"]
     assert second[0] == first[0]
@@ -252,11 +252,11 @@ def test_a_start_that_is_killed_while_it_fetches_is_repeated(
 def test_the_start_that_came_last_writes(objects: MirrorObjects, tmp_path: Path) -> None:
     first = begin(objects, tmp_path / "here")["owner"]
     folders = save(tmp_path / "here", 1, 2)
-    objects.upload(folders[0], MirrorOwner(*first))
+    objects.upload(folders[0], MirrorClaim(*first))
     second = begin(objects, tmp_path / "there")["owner"]
     assert second[0] == first[0]
     with pytest.raises(MirrorTakenError, match="another start of this run"):
-        objects.upload(folders[1], MirrorOwner(*first))
+        objects.upload(folders[1], MirrorClaim(*first))
     assert objects.list_snapshots() == ["step-000000001"]
 
 

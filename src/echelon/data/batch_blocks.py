@@ -104,7 +104,7 @@ def _make_owner(array: NDArray[np.uint8], start: int, size: int) -> Any:
 # --- in a loader process ---
 
 
-class BatchPacker:
+class BatchBlockWriter:
     """Packs the batches of one loader process, one after the other."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.batch_copies import BatchCopier, BatchCopy, pin_batch
 from echelon.data.batch_structure import move_batch
+from echelon.data.device_copies import BatchCopier, BatchCopy, pin_batch
 from echelon.data.loader_options import describe_loader
 from echelon.data.sample_order import count_batches
 from echelon.errors import EchelonError, ExitCode, Fault

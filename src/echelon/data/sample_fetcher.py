@@ -21,7 +21,7 @@ from echelon.data.bad_samples import (
     make_bad_sample_fault,
     make_too_many_fault,
 )
-from echelon.data.batch_blocks import BatchPacker, PackedBatch, forget_blocks, unpack_batch
+from echelon.data.batch_blocks import BatchBlockWriter, PackedBatch, forget_blocks, unpack_batch
 from echelon.data.batch_structure import list_tensors
 from echelon.data.chunk_order import ChunkedOrder, ChunkLookahead
 from echelon.data.file_dataset import FileDataset
@@ -115,7 +115,7 @@ class SampleFetcher:
         """Whether files may give batches as they are."""
         self._name, self._max_bad_samples = name, max_bad_samples
         self._slot: Any = None
-        self.packer: BatchPacker | None = None
+        self.packer: BatchBlockWriter | None = None
         """Of a loader process whose batches are to cross in blocks."""
 
     def __len__(self) -> int:
@@ -555,7 +555,7 @@ class _ProcessInit:
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         if self._has_blocks:
-            info.dataset.packer = BatchPacker()
+            info.dataset.packer = BatchBlockWriter()
             info.dataset.packer.install()
         # To the user's code the Dataset is the user's own; torch's record is frozen.
         object.__setattr__(info, "dataset", info.dataset.dataset)

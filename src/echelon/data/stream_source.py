@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from echelon.data.batch_copies import BatchCopier
 from echelon.data.batches import Batch, BatchOrder, MakeNextOrder
 from echelon.data.data_layout import DataLayout
+from echelon.data.device_copies import BatchCopier
 from echelon.data.loader_errors import iter_fetched
 from echelon.data.loader_lifetime import LoaderLifetime
 from echelon.data.loader_options import make_loader_error

@@ -35,7 +35,7 @@ from echelon.snapshot.manifest import (
     parse_manifest,
     read_manifest,
 )
-from echelon.snapshot.mirror_owner import MirrorOwner
+from echelon.snapshot.mirror_claim import MirrorClaim
 from echelon.utils.files import flush_to_disk
 
 OWNER_OBJECT = "owner.json"
@@ -63,22 +63,22 @@ class MirrorObjects:
 
     # --- who writes ---
 
-    def read_owner(self) -> MirrorOwner | None:
+    def read_claim(self) -> MirrorClaim | None:
         """Return who writes to the mirror; None if nobody has."""
         data = self._store.get(OWNER_OBJECT)
         try:
             body = json.loads(data) if data is not None else None
-            return None if body is None else MirrorOwner(str(body["run"]), str(body["start"]))
+            return None if body is None else MirrorClaim(str(body["run"]), str(body["start"]))
         except (ValueError, KeyError, TypeError):
-            return MirrorOwner("unknown", "unknown")  # not ours, in any case
+            return MirrorClaim("unknown", "unknown")  # not ours, in any case
 
-    def write_owner(self, owner: MirrorOwner) -> None:
+    def write_claim(self, owner: MirrorClaim) -> None:
         """Take the mirror. It also shows that objects can be written, before the first step."""
         self._store.put(OWNER_OBJECT, json.dumps(owner._asdict()).encode() + b"\n")
 
-    def require_owner(self, owner: MirrorOwner) -> None:
+    def require_owner(self, owner: MirrorClaim) -> None:
         """Raise MirrorTakenError if somebody else has taken the mirror since."""
-        found = self.read_owner()
+        found = self.read_claim()
         if found is not None and found != owner:
             same = "another start of this run" if found.run == owner.run else "another run"
             raise MirrorTakenError(f"{same} writes to it now")
@@ -106,7 +106,7 @@ class MirrorObjects:
 
     # --- to the store ---
 
-    def upload(self, folder: Path, owner: MirrorOwner) -> None:
+    def upload(self, folder: Path, owner: MirrorClaim) -> None:
         """Put a snapshot, its manifest last. What is there already is not sent again.
 
         Raises InvalidSnapshotError if a file on disk differs from its manifest, and OSError if it

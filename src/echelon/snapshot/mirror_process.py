@@ -31,8 +31,8 @@ from echelon.snapshot.layout import (
     parse_step,
 )
 from echelon.snapshot.manifest import InvalidSnapshotError
+from echelon.snapshot.mirror_claim import MirrorClaim, read_claim, write_claim
 from echelon.snapshot.mirror_objects import MirrorObjects, MirrorTakenError
-from echelon.snapshot.mirror_owner import MirrorOwner, read_owner, write_owner
 from echelon.snapshot.retention import delete_path, hide_folder, mark_best
 from echelon.utils.files import flush_to_disk
 from echelon.utils.os_errors import format_os_error_reason
@@ -70,8 +70,8 @@ def fetch_newer(
     that is.
     """
     owner, there, names = (
-        read_owner(Path(owner_file)),
-        objects.read_owner(),
+        read_claim(Path(owner_file)),
+        objects.read_claim(),
         objects.list_snapshots(),
     )
     is_ours = owner is not None and (there is None or there.run == owner.run)
@@ -84,7 +84,7 @@ def fetch_newer(
             )
         )
     if not is_ours and there is not None:
-        write_owner(Path(owner_file), there)  # before the first snapshot of it is here
+        write_claim(Path(owner_file), there)  # before the first snapshot of it is here
     warnings: list[str] = []
     fetched = None
     if is_fetched:
@@ -110,10 +110,10 @@ def fetch_newer(
 
 def take_mirror(objects: MirrorObjects, url: str, owner_file: str) -> dict[str, Any]:
     """Take the mirror for this start of the run: any other one no longer writes."""
-    before = read_owner(Path(owner_file))
-    owner = MirrorOwner(before.run if before else secrets.token_hex(8), secrets.token_hex(8))
-    objects.write_owner(owner)
-    write_owner(Path(owner_file), owner)
+    before = read_claim(Path(owner_file))
+    owner = MirrorClaim(before.run if before else secrets.token_hex(8), secrets.token_hex(8))
+    objects.write_claim(owner)
+    write_claim(Path(owner_file), owner)
     return {"owner": list(owner)}
 
 
@@ -127,7 +127,7 @@ def update_mirror(
     keep_last: int,
 ) -> dict[str, Any]:
     """Upload snapshots, mark the best one, and remove old ones, in this order."""
-    writer = MirrorOwner(*owner)
+    writer = MirrorClaim(*owner)
     objects.require_owner(writer)
     for folder in folders:
         objects.upload(Path(folder), writer)

@@ -14,7 +14,7 @@ from echelon.runs.create import require_same_settings
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import BEST_LINK, format_folder_name, list_snapshots, parse_step
 from echelon.snapshot.mirror import MirrorFailedError, MirrorProcess, SnapshotMirror
-from echelon.snapshot.mirror_owner import read_owner
+from echelon.snapshot.mirror_claim import read_claim
 from echelon.snapshot.reader import find_newest, verify_snapshot
 
 PREEMPTED_LIMIT_S = 20.0
@@ -93,7 +93,7 @@ def _open_mirror(
         _report_fetched(config, run, url, found, report)
         owner = process.ask("take", url, owner_file=owner_file)["owner"]
     except MirrorFailedError as error:
-        known = read_owner(run.mirror_file)
+        known = read_claim(run.mirror_file)
         if error.do is not None:
             raise _make_store_error(f"trainer.mirror={trainer.mirror}: {error}", error) from None
         if snapshot is None or known is None:

@@ -20,7 +20,7 @@ from echelon.data.formats.arrow_columns import (
     make_column,
     make_types,
 )
-from echelon.data.formats.byte_source import DataPath, fetch_to_map, get_size
+from echelon.data.formats.byte_source import DataPath, fetch_local_copy, get_size
 from echelon.data.formats.column_choice import (
     check_same_names,
     check_same_types,
@@ -159,7 +159,7 @@ class _MappedFile:
 
     def __init__(self, data: DataPath) -> None:
         pa = import_pyarrow()
-        path = fetch_to_map(data)
+        path = fetch_local_copy(data)
         with path.open("rb") as file:
             is_stream = file.read(6) != b"ARROW1"
         mapped = pa.memory_map(str(path))

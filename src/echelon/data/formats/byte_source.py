@@ -27,7 +27,7 @@ def open_for_arrow(path: DataPath) -> Any:
     return path.open() if isinstance(path, RemoteFile) else path
 
 
-def fetch_to_map(path: DataPath) -> Path:
+def fetch_local_copy(path: DataPath) -> Path:
     """Return a local file that can be mapped at once. An object is fetched as a whole."""
     return path.fetch_whole() if isinstance(path, RemoteFile) else path
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from echelon.utils.files import read_json_object, write_json_atomically
 
 
-class MirrorOwner(NamedTuple):
+class MirrorClaim(NamedTuple):
     """Who writes to a mirror."""
 
     run: str
@@ -20,15 +20,15 @@ class MirrorOwner(NamedTuple):
     """Of one start of it: the last one that began writes."""
 
 
-def read_owner(file: Path) -> MirrorOwner | None:
+def read_claim(file: Path) -> MirrorClaim | None:
     """Return as whom a folder has last written to its mirror; None if it has not."""
     known = read_json_object(file) or {}
     if not {"run", "start"} <= known.keys():
         return None
-    return MirrorOwner(str(known["run"]), str(known["start"]))
+    return MirrorClaim(str(known["run"]), str(known["start"]))
 
 
-def write_owner(file: Path, owner: MirrorOwner) -> None:
+def write_claim(file: Path, owner: MirrorClaim) -> None:
     """Note as whom a folder writes to its mirror."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomically(file, owner._asdict())
