@@ -224,6 +224,7 @@ SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo first; echo second; else echo "$@" >> "$CALLS/scontrol"; fi
 exit $REFUSES
 """
+ENDED_BY_SLURM = '[ "$1" = show ] || kill -TERM $$'
 
 
 class Bench:
@@ -341,6 +342,17 @@ def test_the_job_ends_as_the_training_did_or_queues_again(
     assert over.exists() is not requeued
     if not requeued:
         assert over.read_text() == f"{exit_}\n"
+
+
+def test_a_requeue_that_ends_the_one_who_asked_for_it_is_a_requeue(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Slurm ends the processes of a job that it queues again, scontrol among them."""
+    make_command(bench.bin / "scontrol", SCONTROL.replace("exit $REFUSES", ENDED_BY_SLURM))
+    done = bench.run(planned(f"run.dir={tmp_path}/runs"), 75)
+    assert done.returncode == 0
+    assert bench.asked("scontrol") == ["requeue 70007"]
+    assert not (tmp_path / "runs" / "a" / "exit").exists()
 
 
 def test_the_last_task_of_an_array_queues_itself_and_not_all_of_them(

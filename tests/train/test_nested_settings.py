@@ -79,7 +79,7 @@ def test_a_typo_and_a_help_page_of_a_users_own_file(tmp_path: Path) -> None:
     assert ended.code == 2
     assert ended.err.splitlines() == [
         "error: optimizer.lrr=1: there is no such setting",
-        "  hint: did you mean 'optimizer.lr'? also like it: optimizer.betas",
+        "  hint: did you mean 'optimizer.lr'? also like it: optimizer.betas, trainer.mirror",
         "error: kind=DEPE: not one of PLAIN, DEEP",
         "  hint: did you mean 'DEEP'? known: DEEP, PLAIN",
         "error: sizes=3: not a list",

@@ -46,6 +46,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "sweep": "optuna",
     "plot": "matplotlib",
+    "cloud": "obstore",
 }
 """The extras of pyproject.toml, each with a package that it installs."""
 

@@ -19,6 +19,7 @@ from echelon.data.formats.reader import (
     BadSampleError,
     ChunkTable,
     SamplePlace,
+    find_piece,
     group_by_piece,
     split_columns,
     sum_to_starts,
@@ -278,19 +279,19 @@ class TableReader:
 
     def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """Return the columns of these rows."""
+        try:
+            return self._take_rows(rows)
+        except _UNKNOWN_VALUES:
+            self._raise_bad_row(rows)
+            raise
+
+    def _take_rows(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         places: list[Any] = []
         parts = []
         for piece, place, within in group_by_piece(self._piece_starts, rows):
-            columns = self._cache.get(piece)
-            if columns is None:
-                columns, size_bytes = self.load_piece(piece)
-                self._cache.put(piece, columns, size_bytes)
             places.append(place)
-            try:
-                parts.append({names: column.take(within) for names, column in columns.items()})
-            except _UNKNOWN_VALUES:
-                self._raise_bad_row(columns, int(self._piece_starts[piece]), within)
-                raise
+            columns = self._get_piece(piece)
+            parts.append({names: column.take(within) for names, column in columns.items()})
         if any(part.keys() != parts[0].keys() for part in parts):  # some have nulls
             parts = [_split_blocks(part) for part in parts]
         inverse = None
@@ -304,15 +305,23 @@ class TableReader:
         found = _split_blocks(joined)
         return {name: found.get((name,), []) for name in self.column_names}
 
-    def _raise_bad_row(self, columns: Piece, start: int, within: NDArray[np.int64]) -> None:
+    def _get_piece(self, piece: int) -> Piece:
+        columns = self._cache.get(piece)
+        if columns is None:
+            columns, size_bytes = self.load_piece(piece)
+            self._cache.put(piece, columns, size_bytes)
+        return columns
+
+    def _raise_bad_row(self, rows: NDArray[np.int64]) -> None:
         """Raises for the first of some rows that has a value which Python cannot have."""
-        for row in within:
-            for names, column in columns.items():
+        for row in rows.tolist():
+            piece, within = find_piece(self._piece_starts, row)
+            for names, column in self._get_piece(piece).items():
                 try:
-                    column.take(np.array([row]))
+                    _join_parts([column.take(np.array([within]))], None)
                 except _UNKNOWN_VALUES as error:
                     why = f"{names[0]} cannot be read: {' '.join(str(error).split())}"
-                    raise BadSampleError(self.locate_stored(start + int(row)), why) from error
+                    raise BadSampleError(self.locate_stored(row), why) from error
 
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by number."""

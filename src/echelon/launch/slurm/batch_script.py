@@ -171,7 +171,10 @@ _JOB_LINE = (
     "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; "
     "job=${job:-$SLURM_JOB_ID}"
 )
-_REQUEUE_LINE = 'scontrol requeue "$job" && exit 0'
+_REQUEUE_LINE = (
+    # What it asks for ends the job's processes, perhaps scontrol itself before it can say so: 143.
+    'scontrol requeue "$job"; case $? in 0 | 143) exit 0 ;; esac'
+)
 
 
 def may_requeue(config: Config) -> bool:
