@@ -34,6 +34,9 @@ class AgreedRequests(NamedTuple):
     """Whether the loop is to end."""
 
 
+_NOTHING_AGREED = AgreedRequests(StepRequests(), is_finished=False)
+
+
 class SessionAgreement:
     """Collects what this rank asks for, and tells what any rank has asked for before the first
     backward pass of an iteration was over. What is asked for later in the iteration waits for the
@@ -96,6 +99,8 @@ class SessionAgreement:
         self.clock_s += agreed[_CLOCK]
         if self._group.world.size == 1:
             agreed[_STOP] = self._stop.is_requested
+        if not any(agreed[:_CLOCK]):  # as in nearly every iteration
+            return _NOTHING_AGREED
         requests = StepRequests(*map(bool, agreed[:_FINISH]))
         return AgreedRequests(requests, bool(agreed[_FINISH]))
 

@@ -76,7 +76,9 @@ class StepBoundary(RunOutput, ABC):
         self.write_due_lines()
         trainer = self.config.trainer
         asks_save = requests.save or requests.stop or self.is_finished or self.is_best
-        evaluates = requests.evaluate or self.is_finished or self.is_due(trainer.evaluate)
+        evaluates = self.evaluations.evaluator is not None and (
+            requests.evaluate or self.is_finished or self.is_due(trainer.evaluate)
+        )
         if asks_save or self.is_due(trainer.save):
             self.save(is_evaluation_left=evaluates)
         if evaluates:
@@ -224,7 +226,7 @@ class StepBoundary(RunOutput, ABC):
         if self.step in (0, self.saved_step):
             return
         self.saved_step, self.unsaved_reason = self.step, None
-        self.evaluations.is_left = is_evaluation_left and self.evaluations.evaluator is not None
+        self.evaluations.is_left = is_evaluation_left
         self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_parts()
         if self.writer is not None:
