@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
 PACKAGES = (
     *("torch", "lightning", "accelerate", "pytorch-ignite", "hydra-core", "torchmetrics"),
-    *("webdataset", "mosaicml-streaming", "litdata", "datasets", "pyarrow", "pillow"),
+    *("webdataset", "mosaicml-streaming", "litdata", "datasets", "pyarrow", "pillow", "simplejpeg"),
 )
 
 Figure = dict[str, Any]

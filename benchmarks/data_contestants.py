@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,9 @@ FLOOR = "PIL alone, from memory"
 Epoch = Callable[[int], Iterable[int]]
 """Reads an epoch and yields the samples of each batch."""
 Maker = Callable[[Path], Epoch]
+ReadSample = Callable[[dict[str, Any]], dict[str, Any]]
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
+"""What litData decodes its own type of JPEGs with."""
 
 
 def open_ours(dataset: Any, batch_size: int, batches: int | None = None) -> Epoch:
@@ -71,6 +75,7 @@ def iterate(loader: Iterable[Any], set_epoch: Callable[[int], Any] | None = None
     return read_epoch
 
 
+@cache
 def import_streaming() -> Any:
     """MosaicML's streaming without its collections of data sets, which need a torchvision that
     fits this build of torch."""
@@ -89,7 +94,7 @@ def import_streaming() -> Any:
 
 
 def decode_picture(data: bytes) -> Any:
-    """What all contestants decode with."""
+    """As the documentation of the peers decodes, and of litData where bytes are stored."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(data), formats=("JPEG",))
@@ -104,8 +109,15 @@ def crop_picture(image: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(image.crop((x, y, x + CROP, y + CROP))))
 
 
+def crop_pixels(pixels: Any) -> Any:
+    """The same of rows of pixels, without a copy."""
+    x = random.randrange(pixels.shape[1] - CROP + 1)
+    y = random.randrange(pixels.shape[0] - CROP + 1)
+    return pixels[y : y + CROP, x : x + CROP]
+
+
 def crop_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"jpg": crop_picture(sample["jpg"]), "cls": sample["cls"]}
+    return {"jpg": crop_pixels(sample["jpg"]), "cls": sample["cls"]}
 
 
 def read_sample(sample: dict[str, Any]) -> dict[str, Any]:
@@ -113,11 +125,21 @@ def read_sample(sample: dict[str, Any]) -> dict[str, Any]:
     return {"jpg": crop_picture(decode_picture(sample["jpg"])), "cls": sample["cls"]}
 
 
+def read_pixels(sample: dict[str, Any]) -> dict[str, Any]:
+    """The same with our decoder, which is there for everybody."""
+    import simplejpeg
+
+    return {"jpg": crop_pixels(simplejpeg.decode_jpeg(sample["jpg"])), "cls": sample["cls"]}
+
+
 def read_images_by_echelon(folder: Path) -> Epoch:
     import echelon.data
 
     data = echelon.data.open(
-        folder / "images" / "tar", columns=["jpg", "cls"], transform=crop_sample
+        folder / "images" / "tar",
+        columns=["jpg", "cls"],
+        decode={"jpg": echelon.data.decode_pixels},
+        transform=crop_sample,
     )
     return open_ours(data, IMAGE_BATCH)
 
@@ -148,29 +170,37 @@ def read_images_by_streaming(folder: Path) -> Epoch:
     return iterate(base.StreamingDataLoader(data, batch_size=IMAGE_BATCH, num_workers=0))
 
 
-def read_images_by_litdata(folder: Path) -> Epoch:
+def read_images_by_litdata(
+    folder: Path, read: ReadSample = read_sample, stored: str = "litdata"
+) -> Epoch:
     import litdata
 
-    data = litdata.StreamingDataset(
-        str(folder / "images" / "litdata"), shuffle=True, transform=read_sample
-    )
+    data = litdata.StreamingDataset(str(folder / "images" / stored), shuffle=True, transform=read)
     return iterate(litdata.StreamingDataLoader(data, batch_size=IMAGE_BATCH, num_workers=0))
 
 
+def crop_tensor(sample: dict[str, Any]) -> dict[str, Any]:
+    """Of what litData's own type gives: the colours first, as torchvision decodes."""
+    pixels = crop_pixels(sample["jpg"].permute(1, 2, 0))
+    return {"jpg": pixels, "cls": sample["cls"]}
+
+
 class PictureFiles(Dataset[Any]):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, read: ReadSample) -> None:
         self.files = sorted(folder.glob("*/*.jpg"))
+        self.read = read
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         file = self.files[number]
-        return read_sample({"jpg": file.read_bytes(), "cls": int(file.parent.name)})
+        return self.read({"jpg": file.read_bytes(), "cls": int(file.parent.name)})
 
 
 def read_images_from_memory(folder: Path) -> Epoch:
-    """Nothing but to decode, cut and collate: what no loader can be faster than."""
+    """Nothing but to decode, cut and collate: what no loader that decodes by PIL can be faster
+    than."""
     samples = [
         {"jpg": file.read_bytes(), "cls": int(file.parent.name)}
         for file in (folder / "images" / "files").glob("*/*.jpg")
@@ -185,8 +215,8 @@ def read_images_from_memory(folder: Path) -> Epoch:
     return read_epoch
 
 
-def read_images_by_loader(folder: Path) -> Epoch:
-    data = PictureFiles(folder / "images" / "files")
+def read_images_by_loader(folder: Path, read: ReadSample = read_sample) -> Epoch:
+    data = PictureFiles(folder / "images" / "files", read)
     return iterate(DataLoader(data, IMAGE_BATCH, shuffle=True))
 
 
@@ -340,12 +370,19 @@ def read_small_by_streaming(folder: Path) -> Epoch:
 # --- objects of a store -------------------------------------------------------------------------
 
 
+def open_at_first(open_data: Callable[[], Epoch]) -> Epoch:
+    """What opens the data with its first epoch, whose time includes that, and keeps it."""
+    opened = cache(open_data)
+    return lambda epoch: opened()(epoch)
+
+
 def read_objects_by_echelon(folder: Path) -> Epoch:
     import echelon.data
+    import echelon.data.sample_fetcher  # with all that a training imports, as of the others
 
     os.environ["ECHELON_CACHE"] = str(folder)
     url = f"s3://{os.environ['BENCH_BUCKET']}/tar"
-    return lambda epoch: open_ours(echelon.data.open(url), OBJECT_BATCH)(epoch)
+    return open_at_first(lambda: open_ours(echelon.data.open(url), OBJECT_BATCH))
 
 
 def read_objects_by_webdataset(folder: Path) -> Epoch:
@@ -373,14 +410,13 @@ def read_objects_by_streaming(folder: Path) -> Epoch:
     base = import_streaming()
     remote = f"s3://{os.environ['BENCH_BUCKET']}/mds"
 
-    def read_epoch(epoch: int) -> Iterator[int]:
+    def open_data() -> Epoch:
         data = base.StreamingDataset(
             remote=remote, local=str(folder / "mds"), shuffle=True, batch_size=OBJECT_BATCH
         )
-        loader = base.StreamingDataLoader(data, batch_size=OBJECT_BATCH, num_workers=0)
-        yield from iterate(loader)(epoch)
+        return iterate(base.StreamingDataLoader(data, batch_size=OBJECT_BATCH, num_workers=0))
 
-    return read_epoch
+    return open_at_first(open_data)
 
 
 def read_objects_by_litdata(folder: Path) -> Epoch:
@@ -396,14 +432,13 @@ def read_objects_by_litdata(folder: Path) -> Epoch:
     }
     remote = f"s3://{os.environ['BENCH_BUCKET']}/litdata"
 
-    def read_epoch(epoch: int) -> Iterator[int]:
+    def open_data() -> Epoch:
         data = litdata.StreamingDataset(
             remote, cache_dir=str(folder), shuffle=True, storage_options=options
         )
-        loader = litdata.StreamingDataLoader(data, batch_size=OBJECT_BATCH, num_workers=0)
-        yield from iterate(loader)(epoch)
+        return iterate(litdata.StreamingDataLoader(data, batch_size=OBJECT_BATCH, num_workers=0))
 
-    return read_epoch
+    return open_at_first(open_data)
 
 
 CONTESTANTS: dict[str, dict[str, Maker]] = {
@@ -412,7 +447,9 @@ CONTESTANTS: dict[str, dict[str, Maker]] = {
         "webdataset": read_images_by_webdataset,
         "streaming": read_images_by_streaming,
         "litData": read_images_by_litdata,
+        "litData, by simplejpeg": partial(read_images_by_litdata, read=read_pixels),
         "DataLoader over files": read_images_by_loader,
+        "DataLoader over files, by simplejpeg": partial(read_images_by_loader, read=read_pixels),
         FLOOR: read_images_from_memory,
     },
     "tokens": {
@@ -438,6 +475,10 @@ CONTESTANTS: dict[str, dict[str, Maker]] = {
         "litData": read_objects_by_litdata,
     },
 }
+if HAS_TORCHVISION:
+    CONTESTANTS["images"]["litData, its own type, by torchvision"] = partial(
+        read_images_by_litdata, read=crop_tensor, stored="litdata-jpeg"
+    )
 
 
 def main(task: str, name: str, folder: Path, core: int) -> None:

@@ -5,11 +5,14 @@
 Every contestant is a process on one core without loader processes (`data_contestants.py`). Its time
 is that of the processor for one epoch, from the request of the first batch to the last batch; the
 next contestant's turn follows. All shuffle, but for pyarrow, and all data is in the page cache.
-- images: 1,000 JPEGs of 256 × 256 in 4 shards, decoded by PIL, cut to 224 × 224 at random places,
-  as tensors of bytes in batches of 64. webdataset reads the same tars through a buffer of 1,000
-  samples, streaming and litData their own formats with the bytes of the same files, torch's
-  DataLoader the files themselves. All decode and cut with the same two functions. "PIL alone" does
-  nothing else, with all bytes in memory: no loader that decodes so can be faster.
+- images: 1,000 JPEGs of 256 × 256 in 4 shards, decoded, cut to 224 × 224 at random places, as
+  tensors of bytes in batches of 64. Echelon decodes by `echelon.data.decode_pixels`, which is
+  simplejpeg. webdataset reads the same tars through a buffer of 1,000 samples, streaming and
+  litData their own formats with the bytes of the same files, torch's DataLoader the files
+  themselves. They decode by PIL, as their documentation does. litData and the DataLoader are
+  measured a second time with simplejpeg, which their users may call too, and litData with its own
+  type of pictures, which torchvision decodes, where that is installed. "PIL alone" has all bytes
+  in memory: no loader that decodes by PIL can be faster.
 - tokens: windows of 1,024 uint16 of a file of 4 GB (a sparse file, read once before), widened to
   int64, in batches of 32: 20,000 windows a turn. The loop keeps the file mapped; nanoGPT's
   `get_batch` maps it for every batch. Both draw from anywhere in the file, Echelon in its windows.

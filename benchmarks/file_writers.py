@@ -43,10 +43,17 @@ def get_sample(pictures: list[bytes], number: int) -> dict[str, object]:
     return {"jpg": pictures[number], "cls": number % CLASSES}
 
 
+def get_typed_sample(pictures: list[bytes], number: int) -> dict[str, object]:
+    """With the picture in litData's own type, which it decodes itself."""
+    from litdata.streaming.serializers import Jpeg
+
+    return {"jpg": Jpeg(bytes=pictures[number]), "cls": number % CLASSES}
+
+
 def write_images(folder: Path) -> None:
     import litdata
 
-    from data_contestants import import_streaming
+    from data_contestants import HAS_TORCHVISION, import_streaming
 
     pictures = [make_picture(number) for number in range(IMAGES)]
     tars, files = folder / "images" / "tar", folder / "images" / "files"
@@ -66,14 +73,18 @@ def write_images(folder: Path) -> None:
     ) as writer:
         for number in range(IMAGES):
             writer.write(get_sample(pictures, number))
-    litdata.optimize(
-        partial(get_sample, pictures),
-        list(range(IMAGES)),
-        str(folder / "images" / "litdata"),
-        chunk_bytes="8MB",
-        num_workers=1,
-        verbose=False,
+    stored = {"litdata": get_sample} | (
+        {"litdata-jpeg": get_typed_sample} if HAS_TORCHVISION else {}
     )
+    for name, get in stored.items():
+        litdata.optimize(
+            partial(get, pictures),
+            list(range(IMAGES)),
+            str(folder / "images" / name),
+            chunk_bytes="8MB",
+            num_workers=1,
+            verbose=False,
+        )
 
 
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -51,6 +51,44 @@ def test_look_as_json(capsys: Capture) -> None:
     assert found["first_samples"][0]["values"]["label"] == "0"
 
 
+def test_look_at_tokens(capsys: Capture) -> None:
+    Path("tokens").mkdir()
+    np.arange(20_000, dtype=np.uint16).tofile("tokens/a.bin")
+    np.arange(5, dtype=np.uint16).tofile("tokens/b.bin")
+    code, out, _ = echelon(capsys, "data", "look", "tokens")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[:2] == [
+        "20,005 tokens in 2 files, 40 kB",
+        "read as uint16: the files do not say it, --dtype does",
+    ]
+    assert [line.split() for line in lines[5:9]] == [
+        [],
+        ["tokens/a.bin,", "sample", "0", "(token", "0)"],
+        ["tokens", "20,000"],
+        ["first", *map(str, range(16)), "…"],
+    ]
+    assert lines[-2:] == ["  first    0 1 2 3 4", "  largest  4 in 3 places"]
+
+
+def test_tokens_of_another_type(capsys: Capture) -> None:
+    np.arange(1, 200, dtype=np.uint32).tofile("a.bin")
+    _, out, _ = echelon(capsys, "data", "look", "a.bin")
+    assert "  note     every second one is 0, as if they were uint32: see --dtype" in out
+    _, out, _ = echelon(capsys, "data", "look", "a.bin", "--dtype", "uint32", "--json")
+    found = json.loads(out)
+    assert (found["format"], found["samples"], found["size_bytes"]) == ("tokens", 199, 796)
+    assert "note" not in found["first_samples"][0]["values"]
+    Path("b.bin").write_bytes(b"123")
+    code, _, err = echelon(capsys, "data", "look", "a.bin", "b.bin")
+    assert code == 2
+    assert "b.bin has 3 bytes, which are no whole number of uint16 tokens" in err
+    write_shard(Path("c.tar"), 1)
+    code, _, err = echelon(capsys, "data", "look", "a.bin", "c.tar")
+    assert code == 2
+    assert "a.bin has no ending of a known format" in err
+
+
 def test_long_and_strange_values_are_one_line_each(capsys: Capture) -> None:
     line = {"text": "a\x1b[31m\n" + "x" * 5000, "object": {"a": [1, None]}, "none": None}
     Path("lines.jsonl").write_text(json.dumps(line) + "\n")

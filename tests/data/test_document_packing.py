@@ -124,11 +124,10 @@ def test_files_are_packed_as_their_documents_are(
         documents, length=length, strategy=strategy, pad_token_id=7
     )
     rows = np.random.default_rng(1).integers(0, len(data), 50)
-    batches = data.read_batches(rows, [len(rows)])
+    [batch] = data.read_batches(rows, [len(rows)]) or []
     expected = default_collate(listed.__getitems__(rows.tolist()))
     again = default_collate(pickle.loads(pickle.dumps(data)).__getitems__(rows.tolist()))
-    assert batches is not None
-    for name, column in batches[0].items():
+    for name, column in batch.items():
         assert torch.equal(column, expected[name])
         assert torch.equal(column, again[name])
     assert data.chunks.starts[-1] == len(data)

@@ -22,8 +22,9 @@ from echelon.data.file_dataset import FileDataset
 from echelon.data.formats import reader
 from echelon.data.formats.numpy_files import NumpyReader
 from echelon.data.formats.reader import BadSampleError, DataFile, group_by_piece
-from echelon.data.sample_fetcher import SampleFetcher, SampleShare, iter_shares
+from echelon.data.sample_fetcher import SampleFetcher
 from echelon.data.sample_order import EpochOrder
+from echelon.data.sample_shares import SampleShare, iter_shares
 from echelon.errors import EchelonError
 from echelon.snapshot.state import pack_rng_state
 

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,14 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+import torch
 from object_store_server import ACCESS_KEY, SECRET_KEY, ObjectStoreServer
 from sample_files import write_lines, write_photos, write_shard
 from worlds import wait_until
 
 import echelon
+from echelon.data.batches import DatasetSource, EvalOrder
+from echelon.data.epoch_plan import make_epoch_plan
 from echelon.data.find_objects import _is_match
 from echelon.errors import EchelonError
 
@@ -110,6 +114,53 @@ def test_what_was_fetched_is_not_fetched_again(
 
 
 @slow
+def test_a_folder_is_listed_while_an_object_of_that_name_is_looked_for(
+    object_store: ObjectStoreServer, tmp_path: Path
+) -> None:
+    shard = write_shard(tmp_path / "a.tar", 7).read_bytes()
+    object_store.put("tar/a.tar", shard)
+    bucket = f"s3://{object_store.bucket}"
+    is_listed = threading.Event()
+
+    def wait_for_listing(method: str, path: str) -> None:
+        if "list-type" in path:
+            is_listed.set()
+        elif method == "HEAD":
+            assert is_listed.wait(60)
+
+    object_store.decide = wait_for_listing
+    folder = open_any(f"{bucket}/tar")
+    object_store.reset_counts()
+    assert list_samples(open_any(f"{bucket}/tar/a.tar")) == list_samples(folder)
+    assert [method for method, _, _ in object_store.requests] == ["HEAD"]
+    object_store.put("tar", shard + bytes(512))  # an object comes before a folder
+    found = echelon.data.open(f"{bucket}/tar", format="tar", decode=None)
+    assert str(found.locate(0)).startswith(f"{bucket}/tar, ")
+
+
+@slow
+def test_the_objects_that_are_indexed_next_are_fetched_meanwhile(
+    object_store: ObjectStoreServer, tmp_path: Path
+) -> None:
+    for number in range(3):
+        shard = write_shard(tmp_path / "tar" / f"{number}.tar", 7)
+        object_store.put(f"tar/{number}.tar", shard.read_bytes())
+    is_last_asked = threading.Event()
+
+    def wait_for_last(method: str, path: str) -> None:
+        if path.endswith("2.tar"):
+            is_last_asked.set()
+        elif path.endswith("0.tar"):
+            assert is_last_asked.wait(60)
+
+    object_store.decide = wait_for_last
+    remote = open_any(f"s3://{object_store.bucket}/tar/*.tar")
+    assert is_last_asked.is_set()
+    assert list_samples(remote) == list_samples(open_any(str(tmp_path / "tar")))
+    assert sorted(object_store.list_paths("GET"))[1:] == [f"tar/{n}.tar" for n in range(3)]
+
+
+@slow
 def test_a_web_server_is_read_file_by_file(object_store: ObjectStoreServer, tmp_path: Path) -> None:
     write_all(tmp_path / "data")
     put_all(object_store, tmp_path / "data")
@@ -169,6 +220,28 @@ def test_chunks_that_come_next_are_fetched_ahead(
     object_store.answer = 403
     assert not dataset[11]["data"].any()  # it waits for what is on its way
     assert not dataset[0]["data"].any()
+    assert len(object_store.requests) == 4  # blocks that follow one another are asked for at once
+
+
+@slow
+def test_the_sources_of_a_mixture_are_fetched_ahead(
+    object_store: ObjectStoreServer, tmp_path: Path
+) -> None:
+    sources = {}
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.full((12, 1 << 20), ord(name), np.uint8))
+        url = object_store.put(f"{name}.npy", (tmp_path / f"{name}.npy").read_bytes())
+        sources[name] = echelon.data.open(url)
+    mixture = echelon.data.mix(sources)
+    device = torch.device("cpu")
+    order = make_epoch_plan(len(mixture), 2, 0, data=mixture).make_order(0, 0, 1, device)
+    batches = DatasetSource(mixture, 0, device).iter_batches(order, 0, device)
+    drawn = [next(batches) for _ in range(8)]
+    wait_until(lambda: object_store.bytes_sent > 24 << 20, "all of it has come")
+    object_store.answer = 403
+    drawn += batches
+    firsts = sorted(int(row[0]) for batch in drawn for row in batch.data["data"])
+    assert firsts == [ord("a")] * 12 + [ord("b")] * 12
 
 
 def _require_fault(open_it: Callable[[], Any], *words: str) -> str:
@@ -207,6 +280,29 @@ def test_what_cannot_be_read_is_said(
     object_store.answer = "hang"
     object_store.answer_path = ".tar"
     _require_fault(lambda: echelon.data.open(f"{bucket}/tar"), "1.tar", "no whole answer within")
+
+
+@slow
+@pytest.mark.parametrize("answer", [403, "hang"])
+def test_a_store_that_fails_is_asked_once_for_many_batches(
+    object_store: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch, answer: int | str
+) -> None:
+    """Batches that are read together are not read again one by one then: a store that does not
+    answer would be waited for twice."""
+    monkeypatch.setenv("ECHELON_STORE_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("ECHELON_STORE_RETRIES", "0")
+    file = io.BytesIO()
+    np.save(file, np.zeros((100, 1 << 16), np.uint8))  # the header is in the first of two blocks
+    url = object_store.put("a.npy", file.getvalue())
+    dataset = echelon.data.open(url)
+    device = torch.device("cpu")
+    batches = DatasetSource(dataset, 0).iter_batches(EvalOrder(100, 1, 0, 1), 0, device)
+    next(batches)
+    object_store.reset_counts()
+    object_store.answer = answer
+    _require_fault(lambda: list(batches), f"{url} cannot be read")
+    # What is read ahead asks as well, and is not waited for.
+    assert 1 <= len(object_store.list_paths("GET")) <= 3
 
 
 @slow

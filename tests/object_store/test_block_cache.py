@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import EchelonError
-from echelon.object_store.block_cache import BlockCache, open_cache
+from echelon.object_store.block_cache import (
+    BLOCK_BYTES,
+    BlockCache,
+    open_cache,
+    split_neighbours,
+)
 from echelon.object_store.urls import ObjectInfo
 
 INFO = ObjectInfo("s3://bucket/a.tar", 100, '"etag"')
@@ -67,6 +72,56 @@ def test_a_full_disk_is_made_room_on_once_and_then_said(tmp_path: Path) -> None:
     what = f"s3://bucket/a.tar cannot be kept in {tmp_path}/blocks: no space left on device"
     assert raised.value.faults[0].what == what
     assert not cache.get_path(INFO, 5).exists()
+
+
+def test_neighbours_are_fetched_in_one_piece(tmp_path: Path) -> None:
+    content = os.urandom(4 * BLOCK_BYTES + 5)
+    info = INFO._replace(size=len(content))
+    cache = BlockCache(tmp_path / "blocks", 1 << 30)
+    asked: list[tuple[int, int]] = []
+
+    def fetch(begin: int, end: int) -> Iterator[bytes]:
+        asked.append((begin, end))
+        for at in range(begin, end, 1_000_003):
+            yield content[at : min(at + 1_000_003, end)]
+
+    cache.store_block(info, 2, lambda: [content[2 * BLOCK_BYTES : 3 * BLOCK_BYTES]])
+    assert cache.store_neighbours(info, range(5), fetch) == []
+    assert asked == [(0, 2 * BLOCK_BYTES), (3 * BLOCK_BYTES, len(content))]
+    assert b"".join(cache.get_path(info, n).read_bytes() for n in range(5)) == content
+    assert not list(tmp_path.rglob("*.lock"))
+    assert cache.store_neighbours(info, range(5), fetch) == []
+    assert len(asked) == 2
+
+
+def test_neighbours_that_others_fetch_or_that_do_not_fit_are_left(tmp_path: Path) -> None:
+    info = INFO._replace(size=3 * BLOCK_BYTES)
+    cache = BlockCache(tmp_path / "blocks", 1 << 30)
+    held, released = threading.Event(), threading.Event()
+
+    def fetch_slowly() -> list[bytes]:
+        held.set()
+        assert released.wait(60)
+        return [bytes(BLOCK_BYTES)]
+
+    other = threading.Thread(target=cache.store_block, args=(info, 0, fetch_slowly))
+    other.start()
+    assert held.wait(60)
+
+    def fetch(begin: int, end: int) -> Iterator[bytes]:
+        yield bytes(BLOCK_BYTES + 7)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert cache.store_neighbours(info, [0, 1, 2], fetch) == [0, 2]
+    released.set()
+    other.join()
+    kept = [number for number in range(3) if cache.get_path(info, number).exists()]
+    assert kept == [0, 1]
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_blocks_are_split_where_they_do_not_follow_one_another() -> None:
+    assert split_neighbours([0, 1, 2, 4, 7, 8], 2) == [[0, 1], [2], [4], [7, 8]]
 
 
 def test_settings_come_from_the_environment(tmp_path: Path) -> None:

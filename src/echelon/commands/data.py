@@ -55,10 +55,12 @@ examples:
   echelon data look data/train                     a folder
   echelon data look 'data/*.tar' -n 10             ten samples
   echelon data look photos --html photos.html      one page with pictures, which needs nothing else
+  echelon data look train.bin --dtype uint32       files of tokens; those of uint16 without --dtype
 
 --json prints {version: 1, format, files, size_bytes, samples, chunks, median_chunk_bytes,
 columns: [{name, type, median_bytes, max_bytes, samples}], class_names,
-first_samples: [{file, number, key, values: {column: text}, fault}]}.""",
+first_samples: [{file, number, key, values: {column: text}, fault}]}. Of files of tokens, `samples`
+are the tokens, and each of the first samples is about a file.""",
     )
     _add_paths(parser, "paths")
     parser.add_argument(
@@ -67,6 +69,12 @@ first_samples: [{file, number, key, values: {column: text}, fault}]}.""",
         metavar="N",
         help="samples to show (default: 3, and 24 with --html)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("uint8", "uint16", "uint32", "int32", "int64"),
+        default="uint16",
+        help="of the tokens in .bin files (default: uint16)",
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page with the samples")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(words)
@@ -74,7 +82,7 @@ first_samples: [{file, number, key, values: {column: text}, fault}]}.""",
 
     page = Path(given.html) if given.html else None
     shown = given.n if given.n is not None else 24 if page else 3
-    return show_files(given.paths, given.format, shown, page, given.json)
+    return show_files(given.paths, given.format, given.dtype, shown, page, given.json)
 
 
 def _check(words: list[str]) -> int:

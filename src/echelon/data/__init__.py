@@ -2,6 +2,7 @@
 
     echelon.data.open                returns the samples of files as a Dataset, for `train_data`
     echelon.data.open_tokens         returns windows of a file of tokens as a Dataset
+    echelon.data.decode_pixels       makes an array of pixels of a picture, for `decode`
     echelon.data.pack_documents      returns documents of tokens, packed into samples of one length
     echelon.data.mix                 returns several Datasets as one, drawn from with weights
     echelon.data.stream              returns data without a length, cut into shards
@@ -18,14 +19,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.data.document_packing import pack_documents
+    from echelon.data.image_decoding import decode_pixels
     from echelon.data.mixture import mix
     from echelon.data.open_files import open, open_tokens
     from echelon.data.sharded_stream import stream
     from echelon.data.token_budget import TokenBudgetSampler
 
-__all__ = ["TokenBudgetSampler", "mix", "open", "open_tokens", "pack_documents", "stream"]
+__all__ = [
+    "TokenBudgetSampler",
+    "decode_pixels",
+    "mix",
+    "open",
+    "open_tokens",
+    "pack_documents",
+    "stream",
+]
 
 _MODULE_OF = {
+    "decode_pixels": "echelon.data.image_decoding",
     "mix": "echelon.data.mixture",
     "open": "echelon.data.open_files",
     "open_tokens": "echelon.data.open_files",

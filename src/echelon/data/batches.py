@@ -21,7 +21,8 @@ from echelon.errors import EchelonError, ExitCode, Fault
 
 if TYPE_CHECKING:
     from echelon.data.bad_samples import BadSampleList
-    from echelon.data.sample_fetcher import FetchedShare, SampleShare
+    from echelon.data.sample_fetcher import FetchedShare
+    from echelon.data.sample_shares import SampleShare
 
 _COLUMN_TYPES = (Tensor, np.ndarray)
 _BLOCK_BYTES = 8 << 20
@@ -392,11 +393,12 @@ class DatasetSource:
         self, order: BatchOrder, first: int, make_next: MakeNextOrder | None
     ) -> Iterator[tuple[FetchedShare, int]]:
         """Return this rank's shares as they are fetched, with their sizes."""
-        from echelon.data.sample_fetcher import iter_shares
+        from echelon.data.sample_shares import iter_shares
 
         if self._processes is not None:
             return self._processes.iter_batches(order, first, make_next)
-        return self._fetcher.iter_fetched(iter_shares(order, first))
+        shares = iter_shares(order, first, self._fetcher.remote_chunks)
+        return self._fetcher.iter_fetched(shares)
 
     def _iter_copied(
         self, copier: BatchCopier, shares: Iterator[tuple[FetchedShare, int]]
@@ -433,7 +435,7 @@ class DatasetSource:
     def fetch_batch(self, order: BatchOrder, number: int, device: torch.device) -> Batch:
         """Return this rank's share of one batch. Loader processes that work on others are left
         alone."""
-        from echelon.data.sample_fetcher import iter_shares
+        from echelon.data.sample_shares import iter_shares
 
         return self._fetch_share(next(iter_shares(order, number)), device)
 

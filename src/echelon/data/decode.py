@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from echelon.data.formats.reader import BadSampleError, SamplePlace, SampleReader
+from echelon.data.image_decoding import PICTURE_STARTS, decode_image, decode_pixels
 from echelon.errors import EchelonError, Fault
 
 DecodeValue = Callable[[Any], Any]
@@ -27,10 +28,6 @@ DecodeSetting = (
 """What `echelon.data.open` takes as `decode`; see SampleDecoder."""
 
 _PICKLES = ("pkl", "pickle", "pt", "pth", "pyd")
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Of the many that PIL knows: some others start programs."""
-_PICTURE_STARTS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-"""What pictures begin with. A RIFF file may be WebP or a sound, so its column needs a name."""
 
 
 class SampleDecoder:
@@ -71,6 +68,7 @@ class SampleDecoder:
         for name in names:
             if name in chosen:
                 function = chosen[name]
+                faults += _find_missing_pillow(name, function)
             else:
                 is_encoded = name in encoded_columns
                 function = _AUTO.get(
@@ -85,7 +83,7 @@ class SampleDecoder:
     @property
     def leaves_numbers(self) -> bool:
         """Whether all that is not bytes stays as it is, and no function of the user's is called."""
-        known = (*_AUTO.values(), _decode_if_picture)
+        known = (*_AUTO.values(), _decode_if_picture, decode_pixels)
         return self._function is None and all(f in known for f in self._by_column.values())
 
     def decode_sample(
@@ -116,7 +114,7 @@ def make_decoder(decode: DecodeSetting, reader: SampleReader) -> SampleDecoder:
 
 def list_opaque_columns(column_names: Iterable[str]) -> list[str]:
     """Return the columns of pictures and of pickles, whose bytes are not for reading."""
-    opaque = [*_PICKLES, *(name for name, each in _AUTO.items() if each is _decode_image)]
+    opaque = [*_PICKLES, *(name for name, each in _AUTO.items() if each is decode_image)]
     return [name for name in column_names if _get_extension(name) in opaque]
 
 
@@ -133,7 +131,11 @@ def _find_faults(column: str, function: DecodeValue | None) -> list[Fault]:
                 "torch.load(…, weights_only=True); or leave it out with columns=[…]",
             )
         ]
-    if function is _decode_image and find_spec("PIL") is None:
+    return _find_missing_pillow(column, function)
+
+
+def _find_missing_pillow(column: str, function: DecodeValue | None) -> list[Fault]:
+    if function in (decode_image, decode_pixels) and find_spec("PIL") is None:
         return [
             Fault(
                 f"the column {column!r} has pictures, and pillow is not installed",
@@ -143,28 +145,11 @@ def _find_faults(column: str, function: DecodeValue | None) -> list[Fault]:
     return []
 
 
-def _decode_image(value: Any) -> Any:
-    """Return a PIL image in RGB. Hugging Face stores pictures in tables as `{"bytes": …}`."""
-    from PIL import Image, UnidentifiedImageError
-
-    data = value.get("bytes") if isinstance(value, Mapping) else value
-    if not isinstance(data, bytes):
-        if isinstance(value, Mapping) and value.get("path"):
-            raise ValueError(f"the table has its path only, {value['path']!r}, and not its bytes")
-        return value
-    try:
-        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-    except UnidentifiedImageError as error:  # whose text has the address of an object
-        raise ValueError("it is not a picture of a known format") from error
-    image.load()  # else the pixels are read where they are first used, and errors are raised there
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
 def _decode_if_picture(value: Any) -> Any:
     """Return a picture of a column whose name says nothing; a sound stays as it is."""
     data = value.get("bytes") if isinstance(value, Mapping) else None
-    is_picture = isinstance(data, bytes) and data.startswith(_PICTURE_STARTS)
-    return _decode_image(value) if is_picture else value
+    is_picture = isinstance(data, bytes) and data.startswith(PICTURE_STARTS)
+    return decode_image(value) if is_picture else value
 
 
 def _decode_array(data: bytes) -> Any:
@@ -188,7 +173,7 @@ def _decode_if_bytes(function: Callable[[bytes], Any], value: Any) -> Any:
 _AUTO: dict[str, DecodeValue] = {
     **dict.fromkeys(
         ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "image"),
-        _decode_image,
+        decode_image,
     ),
     **dict.fromkeys(("txt", "text"), partial(_decode_if_bytes, _decode_text)),
     "npy": partial(_decode_if_bytes, _decode_array),

@@ -20,6 +20,7 @@ from torch import Tensor
 from echelon.data.best_fit import pack_rows, plan_rows
 from echelon.data.documents import DatasetDocuments, Documents, FileDocuments, is_path_list
 from echelon.data.file_dataset import FileDataset
+from echelon.data.formats.mapped_tokens import TOKEN_TYPES
 from echelon.data.formats.reader import (
     ChunkTable,
     SamplePlace,
@@ -28,7 +29,6 @@ from echelon.data.formats.reader import (
     split_columns,
     sum_to_starts,
 )
-from echelon.data.formats.token_files import TOKEN_TYPES
 from echelon.data.open_files import find_files
 from echelon.errors import EchelonError, Fault, suggest_nearest
 

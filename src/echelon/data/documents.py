@@ -21,9 +21,9 @@ from echelon.data.formats.byte_source import DataPath
 from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.document_index import find_documents
 from echelon.data.formats.index_file import load_index
+from echelon.data.formats.mapped_tokens import Tokens, map_tokens
 from echelon.data.formats.reader import ChunkTable, SamplePlace, sum_to_starts
 from echelon.data.formats.remote_rows import RemoteRows
-from echelon.data.formats.token_files import Tokens, map_tokens
 from echelon.data.sample_seeds import derive_seeds, keep_generators, seed_generators
 from echelon.errors import EchelonError, Fault
 from echelon.utils.text import join_names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from echelon.data.chunk_order import DEFAULT_WINDOW_BYTES
 from echelon.data.decode import SampleDecoder
@@ -21,6 +21,7 @@ from echelon.data.formats.reader import (
     SamplePlace,
     SampleReader,
 )
+from echelon.data.formats.text_views import TextValues
 
 
 class FileDataset(Dataset[Any]):
@@ -40,8 +41,12 @@ class FileDataset(Dataset[Any]):
         reader: SampleReader,
         decoder: SampleDecoder | None = None,
         transform: Callable[[Any], Any] | None = None,
+        *,
+        is_remote: bool = False,
     ) -> None:
+        """`is_remote`: the files are objects of a store."""
         self.reader = reader
+        self.is_remote = is_remote
         self.window_bytes = DEFAULT_WINDOW_BYTES
         self._decoder = decoder
         self._transform = transform
@@ -100,16 +105,15 @@ class FileDataset(Dataset[Any]):
 
     def read_batches(
         self, rows: NDArray[np.int64], counts: Sequence[int]
-    ) -> list[dict[str, Any]] | None:
+    ) -> Iterator[dict[str, Any]] | None:
         """Return the batches of so many samples that torch's default_collate makes of these rows,
-        without taking them apart first; None where that cannot be done."""
+        without taking them apart first; None where that cannot be done. All rows are read at once;
+        texts become Python's with their batch."""
         joined = self._read_joined(rows)
         if joined is None:
             return None
-        if len(counts) == 1:
-            return [joined]
         columns = [_split_column(values, counts) for values in joined.values()]
-        return [dict(zip(joined, each, strict=True)) for each in zip(*columns, strict=True)]
+        return (dict(zip(joined, each, strict=True)) for each in zip(*columns, strict=True))
 
     @property
     def row_bytes(self) -> int:
@@ -124,7 +128,7 @@ class FileDataset(Dataset[Any]):
         for name, values in cast(ColumnReader, self.reader).read_columns(rows).items():
             if isinstance(values, np.ndarray) and values.dtype.kind in "biufc":
                 batch[name] = torch.from_numpy(values)
-            elif isinstance(values, Tensor) or set(map(type, values)) == {str}:
+            elif isinstance(values, Tensor | TextValues) or set(map(type, values)) == {str}:
                 batch[name] = values
             else:
                 # default_collate may know what to do, or says why it cannot be done.
@@ -140,12 +144,25 @@ class FileDataset(Dataset[Any]):
         return row % size
 
 
-def _split_column(values: Any, counts: Sequence[int]) -> list[Any]:
+def find_file_dataset(dataset: Any) -> tuple[FileDataset | None, list[Any]]:
+    """Return the files that a Dataset, or a Subset of it, reads its samples from, and the indices
+    of the Subsets around them, the outermost first."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    return (dataset if isinstance(dataset, FileDataset) else None), subsets
+
+
+def _split_column(values: Any, counts: Sequence[int]) -> Iterable[Any]:
     """Return the values of each batch. Tensors begin at aligned addresses, as if each had been read
     alone: matrix products may round differently depending on that."""
     if isinstance(values, Tensor):
+        if len(counts) == 1:
+            return [values]
         pieces = torch.split(values, list(counts))
         return [piece if piece.data_ptr() % 64 == 0 else piece.clone() for piece in pieces]
-    return [
-        values[stop - count : stop] for stop, count in zip(accumulate(counts), counts, strict=True)
-    ]
+    borders = zip(accumulate(counts), counts, strict=True)
+    if isinstance(values, TextValues):
+        return (values.to_list(stop - count, stop) for stop, count in borders)
+    return [values[stop - count : stop] for stop, count in borders]

@@ -12,9 +12,8 @@ from echelon.data.formats.image_folder import IMAGE_ENDINGS
 from echelon.data.formats.reader import DataFile
 from echelon.data.shard_manifest import MANIFEST_NAME
 from echelon.errors import EchelonError, Fault, suggest_nearest
-from echelon.object_store.client import find_object, list_objects
+from echelon.object_store.client import find_object, find_object_or_list, list_objects
 from echelon.object_store.remote_file import RemoteFile, RemoteFolder
-from echelon.object_store.store_errors import ObjectStoreError, StoreProblem
 from echelon.object_store.urls import ObjectInfo, ObjectUrl, parse_url
 from echelon.utils.text import join_names
 
@@ -31,14 +30,13 @@ def find_objects(
         return _match_pattern(url, endings)
     if not url.can_list:
         return [_make_file(find_object(str(url)), url.key.rpartition("/")[0])]
-    if url.key and not url.key.endswith("/"):
-        try:
-            return [_make_file(find_object(str(url)), url.key.rpartition("/")[0])]
-        except ObjectStoreError as error:
-            if error.problem is not StoreProblem.NOT_FOUND:
-                raise
-    folder = url._replace(key=url.key.rstrip("/"))
-    return _list_folder(folder, list_objects(str(folder)), endings, are_images)
+    if not url.key or url.key.endswith("/"):
+        folder = url._replace(key=url.key.rstrip("/"))
+        return _list_folder(folder, list_objects(str(folder)), endings, are_images)
+    found = find_object_or_list(str(url), is_likely_folder="." not in url.name)
+    if isinstance(found, ObjectInfo):
+        return [_make_file(found, url.key.rpartition("/")[0])]
+    return _list_folder(url, found, endings, are_images)
 
 
 def _make_file(info: ObjectInfo, folder: str) -> DataFile:

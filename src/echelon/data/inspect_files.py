@@ -17,17 +17,27 @@ import numpy as np
 
 from echelon.data.decode import SampleDecoder, list_opaque_columns
 from echelon.data.formats.byte_source import DataPath, get_size
+from echelon.data.formats.column_choice import raise_faults
 from echelon.data.formats.image_folder import ImageFolderReader
-from echelon.data.formats.reader import BadSampleError, SamplePlace, SampleReader
+from echelon.data.formats.mapped_tokens import DEFAULT_TOKEN_TYPE, Tokens, map_tokens
+from echelon.data.formats.reader import (
+    BadSampleError,
+    SamplePlace,
+    SampleReader,
+    cut_files_evenly,
+)
 from echelon.data.formats.tar_files import TarReader
-from echelon.data.open_files import Paths, find_data, open_reader
-from echelon.errors import escape_controls
+from echelon.data.open_files import Paths, find_data_or_tokens, open_reader
+from echelon.errors import Fault, escape_controls
 from echelon.utils.text import format_bytes, truncate_text
 
 _MEASURED_SAMPLES = 64
 """Types and sizes are those of so many samples, spread over all of them."""
 _MAX_SHOWN_CHARACTERS = 300
 _SHOWN_ITEMS = 8
+_MEASURED_TOKENS = 1024
+"""In each of as many places of a file of tokens."""
+_SHOWN_TOKENS = 16
 _PICTURE_PIXELS = 320
 """Of the longer side of a picture on a page."""
 
@@ -66,6 +76,7 @@ class FilesSummary(NamedTuple):
     """What `echelon data look` shows."""
 
     format: str
+    """`tokens` for `.bin` files: their samples are the tokens."""
     files: int
     size_bytes: int
     """On the disk."""
@@ -79,10 +90,19 @@ class FilesSummary(NamedTuple):
 
 
 def inspect_files(
-    paths: Paths, format: str | None, shown: int, *, with_pictures: bool = False
+    paths: Paths,
+    format: str | None,
+    shown: int,
+    *,
+    with_pictures: bool = False,
+    token_type: str = DEFAULT_TOKEN_TYPE,
 ) -> FilesSummary:
-    """Return what is in files, with the first `shown` samples."""
-    files, chosen = find_data(paths, format)
+    """Return what is in files, with the first `shown` samples. Files of tokens do not say of which
+    type they are."""
+    found = find_data_or_tokens(paths, format)
+    if isinstance(found, list):
+        return _inspect_tokens([file.path for file in found], token_type, shown)
+    files, chosen = found
     reader = open_reader(files, chosen)
     keep: dict[str, None] = dict.fromkeys(list_opaque_columns(reader.column_names))
     decoder = SampleDecoder(keep, reader.column_names)
@@ -105,6 +125,45 @@ def inspect_files(
             for row in range(min(shown, len(reader)))
         ],
     )
+
+
+def _inspect_tokens(paths: list[DataPath], token_type: str, shown: int) -> FilesSummary:
+    """Return what is in files of tokens, with the first tokens of the first `shown` files."""
+    mapped = [map_tokens(path, token_type) for path in paths]
+    raise_faults([tokens for tokens in mapped if isinstance(tokens, Fault)])
+    files = [tokens for tokens in mapped if not isinstance(tokens, Fault)]
+    counts, token_bytes = list(map(len, files)), np.dtype(token_type).itemsize
+    sizes = cut_files_evenly(counts, token_bytes).sizes_bytes
+    total = sum(counts)
+    return FilesSummary(
+        "tokens",
+        len(files),
+        total * token_bytes,
+        total,
+        len(sizes),
+        int(np.median(sizes)),
+        [ColumnSummary("tokens", token_type, token_bytes, token_bytes, total)],
+        [],
+        [
+            _show_tokens(path, tokens)
+            for path, tokens in zip(paths[:shown], files[:shown], strict=True)
+        ],
+    )
+
+
+def _show_tokens(path: DataPath, tokens: Tokens) -> ShownSample:
+    begins = np.linspace(0, len(tokens), _MEASURED_SAMPLES, False, dtype=np.int64) & ~1
+    spread = [tokens[begin : begin + _MEASURED_TOKENS] for begin in np.unique(begins).tolist()]
+    first = " ".join(map(str, tokens[:_SHOWN_TOKENS].tolist()))
+    values = {
+        "tokens": f"{len(tokens):,}",
+        "first": first + (" …" if len(tokens) > _SHOWN_TOKENS else ""),
+        "largest": f"{max(int(part.max()) for part in spread):,} in {len(spread)} places",
+    }
+    if tokens.dtype == np.uint16 and not any(part[1::2].any() for part in spread):
+        values["note"] = "every second one is 0, as if they were uint32: see --dtype"
+    shown = [ShownValue(name, text, "") for name, text in values.items()]
+    return ShownSample(SamplePlace(path, 0, "token 0"), shown, "")
 
 
 def _measure_path(path: DataPath) -> int:
@@ -260,7 +319,7 @@ def _open_picture(value: Any) -> Any:
         from PIL import Image
     except ModuleNotFoundError:
         return None
-    from echelon.data.decode import IMAGE_FORMATS
+    from echelon.data.image_decoding import IMAGE_FORMATS
 
     try:
         return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)

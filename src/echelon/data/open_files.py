@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from echelon.data.formats.image_folder import IMAGE_ENDINGS
 from echelon.data.formats.reader import DataFile, SampleReader
 from echelon.data.shard_manifest import MANIFEST_NAME
 from echelon.errors import EchelonError, Fault, suggest_nearest
+from echelon.object_store.remote_file import RemoteFile
 from echelon.object_store.urls import is_url
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import join_names
@@ -75,7 +77,8 @@ def open(
     columns    The columns to read; all without it. Others are not read from the disk.
     decode     What becomes of bytes: "auto" decodes pictures, arrays, json and text by the name of
                a column (jpg, npy, json, txt, cls, image); None leaves bytes; a function is called
-               with the name and the value of every column; a dict has functions by column.
+               with the name and the value of every column; a dict has functions by column, such
+               as {"jpg": echelon.data.decode_pixels} for arrays in the place of PIL images.
     transform  Called with every sample, after decoding; it returns what the Dataset gives. What it
                draws from random, numpy and torch is the same at any number of processes.
     format     What the files are, where their endings do not say it: "parquet", "arrow", "jsonl",
@@ -89,7 +92,8 @@ def open(
         )
     files, chosen = find_data(paths, format)
     reader = open_reader(files, chosen, columns)
-    return FileDataset(reader, make_decoder(decode, reader), transform)
+    decoder = make_decoder(decode, reader)
+    return FileDataset(reader, decoder, transform, is_remote=_is_remote(files))
 
 
 def find_data(paths: Paths, format: str | None) -> tuple[list[DataFile], str]:
@@ -101,6 +105,20 @@ def find_data(paths: Paths, format: str | None) -> tuple[list[DataFile], str]:
     known = [] if format else [ending for each in FORMATS.values() for ending in each.endings]
     files = find_files(paths, known, are_images=format == "images")
     return files, format or choose_format(files)
+
+
+def find_data_or_tokens(
+    paths: Paths, format: str | None
+) -> tuple[list[DataFile], str] | list[DataFile]:
+    """Return what `find_data` does, or the files alone if all of them are `.bin` files."""
+    try:
+        return find_data(paths, format)
+    except EchelonError:
+        with suppress(EchelonError):
+            files = find_files(paths, [".bin"])
+            if format is None and all(file.path.suffix.lower() == ".bin" for file in files):
+                return files
+        raise
 
 
 def open_reader(
@@ -145,7 +163,8 @@ def open_tokens(
     transform  Called with every sample, as for `echelon.data.open`.
     """
     from echelon.data.file_dataset import FileDataset
-    from echelon.data.formats.token_files import TOKEN_TYPES, TokenReader
+    from echelon.data.formats.mapped_tokens import TOKEN_TYPES
+    from echelon.data.formats.token_files import TokenReader
 
     faults = [
         Fault(f"{name}={value!r}", "give a whole number of tokens, at least 1")
@@ -159,7 +178,11 @@ def open_tokens(
         raise EchelonError(*faults)
     files = find_files(paths, (".bin", ".npy"))
     reader = TokenReader(files, length, str(dtype), stride or length)
-    return FileDataset(reader, transform=transform)
+    return FileDataset(reader, transform=transform, is_remote=_is_remote(files))
+
+
+def _is_remote(files: Sequence[DataFile]) -> bool:
+    return any(isinstance(file.path, RemoteFile) for file in files)
 
 
 def find_files(paths: Paths, endings: Sequence[str], *, are_images: bool = False) -> list[DataFile]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,20 +22,22 @@ from echelon.data.bad_samples import (
 )
 from echelon.data.batch_blocks import BatchBlockWriter, PackedBatch, forget_blocks, unpack_batch
 from echelon.data.batch_structure import list_tensors
-from echelon.data.chunk_order import ChunkedOrder, ChunkLookahead
-from echelon.data.file_dataset import FileDataset
+from echelon.data.file_dataset import FileDataset, find_file_dataset
 from echelon.data.formats.reader import BadSampleError
 from echelon.data.loader_errors import iter_fetched
 from echelon.data.loader_lifetime import LoaderLifetime
 from echelon.data.loader_options import make_loader_error
 from echelon.data.prefetch_depth import FIRST_DEPTH, MAX_DEPTH, PrefetchDepth
+from echelon.data.remote_chunks import RemoteChunks
 from echelon.data.sample_seeds import (
     derive_collate_seed,
     derive_seeds,
     keep_generators,
     seed_generators,
 )
+from echelon.data.sample_shares import SampleShare, iter_shares
 from echelon.errors import EchelonError, Fault
+from echelon.object_store.store_errors import ObjectStoreError
 
 if TYPE_CHECKING:
     from echelon.data.batches import BatchOrder, MakeNextOrder
@@ -47,30 +48,6 @@ _BLOCK_BYTES = 4 << 20
 more than reading a few."""
 _END_TIMEOUT_S = 30.0
 """So long a loader process may take to end before it is killed."""
-
-
-class SampleShare(NamedTuple):
-    """The samples that a rank takes of one global batch, as a loader process is asked for them."""
-
-    draws: Sequence[int]
-    """Their indices in the Dataset, plus a multiple of its length for one that comes again in the
-    epoch."""
-    seed: int
-    epoch: int
-    chunks_ahead: Sequence[int] = ()
-    """Chunks of the files that will be needed soon, and that no earlier share has named."""
-
-
-def iter_shares(order: BatchOrder, first_batch: int) -> Iterator[SampleShare]:
-    """Yields the shares of a rank, batch by batch; some may be empty."""
-    ahead = ChunkLookahead(order, first_batch) if isinstance(order, ChunkedOrder) else None
-    for draws, counts in order.iter_draws(first_batch):
-        # An array is cut and sent in a tenth of the time of a list.
-        numbers = array("q", draws.to("cpu", torch.int64).numpy().tobytes())
-        for stop, count in zip(accumulate(counts), counts, strict=True):
-            rows = numbers[stop - count : stop]
-            chunks = () if ahead is None else ahead.advance_batch()
-            yield SampleShare(rows, order.seed, order.epoch, chunks)
 
 
 class FetchedShare(NamedTuple):
@@ -107,7 +84,8 @@ class SampleFetcher:
         self._size = len(dataset)
         self._collate = collate_fn or default_collate
         self._is_fetched_singly = _is_fetched_singly(dataset)
-        self._files, self._subsets = _find_files(dataset)
+        self._files, self._subsets = find_file_dataset(dataset)
+        self.remote_chunks = RemoteChunks(dataset)
         is_plain = self._files is not None and not self._files.may_draw
         self._may_draw = not is_plain or self._collate is not default_collate
         """Whether code of the user may draw random numbers; where none does, nothing is seeded."""
@@ -165,15 +143,12 @@ class SampleFetcher:
         than to be read, the samples of many shares are read at once."""
         count = 1
         while block := list(islice(shares, count)):
-            has_samples = any(share.draws for share in block)
-            batches = self._try_block(block) if count > 1 and has_samples else None
-            for number, share in enumerate(block):
+            together = self._try_block(block) if count > 1 else iter(())
+            for share in block:
                 if not share.draws:
                     yield FetchedShare(None), 0
-                elif batches is None:
-                    yield self.fetch(share), len(share.draws)
                 else:
-                    yield FetchedShare(batches[number]), len(share.draws)
+                    yield next(together, None) or self.fetch(share), len(share.draws)
             if self._files is not None and self._reads_batches:
                 # The first batch is there as soon as it can be, and the next ones soon enough.
                 share_bytes = max(1, self._files.row_bytes * len(block[-1].draws))
@@ -190,10 +165,11 @@ class SampleFetcher:
 
     def _prefetch(self, share: SampleShare) -> None:
         """Tell the files which of their chunks will be needed soon."""
-        if share.chunks_ahead and self._files is not None:
-            self._files.prefetch_chunks(share.chunks_ahead)
+        if share.chunks_ahead:
+            files = self.remote_chunks if self._files is None else self._files
+            files.prefetch_chunks(share.chunks_ahead)
 
-    def _find_rows(self, draws: Sequence[int]) -> NDArray[np.int64]:
+    def _find_rows(self, draws: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the Dataset that are drawn."""
         return np.asarray(draws, np.int64) % self._size
 
@@ -217,9 +193,9 @@ class SampleFetcher:
     def _read_batch(self, rows: NDArray[np.int64]) -> Any:
         """Return the samples of files that need no more than to be read, as one batch."""
         batches = self._read_batches(rows, [len(rows)])
-        return None if batches is None else batches[0]
+        return None if batches is None else next(batches)
 
-    def _read_batches(self, rows: NDArray[np.int64], counts: list[int]) -> list[Any] | None:
+    def _read_batches(self, rows: NDArray[np.int64], counts: list[int]) -> Iterator[Any] | None:
         """Return the same for several batches of so many samples."""
         if self._files is None or not self._reads_batches:
             return None
@@ -228,18 +204,25 @@ class SampleFetcher:
             rows = np.asarray(self._map_to_files(rows.tolist()), np.int64)
         return self._files.read_batches(rows, counts)
 
-    def _try_block(self, shares: Sequence[SampleShare]) -> list[Any] | None:
-        """Return the batches of several shares, read at once; None where that cannot be done, and
-        where a sample cannot be read: which one is found out share by share."""
+    def _try_block(self, shares: Sequence[SampleShare]) -> Iterator[FetchedShare]:
+        """Yields those of several shares that have samples, read at once; none where that cannot be
+        done, nor from where a sample cannot be read: which one is found out share by share. An
+        object store that failed is not asked again, as its silence takes minutes."""
         for share in shares:
             self._prefetch(share)
-        rows = np.concatenate([self._find_rows(share.draws) for share in shares])
+        filled = [share.draws for share in shares if share.draws]
+        if not filled:
+            return
+        rows = self._find_rows(np.concatenate([np.asarray(draws) for draws in filled]))
         try:
-            return self._read_batches(rows, [len(share.draws) for share in shares])
+            for batch in self._read_batches(rows, list(map(len, filled))) or ():
+                yield FetchedShare(batch)
         except MemoryError:
             raise
+        except ObjectStoreError as error:
+            yield FetchedShare(None, faults=error.faults)
         except Exception:
-            return None
+            return
 
     def _fetch_samples(self, rows: list[int], seeds: list[int]) -> list[Any]:
         samples: list[Any] = []
@@ -346,16 +329,6 @@ class _SampleError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
-
-
-def _find_files(dataset: Any) -> tuple[FileDataset | None, list[Any]]:
-    """Return the files that a Dataset, or a Subset of it, reads its samples from, and the indices
-    of the Subsets around them, the outermost first."""
-    subsets = []
-    while type(dataset) is Subset:
-        subsets.append(dataset.indices)
-        dataset = dataset.dataset
-    return (dataset if isinstance(dataset, FileDataset) else None), subsets
 
 
 def _is_fetched_singly(dataset: Any) -> bool:
@@ -477,7 +450,8 @@ class LoaderProcesses:
         persists = self._loader.persistent_workers  # else they are to end with the epoch
         while following is not None:
             begun.append(following)
-            yield from (share for share in iter_shares(following, first) if share.draws)
+            shares = iter_shares(following, first, self._fetcher.remote_chunks)
+            yield from (share for share in shares if share.draws)
             first = 0
             try:
                 following = make_next(following) if make_next and persists else None

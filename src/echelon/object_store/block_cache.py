@@ -16,8 +16,7 @@ import errno
 import functools
 import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ FOLDER_VARIABLE = "ECHELON_DATA_CACHE"
 LIMIT_VARIABLE = "ECHELON_DATA_CACHE_GB"
 _DEFAULT_LIMIT_BYTES = 100_000_000_000
 _USAGE_NAME = "usage"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEPT_SHARE = 0.9
 """Of the limit, after blocks were removed: not after every block again."""
 
@@ -54,33 +54,55 @@ class BlockCache:
         return self.folder / _name_object(info) / name
 
     def store_block(
-        self,
-        info: ObjectInfo,
-        number: int,
-        fetch: Callable[[], Iterable[Any]],
-        *,
-        may_wait: bool = True,
+        self, info: ObjectInfo, number: int, fetch: Callable[[], Iterable[Any]]
     ) -> None:
         """Fetch a block unless it is there; `fetch` returns its parts. While another process
-        fetches it, wait for it, or leave it to that one. Raises ObjectStoreError."""
+        fetches it, wait for it. Raises ObjectStoreError."""
         path = self.get_path(info, number)
         if path.exists():
             return
         try:
             self._make_folder(path.parent)
-            with contextlib.ExitStack() as cleanup:
-                with contextlib.suppress(LocksUnsupportedError):  # then several fetch the same
-                    lock = FileLock(path.with_name(f".{path.name}.lock"))
-                    if not lock.try_acquire():
-                        if not may_wait:
-                            return
-                        lock.acquire()
-                    cleanup.callback(lock.release)
-                    cleanup.callback(lock.path.unlink, missing_ok=True)
+            with _claim_block(path, may_wait=True) or contextlib.nullcontext():
                 if not path.exists():
                     self._write(path, fetch)
         except OSError as error:
             raise make_cache_error(self, info, error) from error
+
+    def store_neighbours(
+        self,
+        info: ObjectInfo,
+        numbers: Sequence[int],
+        fetch: Callable[[int, int], Iterable[Any]],
+    ) -> list[int]:
+        """Fetch blocks that follow one another, those that are not there, in one piece; `fetch`
+        returns the parts of what is between two offsets. Return the blocks that are not stored:
+        others fetch them, or the disk is full. Raises ObjectStoreError."""
+        paths = {number: self.get_path(info, number) for number in numbers}
+        left = [number for number, path in paths.items() if not path.exists()]
+        claims: dict[int, contextlib.ExitStack] = {}
+        try:
+            with contextlib.ExitStack() as cleanup:
+                for number in left:
+                    self._make_folder(paths[number].parent)
+                    if claim := _claim_block(paths[number]):
+                        claims[number] = cleanup.enter_context(claim)
+                wanted = [number for number in claims if not paths[number].exists()]
+                left = [number for number in left if number in wanted or number not in claims]
+                for run in split_neighbours(wanted, len(wanted)):
+                    begin, end = get_block_range(info, run[0])[0], get_block_range(info, run[-1])[1]
+                    parts = _PartStream(fetch(begin, end))
+                    for number in run:
+                        begin, end = get_block_range(info, number)
+                        size = _write_file(paths[number], parts.take(end - begin))
+                        left.remove(number)
+                        claims[number].close()
+                        self._count_block(size)
+                    parts.finish()
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise make_cache_error(self, info, error) from error
+        return left
 
     def _make_folder(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -91,13 +113,17 @@ class BlockCache:
         try:
             size = _write_file(path, fetch())
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in _FULL:
                 raise
             # The disk is shared with others: make room of our own, once.
             with FileLock(self.folder / _USAGE_NAME):
                 self._evict(self._measure() // 2)
             self._make_folder(path.parent)
             size = _write_file(path, fetch())
+        self._count_block(size)
+
+    def _count_block(self, size: int) -> None:
+        """Add a block to what is used, and remove others if it is too much."""
         with FileLock(self.folder / _USAGE_NAME) as lock:
             usage = _read_usage(lock.fileno()) + size
             if usage > self.limit_bytes:
@@ -168,7 +194,8 @@ def open_cache(environ: Mapping[str, str]) -> BlockCache:
 def _find_half_of_disk(folder: Path) -> int:
     """Return half of what the disk of a folder has, which may not exist yet."""
     existing = next(each for each in (folder, *folder.parents) if each.is_dir())
-    return shutil.disk_usage(existing).total // 2
+    disk = os.statvfs(existing)  # shutil takes longer to import than to ask
+    return disk.f_blocks * disk.f_frsize // 2
 
 
 def count_blocks(info: ObjectInfo) -> int:
@@ -181,6 +208,56 @@ def get_block_range(info: ObjectInfo, number: int) -> tuple[int, int]:
         return 0, info.size
     begin = number * BLOCK_BYTES
     return begin, min(begin + BLOCK_BYTES, info.size)
+
+
+def split_neighbours(numbers: Iterable[int], max_blocks: int) -> list[list[int]]:
+    """Return ascending numbers of blocks in runs of blocks that follow one another."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < max_blocks:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def _claim_block(path: Path, *, may_wait: bool = False) -> contextlib.ExitStack | None:
+    """Return what to leave when a block is stored; None where another process stores it."""
+    claim = contextlib.ExitStack()
+    with contextlib.suppress(LocksUnsupportedError):  # then several fetch the same
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        if may_wait:
+            lock.acquire()
+        elif not lock.try_acquire():
+            return None
+        claim.callback(lock.release)
+        claim.callback(lock.path.unlink, missing_ok=True)
+    return claim
+
+
+class _PartStream:
+    """Bytes that come in parts, to be cut elsewhere."""
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self._parts = iter(parts)
+        self._rest = memoryview(b"")
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        """Yield the next bytes, fewer only where they end."""
+        while size:
+            if not len(self._rest):
+                part = next(self._parts, None)
+                if part is None:
+                    return
+                self._rest = memoryview(part)
+            piece, self._rest = self._rest[:size], self._rest[size:]
+            size -= len(piece)
+            yield piece
+
+    def finish(self) -> None:
+        """Take what is left, so that the connection can be used again."""
+        for _ in self._parts:
+            pass
 
 
 @functools.lru_cache(4096)

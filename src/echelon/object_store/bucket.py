@@ -29,6 +29,7 @@ _Result = TypeVar("_Result")
 _WEAK_ETAGS = ("W/", "time ")
 """A server compares only others; these are compared when the answer has come."""
 _DOWNLOAD_PART_BYTES = 16 << 20
+_STREAM_PART_BYTES = 1 << 20
 
 
 class Bucket:
@@ -54,24 +55,34 @@ class Bucket:
 
     def read_range(self, info: ObjectInfo, key: str, begin: int, end: int) -> Any:
         """Return some bytes of an object, as a buffer. Raises if it is another one by now."""
-        options: Any = {"range": (begin, end)}
+        data = self._call(key, "read", lambda: self._get_range(info, key, begin, end).bytes())
+        _check_length(info, len(data), end - begin)
+        return data
+
+    def stream_range(self, info: ObjectInfo, key: str, begin: int, end: int) -> Iterator[Any]:
+        """Yield the same bytes in parts, as they come."""
+        result = self._call(key, "read", lambda: self._get_range(info, key, begin, end))
+        parts = iter(result.stream(min_chunk_size=_STREAM_PART_BYTES))
+        came = 0
+        while (part := self._call(key, "read", lambda: next(parts, None))) is not None:
+            came += len(part)
+            yield part
+        _check_length(info, came, end - begin)
+
+    def _get_range(self, info: ObjectInfo, key: str, begin: int, end: int) -> Any:
+        """Ask for some bytes of an object, and return what is known when the answer begins."""
+        options: Any = {}
+        if (begin, end) != (0, info.size):
+            options["range"] = (begin, end)
         if not info.etag.startswith(_WEAK_ETAGS):
             options["if_match"] = f'"{info.etag}"'
-
-        def read() -> Any:
-            result = obstore.get(self._store, key, options=options)
-            meta = self._describe(result.meta)
-            if (meta.size, meta.etag) != info[1:]:
-                what = f"{info.url} changed since it was opened"
-                do = "let its writer finish, and start again"
-                raise ObjectStoreError(StoreProblem.CHANGED, what, do)
-            return result.bytes()
-
-        data = self._call(key, "read", read)
-        if len(data) != end - begin:
-            what = f"{info.url} cannot be read: {len(data):,} bytes came of {end - begin:,}"
-            raise ObjectStoreError(StoreProblem.UNAVAILABLE, what, "start again")
-        return data
+        result = obstore.get(self._store, key, options=options)
+        meta = self._describe(result.meta)
+        if (meta.size, meta.etag) != info[1:]:
+            what = f"{info.url} changed since it was opened"
+            do = "let its writer finish, and start again"
+            raise ObjectStoreError(StoreProblem.CHANGED, what, do)
+        return result
 
     def download(self, info: ObjectInfo, key: str, target: Path) -> None:
         """Write a whole object into a file, which appears when it is complete."""
@@ -128,6 +139,12 @@ class Bucket:
                 raise
             url = str(self._url._replace(key=key))
             raise explain_store_error(error, url, action, self._limits) from None
+
+
+def _check_length(info: ObjectInfo, came: int, wanted: int) -> None:
+    if came != wanted:
+        what = f"{info.url} cannot be read: {came:,} bytes came of {wanted:,}"
+        raise ObjectStoreError(StoreProblem.UNAVAILABLE, what, "start again")
 
 
 def _open_store(url: ObjectUrl, limits: StoreLimits) -> Any:

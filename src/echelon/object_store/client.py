@@ -43,6 +43,13 @@ def list_objects(url: str) -> list[ObjectInfo]:
     return [ObjectInfo(*each) for each in send_request("list", url)]
 
 
+def find_object_or_list(url: str, *, is_likely_folder: bool) -> ObjectInfo | list[ObjectInfo]:
+    """Return what the store says of an object; where there is none, all objects below the address.
+    The store is asked for both at once where a folder is likely, which costs a request more."""
+    is_object, found = send_request("find_or_list", url, is_likely_folder)
+    return ObjectInfo(*found) if is_object else [ObjectInfo(*each) for each in found]
+
+
 def read_object(info: ObjectInfo) -> bytes:
     """Return the bytes of a small object, such as a manifest."""
     if info.size > _MAX_READ_BYTES:

@@ -80,12 +80,21 @@ class RemoteFile:
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Return bytes from an offset on, fewer only where the object ends."""
+        return b"".join(self._read_pieces(offset, size))
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill a buffer with bytes from an offset on, and return how many there were."""
+        done = 0
+        for piece in self._read_pieces(offset, len(buffer)):
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def _read_pieces(self, offset: int, size: int) -> Iterator[memoryview]:
         stop = min(offset + size, self.size)
-        if offset >= stop:
-            return b""
-        if offset // BLOCK_BYTES < (stop - 1) // BLOCK_BYTES:
+        if offset < stop and offset // BLOCK_BYTES < (stop - 1) // BLOCK_BYTES:
             self.fetch_ranges([(offset, stop)])
-        return b"".join(self.map_ranges([(offset, stop)]))
+        return self.map_ranges([(offset, stop)])
 
     def map_ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Yield the bytes between offsets, each in as many pieces as it has blocks. They are valid
@@ -256,7 +265,6 @@ class _RemoteStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        data = self._file.read_at(self._position, len(view))
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        count = self._file.read_into(view, self._position)
+        self._position += count
+        return count

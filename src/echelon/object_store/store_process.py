@@ -18,9 +18,9 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from echelon.object_store.block_cache import (
     count_blocks,
     get_block_range,
     open_cache,
+    split_neighbours,
 )
 from echelon.object_store.bucket import Bucket
 from echelon.object_store.limits import CONCURRENT_REQUESTS, read_limits
@@ -38,7 +39,13 @@ from echelon.object_store.store_errors import ObjectStoreError, StoreProblem
 from echelon.object_store.urls import ObjectInfo, ObjectUrl, parse_url
 
 _BLOCKS_AHEAD = 8
+_RUN_BLOCKS = 2
+"""So many neighbours are asked for at once, where there are more than requests at a time: stores
+charge by the request, and 8 MB are what AWS advises."""
 _open_lock = threading.Lock()
+_prefetch_lock = threading.Lock()
+_prefetched: set[tuple[ObjectInfo, int]] = set()
+"""Blocks that are under way, or will be."""
 
 
 def get_bucket(url: ObjectUrl) -> Bucket:
@@ -60,6 +67,16 @@ def _find(url: str) -> Any:
 def _list(url: str) -> Any:
     parsed = parse_url(url)
     return list(get_bucket(parsed).list_all(parsed.key))
+
+
+def _find_or_list(url: str, is_likely_folder: bool) -> Any:
+    listing = _get_pool().submit(_list, url) if is_likely_folder else None
+    try:
+        return True, _find(url)
+    except ObjectStoreError as error:
+        if error.problem is not StoreProblem.NOT_FOUND:
+            raise
+    return False, _list(url) if listing is None else listing.result()
 
 
 def _read(url: str, size: int, etag: str) -> Any:
@@ -88,10 +105,11 @@ def _delete(urls: list[str]) -> Any:
 
 def _fetch(wanted: list[Any]) -> Any:
     """Have blocks in the cache: of each object its description and the numbers of blocks."""
+    is_many = sum(len(numbers) for *_, numbers in wanted) > CONCURRENT_REQUESTS
     tasks = [
-        _get_pool().submit(_fetch_block, ObjectInfo(*info), number, True)
+        _get_pool().submit(_fetch_run, ObjectInfo(*info), run)
         for *info, numbers in wanted
-        for number in numbers
+        for run in split_neighbours(numbers, _RUN_BLOCKS if is_many else 1)
     ]
     for task in tasks:
         task.result()
@@ -99,27 +117,46 @@ def _fetch(wanted: list[Any]) -> Any:
 
 def _prefetch(url: str, size: int, etag: str, numbers: list[int]) -> Any:
     """Have blocks fetched after those that somebody waits for."""
-    for number in numbers:
-        _get_prefetch_pool().submit(_prefetch_block, ObjectInfo(url, size, etag), number)
+    info = ObjectInfo(url, size, etag)
+    with _prefetch_lock:
+        new = [number for number in numbers if (info, number) not in _prefetched]
+        _prefetched.update((info, number) for number in new)
+    for run in split_neighbours(new, _RUN_BLOCKS):
+        _get_prefetch_pool().submit(_prefetch_run, info, run)
 
 
-def _prefetch_block(info: ObjectInfo, number: int) -> None:
-    with contextlib.suppress(EchelonError):  # reading says why
-        _fetch_block(info, number, False)
+def _prefetch_run(info: ObjectInfo, run: Sequence[int]) -> None:
+    try:
+        with contextlib.suppress(EchelonError):  # reading says why
+            _store_run(info, run)
+    finally:
+        with _prefetch_lock:
+            _prefetched.difference_update((info, number) for number in run)
 
 
-def _fetch_block(info: ObjectInfo, number: int, may_wait: bool) -> None:
+def _store_run(info: ObjectInfo, run: Sequence[int]) -> list[int]:
+    """Have neighbouring blocks in the cache; return those that somebody else fetches."""
+    parsed = parse_url(info.url)
+    read_range = get_bucket(parsed).stream_range
+    fetch = partial(read_range, info, parsed.key)
+    return _get_cache().store_neighbours(info, run, fetch)
+
+
+def _fetch_run(info: ObjectInfo, run: Sequence[int]) -> None:
+    """Have neighbouring blocks in the cache, or the whole object in one file."""
     parsed = parse_url(info.url)
 
     def read_block(number: int) -> Any:
         return get_bucket(parsed).read_range(info, parsed.key, *get_block_range(info, number))
 
-    def fetch() -> Iterable[Any]:
+    def read_parts(number: int) -> Iterable[Any]:
         if number != WHOLE_OBJECT:
             return [read_block(number)]
         return _map_ahead(read_block, range(count_blocks(info)))
 
-    _get_cache().store_block(info, number, fetch, may_wait=may_wait)
+    left = run if WHOLE_OBJECT in run else _store_run(info, run)
+    for number in left:
+        _get_cache().store_block(info, number, partial(read_parts, number))
 
 
 def _map_ahead(read_block: Callable[[int], Any], numbers: Iterable[int]) -> Iterator[Any]:
@@ -151,6 +188,7 @@ def _get_prefetch_pool() -> ThreadPoolExecutor:
 REQUESTS: dict[str, Callable[..., Any]] = {
     "find": _find,
     "list": _list,
+    "find_or_list": _find_or_list,
     "read": _read,
     "download": _download,
     "upload": _upload,

@@ -40,10 +40,17 @@ _MAX_LISTED = 10_000
 
 
 def show_files(
-    paths: list[str], format: str | None, shown: int, page: Path | None, json_wanted: bool
+    paths: list[str],
+    format: str | None,
+    token_type: str,
+    shown: int,
+    page: Path | None,
+    json_wanted: bool,
 ) -> int:
     """Print what is in files, and write the page if one is asked for."""
-    summary = inspect_files(paths, format, shown, with_pictures=page is not None)
+    summary = inspect_files(
+        paths, format, shown, with_pictures=page is not None, token_type=token_type
+    )
     if page is not None:
         _write_page(page, paths, summary)
     if json_wanted:
@@ -64,6 +71,12 @@ def show_files(
 
 
 def _render_facts(summary: FilesSummary) -> list[str]:
+    if summary.format == "tokens":
+        return [
+            f"{format_count(summary.samples, 'token')} in {format_count(summary.files, 'file')}, "
+            f"{format_bytes(summary.size_bytes)}",
+            f"read as {summary.columns[0].type}: the files do not say it, --dtype does",
+        ]
     about = "about " if summary.format == "images" else ""
     facts = [
         f"{format_count(summary.samples, 'sample')} in {format_count(summary.files, 'file')} "

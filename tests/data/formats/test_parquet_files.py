@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 
 import echelon
 from echelon.data.formats import arrow_columns
-from echelon.data.formats.arrow_columns import PieceCache
 from echelon.data.formats.reader import BadSampleError
 from echelon.errors import EchelonError
 
@@ -128,18 +127,6 @@ def test_large_row_groups_are_read_in_parts(
     assert len(dataset.chunks.sizes_bytes) > 8
     assert dataset.chunks.sizes_bytes.max() <= 320
     assert [(int(each["i"]), each["text"]) for each in dataset] == [(n, str(n)) for n in range(200)]
-
-
-def test_what_is_kept_of_decoded_groups_is_bounded() -> None:
-    cache = PieceCache(max_bytes=100)
-    for piece in range(5):
-        cache.put(piece, {}, 40)
-        assert cache.get(0 if piece < 2 else piece) is not None
-    assert cache.size_bytes <= 100
-    assert [piece for piece in range(5) if cache.get(piece) is not None] == [3, 4]
-    cache.put(9, {}, 1000)
-    assert cache.get(9) is not None, "one that is larger than all is kept alone"
-    assert cache.get(4) is None
 
 
 def test_all_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

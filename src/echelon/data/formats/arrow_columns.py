@@ -1,4 +1,4 @@
-"""Columns of Arrow tables as numpy and Python values, any rows of many pieces at once.
+"""Columns of Arrow tables as numpy and Python values.
 
 Numbers become numpy scalars and keep their type, lists of numbers become arrays, texts, bytes and
 all else Python values. A null is None.
@@ -6,8 +6,7 @@ all else Python values. A null is None.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -15,28 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.data.formats.reader import (
-    BadSampleError,
-    ChunkTable,
-    SamplePlace,
-    find_piece,
-    group_by_piece,
-    split_columns,
-    sum_to_starts,
-)
 from echelon.errors import EchelonError, Fault
 
 MAX_PIECE_BYTES = 128 << 20
 """Larger pieces, such as the row groups of some writers, are cut: a window of the order holds
 several."""
-CACHE_BYTES = 384 << 20
-"""What a process keeps of decoded pieces. A window of the order has 256 MB, and the first samples
-of the next one are read while it ends."""
 
 ENCODED_TYPE = "struct<bytes: binary, path: string>"
 """Of columns in which Hugging Face stores files, such as pictures."""
-_UNKNOWN_VALUES = (ValueError, OverflowError)
-"""What pyarrow raises for dates after the year 9999, and for nanoseconds within lists."""
 
 
 def import_pyarrow(module: str = "pyarrow") -> Any:
@@ -60,19 +45,6 @@ class NumberColumn:
         if self.is_null is None or not (missing := self.is_null[rows]).any():
             return taken
         return [None if gap else each for each, gap in zip(taken, missing, strict=True)]
-
-
-class NumberBlock:
-    """Columns of numbers of one type, a row beside the other: any row of all of them is in one
-    place of memory, and is taken at once."""
-
-    def __init__(self, columns: Sequence[NDArray[Any]]) -> None:
-        self._values = np.stack(columns, axis=1)
-
-    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Return an array with a column for each."""
-        taken: NDArray[Any] = self._values.take(rows, 0)
-        return taken
 
 
 class ListColumn:
@@ -122,8 +94,6 @@ class ObjectColumn:
 
 
 ColumnValues = NumberColumn | ListColumn | ObjectColumn
-Piece = Mapping[tuple[str, ...], ColumnValues | NumberBlock]
-"""Columns by name. A block has the names of all its columns."""
 
 
 def stack_if_equal(arrays: list[Any]) -> Any:
@@ -132,8 +102,8 @@ def stack_if_equal(arrays: list[Any]) -> Any:
     return np.stack(arrays) if is_equal else arrays
 
 
-def make_column(values: Any) -> ColumnValues:
-    """Return an Arrow array so that rows of it can be taken."""
+def make_plain(values: Any) -> Any:
+    """Return an Arrow array in one piece, without a dictionary."""
     pa = import_pyarrow()
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)
@@ -141,10 +111,14 @@ def make_column(values: Any) -> ColumnValues:
             values = pa.concat_arrays(values.chunks)
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def make_column(values: Any) -> ColumnValues:
+    """Return an Arrow array so that rows of it can be taken."""
+    pa = import_pyarrow()
+    values = make_plain(values)
     kind = values.type
-    if pa.types.is_dictionary(kind):
-        values = values.dictionary_decode()
-        kind = values.type
     if _is_time_in_ns(kind):
         # datetime has microseconds, and pandas, which need not be installed, a class of its own.
         is_null = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
@@ -188,24 +162,6 @@ def make_types(schema: Any) -> dict[str, str]:
     return types
 
 
-def merge_numbers(columns: Mapping[str, ColumnValues]) -> Piece:
-    """Return columns with those that are plain numbers of one type in blocks."""
-    by_type: dict[np.dtype[Any], list[str]] = {}
-    for name, column in columns.items():
-        if isinstance(column, NumberColumn) and column.values.ndim == 1 and column.is_null is None:
-            by_type.setdefault(column.values.dtype, []).append(name)
-    merged: dict[tuple[str, ...], ColumnValues | NumberBlock] = {}
-    for names in by_type.values():
-        if len(names) > 1:
-            values = [columns[name].values for name in names]  # type: ignore[union-attr]
-            merged[tuple(names)] = NumberBlock(values)
-    in_blocks = {name for names in merged for name in names}
-    for name, column in columns.items():
-        if name not in in_blocks:
-            merged[name,] = column
-    return merged
-
-
 def _is_number(kind: Any) -> bool:
     types = import_pyarrow().types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
@@ -226,130 +182,6 @@ def _find_leaf(kind: Any) -> Any:
     return np.dtype(kind.to_pandas_dtype()) if depth and _is_number(kind) else None
 
 
-class PieceCache:
-    """The pieces that were used last, as columns, of at most so many bytes; always the last one."""
-
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._pieces: OrderedDict[int, tuple[Piece, int]] = OrderedDict()
-        self.size_bytes = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process begins with an empty one."""
-        return PieceCache, (self._max_bytes,)
-
-    def get(self, piece: int) -> Piece | None:
-        """Return a piece that is kept."""
-        if piece not in self._pieces:
-            return None
-        self._pieces.move_to_end(piece)
-        return self._pieces[piece][0]
-
-    def put(self, piece: int, columns: Piece, size_bytes: int) -> None:
-        """Keeps a piece in the place of those that were not used for longest."""
-        self._pieces[piece] = columns, size_bytes
-        self.size_bytes += size_bytes
-        while self.size_bytes > self._max_bytes and len(self._pieces) > 1:
-            _, (_, freed) = self._pieces.popitem(last=False)
-            self.size_bytes -= freed
-
-
-class TableReader:
-    """What the readers of Parquet and Arrow have in common: pieces of tables, and rows of them."""
-
-    column_names: list[str]
-    chunks: ChunkTable
-    encoded_columns: list[str]
-    """Those with files in them, as Hugging Face stores pictures and sounds."""
-
-    def __init__(self, piece_rows: Sequence[int]) -> None:
-        self._piece_starts = sum_to_starts(piece_rows)
-        self._cache = PieceCache()
-
-    def __len__(self) -> int:
-        return int(self._piece_starts[-1])
-
-    def load_piece(self, piece: int) -> tuple[Piece, int]:
-        """Return the columns of a piece, and the bytes they take."""
-        raise NotImplementedError
-
-    def locate_stored(self, row: int) -> SamplePlace:
-        """Return where a row is, of all that the files have."""
-        raise NotImplementedError
-
-    def read_columns(self, rows: NDArray[np.int64]) -> dict[str, Any]:
-        """Return the columns of these rows."""
-        try:
-            return self._take_rows(rows)
-        except _UNKNOWN_VALUES:
-            self._raise_bad_row(rows)
-            raise
-
-    def _take_rows(self, rows: NDArray[np.int64]) -> dict[str, Any]:
-        places: list[Any] = []
-        parts = []
-        for piece, place, within in group_by_piece(self._piece_starts, rows):
-            places.append(place)
-            columns = self._get_piece(piece)
-            parts.append({names: column.take(within) for names, column in columns.items()})
-        if any(part.keys() != parts[0].keys() for part in parts):  # some have nulls
-            parts = [_split_blocks(part) for part in parts]
-        inverse = None
-        if len(parts) > 1:
-            inverse = np.empty(len(rows), np.int64)
-            inverse[np.concatenate(places)] = np.arange(len(rows))
-        joined = {
-            names: _join_parts([part[names] for part in parts], inverse)
-            for names in (parts[0] if parts else ())
-        }
-        found = _split_blocks(joined)
-        return {name: found.get((name,), []) for name in self.column_names}
-
-    def _get_piece(self, piece: int) -> Piece:
-        columns = self._cache.get(piece)
-        if columns is None:
-            columns, size_bytes = self.load_piece(piece)
-            self._cache.put(piece, columns, size_bytes)
-        return columns
-
-    def _raise_bad_row(self, rows: NDArray[np.int64]) -> None:
-        """Raises for the first of some rows that has a value which Python cannot have."""
-        for row in rows.tolist():
-            piece, within = find_piece(self._piece_starts, row)
-            for names, column in self._get_piece(piece).items():
-                try:
-                    _join_parts([column.take(np.array([within]))], None)
-                except _UNKNOWN_VALUES as error:
-                    why = f"{names[0]} cannot be read: {' '.join(str(error).split())}"
-                    raise BadSampleError(self.locate_stored(row), why) from error
-
-    def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return rows by number."""
-        return split_columns(self.read_columns(np.asarray(rows, np.int64)), len(rows))
-
-
-def _split_blocks(taken: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
-    """Return what was taken of blocks as columns, each by itself in memory."""
-    split: dict[tuple[str, ...], Any] = {}
-    for names, values in taken.items():
-        if len(names) == 1:
-            split[names] = values
-        else:
-            columns = make_aligned(values.T.shape, values.dtype)
-            np.copyto(columns, values.T)
-            split.update({(name,): column for name, column in zip(names, columns, strict=True)})
-    return split
-
-
-def make_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array of any values at an address that is a multiple of 64: batches that are cut
-    out of it need not be copied to be aligned."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    room = np.empty(size + 64, np.uint8)
-    begin = -room.ctypes.data % 64
-    return room[begin : begin + size].view(dtype).reshape(shape)
-
-
 def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Yields the first row, the number of rows and the bytes of the parts that rows are cut into,
     each of at most MAX_PIECE_BYTES."""
@@ -358,23 +190,3 @@ def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
     for first, stop in pairwise(borders):
         if first < stop:
             yield first, stop - first, size_bytes * (stop - first) // rows
-
-
-def _join_parts(parts: list[Any], inverse: NDArray[np.int64] | None) -> Any:
-    """Return the values of several pieces in the order in which they were asked for. `inverse` has
-    the place of each among the joined parts; None for one part."""
-    if all(isinstance(part, ObjectColumn) for part in parts):
-        joined = parts[0].join(parts[1:]) if inverse is not None else parts[0]
-        if joined is not None:
-            return (joined if inverse is None else joined.take(inverse)).to_list()
-    if inverse is None:
-        return parts[0]
-    if all(isinstance(part, np.ndarray) and part.shape[1:] == parts[0].shape[1:] for part in parts):
-        # To take is several times as fast in numpy as to assign to places. "clip" is quicker, as
-        # it needs no copy in case that a place does not exist.
-        joined = np.concatenate(parts)
-        out = make_aligned((len(inverse), *joined.shape[1:]), joined.dtype)
-        return joined.take(inverse, 0, out, "clip")
-    lists = [part.to_list() if isinstance(part, ObjectColumn) else part for part in parts]
-    values = [value for part in lists for value in part]
-    return [values[place] for place in inverse.tolist()]

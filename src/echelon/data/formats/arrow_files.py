@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from echelon.data.formats.arrow_columns import (
     ENCODED_TYPE,
-    Piece,
-    TableReader,
+    MAX_PIECE_BYTES,
     cut_rows,
     import_pyarrow,
-    make_column,
     make_types,
 )
 from echelon.data.formats.byte_source import DataPath, fetch_local_copy, get_size
@@ -27,6 +25,7 @@ from echelon.data.formats.column_choice import (
     choose_columns,
     raise_faults,
 )
+from echelon.data.formats.packed_rows import choose_packed
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import (
     ChunkTable,
@@ -36,6 +35,8 @@ from echelon.data.formats.reader import (
     find_piece,
     sum_to_starts,
 )
+from echelon.data.formats.table_reader import CACHE_BYTES, TableReader
+from echelon.data.formats.text_views import has_text_views
 from echelon.errors import EchelonError, Fault
 from echelon.object_store.block_cache import LIMIT_VARIABLE, open_cache
 from echelon.object_store.remote_file import RemoteFile
@@ -99,8 +100,19 @@ class ArrowReader(TableReader):
             for batch in layout.batch_bytes
         ]
         self._batch_spans = [span for layout in layouts for span in layout.batch_spans]
-        super().__init__(rows)
+        mean_bytes = sum(sizes) // max(1, sum(rows))
+        packed = choose_packed(types, self.column_names, mean_bytes, has_text_views())
+        super().__init__(rows, packed if self._may_pack(sizes) else {}, mean_bytes)
         self.chunks = self._cut_chunks(rows, sizes)
+
+    def _may_pack(self, sizes: Sequence[int]) -> bool:
+        """Return whether record batches of so many bytes may be copied as a whole for some of their
+        rows: those that are decoded are anyway, and mapped ones where all can be kept. Packed texts
+        take a little more."""
+        is_mapped = any(stop for _, stop in self._batch_spans)
+        return max(sizes, default=0) <= MAX_PIECE_BYTES and (
+            not is_mapped or sum(sizes) <= CACHE_BYTES // 3 * 2
+        )
 
     def _cut_chunks(self, rows: Sequence[int], sizes: Sequence[int]) -> ChunkTable:
         if self._order is not None:  # its rows may be anywhere
@@ -139,7 +151,7 @@ class ArrowReader(TableReader):
             if stop and not within:  # all columns of a batch lie one after the other
                 read_ahead(self._paths[self._places[piece][0]], start, stop)
 
-    def load_piece(self, piece: int) -> tuple[Piece, int]:
+    def load_piece(self, piece: int) -> tuple[dict[str, Any], int]:
         """Return a record batch. What is not compressed stays on the disk until it is used."""
         file, number = self._places[piece]
         if file not in self._mapped:
@@ -149,9 +161,10 @@ class ArrowReader(TableReader):
         if batch is None or batch.num_rows != rows:
             what = f"{self._paths[file]} changed since it was opened"
             raise EchelonError(Fault(what, "let its writer finish, and start again"))
-        columns: Piece = {(name,): make_column(batch.column(name)) for name in self.column_names}
+        columns = {name: batch.column(name) for name in self.column_names}
         is_mapped = not self._mapped[file].is_compressed
-        return columns, _VIEW_BYTES * len(columns) if is_mapped else batch.nbytes
+        kept = [column for name, column in columns.items() if name not in self._packed]
+        return columns, sum(_VIEW_BYTES if is_mapped else column.nbytes for column in kept)
 
 
 class _MappedFile:

@@ -35,12 +35,10 @@ def fetch_local_copy(path: DataPath) -> Path:
 def list_blocks(starts: NDArray[Any], stops: NDArray[Any]) -> list[int]:
     """Return the blocks of an object that have some of the bytes between offsets."""
     first, last = starts // BLOCK_BYTES, (stops - 1) // BLOCK_BYTES
-    found: list[int] = np.unique(np.concatenate([first, last])).tolist()
-    if (last > first + 1).any():
-        long = np.flatnonzero(last > first + 1)
-        spans = zip(first[long].tolist(), last[long].tolist(), strict=True)
-        return sorted({*found, *(number for a, b in spans for number in range(int(a), int(b)))})
-    return [int(number) for number in found]
+    found = {*map(int, first.tolist()), *map(int, last.tolist())}
+    for number in np.flatnonzero(last > first + 1).tolist():
+        found.update(range(int(first[number]), int(last[number])))
+    return sorted(found)
 
 
 class LocalSource:
@@ -84,9 +82,7 @@ class RemoteSource:
     def stream_into(self, buffer: memoryview, offset: int) -> int:
         """Fill a buffer; what follows is fetched meanwhile."""
         self._file.prefetch_after(offset)
-        data = self._file.read_at(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        return self._file.read_into(buffer, offset)
 
 
 ByteSource = LocalSource | RemoteSource

@@ -85,13 +85,20 @@ class FileIndex:
         return SamplePlace(self.files[file], row - int(self.starts[file]))
 
     def read_spans(self, rows: Sequence[int]) -> list[bytes]:
-        """Return the bytes of samples, in the order in which they are asked for.
+        """Return the bytes of samples, in the order in which they are asked for."""
+        spans = [b""] * len(rows)
+        for position, span in self.iter_spans(rows):
+            spans[position] = span
+        return spans
+
+    def iter_spans(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yields the place of each sample among the rows, and its bytes.
 
         They are read in the order of the files, neighbours together. Raises BadSampleError for one
         that cannot be read, and EchelonError if a file is another one since it was indexed.
         """
         if not len(rows):
-            return []
+            return
         numbers = np.asarray(rows, np.int64)
         if numbers.min() < 0 or numbers.max() >= len(self):
             for row in rows:
@@ -101,14 +108,11 @@ class FileIndex:
         owners = np.searchsorted(self.starts, numbers, side="right") - 1
         borders = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(numbers)]
         self._fetch_remote(owners, numbers)
-        parts: list[bytes] = []
+        positions = order.tolist()
         for begin, end in itertools.pairwise(borders):
             file = int(owners[begin])
-            parts += self._read_from_file(file, numbers[begin:end] - self.starts[file])
-        spans = [b""] * len(parts)
-        for position, part in zip(order.tolist(), parts, strict=True):
-            spans[position] = part
-        return spans
+            spans = self._read_from_file(file, numbers[begin:end] - self.starts[file])
+            yield from zip(positions[begin:end], spans, strict=True)
 
     def find_spans(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return for each sample the number of its file, its offset there and its span."""

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +28,8 @@ from echelon.object_store.urls import ObjectInfo
 
 _BYTES_PER_PROCESS = 512 << 20
 """For less, a process is not worth its start."""
+_AHEAD_BYTES = 128 << 20
+"""Of the objects that are indexed next, fetched while others are indexed."""
 
 
 def run_index_tasks(tasks: Sequence[IndexTask]) -> list[Fault]:
@@ -38,7 +41,9 @@ def run_index_tasks(tasks: Sequence[IndexTask]) -> list[Fault]:
         if processes > 1:
             return _run_in_processes(tasks, sizes, advance, processes)
         faults: list[Fault] = []
+        ahead = _FilesAhead([(task.file, size) for task, size in zip(tasks, sizes, strict=True)])
         for task, size in zip(tasks, sizes, strict=True):
+            ahead.begin_file(size)
             faults += task.run()
             advance(size)
         return faults
@@ -51,8 +56,10 @@ def _run_in_processes(
     found: dict[int, list[Fault]] = {}
     pending: SimpleQueue[int] = SimpleQueue()
     # The largest first, so that none is left alone at the end.
-    for number in sorted(range(len(tasks)), key=lambda i: -sizes[i]):
+    order = sorted(range(len(tasks)), key=lambda i: -sizes[i])
+    for number in order:
         pending.put(number)
+    ahead = _FilesAhead([(tasks[number].file, sizes[number]) for number in order])
 
     def serve(worker: subprocess.Popen[str]) -> None:
         assert worker.stdin is not None
@@ -61,6 +68,8 @@ def _run_in_processes(
             while True:
                 number = pending.get_nowait()
                 found[number] = [_make_lost_fault(tasks[number])]
+                with lock:
+                    ahead.begin_file(sizes[number])
                 worker.stdin.write(_write_task(tasks[number]))
                 worker.stdin.flush()
                 if not (line := worker.stdout.readline()):
@@ -88,6 +97,24 @@ def _run_in_processes(
             served.result()
     lost = [_make_lost_fault(task) for i, task in enumerate(tasks) if i not in found]
     return [fault for number in sorted(found) for fault in found[number]] + lost
+
+
+class _FilesAhead:
+    """Has objects fetched that will be indexed soon, in the order in which they will be."""
+
+    def __init__(self, files: Sequence[tuple[DataPath, int]]) -> None:
+        self._upcoming = deque(files)
+        self._ahead_bytes = 0
+        """Of the files that are named, and not begun."""
+
+    def begin_file(self, size_bytes: int) -> None:
+        """Name as many of the next files as are worth it, now that one is begun."""
+        self._ahead_bytes -= size_bytes
+        while self._upcoming and self._ahead_bytes < _AHEAD_BYTES:
+            file, size = self._upcoming.popleft()
+            if isinstance(file, RemoteFile):
+                file.prefetch(0, _AHEAD_BYTES)
+            self._ahead_bytes += size
 
 
 def _make_lost_fault(task: IndexTask) -> Fault:

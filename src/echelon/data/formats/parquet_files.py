@@ -13,16 +13,9 @@ import numpy as np
 
 from echelon.data.formats.arrow_columns import (
     ENCODED_TYPE,
-    ColumnValues,
-    NumberColumn,
-    ObjectColumn,
-    Piece,
-    TableReader,
     cut_rows,
     import_pyarrow,
-    make_column,
     make_types,
-    merge_numbers,
 )
 from echelon.data.formats.byte_source import DataPath, get_size, open_for_arrow
 from echelon.data.formats.column_choice import (
@@ -31,6 +24,7 @@ from echelon.data.formats.column_choice import (
     choose_columns,
     raise_faults,
 )
+from echelon.data.formats.packed_rows import choose_packed
 from echelon.data.formats.read_ahead import read_ahead
 from echelon.data.formats.reader import (
     BadPieceError,
@@ -40,6 +34,8 @@ from echelon.data.formats.reader import (
     find_piece,
     sum_to_starts,
 )
+from echelon.data.formats.table_reader import TableReader
+from echelon.data.formats.text_views import has_text_views
 from echelon.errors import EchelonError, Fault
 from echelon.object_store.remote_file import RemoteFile
 from echelon.utils.os_errors import format_os_error_reason
@@ -103,7 +99,10 @@ class ParquetReader(TableReader):
                 for first, count, part_bytes in cut_rows(rows, size):
                     self._pieces.append(_Piece(file, group, first, count))
                     sizes.append(part_bytes)
-        super().__init__([piece.rows for piece in self._pieces])
+        rows_of_pieces = [piece.rows for piece in self._pieces]
+        mean_bytes = sum(sizes) // max(1, sum(rows_of_pieces))
+        packed = choose_packed(types, self.column_names, mean_bytes, has_text_views())
+        super().__init__(rows_of_pieces, packed, mean_bytes)
         self.chunks = ChunkTable(self._piece_starts, np.asarray(sizes, np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class ParquetReader(TableReader):
 
     locate_stored = locate
 
-    def load_piece(self, piece: int) -> tuple[Piece, int]:
+    def load_piece(self, piece: int) -> tuple[dict[str, Any], int]:
         """Reads and decodes a row group, or a part of it."""
         pa = import_pyarrow()
         file, group, first, count = self._pieces[piece]
@@ -133,10 +132,10 @@ class ParquetReader(TableReader):
             place = self.locate(int(self._piece_starts[piece]))
             what = f"its row group {group} cannot be read: {' '.join(str(error).split())}"
             raise BadPieceError(place, what) from error
-        columns = {name: make_column(table.column(name)) for name in self._stored}
+        columns = {name: table.column(name) for name in self._stored}
         for name, values in self._partitions.items():
             columns.setdefault(name, _repeat_value(values[file], count))
-        return merge_numbers(columns), table.nbytes
+        return columns, sum(columns[n].nbytes for n in columns if n not in self._packed)
 
     def prefetch_chunks(self, chunks: Sequence[int]) -> None:
         """Have the chosen columns of row groups read into the system's cache."""
@@ -207,10 +206,9 @@ def _read_part(opened: Any, group: int, columns: list[str], first: int, count: i
     return pa.Table.from_batches(parts).combine_chunks()  # a slice would keep the whole batch
 
 
-def _repeat_value(value: Any, count: int) -> ColumnValues:
-    if isinstance(value, int):
-        return NumberColumn(np.full(count, value))
-    return ObjectColumn(import_pyarrow().repeat(value, count), None)
+def _repeat_value(value: Any, count: int) -> Any:
+    pa = import_pyarrow()
+    return pa.array(np.full(count, value)) if isinstance(value, int) else pa.repeat(value, count)
 
 
 # --- what the files have ---

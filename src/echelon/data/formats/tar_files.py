@@ -66,8 +66,11 @@ class TarReader:
 
     def read_samples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return samples by number, the bytes of each member by its extension in lower case."""
-        spans = self._index.read_spans(rows)
-        return [self._parse(row, data) for row, data in zip(rows, spans, strict=True)]
+        samples: list[dict[str, Any]] = [{}] * len(rows)
+        # Each is taken apart as soon as it is read, while it is in the processor's cache.
+        for position, data in self._index.iter_spans(rows):
+            samples[position] = self._parse(rows[position], data)
+        return samples
 
     def prefetch_chunks(self, chunks: Sequence[int]) -> None:
         """Have chunks read into the system's cache."""

@@ -1,8 +1,7 @@
-"""Finding the samples of a tar file, about as fast as `tar t` lists it.
+"""Finding the samples of a tar file, about as fast as it can be read.
 
-Most headers are plain: a regular file with a name of at most 100 bytes, perhaps after a pax header
-with its times. Those of a whole buffer are looked at together by numpy, and what is not plain goes
-through `MemberWalk`, one by one. Both give the same; the first takes a third of the time.
+Plain headers are looked at many at once (`tar_scan.py`), and what is not plain goes through
+`MemberWalk`, one by one. Both give the same; the first takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +17,6 @@ from numpy.typing import NDArray
 from echelon.data.formats.byte_source import DataPath, open_source
 from echelon.data.formats.index_file import SampleSpans
 from echelon.data.formats.tar_headers import (
-    BLOCK_BYTES,
     FileWindow,
     MemberWalk,
     TarFormatError,
@@ -27,6 +24,7 @@ from echelon.data.formats.tar_headers import (
     decode_name,
     split_name,
 )
+from echelon.data.formats.tar_scan import MIN_SCAN_BYTES, PlainMembers, PlainScan
 from echelon.errors import EchelonError, Fault
 
 _COMPRESSIONS = {
@@ -36,12 +34,9 @@ _COMPRESSIONS = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
 
-_MAGIC = np.uint64(int.from_bytes(b"\0ustar\0\0", "little"))
-_MAGIC_MASK = np.uint64(int.from_bytes(b"\0\xff\xff\xff\xff\xff\0\0", "little"))
-"""For the eight bytes from 256 on."""
-_MIN_SCAN_BYTES = 64 << 10
-"""Of less than that, single headers are read sooner."""
 _MIN_SINGLE_MEMBERS = 8
+_FEW_EXTENSIONS = 16
+"""Above that, they are counted one by one."""
 
 
 def index_tar(file: DataPath) -> SampleSpans:
@@ -71,14 +66,15 @@ def _refuse_compression(file: DataPath, head: bytes) -> None:
 
 def _index_members(window: FileWindow) -> SampleSpans:
     samples = _SampleCollector()
+    scan = PlainScan(window)
     at, single_members = 0, _MIN_SINGLE_MEMBERS
     while True:
         before = at
-        while plain := _scan_plain_members(window, at):
+        while plain := scan.find_members(at):
             samples.add_plain(plain)
-            at = plain.end
+            at = int(plain.ends[-1])
         # Where few are plain, looking for them costs more than it saves.
-        is_rare = at - before < _MIN_SCAN_BYTES
+        is_rare = at - before < MIN_SCAN_BYTES
         single_members = 2 * single_members if is_rare else _MIN_SINGLE_MEMBERS
         walk, count = MemberWalk(window, at), 0
         for member in itertools.islice(walk, single_members):
@@ -89,19 +85,6 @@ def _index_members(window: FileWindow) -> SampleSpans:
             break
     _check_end(window, at)
     return samples.finish()
-
-
-class _PlainMembers(NamedTuple):
-    """Members in the order of the file, in arrays."""
-
-    names: NDArray[np.uint8]
-    """A row for each, filled up with zeros, of which each has at least one."""
-    starts: NDArray[np.uint64]
-    ends: NDArray[np.uint64]
-
-    @property
-    def end(self) -> int:
-        return int(self.ends[-1])
 
 
 class _SampleCollector:
@@ -129,8 +112,8 @@ class _SampleCollector:
             self._offsets.append(member.start)
             self._ends.append(member.end)
 
-    def add_plain(self, members: _PlainMembers) -> None:
-        """Do what add() does, for all at once."""
+    def add_plain(self, members: PlainMembers) -> None:
+        """Do what add() does, for many at once."""
         names, starts, ends = members
         bases, dots, lengths = _find_parts(names)
         is_sample = (dots > bases) & (dots < lengths - 1)
@@ -138,15 +121,14 @@ class _SampleCollector:
             skipped = np.flatnonzero(~is_sample)
             self._skip(_get_name(names[skipped[0]]), len(skipped))
             names, starts, ends = names[is_sample], starts[is_sample], ends[is_sample]
-            dots, lengths = dots[is_sample], lengths[is_sample]
+            dots = dots[is_sample]
             if not len(names):
                 return
-        longest = int((lengths - dots).max())
-        for extension, count in _count_extensions(names, dots, longest):
+        keys = (names * (np.arange(names.shape[1]) < dots[:, None])).view(np.uint64)
+        for extension, count in _count_extensions(names.view(np.uint64) ^ keys):
             self._columns[extension] += count
         is_new = np.ones(len(names), bool)
-        keys = (names * (np.arange(names.shape[1]) < dots[:, None])).view(np.uint64)
-        is_new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+        is_new[1:] = ~_are_rows_equal(keys[1:], keys[:-1])
         is_new[0] = names[0, : dots[0]].tobytes() != self._key
         first = np.flatnonzero(is_new)
         last = np.append(first[1:], len(names)) - 1
@@ -173,121 +155,6 @@ class _SampleCollector:
         self._skipped += count
 
 
-# --- many headers at once -----------------------------------------------------------------------
-
-
-def _scan_plain_members(window: FileWindow, at: int) -> _PlainMembers | None:
-    """Return the plain members from a header on that are in the window, up to the first one that is
-    not plain; None if there are none, or too few to be worth it."""
-    if at + BLOCK_BYTES > window.size:
-        return None
-    buffer, position = window.view(at, BLOCK_BYTES)
-    size = (len(buffer) - position) // BLOCK_BYTES * BLOCK_BYTES
-    if size < _MIN_SCAN_BYTES:
-        return None
-    blocks = np.frombuffer(buffer, np.uint8, size, position).reshape(-1, BLOCK_BYTES)
-    # 1. Blocks that may be headers. Content may look like one as well: a tar within a tar.
-    words = blocks[:, 256:264].copy().view("<u8")[:, 0]
-    found = np.flatnonzero(words & _MAGIC_MASK == _MAGIC)
-    headers = blocks[found]
-    sizes = _parse_number(headers[:, 124:135], 8)
-    ends = found + 1 + (sizes + BLOCK_BYTES - 1) // BLOCK_BYTES
-    is_pax = headers[:, 156] == ord("x")
-    is_plain = _is_plain(headers, sizes) & (ends <= (window.size - at) // BLOCK_BYTES)
-    # 2. From each header to the next.
-    chain = _follow_chain(found, ends, is_plain)
-    if chain is None:
-        return None
-    # 3. A pax header belongs to the next one, and must leave name and size to it.
-    pax = np.flatnonzero(is_pax[chain])
-    begins, lengths = found[chain[pax]] + 1, sizes[chain[pax]]
-    is_whole = begins < len(blocks)
-    is_whole[is_whole] = _has_only_mtime(blocks[begins[is_whole], :16], lengths[is_whole])
-    for number in np.flatnonzero(~is_whole).tolist():
-        begin = position + int(begins[number]) * BLOCK_BYTES
-        content = buffer[begin : begin + int(lengths[number])]
-        is_whole[number] = not any(word in content for word in (b"path=", b"size=", b"GNU."))
-    is_last = pax + 1 == len(chain)
-    is_whole &= ~is_last & ~is_pax[chain[np.where(is_last, pax, pax + 1)]]
-    if not is_whole.all():
-        chain = chain[: pax[is_whole.argmin()]]
-    members = chain[~is_pax[chain]]
-    if not len(members):
-        return None
-    window.last_header = at + int(found[members[-1]]) * BLOCK_BYTES
-    follows_pax = np.append(False, is_pax[chain][:-1])
-    starts = np.where(follows_pax, np.roll(found[chain], 1), found[chain])[~is_pax[chain]]
-    return _PlainMembers(
-        _trim_names(headers[members, :100]),
-        (at + starts * BLOCK_BYTES).astype(np.uint64),
-        (at + ends[members] * BLOCK_BYTES).astype(np.uint64),
-    )
-
-
-def _has_only_mtime(heads: NDArray[np.uint8], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which pax headers are just `28 mtime=1700000000.1234567`, as tarfile writes them."""
-    is_mtime = (heads[:, 2:9] == np.frombuffer(b" mtime=", np.uint8)).all(axis=1)
-    result: NDArray[np.bool_] = is_mtime & (_parse_number(heads[:, :2], 10) == lengths)
-    return result
-
-
-def _is_plain(headers: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which headers are regular files or pax headers in the usual notation, undamaged."""
-    kinds, names = headers[:, 156], headers[:, :100]
-    # The checksum itself counts as blanks.
-    sums = headers.sum(axis=1, dtype=np.uint32) + np.uint32(8 * ord(" "))
-    sums -= headers[:, 148:156].sum(axis=1, dtype=np.uint32)
-    is_posix = headers[:, 262] == 0
-    is_plain: NDArray[np.bool_] = (
-        ((kinds == ord("0")) | (kinds == ord("x")))
-        & (sizes >= 0)
-        & ((headers[:, 135] == 0) | (headers[:, 135] == ord(" ")))
-        & (_parse_number(headers[:, 148:154], 8) == sums)
-        & (headers[:, 154] == 0)
-        & ~(is_posix & (headers[:, 345] != 0))
-        & (names[:, 0] != 0)
-    )
-    goes_on = (names[:, 1:] != 0) & (names[:, :-1] == 0)
-    if goes_on.any():  # something after the end of a name
-        is_plain &= ~goes_on.any(axis=1)
-    return is_plain
-
-
-def _follow_chain(
-    found: NDArray[np.int64], ends: NDArray[np.int64], is_plain: NDArray[np.bool_]
-) -> NDArray[np.int64] | None:
-    """Return which headers follow each other from the first block on; None if that is not one."""
-    if not len(found) or found[0] != 0 or not is_plain[0]:
-        return None
-    if is_plain.all() and (ends[:-1] == found[1:]).all():
-        return np.arange(len(found))
-    following = np.searchsorted(found, ends)
-    is_header = following < len(found)
-    is_header[is_header] = found[following[is_header]] == ends[is_header]
-    chain, at = [0], 0
-    while is_header[at] and is_plain[following[at]]:
-        at = int(following[at])
-        chain.append(at)
-    return np.array(chain)
-
-
-def _parse_number(digits: NDArray[np.uint8], base: int) -> NDArray[np.int64]:
-    """Return the numbers in rows of digits, -1 where there is anything else."""
-    values = digits - np.uint8(ord("0"))
-    powers = base ** np.arange(digits.shape[1])[::-1]
-    numbers = values.astype(np.float64) @ powers.astype(np.float64)  # exact below 2^53
-    return np.where(values.max(axis=1) < base, numbers, -1).astype(np.int64)
-
-
-def _trim_names(names: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return names without columns that all of them leave empty, but one; a multiple of 8."""
-    longest = int(np.flatnonzero(names.any(axis=0))[-1]) + 1  # a plain name is not empty
-    width = (longest // 8 + 1) * 8
-    trimmed = np.zeros((len(names), width), np.uint8)
-    trimmed[:, : min(width, names.shape[1])] = names[:, :width]
-    return trimmed
-
-
 def _find_parts(names: NDArray[np.uint8]) -> tuple[NDArray[np.int64], ...]:
     """Return where each base name begins, its first dot (-1 without one), and the name's length."""
     rows, width = np.arange(len(names)), names.shape[1]
@@ -302,20 +169,29 @@ def _find_parts(names: NDArray[np.uint8]) -> tuple[NDArray[np.int64], ...]:
     return bases, dots, (names == 0).argmax(axis=1)
 
 
-def _count_extensions(
-    names: NDArray[np.uint8], dots: NDArray[np.int64], longest: int
-) -> Iterator[tuple[bytes, int]]:
-    """Yield what follows the dots, in lower case and in the order of the first of each, and how
-    often."""
-    # The last column of names is empty.
-    places = np.minimum(
-        dots[:, None] + np.arange(1, (longest // 8 + 1) * 8 + 1), names.shape[1] - 1
-    )
-    words = np.take_along_axis(names, places, axis=1).view(np.uint64)
-    while len(words):
-        is_same = (words == words[0]).all(axis=1)
-        yield words[0].tobytes().rstrip(b"\0").lower(), int(is_same.sum())
-        words = words[~is_same]
+def _count_extensions(tails: NDArray[np.uint64]) -> Iterator[tuple[bytes, int]]:
+    """Yield the extensions, in lower case and in the order of the first of each, and how often each
+    is there: of names whose keys are zeros."""
+    for _ in range(_FEW_EXTENSIONS):
+        if not len(tails):
+            return
+        is_same = _are_rows_equal(tails, tails[:1])
+        yield _get_extension(tails[0]), int(np.count_nonzero(is_same))
+        tails = tails[~is_same]
+    for tail, count in Counter(map(bytes, tails)).items():
+        yield _get_extension(tail), count
+
+
+def _get_extension(tail: bytes | NDArray[np.uint64]) -> bytes:
+    return bytes(tail).strip(b"\0")[1:].lower()
+
+
+def _are_rows_equal(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return what `(a == b).all(axis=1)` does, column by column: rows are many and short."""
+    is_equal = np.ones(len(a), bool)
+    for column in range(a.shape[1]):
+        is_equal &= a[:, column] == b[:, column]
+    return is_equal
 
 
 def _get_name(name: NDArray[np.uint8]) -> bytes:
@@ -332,8 +208,7 @@ def _check_end(window: FileWindow, at: int) -> None:
             "`head -c 1024 /dev/zero >> FILE`",
         )
     while at < window.size:
-        data, position = window.view(at, min(BLOCK_BYTES, window.size - at))
-        rest = bytes(data[position : position + window.size - at])
+        rest = bytes(window.view_loaded(at))
         if found := rest.lstrip(b"\0"):
             raise TarFormatError(
                 at + len(rest) - len(found),
