@@ -7,6 +7,10 @@ Echelon with launch.max_restarts=1 and a snapshot every 50 steps, against `torch
 renamed) and loads that when it starts. Both are the toy of scripts/. Rank 1 is killed after 120
 steps; the clock stops when both ranks of the new attempt have made their first optimizer step.
 
+With Echelon's defaults nothing is restarted: rank 0 goes on alone with its state, until rank 1 is
+replaced. The first clock stops when rank 0 has made a step after it stood still, to ten steps; the
+second when the replacement has made one.
+
 torchrun is given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restart can hang, as the ranks
 of the new attempt meet the keys that the old ones left in the agent's store.
 """
@@ -16,7 +20,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 from common import (
     SCRIPTS,
@@ -44,16 +51,21 @@ COMMANDS = {
             "train",
             f"experiment={SCRIPTS / 'echelon_experiment.py'}:experiment",
         ],
-        *["launch=local", "launch.procs=2", "launch.max_restarts=1"],
+        *["launch=local", "launch.procs=2", "launch.max_restarts=1", "launch.max_replacements=0"],
         *[f"trainer.steps={MANY_STEPS}", f"trainer.save.steps={SAVE_EVERY}"],
     ],
 }
+REPLACED = "a replaced rank"
+REPLACING = [word for word in COMMANDS[OURS] if not word.startswith("launch.max_")]
 
 
 def measure(rounds: int = ROUNDS) -> Result:
-    seconds = measure_in_turns(
-        {n: partial(restart_s, n, c) for n, c in COMMANDS.items()}, rounds, 0
-    )
+    alone_s: list[float] = []
+    contestants: dict[str, Callable[[], float]] = {
+        n: partial(restart_s, n, c) for n, c in COMMANDS.items()
+    }
+    seconds = measure_in_turns(contestants | {REPLACED: partial(replacement_s, alone_s)}, rounds, 0)
+    whole_s = seconds.pop(REPLACED)
     return {
         "config": {
             "commands": {n: " ".join(map(shorten_command, c)) for n, c in COMMANDS.items()},
@@ -65,7 +77,14 @@ def measure(rounds: int = ROUNDS) -> Result:
                 "from kill -9 of a worker to a new step, × torchrun",
                 compute_ratios(seconds[OURS], seconds[TORCHRUN]),
                 TARGET,
-            )
+            ),
+            make_figure(
+                "from kill -9 of a rank to the next step of the other",
+                alone_s,
+                0.5,
+                unit="s",
+            ),
+            make_figure("… to a step of its replacement", whole_s, 2.0, unit="s"),
         ],
         "seconds": {n: make_figure(n, v, unit="s") for n, v in seconds.items()},
     }
@@ -78,6 +97,34 @@ def restart_s(name: str, command: list[str]) -> float:
         killed = time.time()
         os.kill(victim, signal.SIGKILL)
         return start.wait(lambda: start.made(1, after=killed)) - killed
+
+
+def replacement_s(alone_s: list[float]) -> float:
+    """Return the seconds from the kill to a step of the new rank 1; those to the next step of
+    rank 0 are appended to `alone_s`."""
+    with Start(REPLACED, REPLACING) as start:
+        start.wait(lambda: start.made(KILL_AFTER))
+        [victim] = start.marks.glob("1-*")
+        [survivor] = start.marks.glob("0-*")
+        killed = time.time()
+        os.kill(int(victim.name.partition("-")[2]), signal.SIGKILL)
+
+        def find_first_step() -> float | None:
+            new = [file for file in start.marks.glob("1-*") if file != victim]
+            times = [t for file in new for t in read_times(file)]
+            return min(times) if times else None
+
+        whole_s = start.wait(find_first_step) - killed
+        before = max(t for t in read_times(survivor) if t <= killed)
+        times = [before, *(t for t in read_times(survivor) if t > killed)]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        alone_s.append(times[gaps.index(max(gaps)) + 1] - killed)
+        return whole_s
+
+
+def read_times(file: Path) -> list[float]:
+    lines = file.read_text().splitlines(keepends=True)
+    return [float(line.split()[1]) for line in lines if line.endswith("\n")]
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ TORCH_ROOMS = {
 }
 TORCH_FILES = {
     "launch/node/agent.py",
+    "launch/node/rank_replacement.py",
     "launch/node/rendezvous.py",
     "doctor/torch_facts.py",
     "preflight/all_reduce.py",
@@ -100,6 +101,7 @@ ASKING_FOR_A_LAUNCHER = {
     "launch/registry.py": "from the kind to the launcher",
     "runs/create.py": "a run says where it will be before its launcher has started it",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",
+    "jobs/stacks.py": "hosts of ssh may have a folder of their own, a run in one process no agent",
     "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
     "python_api.py": "a job is queued, or its agent is started in the background here",
     "submission/enqueue.py": "sbatch is asked before anything is copied",

@@ -26,6 +26,7 @@ It runs as `python file.py lr=0.1`, and on four processes with `launch=local lau
     echelon.Session       what a function with a training loop of its own is given
     echelon.Image         an image, or a grid of them, for Session.log
     echelon.Histogram     a histogram of a tensor, for Session.log
+    echelon.TransientError  raised by your code, has its process replaced and not the run ended
     echelon.submit        runs a command or a function as a job, and returns an object to wait for
     echelon.load          returns the trained model of a run with its weights, for inference
     echelon.load_weights  returns the weights of a snapshot, for another program
@@ -48,6 +49,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from echelon import data, optim
     from echelon.commands.train import main
+    from echelon.errors import TransientError
     from echelon.experiment.definition import Experiment
     from echelon.experiment.training_info import TrainingInfo
     from echelon.python_api import submit
@@ -64,6 +66,7 @@ __all__ = [
     "Image",
     "Session",
     "TrainingInfo",
+    "TransientError",
     "__version__",
     "data",
     "load",
@@ -78,6 +81,7 @@ __all__ = [
 _MODULE_OF = {
     "Experiment": "echelon.experiment.definition",
     "TrainingInfo": "echelon.experiment.training_info",
+    "TransientError": "echelon.errors",
     "Session": "echelon.train.session",
     "Image": "echelon.train.media",
     "Histogram": "echelon.train.media",

@@ -119,6 +119,7 @@ SUBCOMMANDS = {
     "sweep": Subcommand("search for the best settings", "sweep"),
     "jobs": Subcommand("the status of runs, wherever they run", "jobs"),
     "logs": Subcommand("the logs of a run's ranks, in order of time", "jobs"),
+    "stacks": Subcommand("where all ranks of a run stand: stacks and collectives", "jobs"),
     "attach": Subcommand("follow a run as if it had been started here", "jobs"),
     "cancel": Subcommand("ask runs to save and end", "jobs"),
     "runs": Subcommand("what was trained, with which settings and results", "runs"),

@@ -33,6 +33,8 @@ class ExitCode(IntEnum):
     """Fewer GPUs are free than were asked for."""
     NOT_READY = 8
     """`doctor`, `preflight` or `setup` found what would keep a training from running there."""
+    TRANSIENT = 9
+    """A rank met an error that was marked as transient: it is replaced, and the others go on."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130
@@ -45,6 +47,14 @@ def escape_controls(text: str, kept: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else f"\\u{ord(c):04x}" for c in text)
+
+
+class TransientError(Exception):
+    """Raised by code of the user where trying again helps, such as a device that was lost.
+
+    With several processes, the one that raised it is replaced, and the others go on with their
+    state. Where that is not possible, it is an error like any other.
+    """
 
 
 class Fault(NamedTuple):

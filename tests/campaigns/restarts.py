@@ -95,6 +95,7 @@ def restarts(
         name = f"run-{first // PER_RUN}"
         run = folder / "runs" / name
         words = [*TRAIN, *LONG, f"run.name={name}", f"launch.max_restarts={kills}"]
+        words += ["launch.max_replacements=0"]
         try:
             with start([*words, FOR_EVER], folder) as running:
                 seconds += _kill_workers(run, running, kills, limit_s, rng, count, tick)

@@ -1,5 +1,5 @@
-"""Jobs of a real Slurm as `echelon jobs`, `logs`, `attach` and `cancel` see and end them, on the
-kind of cluster that keeps accounts and on the kind that does not."""
+"""Jobs of a real Slurm as `echelon jobs`, `logs`, `stacks`, `attach` and `cancel` see and end them,
+on the kind of cluster that keeps accounts and on the kind that does not."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def test_a_job_is_followed_over_a_requeue_and_cancelled(command_line: CommandLin
     assert (found["state"], found["job"]) == ("running", command_line.job())
     assert (found["nodes"], found["world"], found["total_steps"]) == (2, 2, 100_000)
     assert found["step"] >= 3
+    stacks = command_line.type("stacks", command_line.job())
+    assert stacks.out.startswith("run a: 2 ranks on "), stacks.output
 
     command_line.cluster.slurm("scontrol", "requeue", command_line.job())
     assert until(lambda: read_job_row(command_line)["state"] == "requeued", 300, "requeued")

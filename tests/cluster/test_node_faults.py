@@ -47,6 +47,39 @@ def _notice(what: str, seen: Callable[[], object], limit_s: float) -> None:
     print(f"{what}: noticed in {time.monotonic() - began:.1f} s, of {limit_s:g}")
 
 
+# --- what the other ranks survive ---
+
+
+def test_ranks_of_any_node_are_replaced_while_the_others_go_on(command_line: CommandLine) -> None:
+    node_0, node_1, _ = command_line.cluster.nodes
+    world = _start(command_line, "launch.hang_s=3")
+    first = world[0]
+    os.kill(command_line.worker(node_1), signal.SIGKILL)
+    replaced = "rank 1 replaced: 2 processes"
+    _notice("a killed rank", lambda: replaced in first.read_output(), AT_ONCE_S)
+    assert f"lost rank 1 on {node_1} after step " in first.read_output()
+    assert "killed by SIGKILL; going on with 1 process\n" in first.read_output()
+
+    command_line.wait_for_more()
+    os.kill(command_line.worker(node_1), signal.SIGSTOP)
+    seen = first.read_output
+    _notice("a stopped rank", lambda: seen().count(replaced) == 2, 3 + AT_ONCE_S)
+    assert seen().count(f"lost rank 1 on {node_1} after step ") == 2, seen()
+
+    command_line.wait_for_more()
+    os.kill(command_line.worker(node_0), signal.SIGKILL)
+    back = "rank 0 replaced: 2 processes"
+    _notice("a killed rank 0", lambda: back in seen(), AT_ONCE_S)
+    command_line.wait_for_more()
+    steps = [step for step, _ in curve(command_line.run())]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "starting again" not in seen()
+    for node in world:
+        node.process.send_signal(signal.SIGTERM)
+    assert [done.code for done in _ended(world)] == [ExitCode.PREEMPTED] * 2
+    command_line.require_nothing_left()
+
+
 # --- what a restart mends ---
 
 
@@ -56,7 +89,7 @@ def test_a_rank_that_loops_dies_or_stops_is_named_and_all_nodes_start_again(
     node_0, node_1, _ = command_line.cluster.nodes
     once = f"once={command_line.folder / 'once'}"
     loop = ("fault=loop", "on=1", "at=40", once, "launch.hang_s=2", "launch.max_restarts=3")
-    world = _start(command_line, *loop)
+    world = _start(command_line, *loop, "launch.max_replacements=0")
     first = world[0]
 
     until(lambda: "3 restart(s) left" in first.read_output(), START_S, "the loop is noticed")
@@ -65,6 +98,11 @@ def test_a_rank_that_loops_dies_or_stops_is_named_and_all_nodes_start_again(
     assert f"rank 1 on {node_1} failed after step 39" in told
     where = told.partition("Where rank 1 stands:")[2].partition("rank 1 on")[0]
     assert "in _loop" in where
+    [report] = command_line.run().list_hang_reports()
+    assert f"The stacks of all ranks are in {report}\n" in where
+    stacks = report.read_text()
+    assert f"run a: 2 ranks on {node_0}, {node_1}" in stacks
+    assert "rank 1 is not in all_reduce #" in stacks
 
     command_line.wait_for_more()
     os.kill(command_line.worker(node_1), signal.SIGKILL)
@@ -154,7 +192,8 @@ def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine
 def test_a_job_outlives_a_killed_rank_the_controller_and_a_killed_node(
     command_line: CommandLine,
 ) -> None:
-    more = ("launch.nodes=2", "launch.procs=1", "launch.max_restarts=2")
+    more = ["launch.nodes=2", "launch.procs=1", "launch.max_restarts=2"]
+    more += ["launch.max_replacements=0"]
     following = command_line.start("train", "launch=slurm", *more, *WORLD, "--wait")
     command_line.wait_for_step(15)
     job = command_line.job()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import fake_nvml
 import pytest
-from command_line import FAULTY, REGRESSION, CommandLine, curve
+from command_line import FAULTY, REGRESSION, START_S, CommandLine, curve
 from command_runner import children, is_a_sentence_and_a_hint, until
 from sshd import HIDE, start_sshd
 
@@ -210,6 +210,25 @@ def test_a_host_apart_is_sent_the_code_and_gives_back_the_run(
         ).stdout
     assert "code-1/neighbour.py" in listed
     assert ".git" not in listed
+
+
+def test_ranks_on_hosts_apart_say_where_they_stand(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    """Neither this machine nor the hosts share the folder in which node 0 is asked."""
+    second = command_line.cluster.nodes[0]
+    with extended(command_line, tmp_path) as config:
+        words = (*WORDS, *LONG, f"launch.ssh='ssh -F {config}'", f"launch.hosts=[apart,{second}]")
+        command_line.start(*words, "fault=sleep", "on=1", "at=5")
+
+        def ask() -> str:
+            done = command_line.type("stacks", "a")
+            assert is_a_sentence_and_a_hint(done.err) or done.code == ExitCode.OK, done.err
+            return done.out if "rank 1 is not in all_reduce #" in done.out else ""
+
+        text = str(until(ask, START_S, "both ranks stand where they will stay"))
+    assert "in _sleep_for_ever" in text
+    assert second in text.splitlines()[0]
 
 
 def test_too_much_code_is_not_sent(tmp_path: Path) -> None:

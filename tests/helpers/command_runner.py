@@ -316,14 +316,14 @@ def steps_seen(run_folder: Path, ranks: int) -> list[int]:
     """The step of every rank of a local launch, as its agent sees it."""
     import struct
 
-    row = struct.Struct("<QQd")
+    head, row = struct.Struct("<QQ"), struct.Struct("<QQd")
     try:
         raw = (run_folder / ".heartbeat-0").read_bytes()
     except OSError:
         return [0] * ranks
-    if len(raw) < row.size * ranks:
+    if len(raw) < head.size + row.size * ranks:
         return [0] * ranks
-    return [row.unpack_from(raw, r * row.size)[1] for r in range(ranks)]
+    return [row.unpack_from(raw, head.size + r * row.size)[1] for r in range(ranks)]
 
 
 # --- what a person reads ---

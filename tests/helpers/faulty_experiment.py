@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import echelon
@@ -33,10 +34,17 @@ class Settings:
     """A file that remembers that the fault has happened, so that a restart goes on."""
     after: str = ""
     """What it waits for before it fails, such as a snapshot, written while the steps go on."""
+    unbuildable: str = ""
+    """A file with which nothing can be built."""
+    transient: bool = False
+    """Whether an error is one that goes away by itself."""
     rows: int = 1
     """Size of the model, to make snapshots of a size."""
     pause_s: float = 0.0
     """So long does a step take at least, for those who want to see it run."""
+    missing_pause_s: float | None = None
+    """So long while a rank is lost, if not `pause_s`: the replacement then comes before the end on
+    a busy machine too."""
 
 
 def _error() -> NoReturn:
@@ -51,6 +59,14 @@ def _loop() -> NoReturn:
 def _sleep_for_ever() -> NoReturn:
     while True:
         time.sleep(60)
+
+
+def _hold_lock() -> NoReturn:
+    """Wait in native code that does not release the lock of the interpreter, not for a signal."""
+    c, semaphore = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.sem_init(semaphore, 0, 0)
+    while True:
+        c.sem_wait(semaphore)
 
 
 def _kill(number: int, who: Callable[[], int] = os.getpid) -> Callable[[], None]:
@@ -82,6 +98,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "stop": _kill(signal.SIGSTOP),
     "loop": _loop,
     "sleep": _sleep_for_ever,
+    "hold lock": _hold_lock,
     "kill agent": _kill_keeper(_agent),
     "kill fork server": _kill_keeper(os.getppid),
     "slow": lambda: time.sleep(0.6),
@@ -110,7 +127,13 @@ class Trap:
             Path(self.cfg.once).touch()
         while self.cfg.after and not glob.glob(self.cfg.after):
             time.sleep(0.01)
+        if self.cfg.transient:
+            raise echelon.TransientError("injected")
         FAULTS[self.cfg.fault]()
+
+    def get_pause_s(self) -> float:
+        missing_s = self.cfg.missing_pause_s
+        return missing_s if missing_s is not None and _is_rank_missing() else self.cfg.pause_s
 
     def delay(self) -> None:
         if self.set and self.cfg.phase == "every-evaluation":
@@ -121,6 +144,11 @@ def _typed_rank() -> str:
     return next((w.partition("=")[2] for w in sys.argv if w.startswith("rank=")), "0")
 
 
+def _is_rank_missing() -> bool:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return size < int(os.environ.get("WORLD_SIZE", "1"))
+
+
 class Model(nn.Linear):
     trap: Trap
 
@@ -128,7 +156,7 @@ class Model(nn.Linear):
         if self.training:
             self.trap.steps += 1
             self.trap.reach("step")
-            time.sleep(self.trap.cfg.pause_s)
+            time.sleep(self.trap.get_pause_s())
         else:
             self.trap.reach("evaluation")
             self.trap.delay()
@@ -142,6 +170,8 @@ class Model(nn.Linear):
 def experiment(cfg: Settings) -> echelon.Experiment:
     trap = Trap(cfg)
     trap.reach("build")
+    if cfg.unbuildable and Path(cfg.unbuildable).exists():
+        raise ValueError("there is nothing to build it of")
     model = Model(8, cfg.rows)
     model.trap = trap
     x, y = make_linear_data(96, 8, 0.1, 0)

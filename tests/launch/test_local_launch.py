@@ -277,6 +277,7 @@ def _lines(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_worker_killed_from_outside_is_noticed(tmp_path: Path) -> None:
     words = [*TRAIN, *TWO, "run.name=a", "samples=64000", "trainer.epochs=1000"]
+    words += ["launch.max_replacements=0"]
     with started_forked(words, tmp_path) as running:
         folder = tmp_path / "runs" / "a"
         command_runner.until(

@@ -27,8 +27,14 @@ from worlds import run_all_forked, run_forked, started_forked
 
 FAULTY = HERE / "faulty_experiment.py"
 TRAIN = (*ECHELON, "train", f"experiment={FAULTY}:experiment", *TWO)
-SETTINGS = ("trainer.batch_size=8", "trainer.epochs=2", "trainer.log_steps=1")
-"""Twenty steps, evaluated and saved after the 10th and the 20th."""
+SETTINGS = (
+    "trainer.batch_size=8",
+    "trainer.epochs=2",
+    "trainer.log_steps=1",
+    "launch.max_replacements=0",
+)
+"""Twenty steps, evaluated and saved after the 10th and the 20th. What replacing a rank does is in
+test_rank_replacement.py."""
 HOST = socket.gethostname()
 WRECKAGE = ("Connection closed by peer", "Connection reset by peer", "gloo", "Broken pipe")
 

@@ -41,6 +41,15 @@ def test_starts_and_stops_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert phase.cause == "failed: out of memory"
 
 
+def test_a_start_says_how_often_its_processes_were_started_before(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "a")
+    counts = {"TORCHELASTIC_RESTART_COUNT": "2", "SLURM_RESTART_COUNT": "1"}
+    for env in (counts, {"SLURM_RESTART_COUNT": "?"}, None):
+        record_start(run, "slurm", 1, 2, "77", env=env)
+    phases = read_history(run, is_running=True).phases
+    assert [(p.attempt, p.requeues) for p in phases] == [(2, 1), (0, 0), (None, None)]
+
+
 def test_a_start_that_never_trained_is_no_training_time(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "a")
     record_start(run, "inline", 1, 1, None)

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from command_runner import ECHELON, metrics, until
+from command_runner import ECHELON, HERE, metrics, status, until
 from worlds import run_forked, started_forked
 
+from echelon.runs.accounting import account_for_run
 from echelon.runs.history import read_history
 from echelon.runs.metrics_summary import load_summary
 from echelon.runs.run_folder import Run
@@ -60,3 +61,50 @@ def test_one_process_that_failed_and_a_program(tmp_path: Path) -> None:
     (program,) = read_history(Run(tmp_path / "runs" / "p"), is_running=False).phases
     assert (program.launcher, program.processes, program.cause) == ("local", 2, "finished")
     assert program.trained_since is not None
+
+
+def test_a_rank_that_is_killed_is_a_round_and_its_time_is_accounted_for(tmp_path: Path) -> None:
+    faulty = f"experiment={HERE / 'faulty_experiment.py'}:experiment"
+    fault = ["fault=kill", "on=1", "phase=step", "at=13", f"once={tmp_path}/once"]
+    size = ["launch=local", "launch.procs=3", "trainer.batch_size=8", "trainer.epochs=8"]
+    pace = ["pause_s=0.04", "missing_pause_s=1"]
+    done = run_forked([*ECHELON, "train", "run.name=a", faulty, *fault, *size, *pace], tmp_path)
+    assert done.code == 0, done.err
+    folder = tmp_path / "runs" / "a"
+    history = read_history(Run(folder), is_running=False)
+    (phase,) = history.phases
+    first, *_, last = phase.rounds
+    assert (first.number, first.processes, first.lost, first.joined) == (1, 2, (1,), ())
+    assert first.step in (12, 13)  # the others may have made the step
+    assert f"{first.reason}\n" in done.err
+    assert (last.number, last.processes, last.lost, last.joined) == (2, 3, (), (1,))
+    assert last.step > first.step
+    assert all(0 < round_.standstill_s < phase.trained_s for round_ in phase.rounds)
+    found = account_for_run(history)
+    assert found is not None
+    assert found.effective_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)
+    assert (found.starts, found.restarts, found.steps_redone, found.steps_kept) == (1, 0, 0, 80)
+    assert (found.lost_ranks, found.replaced_ranks) == (1, 1)
+    assert 0 <= found.lost_s["replaced_ranks"] <= sum(r.standstill_s for r in phase.rounds)
+    assert status(folder)["accounting"] == found.to_json()
+    assert re.search(r"effective +\d+\.\d % of .*; 1 start, 1 lost rank, 1 replacement", done.err)
+
+
+def test_a_restart_and_the_steps_that_it_makes_again_are_accounted_for(tmp_path: Path) -> None:
+    faulty = f"experiment={HERE / 'faulty_experiment.py'}:experiment"
+    fault = ["fault=kill", "on=1", "phase=step", "at=18", f"once={tmp_path}/once", "pause_s=0.01"]
+    size = ["launch=local", "launch.procs=2", "trainer.batch_size=8", "trainer.epochs=4"]
+    restarts = ["launch.max_replacements=0", "launch.max_restarts=1", "trainer.log_steps=1"]
+    done = run_forked([*ECHELON, "train", "run.name=a", faulty, *fault, *size, *restarts], tmp_path)
+    assert done.code == 0, done.err
+    history = read_history(Run(tmp_path / "runs" / "a"), is_running=False)
+    first, second = history.phases
+    assert (first.attempt, second.attempt, second.first_step) == (0, 1, 10)
+    found = account_for_run(history)
+    assert found is not None
+    assert (found.restarts, found.requeues, found.steps_kept) == (1, 0, 40)
+    assert first.last_step is not None
+    assert found.steps_redone == first.last_step - 10
+    assert found.lost_s["restarts"] > 0
+    assert found.lost_s["redone_steps"] > 0
+    assert found.effective_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)

@@ -74,6 +74,7 @@ def test_after_a_kill_and_a_resume_there_is_one_run_with_every_number(tmp_path: 
         "ECHELON_TEST_AFTER": str(tmp_path / "runs" / "a" / "snapshots" / "step-000000010"),
     }
     train = [*ECHELON, "train", EXPERIMENT, *TWO, *SIZE, *words, "run.name=a"]
+    train += ["launch.max_replacements=0"]
     killed = run_forked(train, tmp_path, **env, **fault)
     assert killed.code == 1, killed.err
     assert killed.left == []

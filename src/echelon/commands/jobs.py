@@ -1,7 +1,8 @@
-"""`echelon jobs`, `logs`, `attach` and `cancel`: runs on their machines."""
+"""`echelon jobs`, `logs`, `stacks`, `attach` and `cancel`: runs on their machines."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from echelon.commands.arguments import RUN_HELP, add_dir_argument, make_parser, parse_line_count
@@ -75,6 +76,47 @@ def logs(words: list[str]) -> int:
         return show_logs_of_runs(found, given.rank, given.node, given.lines)
     run = find_run(given.run, given.dir)
     return show_logs(run, given.rank, given.node, given.lines, given.follow)
+
+
+def stacks(words: list[str]) -> int:
+    """`echelon stacks`: where all ranks of a run stand."""
+    parser = make_parser(
+        "stacks",
+        "Show where all ranks of a run stand, on all nodes: the Python stack of each, equal ones "
+        "once, and the collective in which each waits. The run goes on.",
+        """\
+A run that stands still is found by asking twice: what shows the same place again waits there. The
+rank that is not in the collective of the others is the one for which they wait. When a hang is
+found (launch.hang_s), the same is written into logs/hang-*.txt of the run folder before anything is
+ended, and the failure names the file.
+
+Stacks are read by py-spy where it is installed (pip install py-spy) and may read other processes;
+else ranks of `echelon train` write theirs. Of `echelon run` and launch=inline only py-spy can read
+them. Collectives are those of torch's flight recorder; without it, those in the stack.
+
+examples:
+  echelon stacks latest
+  echelon stacks latest --all-threads     also threads of loaders and trackers
+  echelon stacks 4711                     of a Slurm job
+
+--json prints {version: 1, run, time, ranks: [{rank, host, pid, source: py-spy, itself or
+faulthandler, threads: [{name, is_main, frames: [[file, line, function], …]}], collectives: [[name,
+number, backend, group, tensors], …] or null if not known, note}], missing: [sentences about nodes
+that did not answer]}. The most recent call is the first.""",
+    )
+    parser.add_argument("run", help=RUN_HELP)
+    parser.add_argument(
+        "--all-threads", action="store_true", help="every thread of every rank below"
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    add_dir_argument(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.stacks import show_stacks
+    from echelon.runs.find import find_run
+
+    run = find_run(given.run, given.dir)
+    return show_stacks(run, given.all_threads, given.json, given.here)
 
 
 def attach(words: list[str]) -> int:

@@ -49,6 +49,9 @@ class LaunchConfig:
     without devices."""
     max_restarts: int = 0
     """How often a failed run is restarted from its newest snapshot."""
+    max_replacements: int = 3
+    """How often in a row, without a step between, a rank that was killed or hangs is replaced while
+    the others go on with their state; 0: never."""
     threads: int | None = None
     """CPU threads of each process; default: torch's own for one process, 1 for several."""
     share_devices: bool = False

@@ -142,6 +142,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.procs": (launch.procs, 1),
         "launch.threads": (launch.threads, 1),
         "launch.max_restarts": (launch.max_restarts, 0),
+        "launch.max_replacements": (launch.max_replacements, 0),
         "launch.hang_s": (launch.hang_s, 0),
         "launch.nodes": (launch.nodes, 1),
         "launch.gpus_per_node": (launch.gpus_per_node, 1),

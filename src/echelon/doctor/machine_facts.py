@@ -6,7 +6,9 @@ CUDA can kill the process that initializes it. Slow facts are read in parallel.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -47,8 +49,16 @@ EXTRAS = {
     "sweep": "optuna",
     "plot": "matplotlib",
     "cloud": "obstore",
+    "stacks": "py-spy",
 }
 """The extras of pyproject.toml, each with a package that it installs."""
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package is installed; one that has no module, as a program has none, too."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(package))
+    return importlib.util.find_spec(package) is not None
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ def _read_local_facts(env: Mapping[str, str], runs: Path) -> dict[str, Any]:
         "executable": sys.executable,
         "venv": sys.prefix if sys.prefix != sys.base_prefix else env.get("CONDA_PREFIX"),
         "echelon": __version__,
-        "extras": {name: importlib.util.find_spec(p) is not None for name, p in EXTRAS.items()},
+        "extras": {name: _is_installed(package) for name, package in EXTRAS.items()},
         "visible_gpus": count_visible_gpus(env),
         "port_fault": _find_port_fault(),
         "disks": [

@@ -60,7 +60,7 @@ class EnvLauncher(Launcher):
                 f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
                 + describe_program_or_experiment(config),
                 *describe_idle_devices(config, procs, machine.visible_devices),
-                describe_failure_policy(config),
+                describe_failure_policy(config, procs * count),
             ),
         )
 

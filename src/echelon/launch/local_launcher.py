@@ -48,7 +48,7 @@ class LocalLauncher(Launcher):
                 f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
                 f"on a loopback port: {describe_program_or_experiment(config)}",
                 *describe_idle_devices(config, procs, machine.visible_devices),
-                describe_failure_policy(config),
+                describe_failure_policy(config, procs),
             ),
         )
 

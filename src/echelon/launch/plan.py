@@ -155,13 +155,19 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
     )
 
 
-def describe_failure_policy(config: Config) -> str:
-    """Return the step of a plan that says what happens after a failure."""
+def describe_failure_policy(config: Config, world_size: int) -> str:
+    """Return the step of a plan that says what happens after a failure. Whether an experiment is of
+    a kind whose ranks can be replaced is known when it is built."""
+    is_one_model = config.replica.kind == "ddp" and config.replica.devices == 1
+    can_replace = world_size > 1 and not config.program and is_one_model
+    first = ""
+    if can_replace and config.launch.max_replacements and config.trainer.mirror is None:
+        first = "replace a rank that is lost while the others go on, if its experiment has a loss; "
     if not config.launch.max_restarts:
-        return "on a failure end them all and say which rank failed first"
+        return f"{first}on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts
     what = "anew" if config.program else "from the newest snapshot"
-    return f"on a failure start them again {what}, {times} times at most"
+    return f"{first}on a failure start them again {what}, {times} times at most"
 
 
 def describe_program_or_experiment(config: Config) -> str:

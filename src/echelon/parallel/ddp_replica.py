@@ -107,6 +107,11 @@ class DDPReplica:
         self._exchange: RowExchange | None = None
         self._needs_wrapping = False
         """Whether parameters were frozen or thawed since the model was wrapped."""
+        self._buffers = list(experiment.model.buffers()) if world.size > 1 else []
+        self._buffer_copies = [buffer.clone() for buffer in self._buffers]
+        """As they were before the step: its forward pass may change them, and it may be redone."""
+        self._is_step_open = False
+        """Whether a step has begun that has not changed the weights yet."""
         self._prepare_exchange()
         self._wrap_model()
         self.capture: StepCapture | None = None
@@ -127,7 +132,13 @@ class DDPReplica:
 
     def step(self, batch: Batch | BlockSlice, total: int, requests: StepRequests) -> None:
         """One optimizer step over this rank's share of a global batch of `total` samples."""
+        # Not right after the change: a step is over, or it is not, when a rank is lost.
+        if self._needs_wrapping:
+            self._wrap_model()
         self._keep_requests(requests)
+        if self._buffer_copies:
+            torch._foreach_copy_(self._buffer_copies, self._buffers)
+        self._is_step_open = True
         if self.capture is not None and (
             self._parameters.have_changed() or self.capture.is_outdated()
         ):
@@ -141,8 +152,7 @@ class DDPReplica:
             if self.step_timer is not None:
                 self.step_timer.record("reduced")
             self._update_weights()
-            if self._needs_wrapping:
-                self._wrap_model()
+        self._is_step_open = False
         if self.step_timer is not None:
             self.step_timer.record("stepped")
 
@@ -176,6 +186,8 @@ class DDPReplica:
         """Cleans up after a step that failed halfway, so that the next step contains nothing of
         it."""
         self.clear_gradients()
+        if self._buffer_copies and self._is_step_open:
+            torch._foreach_copy_(self._buffers, self._buffer_copies)
         if self.experiment.scaler is not None:  # it notes whose gradients are unscaled already
             self.experiment.scaler._per_optimizer_states.clear()
 

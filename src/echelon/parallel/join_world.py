@@ -19,6 +19,7 @@ from echelon.parallel.store import SILENT_WAIT_S, format_ranks, print_wait_messa
 from echelon.runs.failure import Failure
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.world import World
+from echelon.world.rounds import INCARNATION_VARIABLE, get_round_prefix
 
 _POLL_S = 0.02
 _CONNECT_TIMEOUT_S = 6.0
@@ -41,7 +42,9 @@ def join_world(world: World, config: Config, env: Mapping[str, str]) -> RankGrou
     hosts_store = world.rank == 0 and not agent_hosts
     store = _connect_store(world, hosts_store, timeout_s)
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"echelon/{attempt}", store)
+    store = dist.PrefixStore(get_round_prefix(attempt, 0), store)
+    if INCARNATION_VARIABLE in env:  # the others have met long ago
+        return RankGroup(world, store, False, hang_s)
     _claim_rank(store, world)
     store.set(f"rank {world.rank}", socket.gethostname())
     remaining_s = max(1.0, deadline - time.monotonic())

@@ -34,6 +34,7 @@ _FAILURE_STAY_S = 6.0
 
 
 _SHARE_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 30.0
 _BUCKET_BYTES = 250 << 20
 _LENGTH_BYTES = 8
 _SHORT_BYTES = 1024
@@ -78,6 +79,14 @@ class RankGroup:
             return value
         self.wait_for_key(key)
         return self.get_value(key)
+
+    def exchange(self, key: str, value: str, timeout_s: float) -> list[str]:
+        """Return the values of all ranks, in their order, on every rank."""
+        if self.store is None:
+            return [value]
+        self.set_value(f"{key} of {self.world.rank}", value)
+        self.wait_for_all(key, timeout_s)
+        return [self.get_value(f"{key} of {rank}") for rank in range(self.world.size)]
 
     def wait_for_all(self, state: str, timeout_s: float) -> None:
         """Waits until every rank has come to this point; `state` says in the error what a missing
@@ -174,13 +183,40 @@ class RankGroup:
         if self.store is None:
             return
         timeout = timedelta(seconds=self.timeout_s)
+        before = _list_sockets()
+        # All ranks are here, so connecting takes a moment. A rank that is lost in it would be
+        # waited for, as nothing can end that wait.
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", self.store),
             rank=self.world.rank,
             world_size=self.world.size,
-            timeout=timeout,
+            timeout=min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S)),
         )
+        dist.distributed_c10d._set_pg_timeout(timeout)
+        _GROUP_SOCKETS.clear()
+        _GROUP_SOCKETS.update({k: v for k, v in _list_sockets().items() if before.get(k) != v})
+
+    @staticmethod
+    def interrupt_process_group() -> None:
+        """Ends the collectives of the open process group, here and on its other ranks, with an
+        error. Other connections of this process, the user's among them, stay open."""
+        now = _list_sockets()
+        for number, inode in list(_GROUP_SOCKETS.items()):
+            if now.get(number) == inode:
+                _shut_socket(number)
+
+    def close_process_group(self) -> None:
+        """Closes the process group, so that the process can open another one. Ranks that still
+        wait in it are interrupted."""
+        if dist.is_initialized():
+            self.interrupt_process_group()
+            _GROUP_SOCKETS.clear()
+            # The destructor waits for threads that may wait for Python's global lock. A group of
+            # an earlier round has none at work any more.
+            _LEFT_GROUPS.append(dist.distributed_c10d._get_default_group())
+            dist.destroy_process_group()
+            del _LEFT_GROUPS[:-_MAX_LEFT_GROUPS]
 
     def barrier_before_exit(self) -> None:
         """Waits until no rank is in a collective any more.
@@ -246,22 +282,22 @@ class RankGroup:
         dist.all_reduce(count, dist.ReduceOp.MAX)
         return bool(count)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrites the tensor with rank 0's, and returns it."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrites the tensor with that of rank `source`, and returns it."""
         if self.store is not None:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=source)
         return tensor
 
-    def broadcast_json(self, data: Any) -> Any:
-        """Return rank 0's data on every rank."""
+    def broadcast_json(self, data: Any, source: int = 0) -> Any:
+        """Return the data of rank `source` on every rank."""
         if self.store is None:
             return data
-        text = json.dumps(data).encode() if self.world.rank == 0 else b""
-        length = self.broadcast(torch.tensor([len(text)]))
+        text = json.dumps(data).encode() if self.world.rank == source else b""
+        length = self.broadcast(torch.tensor([len(text)]), source)
         raw = torch.zeros(int(length), dtype=torch.uint8)
-        if self.world.rank == 0:
+        if self.world.rank == source:
             raw = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.broadcast(raw)
+        self.broadcast(raw, source)
         return json.loads(raw.numpy().tobytes())
 
 
@@ -282,8 +318,33 @@ def _shut_connections(world: World) -> None:
     any more, but DDP and FSDP do.
     """
     port = int((world.master or "").rpartition(":")[2])
-    for number in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            ports = [end[1] for end in (connection.getsockname(), connection.getpeername())]
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and port not in ports:
-                connection.shutdown(socket.SHUT_RDWR)
+    for number in _list_sockets():
+        _shut_socket(number, kept_port=port)
+
+
+_LEFT_GROUPS: list[Any] = []
+"""Process groups that were closed a short time ago."""
+_MAX_LEFT_GROUPS = 2
+_GROUP_SOCKETS: dict[int, str] = {}
+"""Of the open process group: descriptor → what the kernel calls the socket."""
+
+
+def _list_sockets() -> dict[int, str]:
+    """Return this process's sockets: descriptor → what the kernel calls the socket."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:") and int(name) > 2:
+                found[int(name)] = target
+    return found
+
+
+def _shut_socket(number: int, kept_port: int | None = None) -> None:
+    """Shuts a TCP connection, unless one of its ends has the kept port."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        ends = (connection.getsockname(), connection.getpeername())
+        if kept_port not in [end[1] for end in ends]:
+            connection.shutdown(socket.SHUT_RDWR)

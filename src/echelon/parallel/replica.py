@@ -27,6 +27,8 @@ class StepRequests(NamedTuple):
     evaluate: bool = False
     read_each_step: bool = False
     """To read results back after every step, because steps are slow."""
+    regroup: bool = False
+    """To go over to another round, in which a replaced rank takes part again."""
 
 
 class StepResult(NamedTuple):

@@ -19,6 +19,8 @@ from echelon.utils.text import truncate_text
 
 _MAX_SUMMARY_CHARACTERS = 200
 """A longer text fills the screen of `echelon jobs`; the detail has all of it."""
+SUPERSEDED_ROUND = "a rank was lost, and the others go on in another round"
+"""The summary of what a rank finds in the place of a failure where it need not wait any more."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """The history of a run: every start and every stop, written down when it happens.
 
 Each line of ``history.jsonl`` is one event. ``start`` says where and with how many processes,
-``train`` when the first step began, ``stop`` why it ended. A start that was killed leaves no
-``stop``: it ended with its last line of metrics. The next start writes that down, because it
-removes the lines after its snapshot; until then readers look for themselves.
+``train`` when the first step began, ``stop`` why it ended. ``round`` is a loss or a return of ranks
+while the others go on. A start that was killed leaves no ``stop``: it ended with its last line of
+metrics. The next start writes that down, because it removes the lines after its snapshot; until
+then readers look for themselves.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from echelon.runs.metrics_file import is_number, iterate_metrics, read_recent_metrics
@@ -22,8 +23,33 @@ from echelon.runs.run_folder import Run
 
 KILLED = "killed"
 """The cause of a start that recorded no end."""
+_COUNTS = {"attempt": "TORCHELASTIC_RESTART_COUNT", "requeues": "SLURM_RESTART_COUNT"}
+"""What a start records of how often its processes were started before, and who counts it."""
 _MAX_CAUSE = 200
 """Characters of a cause."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """A round of a phase after its first one: ranks were lost or came back, and training went
+    on."""
+
+    began: float
+    """When its first step was made; where it made none, when that was known."""
+    number: int
+    processes: int
+    step: int
+    """The last step before it."""
+    standstill_s: float
+    """Between the last step before it and its first one."""
+    step_s: float | None
+    """The usual time of a step before it, as one is part of the standstill; None where it made no
+    step, or too few were seen."""
+    lost: tuple[int, ...] = ()
+    """Ranks, by their numbers in the phase's first round."""
+    joined: tuple[int, ...] = ()
+    """Ranks whose replacements joined."""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,12 @@ class RunPhase:
     last_samples: int | None = None
     cause: str = ""
     """Why it ended: `finished`, `stopped by SIGTERM`, `failed: …` or `killed`."""
+    attempt: int | None = None
+    """How often agents had started the workers before; None if that was not recorded."""
+    requeues: int | None = None
+    """How often Slurm had queued the job again; None if that was not recorded."""
+    rounds: tuple[RoundRecord, ...] = ()
+    """Those after the first one, in which all ranks took part."""
 
     @property
     def trained_s(self) -> float:
@@ -108,11 +140,13 @@ def record_start(
     processes: int,
     job: str | None,
     is_within_program: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> None:
     """Write down that the run starts, on this host. An earlier start without a stop is closed.
 
     ``is_within_program`` means that a program, whose start is written already, is this training. It
-    counts instead of the program, because it knows its steps.
+    counts instead of the program, because it knows its steps. ``env`` says how often these
+    processes were started before.
     """
     phases = _parse_phases(run)
     if phases and phases[-1].ended is None and not is_within_program:
@@ -121,7 +155,14 @@ def record_start(
         _append_event(run, "stop", end, last.ended)
     where = {"host": socket.gethostname(), "launcher": launcher, "job": job}
     size = {"nodes": nodes, "processes": processes}
-    _append_event(run, "start", where | size | {"within_program": is_within_program})
+    counts = {} if env is None else {key: _read_count(env, name) for key, name in _COUNTS.items()}
+    within = {"within_program": is_within_program}
+    _append_event(run, "start", where | size | counts | within)
+
+
+def _read_count(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def record_training(run: Run, step: int | None, samples: int | None) -> None:
@@ -133,6 +174,14 @@ def record_stop(run: Run, step: int | None, samples: int | None, cause: str) -> 
     """Write down that a start has ended. A second stop of one start is ignored by readers."""
     short_cause = " ".join(cause.split())[:_MAX_CAUSE]
     _append_event(run, "stop", {"step": step, "samples": samples, "cause": short_cause})
+
+
+def record_round(run: Run, round_: RoundRecord) -> None:
+    """Write down that ranks were lost or came back, and how long all stood still for it."""
+    fields = asdict(round_)
+    moment = fields.pop("began")
+    fields["reason"] = " ".join(round_.reason.split())[:_MAX_CAUSE]
+    _append_event(run, "round", fields, moment)
 
 
 def _append_event(
@@ -169,6 +218,9 @@ def _parse_phases(run: Run) -> list[RunPhase]:
                     # A batch script was killed. When is not known, so it counts for nothing.
                     phases.append(replace(last, ended=last.started, cause=KILLED))
             phases.append(phase)
+        elif name == "round" and phases:  # perhaps after the stop, which somebody else writes
+            if (round_ := _make_round(event, moment)) is not None:
+                phases[-1] = replace(phases[-1], rounds=(*phases[-1].rounds, round_))
         elif phases and phases[-1].ended is None:
             phases[-1] = _continue_phase(phases[-1], event, moment)
     return phases
@@ -190,6 +242,27 @@ def _make_phase(event: dict[str, Any], moment: float) -> RunPhase:
         _get_int(event, "nodes"),
         _get_int(event, "processes"),
         None if job is None else str(job),
+        attempt=_get_int(event, "attempt"),
+        requeues=_get_int(event, "requeues"),
+    )
+
+
+def _make_round(event: dict[str, Any], moment: float) -> RoundRecord | None:
+    """Return the round of a line; None if it lacks a number."""
+    number, processes, step = (_get_int(event, key) for key in ("number", "processes", "step"))
+    standstill_s, step_s = event.get("standstill_s"), event.get("step_s")
+    if number is None or processes is None or step is None or not is_number(standstill_s):
+        return None
+    return RoundRecord(
+        moment,
+        number,
+        processes,
+        step,
+        float(standstill_s),
+        float(step_s) if is_number(step_s) else None,
+        _get_ints(event, "lost"),
+        _get_ints(event, "joined"),
+        str(event.get("reason") or ""),
     )
 
 
@@ -234,6 +307,11 @@ def _find_last_log_time(run: Run, phase: RunPhase) -> float | None:
 def _get_int(event: dict[str, Any], key: str) -> int | None:
     value = event.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _get_ints(event: dict[str, Any], key: str) -> tuple[int, ...]:
+    values = event.get(key)
+    return tuple(v for v in values if isinstance(v, int)) if isinstance(values, list) else ()
 
 
 def _subtract(last: int | None, first: int | None) -> int | None:

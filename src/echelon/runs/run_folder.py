@@ -152,9 +152,40 @@ class Run:
         merged by these times."""
         return self.logs_folder / f"node-{node}.stamps"
 
+    # --- where the ranks stand ---
+
     def get_stack_file(self, rank: int) -> Path:
-        """Return the file into which a rank that hangs is asked to write its stack."""
+        """Return the file that says how a rank is asked where it stands, and into which it writes
+        its stack at a signal."""
         return self.logs_folder / f"rank-{rank}.stack"
+
+    def get_stack_answer_of_rank(self, rank: int) -> Path:
+        """Return the file into which a rank writes where it stands. The agent removes it."""
+        return self.logs_folder / f"rank-{rank}.stacks"
+
+    def get_hang_report_file(self, time_text: str) -> Path:
+        """Return the file with the stacks of all ranks when one of them was found hanging."""
+        return self.logs_folder / f"hang-{time_text}.txt"
+
+    def list_hang_reports(self) -> list[Path]:
+        """Return the files with the stacks of all ranks at each hang, the oldest first."""
+        return sorted(self.logs_folder.glob("hang-*.txt"))
+
+    @property
+    def stack_agent_file(self) -> Path:
+        """Which agent answers requests for stacks; there while it runs."""
+        return self.folder / ".stacks-agent"
+
+    @property
+    def stack_request_file(self) -> Path:
+        """The newest request for stacks. It is written in place, and so is its answer: on a network
+        file system another machine sees a new name late, and new content of a file at once."""
+        return self.folder / ".stacks-request"
+
+    def get_stack_answer_file(self, request_id: str) -> Path:
+        """Return the file into which the agent writes its answer. Whoever asks makes and removes
+        it."""
+        return self.folder / f".stacks-{request_id}"
 
     # --- code that was sent ---
 

@@ -192,6 +192,21 @@ def restore_state(
     experiment has changed since win over those in the snapshot.
     """
     optimizer = broadcast_tree(parts.get("optimizer"), group)
+    own_parts = broadcast_tree(parts.get(STATE_PART), group)
+    load_state(experiment, optimizer_flags, optimizer, own_parts, is_explicit)
+    rng = broadcast_tree(parts.get("rng"), group)["ranks"]
+    if len(rng) == group.world.size:  # another number of ranks draws anew
+        restore_rng_state(rng[group.world.rank], *get_process_devices(group.world))
+
+
+def load_state(
+    experiment: Experiment,
+    optimizer_flags: OptimizerFlags,
+    optimizer: Mapping[str, Any],
+    own_parts: Mapping[str, Any] | None,
+    is_explicit: bool = False,
+) -> None:
+    """Load everything but the model and the random states into the experiment of this rank."""
     state, saved_settings = (
         optimizer["optimizer"],
         optimizer.get("settings", optimizer_flags.settings),
@@ -209,10 +224,7 @@ def restore_state(
             settings["lr"] = rate
     if experiment.scaler is not None and "scaler" in optimizer:
         experiment.scaler.load_state_dict(optimizer["scaler"])
-    _restore_own_parts(experiment, broadcast_tree(parts.get(STATE_PART), group), is_explicit)
-    rng = broadcast_tree(parts.get("rng"), group)["ranks"]
-    if len(rng) == group.world.size:  # another number of ranks draws anew
-        restore_rng_state(rng[group.world.rank], *get_process_devices(group.world))
+    _restore_own_parts(experiment, own_parts, is_explicit)
 
 
 def _restore_own_parts(
@@ -292,15 +304,14 @@ def load_model(experiment: Experiment, weights: Mapping[str, Any]) -> None:
 # --- a tree of plain data and tensors from rank 0 to all ---
 
 
-def broadcast_tree(tree: Any, group: RankGroup) -> Any:
-    """Return rank 0's tree of plain data and tensors on every rank."""
+def broadcast_tree(tree: Any, group: RankGroup, source: int = 0) -> Any:
+    """Return the tree of rank `source`, of plain data and tensors, on every rank."""
     if group.world.size == 1:
         return tree
     tensors: list[Tensor] = []
-    skeleton = group.broadcast_json(
-        _build_skeleton(tree, tensors) if group.world.rank == 0 else None
-    )
-    return _rebuild_tree(skeleton, iter(tensors), group)
+    is_source = group.world.rank == source
+    skeleton = group.broadcast_json(_build_skeleton(tree, tensors) if is_source else None, source)
+    return _rebuild_tree(skeleton, iter(tensors), group, source)
 
 
 def _build_skeleton(tree: Any, tensors: list[Tensor]) -> Any:
@@ -321,7 +332,7 @@ def _build_skeleton(tree: Any, tensors: list[Tensor]) -> Any:
     return tree
 
 
-def _rebuild_tree(node: Any, tensors: Any, group: RankGroup) -> Any:
+def _rebuild_tree(node: Any, tensors: Any, group: RankGroup, source: int) -> Any:
     """Return the tree of a skeleton, receiving its tensors one by one."""
     if not isinstance(node, dict):
         return node
@@ -335,11 +346,10 @@ def _rebuild_tree(node: Any, tensors: Any, group: RankGroup) -> Any:
             else own_tensor.contiguous()
         )
         if tensor.numel():  # as bytes, because gloo does not know every dtype
-            group.broadcast(tensor.reshape(-1).view(torch.uint8))
+            group.broadcast(tensor.reshape(-1).view(torch.uint8), source)
         return tensor
     if kind == "map":
-        return {
-            _rebuild_tree(k, tensors, group): _rebuild_tree(v, tensors, group) for k, v in value
-        }
-    items = [_rebuild_tree(v, tensors, group) for v in value]
+        pairs = [[_rebuild_tree(item, tensors, group, source) for item in pair] for pair in value]
+        return dict(pairs)
+    items = [_rebuild_tree(v, tensors, group, source) for v in value]
     return items if kind == "list" else tuple(items)

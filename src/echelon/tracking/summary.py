@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echelon.errors import ExitCode
+from echelon.runs.accounting import STARTING, RunAccounting
 from echelon.runs.downsample import CurveSampler
 from echelon.runs.metrics_file import is_number, iterate_metrics
 from echelon.runs.run_folder import Run
@@ -93,6 +94,30 @@ def render_summary(
     if can_print_unicode(sys.stderr, os.environ):
         return text
     return convert_to_ascii(text).translate(str.maketrans(_BARS, _ASCII_BARS))
+
+
+def format_effective_time(accounting: RunAccounting | None) -> str:
+    """Return which part of the time since the first start was spent on steps that were kept, and
+    what happened meanwhile; nothing where that is not known."""
+    if accounting is None or accounting.effective_share is None:
+        return ""
+    text = f"{format_share(accounting.effective_share)} of {format_elapsed(accounting.wall_s)}"
+    if not accounting.is_disturbed:
+        return f"{text}; starting took {format_elapsed(accounting.lost_s[STARTING])}"
+    counts = {
+        "start": accounting.starts,
+        "lost rank": accounting.lost_ranks,
+        "replacement": accounting.replaced_ranks,
+    }
+    happened = [format_count(number, noun) for noun, number in counts.items() if number]
+    if accounting.steps_redone:
+        happened.append(f"{format_count(accounting.steps_redone, 'step')} made again")
+    return f"{text}; {', '.join(happened)}"
+
+
+def format_share(share: float) -> str:
+    """`97.3 %`."""
+    return f"{100 * share:.1f} %"
 
 
 def format_rows(rows: Mapping[str, str]) -> list[str]:

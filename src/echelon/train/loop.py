@@ -30,7 +30,8 @@ from echelon.parallel.process_group import RankGroup
 from echelon.parallel.replica import StepRequests, StepResult
 from echelon.runs.metrics_file import MetricsLine
 from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
-from echelon.snapshot.state import collect_state
+from echelon.snapshot.memory_snapshot import MemorySnapshot
+from echelon.snapshot.state import collect_parts, collect_state
 from echelon.train.loss_parts_check import check_loss_of_parts
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.minute_timers import MinuteTimers
@@ -82,6 +83,10 @@ class Training(StepBoundary):
     speed: SpeedMonitor = field(init=False)
     collect_state: Callable[[Experiment, OptimizerFlags, RankGroup], dict[str, Any]] = collect_state
 
+    built_flags: dict[str, bool] = field(init=False)
+    """Which parameters were trained when the experiment was built."""
+    is_round_planned: Callable[[], bool] = field(default=lambda: False)
+    """Whether the agents ask the ranks to go over to another round."""
     first_weights: dict[str, Tensor] | None = None
     """Those of a small model, to find the cause of a loss that is not finite."""
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND_STEPS))
@@ -91,13 +96,15 @@ class Training(StepBoundary):
     """Of the steps of the last readback."""
     _unlogged_losses: list[float] = field(default_factory=list)
     _unwritten_lines: deque[MetricsLine] = field(default_factory=deque)
+    _last_line: MetricsLine | None = None
+    """The newest complete line: another rank may be lost before it has written it."""
 
     def __post_init__(self) -> None:
         trainer = self.config.trainer
         self.dataset_size = self.plan.epoch_samples
         self.steps_per_epoch = self.plan.count_batches(0)
         self.total_steps = self.count_total_steps(trainer.steps, trainer.epochs)
-        self._built_flags = read_trained_flags(self.experiment.model)
+        self.built_flags = read_trained_flags(self.experiment.model)
         self.speed = SpeedMonitor([self.device])
         self._timers = MinuteTimers(trainer, self.group.world.rank)
 
@@ -106,7 +113,9 @@ class Training(StepBoundary):
         super().restore_progress(info)
         self.last_snapshot, self._unlogged_losses = info["folder"], info["losses"]
         set_trained_flags(self.experiment.model, info.get("changed_parameters", {}))
-        is_own = Path(info["folder"]).parent == self.run.snapshots_folder
+        is_own = info.get("is_in_memory", False) or (
+            Path(info["folder"]).parent == self.run.snapshots_folder
+        )
         self.evaluations.restore(info, is_own)
         trainer = self.config.trainer
         if self.plan.count_partial_samples(self.samples):
@@ -146,8 +155,9 @@ class Training(StepBoundary):
         """
         stop, look = self.stop.is_requested, self.readback.wants_every_step
         save, evaluate = self._timers.take_due()
-        if stop or save or evaluate or look:
-            return StepRequests(stop, save, evaluate, look)
+        regroup = self.is_round_planned()
+        if stop or save or evaluate or look or regroup:
+            return StepRequests(stop, save, evaluate, look, regroup)
         return _NO_REQUESTS
 
     def agree(self) -> StepRequests | None:
@@ -211,9 +221,10 @@ class Training(StepBoundary):
         """Completes a line of metrics with the mean loss and gives it to trackers and progress
         bar."""
         losses, self._unlogged_losses = self._unlogged_losses, []
+        line["loss"] = sum(losses) / len(losses)
+        self._last_line = line
         if not self.trackers:
             return
-        line["loss"] = sum(losses) / len(losses)
         self.log_to_trackers(line)
         self.screen.update_progress(line)
         self.report_saves(self.writer.take_results() if self.writer else [])
@@ -234,6 +245,17 @@ class Training(StepBoundary):
         self._require_finite(parts)
         return parts | collect_stream_state(self.source, self.samples, self.group)
 
+    def keep_state(self) -> MemorySnapshot:
+        """Return the state after the last whole step, as it is in the memory of this rank."""
+        evaluations = self.evaluations
+        info = self.describe_snapshot() | {
+            "folder": self.last_snapshot,
+            "last_line": self._last_line,
+            "evaluation_left": evaluations.is_left or evaluations.is_running,
+            "is_in_memory": True,
+        }
+        return MemorySnapshot(info, collect_parts(self.experiment, self.optimizer_flags))
+
     def _require_finite(self, parts: dict[str, Any]) -> None:
         """Raises on all ranks where the state of any is not finite: it could never be resumed."""
         bad = self.finite_check.find_nonfinite(parts)
@@ -247,7 +269,7 @@ class Training(StepBoundary):
         """Return what a snapshot of an experiment with a loss says of its parts."""
         return {
             "losses": self._unlogged_losses,  # since the last line of metrics
-            "changed_parameters": find_changed_flags(self.experiment.model, self._built_flags),
+            "changed_parameters": find_changed_flags(self.experiment.model, self.built_flags),
             **self.evaluations.describe(self.best_value),
         }
 

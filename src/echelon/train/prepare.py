@@ -59,6 +59,7 @@ from echelon.train.prepare_evaluation import (
     open_data,
     resolve_best,
 )
+from echelon.train.regroup import KeptTraining, adopt_output, restore_from_ranks
 from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
@@ -125,8 +126,10 @@ def prepare_training(
     output: OutputTee,
     experiment: Experiment,
     is_placed_by_user: bool,
+    kept: KeptTraining | None = None,
 ) -> Training:
-    """Return a training of the experiment that is ready for its first step.
+    """Return a training of the experiment that is ready for its first step, or for the next one
+    where ranks have come from another round with what they have `kept`.
 
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
@@ -153,7 +156,8 @@ def prepare_training(
 
     # 4. Bring the optimizer's state to the parameters, and note its flags before we change any.
     move_state_to_parameters(experiment.optimizer)
-    optimizer_flags = OptimizerFlags(experiment.optimizer)
+    optimizer_flags = kept.optimizer_flags if kept is not None else None
+    optimizer_flags = optimizer_flags or OptimizerFlags(experiment.optimizer)
 
     # 5. Set the precision, which may add a gradient scaler to the experiment.
     precision = Precision(trainer.precision, device)
@@ -217,7 +221,11 @@ def prepare_training(
         experiment.state = {**(experiment.state or {}), EMA_NAME: training.average}
     training.first_weights = copy_first_weights(experiment.model)
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
-    restore_snapshot(training, _print_message)
+    if kept is None:
+        restore_snapshot(training, _print_message)
+    else:
+        _keep_first_values(training, kept)
+        restore_from_ranks(training, kept)
     require_long_schedule(experiment.schedule, training.total_steps)
 
     # 10. Now that the first step is known: profiler and snapshot writer. Fused kernels are enabled
@@ -227,7 +235,7 @@ def prepare_training(
     )
     training.speed = speed
     enable_fused_kernels(experiment.optimizer, experiment.model, device)
-    if world.rank == 0:
+    if world.rank == 0 and kept is None:
         training.open_writer()
 
     # 11. Make the replica, which broadcasts rank 0's restored weights.
@@ -247,11 +255,38 @@ def prepare_training(
 
     # 12. What the user can get wrong has been checked: announce the run, open
     #     trackers and progress bar.
-    if world.rank == 0:
+    if world.rank == 0 and kept is None:
         opening_line = _format_opening_line(training, stages)
         training.open_output(output, (opening_line, *_find_notes(training)))
+    elif kept is not None:
+        _take_over_output(training, kept, output)
     training.speed.restart_interval(training.step, training.samples)
     return training
+
+
+def _take_over_output(t: Training, kept: KeptTraining, output: OutputTee) -> None:
+    """Let rank 0 go on with the files of the run: it had them before, or another rank leaves them.
+    All ranks take part."""
+    is_rank_0 = t.group.world.rank == 0
+    if kept.output is not None and is_rank_0:
+        adopt_output(t, kept.output)
+    elif kept.output is not None:
+        kept.output.release_output()
+    t.group.wait_for_all("free of the run's files", BUILD_TIMEOUT_S)
+    if is_rank_0:
+        if t.writer is None:
+            t.open_writer()
+        if not t.trackers:
+            t.open_output(output, ())
+        t.log_missing_line(kept.last_line)
+
+
+def _keep_first_values(t: Training, kept: KeptTraining) -> None:
+    """Bring what was noted when the experiment was new, and is not any more."""
+    t.finite_check = kept.finite_check or t.finite_check
+    t.first_weights = kept.first_weights or t.first_weights
+    t.built_flags = kept.built_flags or t.built_flags
+    t.schedule.base_rates = kept.base_rates or t.schedule.base_rates
 
 
 def _place_model(

@@ -50,6 +50,8 @@ class RunOutput:
     of the failure can say so."""
     last_snapshot: str | None = None
     """The folder of the newest snapshot that is on disk."""
+    logged_step: int = -1
+    """The step of the last line that was given to the trackers."""
     unsaved_reason: str | None = None
     """Why the last state of the run could not be saved."""
     _reported_mirror: dict[str, Any] | None = None
@@ -63,6 +65,7 @@ class RunOutput:
 
     def log_to_trackers(self, line: MetricsLine) -> None:
         """Give a line of metrics to all trackers."""
+        self.logged_step = line["step"]
         for tracker in self.trackers:
             tracker.log(line)
 
@@ -133,6 +136,16 @@ class RunOutput:
             self.unsaved_reason = results.pop().error
         self.report_saves(results)
         self.screen.close()
+
+    def release_output(self) -> None:
+        """Leave trackers, progress bar and writer to another process, which goes on with them."""
+        self.close_writer()
+        self.close_trackers(ExitCode.OK)
+
+    def log_missing_line(self, line: MetricsLine | None) -> None:
+        """Give a line to the trackers, unless they have it already."""
+        if line is not None and line["step"] > self.logged_step:
+            self.log_to_trackers(line)
 
     def close_screen(self) -> None:
         """Leave the terminal to others."""

@@ -16,7 +16,7 @@ from echelon.data.data_layout import LAYOUT_KEY
 from echelon.data.epoch_plan import EpochPlan, TrainOrder
 from echelon.monitoring.profiler import StepProfiler
 from echelon.parallel.replica import StepRequests
-from echelon.runs.metrics_file import MetricsLine
+from echelon.runs.metrics_file import MetricsLine, read_recent_metrics
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
@@ -29,6 +29,10 @@ from echelon.train.train_data import describe_stream
 class TrainingStopped(BaseException):
     """Ends a loop after a stop was asked for and everything is saved. Not an Exception, so that
     code of the user which catches those does not go on."""
+
+
+class RegroupRequested(BaseException):
+    """Ends a loop at a step boundary from which its ranks go on in another round."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +65,7 @@ class StepBoundary(RunOutput, ABC):
 
     def end_step(self, sample_count: int) -> None:
         """The step boundary, after a step over so many samples of all ranks: count, agree, log,
-        save, evaluate, stop, in this order.
+        save, evaluate, stop or regroup, in this order.
 
         The order matters: an evaluation that fails must not lose what was trained, and a run that
         is stopped must have saved before it leaves. What an evaluation finds is added to the
@@ -85,6 +89,8 @@ class StepBoundary(RunOutput, ABC):
             self.evaluate()
         if requests.stop and not self.is_finished:
             raise TrainingStopped
+        if requests.regroup and self.step < self.total_steps and not self.is_finished:
+            raise RegroupRequested
 
     # --- what differs between loops ---
 
@@ -225,17 +231,18 @@ class StepBoundary(RunOutput, ABC):
         """
         if self.step in (0, self.saved_step):
             return
-        self.saved_step, self.unsaved_reason = self.step, None
+        self.unsaved_reason = None
         self.evaluations.is_left = is_evaluation_left
         self.heartbeat.suspend()  # an earlier save may still be writing to a slow disk
         parts = self.collect_parts()
         if self.writer is not None:
-            info = self._describe_snapshot()
+            info = self.describe_snapshot()
             self.writer.save(self.step, parts, info, is_best=is_best or self.is_best)
+        self.saved_step = self.step  # not before: a rank may be lost while the state is collected
         self.is_best = False
         self.heartbeat.beat()
 
-    def _describe_snapshot(self) -> dict[str, Any]:
+    def describe_snapshot(self) -> dict[str, Any]:
         """Return what a snapshot says about itself."""
         return {
             "step": self.step,
@@ -265,6 +272,8 @@ class StepBoundary(RunOutput, ABC):
             print(line, file=sys.stderr)
         is_evaluation_left = self.evaluations.is_left
         self.trackers = create_trackers(self.config, self.run, self.step, is_evaluation_left)
+        recent = read_recent_metrics(self.run.metrics_file)
+        self.logged_step = int(recent[-1].get("step", -1)) if recent else -1
         self.screen = create_progress_display(
             self.config.track.progress, self.total_steps, self.step
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
-import signal
 import socket
 import sys
 import time
@@ -25,7 +25,7 @@ from echelon.config.validate import (
     check_min_batch_size,
 )
 from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
-from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.errors import EchelonError, ExitCode, Fault, TransientError
 from echelon.experiment.error_hints import (
     explain_batch_error,
     explain_process_group_error,
@@ -37,10 +37,12 @@ from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.process_group import RankGroup
+from echelon.parallel.round_membership import RoundMembership
 from echelon.parallel.store import PeerFailedError
 from echelon.runs import failure as failures
+from echelon.runs.accounting import account_for_run
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
-from echelon.runs.failure import Failure
+from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.history import read_history, record_start, record_stop, record_training
 from echelon.runs.latest import record_first_step
@@ -51,6 +53,7 @@ from echelon.runs.writer import claim_run_folder, release_run_folder, start_writ
 from echelon.snapshot.mirror import SnapshotMirror
 from echelon.tracking.summary import (
     TrainingProgress,
+    format_effective_time,
     format_rows,
     render_summary,
     suggest_resume,
@@ -61,13 +64,17 @@ from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import build_parts, load_training_function, prepare_training
 from echelon.train.prepare_session import prepare_session
 from echelon.train.prepare_steps import prepare_steps
+from echelon.train.regroup import KeptTraining, find_regroup_obstacle, leave_training
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine
-from echelon.train.step_boundary import TrainingStopped
+from echelon.train.stack_answers import answer_stack_requests
+from echelon.train.step_boundary import RegroupRequested, TrainingStopped
 from echelon.train.stop_signals import StopSignals
 from echelon.world import World, detect
 
+_NEXT_ROUND_TIMEOUT_S = 20.0
+"""How long a rank that has lost its peers waits for the agents to say how it goes on."""
 _CAUSE_TIMEOUT_S = 5.0
 """How long to wait for the rank that failed first to publish the cause."""
 _SANITY_HINT = (
@@ -119,6 +126,8 @@ class RankWorker:
         self.heartbeat = Heartbeat()
         self.rank = 0
         self.group: RankGroup | None = None
+        self.rounds: RoundMembership | None = None
+        """Present where the world can go on without a rank."""
         self.run: Run | None = None
         self.training: Training | SessionEngine | None = None
         self.mirror: SnapshotMirror | None = None
@@ -165,17 +174,28 @@ class RankWorker:
         self.run = find_run(self.group)
         if self.has_agent:
             self._start_heartbeat(self.run, world)
-        if world.rank == 0:
+            self.rounds = self._open_rounds(self.group)
+        if world.rank == 0 and not (self.rounds is not None and self.rounds.is_replacement):
             self._open_run(self.run, world)
             self.config, self.mirror = begin_mirror(self.config, self.run, _print_message)
         return world
+
+    def _open_rounds(self, group: RankGroup) -> RoundMembership | None:
+        """Return this rank's part in the rounds of its world; None where it is alone, or lost ranks
+        are not replaced."""
+        if not isinstance(group.store, dist.PrefixStore) or not self.config.launch.max_replacements:
+            return None
+        store = group.store.underlying_store
+        heartbeat, limit_s = self.heartbeat, group.timeout_s
+        return RoundMembership(store, group.world, os.environ, limit_s, heartbeat)
 
     def end(self, outcome: ExitCode) -> None:
         """End a training that was not failed by an error: wait for the other ranks and for the last
         snapshot, and write how it ended."""
         assert self.group is not None
         assert self.training is not None
-        self.group.barrier_before_exit()
+        if not self.has_left_group:
+            self.group.barrier_before_exit()
         self.has_left_group = True
         self.training.close_writer()
         self._require_final_snapshot(outcome)
@@ -214,11 +234,88 @@ class RankWorker:
             loop = prepare_steps(*parts, experiment)
             self._begin_loop(loop.engine)
             return self._run_loop(loop.run)
-        training = self.training = prepare_training(*parts, experiment, is_placed_by_user)
-        if check_evaluation(training):
-            training.speed.restart_interval(training.step, training.samples)
-        self._begin_loop(training)
-        return self._run_loop(partial(train, training))
+        kept = self._join_as_replacement()
+        while True:
+            parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
+            prepare = partial(prepare_training, *parts, experiment, is_placed_by_user, kept)
+            try:
+                return self._train_in_round(prepare, kept)
+            except BaseException as error:
+                kept = self._leave_round(error, kept)
+
+    def _train_in_round(
+        self, prepare: Callable[[], Training], kept: KeptTraining | None
+    ) -> ExitCode:
+        """Prepare a training and run it to its end; returns how it ended."""
+        self.training = None
+        training = self.training = prepare()
+        if kept is not None:
+            kept.forget()
+        if kept is None:
+            if check_evaluation(training):
+                training.speed.restart_interval(training.step, training.samples)
+            self._begin_loop(training)
+        elif not self._began[1] and self.rank == 0:
+            phase = read_history(training.run, is_running=True).phases[-1]
+            self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+        if (rounds := self.rounds) is not None:
+            training.is_round_planned = lambda: rounds.is_round_planned
+            if find_regroup_obstacle(training) is None:
+                rounds.confirm_round()
+        outcome = self._run_loop(partial(train, training))
+        self._end_round(training.group)
+        return outcome
+
+    def _end_round(self, group: RankGroup) -> None:
+        """Wait until all ranks have made all steps. One that is lost before is still missed; one
+        that is lost later is not."""
+        if self.rounds is not None:
+            self.rounds.end_round()
+        try:
+            group.barrier_before_exit()
+        except RuntimeError:
+            if self.rounds is None or not self.rounds.have_all_ended():
+                raise
+        self.has_left_group = True
+
+    def _join_as_replacement(self) -> KeptTraining | None:
+        """Wait for the round that a process belongs to which replaces a lost rank; returns None for
+        any other."""
+        if self.rounds is None or not self.rounds.is_replacement:
+            return None
+        assert self.run is not None
+        if self.rank == 0:
+            self.output.log_to(self.run.get_rank_log_file(0))
+        self._enter_group(self.rounds.wait_as_replacement())
+        return KeptTraining()
+
+    def _leave_round(self, error: BaseException, kept: KeptTraining | None) -> KeptTraining:
+        """Go over to the next round, if the error says that there is one; returns what is kept of
+        the training. Otherwise the error is raised again."""
+        rounds, group, training = self.rounds, self.group, self.training
+        assert group is not None
+        if rounds is None or not _is_regroup_reason(error):
+            raise error
+        if training is None and kept is None:  # the first preparation of all
+            raise error
+        group.interrupt_process_group()  # so that all leave the round
+        next_group = rounds.wait_for_next_round(group, _NEXT_ROUND_TIMEOUT_S)
+        if next_group is None:
+            raise error
+        if isinstance(training, Training):
+            kept = leave_training(training)
+        assert kept is not None
+        self.training = training = None
+        self.heartbeat.suspend()
+        error.__traceback__ = None  # its frames hold what holds the process group
+        group.close_process_group()
+        gc.collect()
+        self._enter_group(next_group)
+        return kept
+
+    def _enter_group(self, group: RankGroup) -> None:
+        """Note which rank this process is from now on."""
+        self.group, self.rank = group, group.world.rank
 
     def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Call the function that has a loop of its own; returns how it ended."""
@@ -270,10 +367,8 @@ class RankWorker:
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
         self.heartbeat = Heartbeat(run.get_heartbeat_file(world.node_rank), world.local_rank)
-        file = run.get_stack_file(world.rank).open("w", encoding="utf-8")
-        faulthandler.register(signal.SIGQUIT, file, all_threads=True)
+        answer_stack_requests(run, world.rank)
         faulthandler.enable()  # a crash in native code leaves the Python stack in the log
-        self._stack_file = file
 
     def _open_run(self, run: Run, world: World) -> None:
         """Opens rank 0's log and marks the run as running.
@@ -292,7 +387,8 @@ class RankWorker:
         status = run.read_status_file()
         job = status.get("job") or os.environ.get("SLURM_JOB_ID")
         launcher = str(status.get("launcher") or "")
-        record_start(run, launcher, world.nodes, world.size, job, self._is_submitted)
+        submitted = self._is_submitted
+        record_start(run, launcher, world.nodes, world.size, job, submitted, os.environ)
 
     @property
     def _is_submitted(self) -> bool:
@@ -338,8 +434,12 @@ class RankWorker:
         seconds = time.monotonic() - begun
         cause = f"stopped by {self.stop.reason}" if outcome is ExitCode.PREEMPTED else state
         record_stop(t.run, t.step, t.samples, cause)
-        whole_s = read_history(t.run, is_running=False).trained_s
-        progress = TrainingProgress(first_step, t.step, t.total_steps, seconds, whole_s)
+        history = read_history(t.run, is_running=False)
+        progress = TrainingProgress(first_step, t.step, t.total_steps, seconds, history.trained_s)
+        effective = ""
+        if (accounting := account_for_run(history)) is not None:
+            t.run.update_status(accounting=accounting.to_json())
+            effective = format_effective_time(accounting) if accounting.has_faults else ""
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
         text = render_summary(
@@ -347,7 +447,7 @@ class RankWorker:
             outcome,
             progress,
             self.stop.reason,
-            {"mirror": mirrored, **tracked},
+            {"effective": effective, "mirror": mirrored, **tracked},
             longer,
             t.unsaved_reason,
             t.config.script,
@@ -362,10 +462,18 @@ class RankWorker:
         if self.training is not None:
             self.training.close_screen()
         failure = self._find_cause(error)
+        if self._leaves_alone(error):
+            assert self.rounds is not None
+            self.rounds.report_transient(failure)
+            print(failure, file=sys.stderr, flush=True)
+            return ExitCode.TRANSIENT
         if self.group is not None:
             self.group.publish_failure(failure, wait_for_readers=not self.has_left_group)
         if self.has_agent and (self.group is None or self.group.store is None):
-            publish_failure_to_agent(failure, os.environ)
+            if self.rounds is not None:
+                self.rounds.publish_failure(failure)
+            else:
+                publish_failure_to_agent(failure, os.environ)
         if self.run is not None and self.rank == 0 and not self.has_agent:
             self._record_end(self.run, "failed", step=failure.step, failure=failure.__dict__)
         if self.run is not None and self.rank == 0:
@@ -375,6 +483,16 @@ class RankWorker:
             print(failure, file=sys.stderr, flush=True)
         self._close_trackers()
         return failure.exit
+
+    def _leaves_alone(self, error: BaseException) -> bool:
+        """Return whether this rank ends alone, to be replaced while the others go on."""
+        from echelon.monitoring.out_of_memory import find_out_of_memory
+
+        if self.rounds is None or self.has_left_group:
+            return False
+        if not self.rounds.is_confirmed:  # a failure of a replacement is no matter of the others
+            return self.rounds.is_replacement
+        return isinstance(error, TransientError) or find_out_of_memory(error) is not None
 
     def _close_trackers(self) -> None:
         """Closes the trackers of a failed run."""
@@ -491,6 +609,14 @@ def agree_on_run(config: Config, group: RankGroup) -> Run:
             claim_run_folder(run)
         folder = str((run or create_run(config)).folder)
     return Run(Path(group.share_from_rank0("run", folder)))
+
+
+def _is_regroup_reason(error: BaseException) -> bool:
+    """Return whether a rank meets such an error when its round is over."""
+    if isinstance(error, PeerFailedError):
+        return error.failure.summary == SUPERSEDED_ROUND
+    is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    return isinstance(error, RegroupRequested) or is_of_group
 
 
 def _is_connection_error(error: BaseException) -> bool:

@@ -44,3 +44,43 @@ def list_ancestors(pid: int) -> list[int]:
     while (fields := read_stat_fields(pid)) is not None and (pid := int(fields[1])) > 0:
         ancestors.append(pid)
     return ancestors
+
+
+def describe_process_state(pid: int) -> str:
+    """Return what a process does, in words of the kernel; "" if it runs or sleeps as usual."""
+    fields = read_stat_fields(pid)
+    return "gone" if fields is None else _UNUSUAL_STATES.get(fields[0], "")
+
+
+_UNUSUAL_STATES = {
+    "T": "stopped (SIGSTOP)",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or a driver, and cannot be interrupted",
+    "Z": "dead",
+    "X": "dead",
+}
+
+
+def is_signal_caught(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    return _has_signal(f"/proc/{pid}/status", "SigCgt", number)
+
+
+def list_blocking_threads(pid: int, number: int) -> set[str]:
+    """Return the threads of a process in which a signal is blocked. While a handler runs, its own
+    signal is."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return set()
+    return {t for t in threads if _has_signal(f"/proc/{pid}/task/{t}/status", "SigBlk", number)}
+
+
+def _has_signal(status_file: str, mask: str, number: int) -> bool:
+    """Return whether a signal is in a mask of ``/proc/PID/status``."""
+    try:
+        with open(status_file, encoding="utf-8", errors="replace") as file:
+            words = next(line.split() for line in file if line.startswith(f"{mask}:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(words[1], 16) >> (number - 1) & 1)

@@ -20,7 +20,6 @@ import grp
 import os
 import pwd
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -299,6 +298,8 @@ def _is_closed_to_others(path: Path) -> bool:
 
 def _probe_file_system(folder: Path) -> _FileSystemTraits | None:
     """Return how the file system of a folder shows files of ours; None where none can be made."""
+    import tempfile  # which takes milliseconds, and is rarely needed
+
     try:
         handle, name = tempfile.mkstemp(prefix=".echelon-", dir=folder)
     except OSError:

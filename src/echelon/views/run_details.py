@@ -18,6 +18,7 @@ from rich.text import Text
 
 from echelon.config.schema import find_script
 from echelon.errors import ExitCode
+from echelon.runs.accounting import RunAccounting, account_for_run
 from echelon.runs.annotations import Annotations, read_annotations
 from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
 from echelon.runs.find import find_run_including_broken
@@ -25,7 +26,12 @@ from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_recent_metr
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import find_best, list_snapshots, parse_step
-from echelon.tracking.summary import format_run_argument, shorten_path, suggest_resume
+from echelon.tracking.summary import (
+    format_effective_time,
+    format_run_argument,
+    shorten_path,
+    suggest_resume,
+)
 from echelon.tracking.tracker import format_speed, format_three_digits
 from echelon.utils.text import (
     can_print_unicode,
@@ -34,6 +40,7 @@ from echelon.utils.text import (
     format_timestamp,
     truncate_text,
 )
+from echelon.views.run_losses import accounting_to_json, render_losses
 from echelon.views.run_phases import phases_to_json, render_phases
 from echelon.views.run_row import format_digits
 from echelon.views.run_settings import find_non_defaults, format_settings
@@ -69,6 +76,8 @@ class RunDetails:
     step: int | None
     trained_s: float | None
     annotations: Annotations
+    accounting: RunAccounting | None
+    """None where nothing is known of its time: a program, a run without a history."""
 
     @classmethod
     def read(cls, run: Run) -> RunDetails:
@@ -82,7 +91,11 @@ class RunDetails:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         overview = read_overview(record)
         step, annotations = overview.progress.step, read_annotations(run)
-        return cls(record, load_metrics(record), step, overview.trained_s, annotations)
+        metrics, logged_step = load_metrics(record), overview.summary.last_training_step
+        accounting = account_for_run(
+            metrics.history, None if logged_step is None else int(logged_step)
+        )
+        return cls(record, metrics, step, overview.trained_s, annotations, accounting)
 
 
 def show_run(where: str, root: str, as_json: bool) -> int:
@@ -95,9 +108,12 @@ def show_run(where: str, root: str, as_json: bool) -> int:
     width = min(get_width(screen), 200)
     _print_header(details, screen, width)
     screen.print()
-    if phases := render_phases(details.metrics.history, width):
-        for phase in (*phases, Text("")):
-            screen.print(phase)
+    for table in (
+        render_phases(details.metrics.history, width),
+        render_losses(details.accounting, width),
+    ):
+        for row in (*table, Text("")) if table else ():
+            screen.print(row)
     for result in _render_results(details.metrics, width):
         screen.print(result)
     for line in _render_curves(
@@ -130,6 +146,7 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
         "tags": list(details.annotations.tags),
         "user_note": details.annotations.note,
         "phases": phases_to_json(details.metrics.history),
+        "accounting": accounting_to_json(details.accounting, details.metrics.history),
         "metrics": {
             name: _summarize_curve(curve) for name, curve in details.metrics.curves.items()
         },
@@ -170,6 +187,7 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "where": _format_launcher(record),
         "progress": _format_progress(details),
         "speed": _format_speed_row(details),
+        "effective": format_effective_time(details.accounting),
         "settings": format_settings(find_non_defaults(record)),
         "tags": ", ".join(details.annotations.tags),
         "noted": details.annotations.note,

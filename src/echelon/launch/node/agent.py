@@ -37,16 +37,19 @@ from echelon.launch.node.fork_server import (
 )
 from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats
 from echelon.launch.node.log_stamps import NodeLogs
+from echelon.launch.node.rank_replacement import RankReplacement
 from echelon.launch.node.rendezvous import FixedRendezvous, host_store
+from echelon.launch.node.stack_exchange import StackExchange
 from echelon.launch.plan import NodeSpec
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import HeartbeatRecord, HeartbeatTable
 from echelon.runs.run_folder import Run
+from echelon.runs.stack_text import render_stack
 from echelon.utils.processes import read_stat_fields
+from echelon.world.rounds import INCARNATION_VARIABLE
 
 _MONITOR_INTERVAL_S = 0.05
-_STACK_WAIT_S = 0.5
 _KILL_WAIT_S = 5.0
 
 
@@ -59,6 +62,8 @@ class NodeJob:
     entrypoint: str
     """MODULE:FUNCTION that a worker calls."""
     hang_s: float
+    max_replacements: int = 0
+    """How often in a row lost ranks are replaced without a step between."""
     program: list[str] = field(default_factory=list)
     """The words of a program to run instead of the experiment."""
     is_plain: bool = False
@@ -110,8 +115,17 @@ class NodeAgent(SimpleElasticAgent):
         """Local ranks to which a stop signal has yet to be sent."""
         self._has_reported_done = False
         """Whether this node has counted itself as done, in this attempt."""
+        self._replacement: RankReplacement | None = None
+        """Present where lost ranks can be replaced while the others go on."""
+        self._lost_ranks: set[int] = set()
+        """Local ranks that were reported as lost and have not been started again."""
+        self._hang_failures: dict[int, Failure] = {}
+        """Local rank → why it was killed, if it was, for standing still."""
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
         self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
+        self._stacks = StackExchange(
+            self._run, job.node, lifeline, self._list_living_workers, bool(job.program)
+        )
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
 
@@ -139,6 +153,8 @@ class NodeAgent(SimpleElasticAgent):
             self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
         )
         self._lifeline.begin_attempt(self._attempt)
+        self._lost_ranks, self._hang_failures = set(), {}
+        self._replacement = self._make_replacement()
         self._port = self._get_worker_store_port()
         # The same on every node, whichever of them noticed the failure first.
         self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
@@ -161,12 +177,14 @@ class NodeAgent(SimpleElasticAgent):
         with contextlib.suppress(ForkServerGone):  # the exit codes show what became of the workers
             self._handle_fork_server_events()
         self._log_stamps.record_growth()
+        self._stacks.look_for_request()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
-        failed = {
-            r: c for r, c in self._exit_codes.items() if c not in (ExitCode.OK, ExitCode.PREEMPTED)
-        }
+        if self._replacement is not None:
+            self._replace_lost_ranks(self._replacement, worker_group)
+        failed = self._find_failed_ranks()
         cause = self._find_first_failure(failed)
         if cause is not None:
+            self._close_rounds()
             self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
             self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
             if self.failure.exit == ExitCode.NODE_LOST:
@@ -177,11 +195,47 @@ class NodeAgent(SimpleElasticAgent):
                 for r, c in failed.items()
             }
             return RunResult(state=WorkerState.FAILED, failures=processes)
-        if len(self._exit_codes) == len(self._ranks) and self._are_all_nodes_done():
+        if self._are_local_ranks_done() and self._are_all_nodes_done():
+            self._close_rounds()
             self._log_stamps.record_growth()
             codes = {self._ranks[r]: code for r, code in self._exit_codes.items()}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=codes)
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _find_failed_ranks(self) -> dict[int, int]:
+        """Return the local ranks that have failed and are not being replaced, with their codes."""
+        well = (ExitCode.OK, ExitCode.PREEMPTED)
+        return {
+            r: code
+            for r, code in self._exit_codes.items()
+            if code not in well and r not in self._lost_ranks
+        }
+
+    def _are_local_ranks_done(self) -> bool:
+        """Return whether all ranks of this node have ended. A replacement that has not joined when
+        the others have ended has nothing left to do, and is ended."""
+        if self._replacement is not None and self._has_world_ended(self._replacement):
+            has_joined = self._replacement.has_joined
+            late = {r for r, slot in self._ranks.items() if not has_joined(slot)}
+            for local_rank in late | self._lost_ranks:
+                if local_rank not in self._exit_codes and local_rank in self._pids:
+                    _send_signal_to_group(self._pids[local_rank], signal.SIGKILL)
+                self._exit_codes[local_rank] = ExitCode.OK
+                self._lost_ranks.discard(local_rank)
+        return not self._lost_ranks and len(self._exit_codes) == len(self._ranks)
+
+    def _has_world_ended(self, replacement: RankReplacement) -> bool:
+        """Return whether a rank has ended well. Ranks end together; a node none of whose ranks
+        takes part is told by the others."""
+        if not replacement.round.number:
+            return False
+        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        if any(code in (ExitCode.OK, ExitCode.PREEMPTED) for code in self._exit_codes.values()):
+            if not self._has_reported_done:
+                attempt.set("ranks end", "1")
+            return True
+        is_any_member = any(slot in replacement.round.slots for slot in self._ranks.values())
+        return not is_any_member and attempt.check(["ranks end"])
 
     def _are_all_nodes_done(self) -> bool:
         """Return whether the ranks of every node have ended. Until then a rank of another node may
@@ -196,6 +250,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         self._kill_all_workers()
+        self._stacks.close()
         self._fork_server.close()
 
     # --- workers ---
@@ -218,6 +273,12 @@ class NodeAgent(SimpleElasticAgent):
             self._programs_store = host_store(replace(self._job.node, master_port=0))
             self._tcp_store.set(key, str(self._programs_store.port))
         return int(self._tcp_store.get(key))
+
+    def _list_living_workers(self) -> dict[int, int]:
+        """Return the process id of every rank of this node that has not ended. Any thread may call
+        it."""
+        pids = dict(self._pids)
+        return {self._ranks[r]: pid for r, pid in pids.items() if r not in self._exit_codes}
 
     def _make_spawn_request(self, worker: Any, group: WorkerGroup) -> WorkerSpawnRequest:
         """Return what the fork server has to start: torchrun's variables, the function to call,
@@ -298,6 +359,96 @@ class NodeAgent(SimpleElasticAgent):
             with contextlib.suppress(ForkServerGone):
                 self._handle_fork_server_events()
 
+    # --- ranks that are replaced while the others go on ---
+
+    def _close_rounds(self) -> None:
+        if self._replacement is not None:
+            self._replacement.close()
+
+    def _make_replacement(self) -> RankReplacement | None:
+        node, limit = self._job.node, self._job.max_replacements
+        if self._job.program or not limit or node.node_count * node.procs == 1:
+            return None
+        return RankReplacement(
+            self._lifeline, self._tcp_store, node, self._attempt, limit, self._run
+        )
+
+    def _replace_lost_ranks(self, replacement: RankReplacement, group: WorkerGroup) -> None:
+        """Report the ranks that this node has lost, and start their replacements once the others go
+        on without them."""
+        for local_rank, code in self._find_failed_ranks().items():
+            if not self._is_member(local_rank) and replacement.have_all_ended():
+                self._exit_codes[local_rank] = ExitCode.OK  # it came too late, and nobody needs it
+                continue
+            if not self._is_replaceable(replacement, local_rank, code):
+                return
+            _send_signal_to_group(self._pids[local_rank], signal.SIGKILL)  # what it has started
+            self._lost_ranks.add(local_rank)
+            failure = self._hang_failures.pop(local_rank, None)
+            failure = failure or self._make_loss_failure(replacement, local_rank, code)
+            replacement.report_loss(self._ranks[local_rank], failure)
+        done = [self._ranks[r] for r, code in self._exit_codes.items() if code == ExitCode.OK]
+        newest = replacement.advance(self._lifeline.find_newest_step(), done)
+        if newest is not None:
+            self._heartbeat_watch.write_round(newest.number, newest.is_planned)
+            if self._job.node.rank == 0:
+                _print_over_progress(newest.reason)
+        elif not self._lost_ranks:
+            self._kill_hung_rank(replacement)
+        for worker in group.workers:
+            if (
+                worker.local_rank in self._lost_ranks
+                and self._stop_signal is None
+                and replacement.may_start(worker.global_rank)
+            ):
+                self._start_replacement(replacement, worker, group)
+
+    def _is_replaceable(self, replacement: RankReplacement, local_rank: int, code: int) -> bool:
+        """Return whether a rank with this exit code may be replaced: it was killed, or asked for
+        it, or was a replacement itself, whose failure is no matter of the others."""
+        is_gone = code < 0 or code == ExitCode.TRANSIENT or not self._is_member(local_rank)
+        return is_gone and not self._fork_server.is_gone and replacement.can_replace()
+
+    def _make_loss_failure(
+        self, replacement: RankReplacement, local_rank: int, code: int
+    ) -> Failure:
+        slot, sign = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
+        told = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
+        return told or failures.make_failure_from_exit_code(code, slot, sign.step)
+
+    def _start_replacement(
+        self, replacement: RankReplacement, worker: Any, group: WorkerGroup
+    ) -> None:
+        local_rank = worker.local_rank
+        self._lost_ranks.discard(local_rank)
+        self._exit_codes.pop(local_rank, None)
+        self._pids.pop(local_rank, None)
+        while local_rank in self._unsignalled_ranks:
+            self._unsignalled_ranks.remove(local_rank)
+        self._heartbeat_watch.clear(local_rank)
+        request = self._make_spawn_request(worker, group)
+        incarnation = replacement.begin_incarnation(worker.global_rank)
+        request.variables[INCARNATION_VARIABLE] = str(incarnation)
+        with contextlib.suppress(ForkServerGone):  # the exit codes show it
+            self._fork_server.request_worker(request)
+
+    def _kill_hung_rank(self, replacement: RankReplacement) -> None:
+        """End a rank of this node for which all others wait, so that it is replaced."""
+        hung = self._lifeline.find_hung_rank(self._attempt, self._job.hang_s)
+        if hung is None or not replacement.can_replace():
+            return
+        if not self._stacks.record_hang(self._round_name):
+            return  # nothing is killed before it is written where all ranks stand
+        local_ranks = {rank: local_rank for local_rank, rank in self._ranks.items()}
+        local_rank = local_ranks.get(hung.rank)
+        if local_rank is None or local_rank in self._hang_failures:
+            return
+        if local_rank in self._exit_codes:
+            return
+        sign = self._heartbeat_watch.read_all()[local_rank]
+        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, sign)
+        _send_signal(self._pids[local_rank], signal.SIGKILL)
+
     # --- what went wrong ---
 
     def _find_first_failure(self, failed: dict[int, int]) -> Failure | None:
@@ -307,14 +458,23 @@ class NodeAgent(SimpleElasticAgent):
             return self._find_cause(failed)
         if verdict := self._lifeline.find_failure(self._attempt):
             return verdict
+        if self._replacement is not None and self._replacement.can_replace():
+            return None  # a rank that hangs is killed, and replaced
         hung = self._lifeline.find_hung_rank(self._attempt, self._job.hang_s)
         local_ranks = {rank: local_rank for local_rank, rank in self._ranks.items()}
-        if hung is None or hung.rank not in local_ranks:
+        if hung is None or not self._stacks.record_hang(self._round_name):
+            return None  # nothing is killed before it is written where all ranks stand
+        if hung.rank not in local_ranks:
             return None  # the agent of its own node knows more about it
         local_rank = local_ranks[hung.rank]
         return self._make_hang_failure(
             local_rank, hung, self._heartbeat_watch.read_all()[local_rank]
         )
+
+    @property
+    def _round_name(self) -> str:
+        """The attempt and its round, as one name."""
+        return f"{self._attempt}.{self._replacement.round.number if self._replacement else 0}"
 
     def _find_cause(self, failed: dict[int, int]) -> Failure:
         """Return the failure that a rank reported through the store; else that of a rank that died
@@ -323,8 +483,10 @@ class NodeAgent(SimpleElasticAgent):
         A rank that was killed by a signal is blamed before one with an exit code: the others often
         fail because they lost it.
         """
+        if self._replacement is not None and (told := self._replacement.read_failure()):
+            return told
         attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
-        if attempt.check(["failure"]):
+        if self._replacement is None and attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)
         rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
@@ -355,8 +517,13 @@ class NodeAgent(SimpleElasticAgent):
                 "stopped": _is_stopped(pid),
             }
             for r, pid in self._pids.items()
-            if r not in self._exit_codes
+            if r not in self._exit_codes and self._is_member(r)
         ]
+
+    def _is_member(self, local_rank: int) -> bool:
+        """Return whether a local rank belongs to the current round; a replacement may not yet."""
+        known = self._replacement
+        return known is None or self._ranks[local_rank] in known.round.slots
 
     def _make_hang_failure(
         self, local_rank: int, hung_rank: HungRank, heartbeat: HeartbeatRecord
@@ -369,7 +536,9 @@ class NodeAgent(SimpleElasticAgent):
                 f"Process {pid} is stopped (SIGSTOP); `kill -CONT {pid}` would have let it go on."
             )
         else:
-            detail = self._dump_stack(hung_rank.rank, pid)
+            detail = self._describe_stack(hung_rank.rank)
+        if file := self._stacks.get_hang_file(self._round_name):
+            detail += f"\nThe stacks of all ranks are in {file}"
         limit = f"launch.hang_s={self._job.hang_s:g}"
         if (times := hung_rank.limit_s / self._job.hang_s) > 1:
             limit += f", {times:g} times as long in first steps, evaluations and saves"
@@ -378,17 +547,12 @@ class NodeAgent(SimpleElasticAgent):
             summary += ", and every other rank waits for it"
         return Failure(hung_rank.rank, socket.gethostname(), heartbeat.step, summary, detail)
 
-    def _dump_stack(self, rank: int, pid: int) -> str:
-        """Ask a worker for its Python stack. Its faulthandler writes it, whatever the worker is
-        stuck in."""
-        _send_signal(pid, signal.SIGQUIT)
-        deadline = time.monotonic() + _STACK_WAIT_S
-        file = self._run.get_stack_file(rank)
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            if file.exists() and (text := file.read_text("utf-8", "replace")):
-                return f"Where rank {rank} stands:\n{text}"
-        return f"Rank {rank} gave no stack."
+    def _describe_stack(self, rank: int) -> str:
+        """Return where a rank of this node stood when the hang was found."""
+        found = self._stacks.get_own_rank(rank)
+        if found is None or not found.threads:
+            return f"Rank {rank} gave no stack."
+        return f"Where rank {rank} stands:\n{render_stack(found)}"
 
     def _write_failure_to_logs(self) -> None:
         """Append the failure to the logs of the local ranks, and print that a restart follows, if
@@ -434,7 +598,7 @@ class NodeAgent(SimpleElasticAgent):
         while self._stop_signal and self._unsignalled_ranks:
             with contextlib.suppress(IndexError):
                 local_rank = self._unsignalled_ranks.pop()
-                if local_rank not in self._exit_codes:
+                if local_rank not in self._exit_codes and local_rank in self._pids:
                     _send_signal(self._pids[local_rank], self._stop_signal)
 
 
@@ -448,6 +612,12 @@ def make_worker_spec(rendezvous: FixedRendezvous, procs: int, max_restarts: int)
         monitor_interval=_MONITOR_INTERVAL_S,
         entrypoint="echelon",
     )
+
+
+def _print_over_progress(text: str) -> None:
+    """Print a line where rank 0 may show a progress bar."""
+    start = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{start}{text}", file=sys.stderr, flush=True)
 
 
 def _send_signal(pid: int, number: signal.Signals) -> None:

@@ -15,12 +15,14 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from echelon.errors import ExitCode
 from echelon.runs.failure import Failure
+from echelon.world.rounds import Round
 
 SILENCE_LIMIT_S = 14.0
 """A node that sends nothing for so long is down or cut off."""
@@ -50,6 +52,13 @@ class HungRank(NamedTuple):
     limit_s: float
 
 
+class RankLoss(NamedTuple):
+    """Ranks that are lost while the others could go on."""
+
+    slots: list[int]
+    failure: Failure
+
+
 class HeartbeatReport(NamedTuple):
     """The heartbeats of one node together with the attempt that they belong to.
 
@@ -69,6 +78,12 @@ class Lifeline:
     def __init__(self) -> None:
         self._failures: dict[int, Failure] = {}
         self._heartbeats: RankHeartbeats = []
+        self._losses: deque[tuple[int, RankLoss]] = deque()
+        self._replacements: dict[int, dict[int, int]] = {}
+        self._rounds: dict[int, Round] = {}
+        self.on_stack_message: Callable[[dict[str, Any]], None] = lambda message: None
+        """Called from a thread with what another node sends about stacks; see
+        `stack_exchange.py`."""
 
     def begin_attempt(self, attempt: int) -> None:
         """Forget the heartbeats of the attempt before."""
@@ -92,6 +107,42 @@ class Lifeline:
         """Return the rank for which all others wait, if no rank has moved for so long; else
         None."""
         return _find_hung_rank(self._heartbeats, hang_s)
+
+    # --- ranks that are replaced; see `rank_replacement.py` ---
+
+    def report_loss(self, attempt: int, loss: RankLoss) -> None:
+        """Tell node 0 that ranks are lost."""
+        for slot in loss.slots:  # it may have been a replacement, whose offer is void
+            self._replacements.get(attempt, {}).pop(slot, None)
+        self._losses.append((attempt, loss))
+
+    def take_losses(self, attempt: int) -> list[RankLoss]:
+        """Return what was reported since the last call, on node 0."""
+        taken = [self._losses.popleft() for _ in range(len(self._losses))]
+        return [loss for of_attempt, loss in taken if of_attempt == attempt]
+
+    def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
+        """Tell node 0 that a replacement of this rank was started, and which one it is."""
+        self._replacements.setdefault(attempt, {})[slot] = incarnation
+
+    def get_replacements(self, attempt: int) -> dict[int, int]:
+        """Return the newest replacement of every rank that had one, on node 0."""
+        return dict(self._replacements.get(attempt, {}))
+
+    def announce_round(self, attempt: int, round_: Round) -> None:
+        """Tell all nodes which round has begun, from node 0."""
+        self._rounds[attempt] = round_
+
+    def find_round(self, attempt: int) -> Round | None:
+        """Return the newest round that was announced; None in round 0."""
+        return self._rounds.get(attempt)
+
+    def find_newest_step(self) -> int:
+        """Return the newest step that is known of any rank, on node 0."""
+        return max((sign["step"] for sign in self._heartbeats), default=0)
+
+    def send_stack_message(self, message: dict[str, Any]) -> None:
+        """Send a message about stacks: from node 0 to all others, from the others to node 0."""
 
     def leave(self) -> None:
         """Close the lifeline, on node 0 after the others have: nobody leaves before all know how it
@@ -166,6 +217,21 @@ class LifelineServer(Lifeline):
             self._send_to_all({"stuck": stuck, "attempt": attempt})
         return self._hung_ranks.get(attempt)
 
+    def announce_round(self, attempt: int, round_: Round) -> None:
+        super().announce_round(attempt, round_)
+        self._hung_ranks.pop(attempt, None)
+        for peer in list(self._peers.values()):  # what they sent before is of the round before
+            peer.report = HeartbeatReport(attempt, None)
+        self._send_to_all({"round": asdict(round_), "attempt": attempt})
+
+    def find_newest_step(self) -> int:
+        peers = [peer.get_heartbeats(self._attempt) or [] for peer in list(self._peers.values())]
+        signs = [sign for signs in (self._heartbeats, *peers) for sign in signs]
+        return max((sign["step"] for sign in signs), default=0)
+
+    def send_stack_message(self, message: dict[str, Any]) -> None:
+        self._send_to_all({"stacks": message})
+
     def leave(self) -> None:
         """Wait until the other nodes have left, but not for ever.
 
@@ -224,6 +290,14 @@ class LifelineServer(Lifeline):
             )
         elif "failure" in message:
             self.agree_on_failure(message["attempt"], Failure(**message["failure"]))
+        elif "lost" in message:
+            loss = RankLoss(message["lost"], Failure(**message["cause"]))
+            self.report_loss(message["attempt"], loss)
+        elif "replacement" in message:
+            slot, incarnation = message["replacement"]
+            self.report_replacement(message["attempt"], slot, incarnation)
+        elif "stacks" in message:
+            self.on_stack_message(message["stacks"])
         elif "bye" in message:
             self._drop_peer(peer)
         if "bye" not in message:
@@ -301,6 +375,15 @@ class LifelineClient(Lifeline):
         """Return the rank that node 0 has announced; only node 0 sees the heartbeats of all."""
         return self._hung_ranks.get(attempt)
 
+    def report_loss(self, attempt: int, loss: RankLoss) -> None:
+        self._send({"lost": loss.slots, "cause": asdict(loss.failure), "attempt": attempt})
+
+    def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
+        self._send({"replacement": [slot, incarnation], "attempt": attempt})
+
+    def send_stack_message(self, message: dict[str, Any]) -> None:
+        self._send({"stacks": message})
+
     def leave(self) -> None:
         """Say goodbye to node 0, which would otherwise report this node as lost."""
         self._is_over = True
@@ -346,6 +429,11 @@ class LifelineClient(Lifeline):
             self._failures.setdefault(message["attempt"], Failure(**message["failure"]))
         elif "stuck" in message:
             self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
+        elif "round" in message:
+            self._hung_ranks.pop(message["attempt"], None)
+            self._rounds[message["attempt"]] = Round.from_fields(message["round"])
+        elif "stacks" in message:
+            self.on_stack_message(message["stacks"])
 
     def _lose_node_0(self, how: str) -> None:
         """Report node 0 as lost, once."""

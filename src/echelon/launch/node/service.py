@@ -145,7 +145,15 @@ class _NodeService:
         self._record_program_start(run)
         entry = PROGRAM_ENTRYPOINT if config.program else EXPERIMENT_ENTRYPOINT
         program = make_program_words(config, node.node_count, node.procs)
-        job = NodeJob(run, node, entry, config.launch.hang_s, program, config.mode == "plain")
+        job = NodeJob(
+            run,
+            node,
+            entry,
+            config.launch.hang_s,
+            config.launch.max_replacements,
+            program,
+            config.mode == "plain",
+        )
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)
         agent = NodeAgent(spec, self._store, fork_server, self._lifeline, job)
         agent.install_signal_handlers()

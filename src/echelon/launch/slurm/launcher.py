@@ -81,7 +81,7 @@ class SlurmLauncher(Launcher):
                 f"write {run.script_file}",
                 shlex.join(submit),
                 f"{each}: {describe_program_or_experiment(config)}",
-                describe_failure_policy(config),
+                describe_failure_policy(config, launch.nodes * procs),
                 f"{launch.signal_lead_s} s before the end of its time the run saves, and the "
                 "script queues it again",
             ),

@@ -79,7 +79,7 @@ class SshLauncher(Launcher):
                 "what the run made",
                 *map(shlex.join, commands),
                 f"on each host {how_many}: {describe_program_or_experiment(config)}",
-                describe_failure_policy(config),
+                describe_failure_policy(config, sum(h.procs or 1 for h in hosts)),
             ),
             commands,
         )
@@ -119,6 +119,7 @@ class SshLauncher(Launcher):
         new = config.trainer.resume == "never" or not run.config_file.exists()
         # Only now, after all hosts have answered: a host that is down must not leave a run behind.
         create_run(config, is_snapshot_here=False)
+        run.stack_agent_file.unlink(missing_ok=True)  # node 0 writes it here, if it shares this
         try:
             names = [host.name for host in hosts]
             devices_per_replica = config.replica.devices

@@ -1,0 +1,210 @@
+"""`echelon stacks`: where all ranks of a run stand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.hosts.ask import ask_host, join_last_lines
+from echelon.launch.node.rank_stacks import find_py_spy, read_stack_with_py_spy
+from echelon.launch.ssh import remote_command
+from echelon.runs.process_record import is_alive
+from echelon.runs.run_folder import Run
+from echelon.runs.stack_report import RankStack, StackReport
+from echelon.runs.stack_text import render_report
+from echelon.runs.status import RunStatus, read_run_status
+from echelon.utils.files import read_json_object
+from echelon.utils.os_errors import format_os_error_reason
+from echelon.utils.processes import describe_process_state
+
+_ANSWER_LIMIT_S = 30.0
+"""Agents give each other 12 s; the rest is for a machine that is busy."""
+_SSH_LIMIT_S = 60.0
+_POLL_S = 0.1
+
+
+def show_stacks(run: Run, all_threads: bool, as_json: bool, asks_here: bool) -> int:
+    """Print where all ranks of a run stand. Raises EchelonError where that cannot be found out.
+
+    `asks_here`: the agent of this very folder is asked, whatever the status says; for the host of
+    node 0, whose folder is a copy.
+    """
+    report = _ask_agent(run) if asks_here else _collect_report(run)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        print(render_report(report, all_threads), end="")
+    return ExitCode.OK
+
+
+def _collect_report(run: Run) -> StackReport:
+    """Return where the ranks stand, by whatever way leads to them."""
+    status = read_run_status(run)
+    if status.state != "running" and status.state != "starting":
+        raise _make_not_running_error(run, status)
+    hosts = run.read_status_file().get("hosts")
+    if run.stack_agent_file.exists():
+        return _ask_agent(run)
+    if status.launcher == "ssh" and isinstance(hosts, list) and hosts:
+        return _ask_first_host(run, str(hosts[0]))
+    if status.launcher == "inline":
+        return _read_inline(run, status)
+    raise EchelonError(
+        Fault(
+            f"run {run.name} is {status.state}, but no agent of it answers in {run.folder}",
+            "wait until its ranks have been started; programs that srun starts by itself "
+            "(mode=srun) have no agent",
+        ),
+        exit=ExitCode.NOT_FOUND,
+    )
+
+
+def _make_not_running_error(run: Run, status: RunStatus) -> EchelonError:
+    note = f" ({status.note})" if status.note else ""
+    reports = run.list_hang_reports()
+    if status.is_active:
+        hint = "ask again when it runs"
+    elif reports:
+        hint = f"where all ranks stood when it hung: {reports[-1]}"
+    else:
+        hint = f"`echelon logs {run.name}` shows what it wrote"
+    what = f"run {run.name} has no ranks now: it is {status.state}{note}"
+    return EchelonError(Fault(what, hint), exit=ExitCode.NOT_FOUND)
+
+
+# --- by its agent ---
+
+
+def _ask_agent(run: Run) -> StackReport:
+    """Ask the agent of node 0 by a file in the run folder, and wait for its answer."""
+    agent = read_json_object(run.stack_agent_file)
+    if agent is None or is_alive(agent) is False:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} has no agent in {run.folder}: it has not begun, or was killed",
+                "`echelon jobs` shows its state",
+            ),
+            exit=ExitCode.NOT_FOUND,
+        )
+    request = secrets.token_hex(8)
+    try:
+        _write_request(run, request, agent)
+        return _wait_for_answer(run, request, agent)
+    finally:
+        with contextlib.suppress(OSError):
+            run.get_stack_answer_file(request).unlink(missing_ok=True)
+
+
+def _write_request(run: Run, request: str, agent: Mapping[str, Any]) -> None:
+    """Write a request, in place: see Run.stack_request_file. Raises EchelonError for somebody who
+    may not write there."""
+    try:
+        run.get_stack_answer_file(request).touch()
+        words = json.dumps({"id": request, "agent": agent})
+        run.stack_request_file.write_text(words, encoding="utf-8")
+    except OSError as error:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} cannot be asked, since {error.filename} cannot be written: "
+                f"{format_os_error_reason(error)}",
+                "only those who may write there may ask: type it as the user who started the run",
+            )
+        ) from error
+
+
+def _wait_for_answer(run: Run, request: str, agent: Mapping[str, Any]) -> StackReport:
+    """Return the answer of the agent. Raises EchelonError if none comes."""
+    deadline = time.monotonic() + _ANSWER_LIMIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+            text = run.get_stack_answer_file(request).read_bytes()
+            if text.endswith(b"\n"):
+                return StackReport.from_json(json.loads(text))
+        if is_alive(agent) is False:
+            raise EchelonError(
+                Fault(f"run {run.name} ended while it was asked", "`echelon jobs` shows its state"),
+                exit=ExitCode.NOT_FOUND,
+            )
+        time.sleep(_POLL_S)
+    host, pid = agent.get("host"), agent.get("pid")
+    state = describe_process_state(int(str(pid))) if is_alive(agent) else ""
+    raise EchelonError(
+        Fault(
+            f"the agent of run {run.name}, process {pid} on {host}, did not answer within "
+            f"{_ANSWER_LIMIT_S:g} s" + f": it is {state}" * bool(state),
+            f"`kill -CONT {pid}` lets it go on"
+            if state.startswith("stopped (")
+            else f"look there whether it waits for a disk: ps -o stat,wchan -p {pid}",
+        ),
+        exit=ExitCode.FAILED,
+    )
+
+
+def _ask_first_host(run: Run, host: str) -> StackReport:
+    """Ask on the first host of launch=ssh, which does not share the folder with this machine."""
+    launch = run.read_config(runs_code=False).launch
+    words = [sys.executable, "-m", "echelon", "stacks", str(run.folder), "--here", "--json"]
+    argv = remote_command.make_argv(launch, host, (os.getcwd(), "/"), words)
+    variables = remote_command.select_variables(os.environ, launch.carry)
+    answer = ask_host(argv, remote_command.encode_variables(variables), _SSH_LIMIT_S)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return StackReport.from_json(answer.read_message() or {})
+    why = answer.failure or join_last_lines(answer.stderr) or f"exit code {answer.exit_code}"
+    raise EchelonError(
+        Fault(
+            f"run {run.name} was asked on its first host {host}, without success: {why}",
+            f"type it there: echelon stacks {run.folder}",
+        ),
+        exit=ExitCode.FAILED,
+    )
+
+
+# --- without an agent ---
+
+
+def _read_inline(run: Run, status: RunStatus) -> StackReport:
+    """Read the stack of a run without an agent: of one process, or of rank 0 of a world that
+    torchrun or srun started."""
+    process = run.read_status_file().get("process")
+    is_here = is_alive(process)
+    if not isinstance(process, dict) or not is_here:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} has no agent, and its process is on {status.host}",
+                f"ssh {status.host} echelon stacks {run.folder}",
+            )
+        )
+    py_spy, pid = find_py_spy(), process["pid"]
+    if py_spy is None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} has no agent (launch=inline), so only py-spy can read the stack "
+                f"of its process {pid}, and py-spy is not installed",
+                "pip install py-spy, or start runs with launch=local",
+            ),
+            exit=ExitCode.NOT_FOUND,
+        )
+    threads, problem = read_stack_with_py_spy(py_spy, pid)
+    if not threads:
+        raise EchelonError(
+            Fault(
+                f"{problem} (process {pid} of run {run.name})",
+                "reading another process needs ptrace: the same user, and "
+                "/proc/sys/kernel/yama/ptrace_scope at 0, or root",
+            ),
+            exit=ExitCode.FAILED,
+        )
+    others = (
+        ("only rank 0 is shown: the others were not started by an agent of Echelon",)
+        if (status.world or 1) > 1
+        else ()
+    )
+    rank = RankStack(0, str(process["host"]), pid, "py-spy", threads)
+    return StackReport(run.name, time.time(), (rank,), others)

@@ -1,0 +1,67 @@
+"""Which ranks make up the world: decided by the agent of node 0, round by round.
+
+It knows no process and no socket: it is told what was lost and what has come back, and says which
+round follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from echelon.world.rounds import Round, format_slots
+
+
+@dataclass
+class RoundKeeper:
+    """The membership of one attempt."""
+
+    world_size: int
+    max_losses: int
+    """So many losses in a row, without a step between them, end the attempt."""
+    current: Round = field(init=False)
+    absent: set[int] = field(default_factory=set)
+    """Slots whose replacements have not joined."""
+    _losses_in_row: int = 0
+    _last_loss_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.current = Round(0, tuple(range(self.world_size)))
+
+    def lose(
+        self, slots: Collection[int], left: Collection[int], step: int, reason: str
+    ) -> Round | None:
+        """Return the round without these slots, and without those that have left since they are
+        done; None where the attempt cannot go on.
+
+        `step` is the newest step that is known of any rank.
+        """
+        self.absent |= set(slots)
+        if not set(slots) & set(self.current.slots):
+            return self.current  # a replacement that had not joined yet
+        remaining = tuple(s for s in self.current.slots if s not in slots and s not in left)
+        self._losses_in_row = 1 if step > self._last_loss_step else self._losses_in_row + 1
+        self._last_loss_step = max(step, self._last_loss_step)
+        if not remaining or self.has_given_up:
+            return None
+        count = len(remaining)
+        going_on = f"going on with {count} process{'es' if count > 1 else ''}"
+        return self._begin(remaining, is_planned=False, reason=f"{reason}; {going_on}")
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether ranks were lost too often without a step between."""
+        return self._losses_in_row > self.max_losses
+
+    def take_back(self, slots: Collection[int]) -> Round:
+        """Return the round to which these replacements belong as well."""
+        self.absent -= set(slots)
+        members = tuple(sorted({*self.current.slots, *slots}))
+        count = f"{len(members)} processes"
+        return self._begin(
+            members, is_planned=True, reason=f"{format_slots(slots)} replaced: {count}"
+        )
+
+    def _begin(self, slots: tuple[int, ...], is_planned: bool, reason: str) -> Round:
+        self.current = Round(self.current.number + 1, slots, is_planned, reason)
+        return self.current

@@ -1,0 +1,119 @@
+"""A rank's part in the rounds of its world: which one it is in, and how it gets to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from echelon.parallel.process_group import RankGroup
+from echelon.parallel.store import PeerFailedError, read_failure
+from echelon.runs.failure import SUPERSEDED_ROUND, Failure
+from echelon.runs.heartbeat import Heartbeat
+from echelon.world import World
+from echelon.world.rounds import INCARNATION_VARIABLE, Round, RoundStore, get_round_prefix
+
+_POLL_S = 0.005
+_WATCH_INTERVAL_S = 0.1
+
+
+class RoundMembership:
+    """The rounds of a world as one of its ranks sees them. `world` is that of round 0."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        world: World,
+        env: Mapping[str, str],
+        timeout_s: float,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._store, self._world, self._timeout_s = store, world, timeout_s
+        self._heartbeat = heartbeat
+        self._attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._rounds = RoundStore(store, self._attempt)
+        self._incarnation = int(env.get(INCARNATION_VARIABLE, "0"))
+        self.slot = world.rank
+        self.is_confirmed = False
+        """Whether this rank trains, and could go on without another one."""
+        self.round = Round(0, tuple(range(world.size)))
+        threading.Thread(target=self._watch_rounds, daemon=True, name="rounds").start()
+
+    @property
+    def is_replacement(self) -> bool:
+        """Whether this process takes the place of one that was lost."""
+        return self._incarnation > 0
+
+    @property
+    def is_round_planned(self) -> bool:
+        """Whether the agents have planned a round that this rank is to join at a step boundary."""
+        return self._heartbeat.planned_round > self.round.number
+
+    def confirm_round(self) -> None:
+        """Say that this rank trains in the current round, and could go on without another one."""
+        self._rounds.count_member(self.round.number)
+        self.is_confirmed = True
+
+    def end_round(self) -> None:
+        """Say that this rank has made all steps."""
+        self._rounds.count_ended(self.round.number)
+
+    def have_all_ended(self) -> bool:
+        """Return whether all ranks of the current round have made all steps."""
+        return self._rounds.have_all_ended(self.round)
+
+    def publish_failure(self, failure: Failure) -> None:
+        """Publish a failure in the current round, for a rank whose group has no store."""
+        prefix = get_round_prefix(self._attempt, self.round.number)
+        store = dist.PrefixStore(prefix, self._store)
+        with contextlib.suppress(Exception):  # if the agent is gone, nobody is left to read it
+            store.compare_set("failure", "", failure.to_json())
+
+    def report_transient(self, failure: Failure) -> None:
+        """Say why this rank ends alone, for the agent that replaces it."""
+        self._rounds.report_transient(self.slot, failure.to_json())
+
+    def wait_as_replacement(self) -> RankGroup:
+        """Say that this process is ready, and return the group of the round that it belongs to."""
+        self._rounds.offer_replacement(self.slot, self._incarnation)
+        while True:
+            newest = self._rounds.read_newest()
+            if newest is not None and self.slot in newest.slots:
+                return self._enter(newest)
+            time.sleep(_POLL_S)
+
+    def wait_for_next_round(self, group: RankGroup, timeout_s: float) -> RankGroup | None:
+        """Return the group of the round after the current one; None where none begins in time, or
+        goes on without this rank. Raises PeerFailedError where the world has failed instead."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            newest = self._rounds.read_newest()
+            if newest is not None and newest.number > self.round.number:
+                return self._enter(newest) if self.slot in newest.slots else None
+            failure = None if group.store is None else read_failure(group.store)
+            if failure is not None and failure.summary != SUPERSEDED_ROUND:
+                raise PeerFailedError(failure)
+            time.sleep(_POLL_S)
+        return None
+
+    def _enter(self, newest: Round) -> RankGroup:
+        self.round = newest
+        world = newest.place(self._world, self.slot)
+        if world.size == 1:
+            return RankGroup(world, None, False, self._timeout_s)
+        prefix = get_round_prefix(self._attempt, newest.number)
+        return RankGroup(world, dist.PrefixStore(prefix, self._store), False, self._timeout_s)
+
+    def _watch_rounds(self) -> None:
+        """End the collectives of a round that is over. Where a machine has fallen silent, its
+        connections stay open, and the others would wait in them."""
+        while True:
+            time.sleep(_WATCH_INTERVAL_S)
+            current = self.round.number
+            if self._heartbeat.unplanned_round > current:
+                RankGroup.interrupt_process_group()
+                while self.round.number == current:
+                    time.sleep(_WATCH_INTERVAL_S)

@@ -1,0 +1,99 @@
+"""What became of the time of a run: a table of what was lost by cause, and all numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.text import Text
+
+from echelon.runs.accounting import (
+    QUEUE,
+    REDONE_STEPS,
+    REPLACED_RANKS,
+    RESTARTS,
+    STARTING,
+    STOPPED,
+    RunAccounting,
+)
+from echelon.runs.history import RunHistory
+from echelon.tracking.summary import format_share
+from echelon.utils.text import format_count, format_elapsed
+from echelon.views.table import Table, TableColumn
+
+_TITLES = {
+    STARTING: "starting",
+    RESTARTS: "restarts",
+    QUEUE: "waiting in the queue",
+    STOPPED: "stopped",
+    REDONE_STEPS: "steps made again",
+    REPLACED_RANKS: "replacing ranks",
+}
+
+
+def render_losses(accounting: RunAccounting | None, width: int) -> list[Text]:
+    """Return a table of the time that was lost by cause; nothing for a run that was started once
+    and lost no rank."""
+    if accounting is None or not accounting.is_disturbed:
+        return []
+    notes = _describe_causes(accounting)
+    causes = [cause for cause, lost_s in accounting.lost_s.items() if lost_s or notes.get(cause)]
+    times = [accounting.lost_s[cause] for cause in causes]
+    shares = [format_share(lost_s / accounting.wall_s) if lost_s else "–" for lost_s in times]
+    columns = [
+        TableColumn("LOST BY", [_TITLES[cause] for cause in causes]),
+        TableColumn("TIME", [format_elapsed(lost_s) for lost_s in times], is_right_aligned=True),
+        TableColumn("SHARE", shares, is_right_aligned=True),
+        TableColumn("", [notes.get(cause, "") for cause in causes], min_width=6, priority=1),
+    ]
+    return Table(columns, header_style="", indent=2).render(width)
+
+
+def _describe_causes(accounting: RunAccounting) -> dict[str, str]:
+    """Return what is to be counted of a cause, where there is something."""
+    counts = {
+        RESTARTS: [(accounting.restarts, "restart")],
+        QUEUE: [(accounting.requeues, "requeue")],
+        REDONE_STEPS: [(accounting.steps_redone, "step")],
+        REPLACED_RANKS: [
+            (accounting.lost_ranks, "lost rank"),
+            (accounting.replaced_ranks, "replacement"),
+        ],
+    }
+    notes = {cause: _format_counts(of_cause) for cause, of_cause in counts.items()}
+    if accounting.lost_ranks:
+        with_fewer = format_elapsed(accounting.fewer_processes_s)
+        notes[REPLACED_RANKS] += f"; {with_fewer} with fewer processes"
+    return notes
+
+
+def _format_counts(counts: Sequence[tuple[int, str]]) -> str:
+    return ", ".join(format_count(number, noun) for number, noun in counts if number)
+
+
+def accounting_to_json(
+    accounting: RunAccounting | None, history: RunHistory
+) -> dict[str, Any] | None:
+    """Return the time of a run as `echelon show --json` prints it; None where it is not known."""
+    if accounting is None:
+        return None
+    return {**accounting.to_json(), "rounds": _rounds_to_json(history)}
+
+
+def _rounds_to_json(history: RunHistory) -> list[dict[str, Any]]:
+    return [
+        {
+            "phase": index,
+            "began": round_.began,
+            "number": round_.number,
+            "processes": round_.processes,
+            "step": round_.step,
+            "standstill_s": round_.standstill_s,
+            "step_s": round_.step_s,
+            "lost_ranks": list(round_.lost),
+            "joined_ranks": list(round_.joined),
+            "reason": round_.reason,
+        }
+        for index, phase in enumerate(history.phases)
+        for round_ in phase.rounds
+    ]

@@ -1,0 +1,127 @@
+"""Rounds: which ranks make up a world, from one loss or return of a rank to the next.
+
+A world begins with round 0, in which every rank takes part. When a rank is lost the others go on in
+the next round, with new numbers; when its replacement is ready, one more round has all of them
+again. Agents decide on rounds and publish them in the store of the world; ranks read them there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from echelon.world.types import World
+
+INCARNATION_VARIABLE = "ECHELON_INCARNATION"
+"""Set for a process that replaces a lost rank: how many processes its slot has had before."""
+_ROUND_KEY = "round"
+
+
+class KeyValueStore(Protocol):
+    """The part of torch's store that rounds need."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """The ranks of a world for a while."""
+
+    number: int
+    slots: tuple[int, ...]
+    """The ranks that they had in round 0, in the order of their ranks in this one."""
+    is_planned: bool = False
+    """Whether the ranks go over to it at a step boundary. Otherwise a rank was lost, and nobody can
+    finish a step of the round before."""
+    reason: str = ""
+    """Why it began, for a person."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Round:
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Round:
+        """Return the round with the fields that `asdict` made of it."""
+        return cls(**fields | {"slots": tuple(fields["slots"])})
+
+    def place(self, world: World, slot: int) -> World:
+        """Return the place of the rank with this slot, which had `world` in another round."""
+        return replace(world, rank=self.slots.index(slot), size=len(self.slots))
+
+
+def get_round_prefix(attempt: int | str, number: int) -> str:
+    """Return the prefix of all keys of a round, so that none finds those of another."""
+    return f"echelon/{attempt}" if number == 0 else f"echelon/{attempt}.{number}"
+
+
+class RoundStore:
+    """What the agents and ranks of one attempt tell each other about rounds, in their store."""
+
+    def __init__(self, store: KeyValueStore, attempt: int | str) -> None:
+        self._store = store
+        self._prefix = f"rounds/{attempt}"
+
+    def publish(self, round_: Round) -> None:
+        """Make a round the newest one."""
+        self._store.set(f"{self._prefix}/{_ROUND_KEY}", round_.to_json())
+
+    def read_newest(self) -> Round | None:
+        """Return the newest round; None in round 0."""
+        key = f"{self._prefix}/{_ROUND_KEY}"
+        return Round.from_json(self._store.get(key)) if self._store.check([key]) else None
+
+    def count_member(self, number: int) -> None:
+        """Note that this rank trains in the round with this number, and could go on without another
+        one."""
+        self._store.add(self._get_members_key(number), 1)
+
+    def count_ended(self, number: int) -> None:
+        """Note that this rank has made all steps of the training, in this round."""
+        self._store.add(f"{self._prefix}/ended in {number}", 1)
+
+    def have_all_ended(self, round_: Round) -> bool:
+        """Return whether every rank of a round has made all steps. None leaves before."""
+        return self._store.add(f"{self._prefix}/ended in {round_.number}", 0) >= len(round_.slots)
+
+    def is_formed(self, round_: Round) -> bool:
+        """Return whether every rank of a round has said so."""
+        return self._store.add(self._get_members_key(round_.number), 0) >= len(round_.slots)
+
+    def _get_members_key(self, number: int) -> str:
+        return f"{self._prefix}/members of {number}"
+
+    def report_transient(self, slot: int, failure: str) -> None:
+        """Say why a rank ends alone."""
+        self._store.set(f"{self._prefix}/transient/{slot}", failure)
+
+    def read_transient(self, slot: int) -> bytes | None:
+        """Return what a rank that ended alone has said."""
+        key = f"{self._prefix}/transient/{slot}"
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def offer_replacement(self, slot: int, incarnation: int) -> None:
+        """Say that a replacement has built its experiment and waits for a round."""
+        self._store.set(self._get_offer_key(slot, incarnation), "1")
+
+    def has_offer(self, slot: int, incarnation: int) -> bool:
+        """Return whether this replacement waits."""
+        return self._store.check([self._get_offer_key(slot, incarnation)])
+
+    def _get_offer_key(self, slot: int, incarnation: int) -> str:
+        return f"{self._prefix}/replacement/{slot}/{incarnation}"
+
+
+def format_slots(slots: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 1, 4`."""
+    numbers = sorted(slots)
+    shown = ", ".join(map(str, numbers[:16])) + (" …" if len(numbers) > 16 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
