@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from echelon.config import schema
-from echelon.errors import ExitCode
+from echelon.errors import EchelonError, ExitCode
 from echelon.launch.node.lifeline import HungRank, Lifeline, LifelineClient, LifelineServer
 from echelon.runs.failure import Failure
 
 LIMIT_S = 300.0
+KEY = b"a key of 32 bytes or of any size"
 
 
 def until(what: Callable[[], Any]) -> Any:
@@ -41,8 +42,8 @@ def world(
 ) -> Iterator[tuple[LifelineServer, LifelineClient, list[Failure]]]:
     """Two nodes, and what the second hears when it loses the first."""
     lost: list[Failure] = []
-    hub = LifelineServer(address, 2)
-    spoke = LifelineClient(address, hub.key, 1, lost.append)
+    hub = LifelineServer(address, 2, KEY)
+    spoke = LifelineClient(address, hub.port, KEY, 1, lost.append)
     until(lambda: hub._peers)
     yield hub, spoke, lost
     spoke.leave()
@@ -63,7 +64,7 @@ def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
     with world() as (hub, spoke, _):
         spoke.report_heartbeats([sign(2, 5), sign(3, 5)])
         until(lambda: hub._peers[1].report.heartbeats)
-        spoke._connection.close()
+        spoke._channel.close()
         told = until(lambda: hub.find_failure(0))
         assert told.exit == ExitCode.NODE_LOST
         assert "node 1" in told.summary
@@ -125,7 +126,6 @@ def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:
         spoke.report_heartbeats([sign(1, 39, still=0.1)])
         until(lambda: hub._peers[1].report.heartbeats)
         assert hub.find_hung_rank(0, 1.0) is None
-        refused: list[Failure] = []
-        LifelineClient("127.0.0.1", f"{hub.key.split()[0]} guessed", 5, refused.append)
-        until(lambda: refused)
+        with pytest.raises(EchelonError, match="has another key"):
+            LifelineClient("127.0.0.1", hub.port, b"guessed", 5, lambda failure: None)
         assert set(hub._peers) == {1}

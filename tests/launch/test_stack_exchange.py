@@ -48,8 +48,8 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
     for program in programs:
         assert program.stdout
         program.stdout.readline()
-    server = LifelineServer("127.0.0.1", 2)
-    client = LifelineClient("127.0.0.1", server.key, 1, lambda failure: None)
+    server = LifelineServer("127.0.0.1", 2, b"key")
+    client = LifelineClient("127.0.0.1", server.port, b"key", 1, lambda failure: None)
     until(lambda: server._peers, LIMIT_S, "the other node")
 
     def make_exchange(node: int, lifeline: Lifeline) -> StackExchange:

@@ -1,17 +1,14 @@
 """How nodes learn that another one died, was cut off or hangs.
 
-The agent of every node holds one TCP connection to node 0's agent and exchanges lines of JSON over
-it. A closed connection or silence is a lost node. Node 0 decides which failure was the first and
-tells everybody at once. torch's store cannot do this: it does not know when a client is gone.
+The agent of every node holds one connection to node 0's agent and exchanges messages over it, as
+`message_channel.py` describes. A closed connection or silence is a lost node. Node 0 decides which
+failure was the first and tells everybody at once. torch's store cannot do this: it does not know
+when a client is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import secrets
-import selectors
 import socket
 import threading
 import time
@@ -21,6 +18,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from echelon.errors import ExitCode
+from echelon.launch.node.message_channel import (
+    ChannelClosed,
+    ChannelListener,
+    MessageChannel,
+    connect_channel,
+)
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round
 
@@ -29,7 +32,6 @@ SILENCE_LIMIT_S = 14.0
 _BEAT_INTERVAL_S = 1.0
 _AGREE_TIMEOUT_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
-_SEND_LOCK = threading.Lock()
 _EVERY_ATTEMPT = -1
 """In place of an attempt: a lost node ends all of them, as nobody is left to restart with."""
 
@@ -153,14 +155,13 @@ class Lifeline:
 class LifelinePeer:
     """Another node as node 0 sees it."""
 
-    connection: socket.socket
+    channel: MessageChannel
     node: int = -1
     host: str = "?"
     ranks: str = "?"
     last_heard: float = field(default_factory=time.monotonic)
     report: HeartbeatReport = field(default=HeartbeatReport(0, None))
     """What it has sent last."""
-    partial_line: bytes = b""
 
     def get_heartbeats(self, attempt: int) -> RankHeartbeats | None:
         """Return the heartbeats of its ranks in this attempt; None before it has reported any."""
@@ -171,19 +172,17 @@ class LifelinePeer:
 class LifelineServer(Lifeline):
     """Node 0's end of all lifelines. A thread reads from them."""
 
-    def __init__(self, address: str, nodes: int) -> None:
+    def __init__(self, address: str, nodes: int, key: bytes) -> None:
         super().__init__()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=nodes)
-        self.key = f"{self._listener.getsockname()[1]} {secrets.token_hex(16)}"
-        """What the other nodes need to connect: port and secret."""
+        self._listener = ChannelListener(address, key, nodes)
+        self.port = self._listener.port
+        """Where the other nodes connect to."""
         self._nodes = nodes
+        self._connected: dict[MessageChannel, LifelinePeer] = {}
         self._peers: dict[int, LifelinePeer] = {}
         self._attempt = 0
         self._is_over = False
         self._heartbeats: RankHeartbeats = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._hung_ranks: dict[int, HungRank] = {}
         threading.Thread(target=self._serve, daemon=True, name="lifeline").start()
@@ -245,42 +244,27 @@ class LifelineServer(Lifeline):
     def _serve(self) -> None:
         """Accept nodes and read from them. It runs in its own thread."""
         while True:
-            for key, _ in self._selector.select(timeout=_BEAT_INTERVAL_S / 2):
-                if key.data is None:
-                    connection, _ = self._listener.accept()
-                    connection.setblocking(False)
-                    self._selector.register(
-                        connection, selectors.EVENT_READ, LifelinePeer(connection)
-                    )
-                else:
-                    self._read_from_peer(key.data)
+            for event in self._listener.poll(_BEAT_INTERVAL_S / 2):
+                peer = self._connected.setdefault(event.channel, LifelinePeer(event.channel))
+                self._read_from_peer(peer, event.messages)
+                if event.end:
+                    self._lose_peer(peer, event.end)
             for peer in list(self._peers.values()):
                 if time.monotonic() - peer.last_heard > SILENCE_LIMIT_S:
                     self._lose_peer(peer, f"has sent nothing for {SILENCE_LIMIT_S:g} s")
 
-    def _read_from_peer(self, peer: LifelinePeer) -> None:
-        """Read what a node has sent, line by line."""
-        try:
-            data = peer.connection.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data:
-            self._lose_peer(peer, "closed its connection")
-            return
-        *lines, peer.partial_line = (peer.partial_line + data).split(b"\n")
-        for line in lines:
+    def _read_from_peer(self, peer: LifelinePeer, messages: list[dict[str, Any]]) -> None:
+        """Handle what a node has sent."""
+        for message in messages:
             try:
-                self._handle_message(peer, json.loads(line))
+                self._handle_message(peer, message)
             except (ValueError, KeyError, TypeError, AttributeError):
                 self._lose_peer(peer, "sent something that is not a message of ours")
 
     def _handle_message(self, peer: LifelinePeer, message: dict[str, Any]) -> None:
-        """Handle one message of a node. The first one must have the key."""
+        """Handle one message of a node. The first one says which node it is."""
         peer.last_heard = time.monotonic()
-        if peer.node < 0 and message.get("key") != self.key:
-            self._drop_peer(peer)  # not one of our nodes
-            return
-        if "key" in message:
+        if "node" in message:
             peer.node, peer.host = message["node"], message["host"]
             self._peers[peer.node] = peer
         elif "signs" in message:
@@ -301,7 +285,7 @@ class LifelineServer(Lifeline):
         elif "bye" in message:
             self._drop_peer(peer)
         if "bye" not in message:
-            _send_line(peer.connection, {"alive": True})
+            peer.channel.send({"alive": True})
 
     def _lose_peer(self, peer: LifelinePeer, how: str) -> None:
         """Drop a node and report it as lost, unless it had said goodbye or all is over."""
@@ -322,31 +306,30 @@ class LifelineServer(Lifeline):
     def _drop_peer(self, peer: LifelinePeer) -> None:
         """Close the connection to a node."""
         self._peers.pop(peer.node, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection)
-        peer.connection.close()
+        self._connected.pop(peer.channel, None)
+        self._listener.close_channel(peer.channel)
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
         """Send a message to every other node."""
         for peer in list(self._peers.values()):
-            _send_line(peer.connection, message)
+            peer.channel.send(message)
 
 
 class LifelineClient(Lifeline):
     """The end of every node but node 0. One thread reads, another sends heartbeats."""
 
-    def __init__(self, host: str, key: str, node: int, on_lost: Callable[[Failure], None]) -> None:
+    def __init__(
+        self, host: str, port: int, key: bytes, node: int, on_lost: Callable[[Failure], None]
+    ) -> None:
         super().__init__()
         self._host = host
         self._on_lost = on_lost
         """Called from a thread, because the agent may be waiting for an answer that never comes."""
-        port = int(key.split()[0])
-        self._connection = socket.create_connection((host, port), timeout=SILENCE_LIMIT_S)
-        self._connection.settimeout(_BEAT_INTERVAL_S)
+        self._channel = connect_channel(host, port, key, SILENCE_LIMIT_S)
         self._report = HeartbeatReport(0, None)
         self._is_over = False
         self._hung_ranks: dict[int, HungRank] = {}
-        self._send({"key": key, "node": node, "host": socket.gethostname()})
+        self._send({"node": node, "host": socket.gethostname()})
         self._last_heard = time.monotonic()
         for target in (self._read_messages, self._send_heartbeats):
             threading.Thread(target=target, daemon=True, name="lifeline").start()
@@ -390,7 +373,7 @@ class LifelineClient(Lifeline):
         self._send({"bye": True})
 
     def _send(self, message: dict[str, Any]) -> None:
-        _send_line(self._connection, message)
+        self._channel.send(message)
 
     def _send_report(self) -> None:
         """Send what is known of the ranks of this node."""
@@ -407,21 +390,16 @@ class LifelineClient(Lifeline):
 
     def _read_messages(self) -> None:
         """Read node 0's messages until the connection ends."""
-        text = b""
         while not self._is_over:
             try:
-                data = self._connection.recv(1 << 16)
-            except TimeoutError:
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                self._lose_node_0("closed its connection")
+                messages = self._channel.receive()
+            except ChannelClosed as end:
+                self._lose_node_0(str(end))
                 return
-            self._last_heard = time.monotonic()
-            *lines, text = (text + data).split(b"\n")
-            for line in lines:
-                self._handle_message(json.loads(line))
+            if messages:
+                self._last_heard = time.monotonic()
+            for message in messages:
+                self._handle_message(message)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         """Keep what node 0 decided: a failure, or a rank that hangs."""
@@ -484,15 +462,3 @@ def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | Non
 def _format_rank_span(ranks: list[int]) -> str:
     """`3`, or `4–7`."""
     return str(ranks[0]) if len(ranks) == 1 else f"{min(ranks)}–{max(ranks)}" if ranks else ""
-
-
-def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message as a whole line, from any thread. If that fails the connection is closed,
-    and whoever reads from it notices."""
-    line = json.dumps(message).encode() + b"\n"
-    with _SEND_LOCK:
-        try:
-            connection.sendall(line)
-        except OSError:  # whoever reads from it notices
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)

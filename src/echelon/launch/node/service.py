@@ -7,6 +7,7 @@ and `slurm` through `echelon node`.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
@@ -304,7 +305,9 @@ def _open_lifeline(
     from echelon.launch.node.rendezvous import find_listening_address
 
     if node.rank == 0:
-        hub = LifelineServer(find_listening_address(node), node.node_count)
-        store.set("lifeline", hub.key)
+        key = secrets.token_hex(32)
+        hub = LifelineServer(find_listening_address(node), node.node_count, key.encode())
+        store.set("lifeline", f"{hub.port} {key}")
         return hub
-    return LifelineClient(node.master_host, store.get("lifeline").decode(), node.rank, on_lost)
+    port, key = store.get("lifeline").decode().split()
+    return LifelineClient(node.master_host, int(port), key.encode(), node.rank, on_lost)
