@@ -201,6 +201,11 @@ class TrainerConfig:
     capture: str = "auto"
     """Run the whole step as one CUDA graph: `auto` if possible, `always` (an error if not) or
     `never`. A step of your own is captured on one process alone."""
+    verify_steps: int | None = None
+    """Every so many steps, compute the share of a process on two and compare them to the bit, to
+    find a device that computes wrong numbers without an error; a third process settles which one is
+    wrong. Costs one forward and backward pass each time, and memory for the gradients. One process
+    alone computes twice, which finds errors that come and go. Default: never."""
     profile: int | None = None
     """Number of steps to record, after a warm-up, for a trace in the run's folder."""
 

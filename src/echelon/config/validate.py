@@ -46,6 +46,7 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_choices(config),
         *_check_addresses(config),
         *_check_fsdp(config),
+        *_check_verification(config),
         *_check_launch(config),
         *_check_replica(config),
         *_check_manual_ranks(config),
@@ -121,6 +122,22 @@ def _check_fsdp(config: Config) -> Iterator[Fault]:
         )
 
 
+def _check_verification(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings with which a process cannot compute the share of another."""
+    steps = config.trainer.verify_steps
+    if steps is None:
+        return
+    obstacles = []
+    if config.replica.kind == "fsdp":
+        obstacles.append("replica.kind=fsdp leaves no process with the whole model")
+    if config.replica.devices > 1:
+        obstacles.append(f"replica.devices={config.replica.devices} spreads the model over devices")
+    if config.trainer.capture == "always":
+        obstacles.append("trainer.capture=always replays steps, which cannot be compared")
+    for obstacle in obstacles:
+        yield Fault(f"trainer.verify_steps={steps}, but {obstacle}", "leave one of the two out")
+
+
 def _check_ranges(config: Config) -> Iterator[Fault]:
     """Yield a fault for each number that is out of its range."""
     t, launch = config.trainer, config.launch
@@ -138,6 +155,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "trainer.epochs": (t.epochs, 0),
         "trainer.steps": (t.steps, 1),
         "trainer.profile": (t.profile, 1),
+        "trainer.verify_steps": (t.verify_steps, 1),
         "replica.devices": (config.replica.devices, 1),
         "launch.procs": (launch.procs, 1),
         "launch.threads": (launch.threads, 1),

@@ -247,6 +247,10 @@ def prepare_training(
             experiment, world, device, trainer, precision, heartbeat, get_filler_batch
         )
         replica.capture = _make_capture(training, replica)
+    if trainer.verify_steps is not None:
+        from echelon.train.step_verification import make_step_verifier
+
+        training.verifier = make_step_verifier(training, is_start=kept is None)
     if training.average is not None:
         training.average.begin()
         if evaluator is not None:
@@ -376,6 +380,8 @@ def _require_no_own_parts(experiment: Experiment) -> None:
 def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
     """Return the capture of the step as a CUDA graph, where it is wanted and possible."""
     trainer, size = t.config.trainer, t.group.world.size
+    if trainer.verify_steps is not None:  # what it computes is no part of a graph
+        return None
     is_required, steps_left = trainer.capture == "always", t.total_steps - t.step
     if (
         trainer.capture == "never"
