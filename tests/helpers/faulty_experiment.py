@@ -137,7 +137,7 @@ class Trap:
     def spoil(self, output: Tensor) -> Tensor:
         """As a faulty device would: one bit of a gradient is another one, and nothing is said."""
         if self.is_miscomputing and output.requires_grad:
-            output.register_hook(flip_bit)
+            output.register_hook(flip_bit)  # type: ignore[no-untyped-call]
         return output
 
     def get_pause_s(self) -> float:
