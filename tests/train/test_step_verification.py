@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class Settings:
     """From which forward pass on; a check is one, its step the next."""
     times: int = 1000
     """In how many passes."""
+    data: str = "tensors"
+    """Or dataset, whose samples are drawn anew each time, or stream."""
     talks: bool = False
     """Whether processes exchange tensors in the forward pass."""
 
@@ -80,14 +83,34 @@ def flip_some(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.where(torch.rand(len(x), 1) < 0.5, x, -x), y
 
 
+class Jittered(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] + 0.01 * torch.randn(3) + 0.01 * random.random(), self.x[index].sum()
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((row, row.sum()) for row in self.x)
+
+
 def noisy(cfg: Settings) -> echelon.Experiment:
     x = torch.randn(108, 3, generator=torch.Generator().manual_seed(1))
     model = Noisy(cfg)
+    data = {"tensors": (x, x.sum(1)), "dataset": Jittered(x), "stream": Stream(x)}
     return echelon.Experiment(
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
         loss=nn.functional.mse_loss,
-        train_data=(x, x.sum(1)),
+        train_data=data[cfg.data],
         eval_data=(x[:17], x[:17].sum(1)),
         batch_transform=flip_some,
     )
@@ -118,8 +141,9 @@ def find_sentence(trained: Trained) -> str:
         (3, 2, ("trainer.accumulate=2", "trainer.clip=1.0")),
         (1, 3, ("trainer.ema=0.9", "replica.checkpoint=true")),
         (2, 2, ("trainer.precision=bf16",)),
+        (2, 3, ("data=dataset", "trainer.loader_workers=1")),
     ],
-    ids=["alone", "two", "three", "accumulated", "checkpointed", "bf16"],
+    ids=["alone", "two", "three", "accumulated", "checkpointed", "bf16", "dataset"],
 )
 def test_a_verified_run_has_the_numbers_of_any_other(
     tmp_path: Path, ranks: int, steps: int, words: tuple[str, ...]
@@ -205,6 +229,13 @@ def test_of_three_the_wrong_one_is_named(tmp_path: Path, on: int, wrong: str, sa
 
 
 @pytest.mark.slow
+def test_of_two_pairs_the_other_one_settles(tmp_path: Path) -> None:
+    trained = train(tmp_path, 4, "trainer.verify_steps=1", "wrong=gradient", "on=3")
+    named = "rank 3 on .* in step 3 its gradients differ from those of rank 0, 1, 2 by up to"
+    assert re.search(named, find_sentence(trained))
+
+
+@pytest.mark.slow
 def test_weights_that_went_wrong_in_a_step_are_found_at_the_next_check(tmp_path: Path) -> None:
     wrong = ("wrong=weights", "at=3")  # after one check, in the step after its own
     trained = train(tmp_path, 3, "trainer.verify_steps=2", *wrong)
@@ -238,21 +269,29 @@ def test_a_process_that_is_alone_must_repeat_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", [0, 1])
-def test_the_wrong_one_is_replaced_and_its_numbers_are_not_kept(tmp_path: Path, on: int) -> None:
+@pytest.mark.parametrize(
+    ("fault", "on", "why"),
+    [
+        ("miscompute", 0, r"rank 0 on \S+ \(.*\) computes wrong numbers"),
+        ("miscompute", 1, r"rank 1 on \S+ \(.*\) computes wrong numbers"),
+        ("kill", 1, "killed by SIGKILL"),  # while it is verified
+    ],
+)
+def test_who_is_lost_in_a_check_is_replaced_and_the_numbers_stay(
+    tmp_path: Path, fault: str, on: int, why: str
+) -> None:
     faulty = HERE / "faulty_experiment.py"
     words = [*ECHELON, "train", f"experiment={faulty}:experiment", "launch=local"]
     words += ["trainer.batch_size=8", "trainer.epochs=2", "trainer.log_steps=1", "launch.procs=3"]
     clean = run_forked([*words, f"run.dir={tmp_path}/clean"], tmp_path)
     assert clean.code == 0, clean.err
     # The check of step 5 is the ninth pass.
-    wrong = ["fault=miscompute", f"on={on}", "at=9", f"once={tmp_path}/once"]
+    wrong = [f"fault={fault}", f"on={on}", "at=9", f"once={tmp_path}/once"]
     wrong += ["trainer.verify_steps=1", "missing_pause_s=1", f"run.dir={tmp_path}/wrong"]
     done = run_forked([*words, *wrong], tmp_path)
     assert done.code == 0, done.err
     assert done.left == []
-    lost = rf"lost rank {on} on \S+ after step 4: rank {on} on \S+ \(.*\) computes wrong numbers"
-    assert re.search(lost, done.err), done.err
+    assert re.search(rf"lost rank {on} on \S+ after step 4: {why}", done.err), done.err
     assert f"rank {on} replaced: 3 processes" in done.err
     folders = [next((tmp_path / kind).glob("*/config.json")).parent for kind in ("clean", "wrong")]
     assert status(folders[1])["state"] == "finished"
@@ -279,6 +318,13 @@ def test_it_is_refused_before_the_start(tmp_path: Path, words: list[str], said: 
     done = run_here(["train", "launch=local", "launch.procs=2", *words], tmp_path)
     assert done.code == 2
     assert said in done.err
+
+
+@pytest.mark.slow
+def test_streams_are_refused(tmp_path: Path) -> None:
+    trained = train(tmp_path, 2, "trainer.verify_steps=1", "data=stream", "trainer.steps=5")
+    assert trained.codes == [2, 2], trained.said
+    assert "trainer.verify_steps=1, but train_data is a stream" in trained.said
 
 
 @pytest.mark.slow

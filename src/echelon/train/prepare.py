@@ -530,6 +530,8 @@ def _find_notes(t: Training) -> Iterator[str]:
         )
     if trainer.precision == "tf32" and t.device.type == "cpu":
         yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"
+    if trainer.verify_steps is not None and trainer.capture == "auto" and t.device.type == "cuda":
+        yield "note: steps that are verified are not captured as a CUDA graph"
     if trainer.compile and t.step < t.total_steps:
         yield "note: the first steps compile the model, which takes a while"
 
