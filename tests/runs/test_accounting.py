@@ -183,6 +183,24 @@ def test_show_has_one_line_where_nothing_was_lost(capsys: pytest.CaptureFixture[
     assert "LOST BY" not in out
 
 
+def test_show_counts_losses_by_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of earlier starts, and of those that did not write down where a rank was lost."""
+    run = make_run(Path("runs"), "a", lines())
+    write_history(
+        run,
+        *(start(0), train(5, 0), round_(20, 2.0, processes=2, lost=[1], hosts=["a"])),
+        *(stop(45, 40), start(48, attempt=1), train(50, 20)),
+        round_(55, 1.0, processes=2, lost=[0], hosts=7),
+        round_(60, 2.0, processes=1, lost=[1, 2], hosts=["b", "b", None]),
+        stop(72, 40, "finished"),
+    )
+    out = " ".join(echelon(capsys, "show", "a")[1].split())
+    assert "at fault b 2 times, a once" in out
+    said = json.loads(echelon(capsys, "show", "a", "--json")[1])["accounting"]
+    assert list(said["losses_by_host"].items()) == [("b", 2), ("a", 1)]
+    assert [round_["hosts"] for round_ in said["rounds"]] == [["a"], [], ["b", "b"]]
+
+
 def test_show_has_a_row_for_each_cause(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(Path("runs"), "a", lines())
     reason = "lost rank 1 on b after step 10: killed by SIGKILL; going on with 2 processes"

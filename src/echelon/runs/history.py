@@ -50,6 +50,8 @@ class RoundRecord:
     joined: tuple[int, ...] = ()
     """Ranks whose replacements joined."""
     reason: str = ""
+    hosts: tuple[str, ...] = ()
+    """Where it was lost, once for each loss; empty where that was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,7 @@ def _make_round(event: dict[str, Any], moment: float) -> RoundRecord | None:
         _get_ints(event, "lost"),
         _get_ints(event, "joined"),
         str(event.get("reason") or ""),
+        _get_texts(event, "hosts"),
     )
 
 
@@ -312,6 +315,11 @@ def _get_int(event: dict[str, Any], key: str) -> int | None:
 def _get_ints(event: dict[str, Any], key: str) -> tuple[int, ...]:
     values = event.get(key)
     return tuple(v for v in values if isinstance(v, int)) if isinstance(values, list) else ()
+
+
+def _get_texts(event: dict[str, Any], key: str) -> tuple[str, ...]:
+    values = event.get(key)
+    return tuple(v for v in values if isinstance(v, str)) if isinstance(values, list) else ()
 
 
 def _subtract(last: int | None, first: int | None) -> int | None:

@@ -288,7 +288,12 @@ class StepVerifier:
         if first > last:
             return ""
         which = f"step {first} was" if first == last else f"steps {first} to {last} were"
-        return f"{which} not verified and may be wrong: go on from a snapshot of before"
+        sure = (
+            f"a snapshot of step {self._agreed_step} or before"
+            if self._agreed_step
+            else "the start"
+        )
+        return f"{which} not verified and may be wrong: to be sure, go on from {sure}"
 
     def _warn_about_counters(self, before: object, t: Training) -> None:
         """Say on rank 0 what a check cannot undo: attributes that a pass changes."""

@@ -49,6 +49,12 @@ def render_losses(accounting: RunAccounting | None, width: int) -> list[Text]:
     return Table(columns, header_style="", indent=2).render(width)
 
 
+def format_hosts_at_fault(accounting: RunAccounting | None) -> str:
+    """Return how often ranks were lost on which machine: `b 3 times, a once`."""
+    losses = {} if accounting is None else accounting.losses_by_host
+    return ", ".join(f"{host} {f'{n} times' if n > 1 else 'once'}" for host, n in losses.items())
+
+
 def _describe_causes(accounting: RunAccounting) -> dict[str, str]:
     """Return what is to be counted of a cause, where there is something."""
     counts = {
@@ -93,6 +99,7 @@ def _rounds_to_json(history: RunHistory) -> list[dict[str, Any]]:
             "lost_ranks": list(round_.lost),
             "joined_ranks": list(round_.joined),
             "reason": round_.reason,
+            "hosts": list(round_.hosts),
         }
         for index, phase in enumerate(history.phases)
         for round_ in phase.rounds
