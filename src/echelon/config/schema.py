@@ -63,6 +63,11 @@ class LaunchConfig:
     wait for is reported; 0: never. It is 8 times as long where one rank may take its time: in the
     first steps, until the first batch of an evaluation, while a snapshot is saved, while torch
     compiles. A process that is alone may take any time there."""
+    slow_factor: float = 1.5
+    """A rank whose data and computation take so many times the median of the others is slow: it is
+    named on the screen and by `echelon show`."""
+    slow_s: float = 1.0
+    """How long it must be so before it is named."""
     preflight: bool = False
     """local, ssh, slurm: check the nodes first, as `echelon preflight` does, and train only if no
     check fails."""

@@ -162,6 +162,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.max_restarts": (launch.max_restarts, 0),
         "launch.max_replacements": (launch.max_replacements, 0),
         "launch.hang_s": (launch.hang_s, 0),
+        "launch.slow_s": (launch.slow_s, 0),
         "launch.nodes": (launch.nodes, 1),
         "launch.gpus_per_node": (launch.gpus_per_node, 1),
         "launch.cpus_per_node": (launch.cpus_per_node, 1),
@@ -179,6 +180,11 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
     }.items():
         if positive is not None and positive <= 0:
             yield Fault(f"{key}={positive} is not above 0", f"set {key} to a positive number")
+    if launch.slow_factor <= 1:
+        yield Fault(
+            f"launch.slow_factor={launch.slow_factor} is not above 1, so some rank is always slow",
+            "set a factor such as launch.slow_factor=1.5",
+        )
     if t.ema is not None and not 0 < t.ema < 1:
         yield Fault(
             f"trainer.ema={t.ema} is not between 0 and 1", "set a decay such as trainer.ema=0.999"

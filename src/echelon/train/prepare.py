@@ -43,6 +43,7 @@ from echelon.parallel.model_parallel import (
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.history import record_slow_rank
 from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.layout import EMA_NAME
@@ -143,7 +144,12 @@ def prepare_training(
 
     # 2. Create the speed monitor while the model is still as the user gave it: it counts operations
     #    on a copy, which nothing must have wrapped or sharded.
-    speed = create_speed_monitor(experiment, config, group)
+    speed = create_speed_monitor(
+        experiment,
+        config,
+        group,
+        lambda rank, host, factor: record_slow_rank(run, rank, host, factor, heartbeat.step),
+    )
 
     # 3. Place the model. A sharded model stays where it is: step 11 moves it block by block, as the
     #    whole model need not fit one device.
