@@ -268,6 +268,14 @@ class RankGroup:
             return []
         return [r[:n].view(row.dtype) for r, n in zip(rows, sizes, strict=True)]
 
+    def all_gather(self, row: Tensor) -> list[Tensor]:
+        """Return the CPU tensors of all ranks, of one shape, in their order, on every rank."""
+        if self.store is None:
+            return [row]
+        rows = [torch.empty_like(row) for _ in range(self.world.size)]
+        dist.all_gather(rows, row)
+        return rows
+
     def gather_json(self, data: Any) -> list[Any]:
         """Return the data of all ranks, in their order, on rank 0; on other ranks an empty
         list."""

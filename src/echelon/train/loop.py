@@ -43,6 +43,7 @@ from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from echelon.parallel.fsdp_replica import FSDPReplica
+    from echelon.train.step_verification import StepVerifier
 
 _TREND_STEPS = 32
 """Losses that are kept to say how the loss went before it was not finite."""
@@ -57,6 +58,8 @@ def train(t: Training) -> None:
         batch, total = next(batches)
         if t.step == 0:
             check_loss_of_parts(t, batch, total)
+        if t.verifier is not None:
+            t.verifier.verify_next_step(t)
         t.schedule.set_rates(t.step)
         t.replica.step(batch, total, t.collect_requests())
         if t.average is not None:
@@ -78,6 +81,8 @@ class Training(StepBoundary):
     finite_check: FiniteCheck
     transform: BatchTransform | None = None
     average: WeightAverage | None = None
+    verifier: StepVerifier | None = None
+    """Present where steps are verified."""
     schedule: LRSchedule = field(init=False)
     replica: DDPReplica | FSDPReplica = field(init=False)
     speed: SpeedMonitor = field(init=False)

@@ -43,6 +43,7 @@ from echelon.parallel.model_parallel import (
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.history import record_slow_rank
 from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.layout import EMA_NAME
@@ -143,7 +144,12 @@ def prepare_training(
 
     # 2. Create the speed monitor while the model is still as the user gave it: it counts operations
     #    on a copy, which nothing must have wrapped or sharded.
-    speed = create_speed_monitor(experiment, config, group)
+    speed = create_speed_monitor(
+        experiment,
+        config,
+        group,
+        lambda rank, host, factor: record_slow_rank(run, rank, host, factor, heartbeat.step),
+    )
 
     # 3. Place the model. A sharded model stays where it is: step 11 moves it block by block, as the
     #    whole model need not fit one device.
@@ -247,6 +253,10 @@ def prepare_training(
             experiment, world, device, trainer, precision, heartbeat, get_filler_batch
         )
         replica.capture = _make_capture(training, replica)
+    if trainer.verify_steps is not None:
+        from echelon.train.step_verification import make_step_verifier
+
+        training.verifier = make_step_verifier(training, is_start=kept is None)
     if training.average is not None:
         training.average.begin()
         if evaluator is not None:
@@ -376,6 +386,8 @@ def _require_no_own_parts(experiment: Experiment) -> None:
 def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
     """Return the capture of the step as a CUDA graph, where it is wanted and possible."""
     trainer, size = t.config.trainer, t.group.world.size
+    if trainer.verify_steps is not None:  # what it computes is no part of a graph
+        return None
     is_required, steps_left = trainer.capture == "always", t.total_steps - t.step
     if (
         trainer.capture == "never"
@@ -524,6 +536,8 @@ def _find_notes(t: Training) -> Iterator[str]:
         )
     if trainer.precision == "tf32" and t.device.type == "cpu":
         yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"
+    if trainer.verify_steps is not None and trainer.capture == "auto" and t.device.type == "cuda":
+        yield "note: steps that are verified are not captured as a CUDA graph"
     if trainer.compile and t.step < t.total_steps:
         yield "note: the first steps compile the model, which takes a while"
 

@@ -142,7 +142,8 @@ class RankReplacement:
                 self._lifeline.agree_on_failure(self._attempt, self._explain_end(losses[0].failure))
             elif decided is not known:
                 self._begin(decided)
-                self._recorder.begin(decided, slots, (), time.monotonic())
+                hosts = [loss.failure.host for loss in losses]
+                self._recorder.begin(decided, slots, (), time.monotonic(), hosts)
         waiting = [
             slot
             for slot, incarnation in self._lifeline.get_replacements(self._attempt).items()
