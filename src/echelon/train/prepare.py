@@ -50,6 +50,7 @@ from echelon.snapshot.state import require_savable, seed_all
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.train.loop import Training
 from echelon.train.lr_schedule import LRSchedule
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import (
@@ -59,7 +60,7 @@ from echelon.train.prepare_evaluation import (
     open_data,
     resolve_best,
 )
-from echelon.train.regroup import KeptTraining, adopt_output, restore_from_ranks
+from echelon.train.regroup import KeptTraining, restore_from_ranks
 from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
@@ -94,10 +95,14 @@ def load_training_function(config: Config, run: Run, world: World) -> Callable[.
 
 
 def build_parts(
-    config: Config, run: Run, group: RankGroup, function: Callable[..., Any]
+    config: Config,
+    run: Run,
+    group: RankGroup,
+    function: Callable[..., Any],
+    kept: KeptLoop | None = None,
 ) -> tuple[Experiment, bool]:
     """Return the experiment, and whether its function has placed its layers itself. Raise what can
-    be seen of its parts without computing.
+    be seen of its parts without computing. `kept` is there where the ranks come from another round.
 
     All ranks have the same seed here (`load_training_function`), so they build the same weights and
     draw the same data.
@@ -107,7 +112,7 @@ def build_parts(
         run.get_entry_point(config, group.world.node_rank),
         config.experiment_settings,
         get_process_devices(group.world),
-        partial(find_training_info, config, run, group),
+        partial(find_training_info, config, run, group, kept),
     )
     require_savable(experiment)
     if group.world.size > 1:
@@ -269,7 +274,7 @@ def _take_over_output(t: Training, kept: KeptTraining, output: OutputTee) -> Non
     All ranks take part."""
     is_rank_0 = t.group.world.rank == 0
     if kept.output is not None and is_rank_0:
-        adopt_output(t, kept.output)
+        t.adopt_output(kept.output)
     elif kept.output is not None:
         kept.output.release_output()
     t.group.wait_for_all("free of the run's files", BUILD_TIMEOUT_S)

@@ -23,6 +23,7 @@ from echelon.snapshot.layout import STATE_PART
 from echelon.snapshot.memory_snapshot import MemorySnapshot
 from echelon.snapshot.state import broadcast_tree, load_model, load_state, seed_all
 from echelon.train.loop import Training
+from echelon.train.step_boundary import StepBoundary
 
 _MEET_TIMEOUT_S = 300.0
 
@@ -48,17 +49,17 @@ class KeptTraining:
         self.snapshot = self.output = None
 
 
-def find_regroup_obstacle(t: Training) -> str | None:
+def find_regroup_obstacle(t: StepBoundary) -> str | None:
     """Return why the ranks of a training cannot go on without one of them; None if they can. A
     collective."""
-    config, experiment, world = t.config, t.experiment, t.group.world
+    config, world = t.config, t.group.world
     if config.replica.kind == "fsdp":
         return "every rank holds a part of the model (replica.kind=fsdp)"
     if len(world.devices) > 1:
         return "the model is on several devices"
     if config.replica.checkpoint:
         return "its layers are checkpointed (replica.checkpoint)"
-    if find_stream(experiment.train_data) is not None:
+    if isinstance(t, Training) and find_stream(t.experiment.train_data) is not None:
         return "train_data is a stream, whose position is spread over the ranks"
     if config.trainer.mirror is not None:
         return "its snapshots are mirrored (trainer.mirror)"
@@ -69,7 +70,7 @@ def find_regroup_obstacle(t: Training) -> str | None:
     return None
 
 
-def _is_run_folder_shared(t: Training) -> bool:
+def _is_run_folder_shared(t: StepBoundary) -> bool:
     # Imported here, as it brings what only sharded models need.
     from echelon.snapshot.distributed_writer import is_folder_shared
 
@@ -136,11 +137,3 @@ def restore_from_ranks(t: Training, kept: KeptTraining) -> None:
     t.saved_step = group.broadcast_json(kept.output.saved_step if kept.output else None)
     # Other numbers than those of the beginning, and than those of the round before.
     seed_all(hash((t.config.seed, t.step, group.world.rank, group.world.size)) % 2**63)
-
-
-def adopt_output(t: Training, old: Training) -> None:
-    """Go on with the trackers, the progress bar and the writer of the training that was left."""
-    t.trackers, t.screen, t.writer, t.mirror = old.trackers, old.screen, old.writer, old.mirror
-    t.unsaved_reason, t.last_snapshot = old.unsaved_reason, old.last_snapshot
-    t.logged_step = old.logged_step
-    old.trackers, old.writer = (), None

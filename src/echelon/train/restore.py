@@ -22,6 +22,7 @@ from echelon.snapshot.state import (
     share_extra_state,
 )
 from echelon.train.loop import Training
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.resume import choose_snapshot, find_resume_position
 from echelon.train.train_data import restore_stream
 
@@ -30,10 +31,14 @@ BUILD_TIMEOUT_S = 3600.0
 same."""
 
 
-def find_training_info(config: Config, run: Run, group: RankGroup) -> TrainingInfo:
+def find_training_info(
+    config: Config, run: Run, group: RankGroup, kept: KeptLoop | None
+) -> TrainingInfo:
     """Return what the experiment may know of its training. All ranks take part: rank 0 alone reads
-    the position in the snapshot that the run will continue from."""
+    the position in the snapshot that the run will continue from, unless that is in memory."""
     world, position = group.world, [0, 0]
+    if kept is not None and kept.source is not None:
+        return make_training_info(config, world.rank, world.size, run.folder, *kept.position)
     if world.rank == 0:
         position = find_resume_position(config, run)
         if group.store is not None:

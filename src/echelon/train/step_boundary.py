@@ -89,8 +89,10 @@ class StepBoundary(RunOutput, ABC):
             self.evaluate()
         if requests.stop and not self.is_finished:
             raise TrainingStopped
-        if requests.regroup and self.step < self.total_steps and not self.is_finished:
-            raise RegroupRequested
+        if self.step < self.total_steps and not self.is_finished:
+            self.keep_copy(is_required=requests.regroup)
+            if requests.regroup:
+                raise RegroupRequested
 
     # --- what differs between loops ---
 
@@ -110,6 +112,9 @@ class StepBoundary(RunOutput, ABC):
     @abstractmethod
     def collect_parts(self) -> dict[str, Any]:
         """Return the parts of a snapshot that this rank writes. All ranks take part."""
+
+    def keep_copy(self, is_required: bool) -> None:
+        """Copy the state into memory where that is due, or required for another round."""
 
     @abstractmethod
     def describe_state(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from echelon.config.schema import Config
 from echelon.config.validate import (
@@ -26,6 +27,7 @@ from echelon.config.validate import (
 )
 from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
 from echelon.errors import EchelonError, ExitCode, Fault, TransientError
+from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import (
     explain_batch_error,
     explain_process_group_error,
@@ -36,13 +38,14 @@ from echelon.experiment.loss_check import PartInputError
 from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.round_membership import RoundMembership
 from echelon.parallel.store import PeerFailedError
 from echelon.runs import failure as failures
 from echelon.runs.accounting import account_for_run
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
-from echelon.runs.failure import SUPERSEDED_ROUND, Failure
+from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.history import read_history, record_start, record_stop, record_training
 from echelon.runs.latest import record_first_step
@@ -51,6 +54,7 @@ from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run, take_submitted_run
 from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
 from echelon.snapshot.mirror import SnapshotMirror
+from echelon.snapshot.state import pack_rng_state, restore_rng_state
 from echelon.tracking.summary import (
     TrainingProgress,
     format_effective_time,
@@ -59,12 +63,14 @@ from echelon.tracking.summary import (
     suggest_resume,
 )
 from echelon.train.loop import Training, train
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.mirroring import FAILED_LIMIT_S, begin_mirror, get_close_limit_s
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import build_parts, load_training_function, prepare_training
 from echelon.train.prepare_session import prepare_session
 from echelon.train.prepare_steps import prepare_steps
 from echelon.train.regroup import KeptTraining, find_regroup_obstacle, leave_training
+from echelon.train.round_end import RoundLost, is_round_end
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine
@@ -133,6 +139,8 @@ class RankWorker:
         self.mirror: SnapshotMirror | None = None
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
+        self._rng_state: Tensor | None = None
+        """The random state in which code of the user is called, in every round."""
         self._began = (0, 0.0)
         """The step and the time at which the training began."""
 
@@ -143,6 +151,8 @@ class RankWorker:
             world = self.begin(find_run)
             assert self.run is not None
             function = load_training_function(self.config, self.run, world)
+            if self.rounds is not None:
+                self._rng_state = pack_rng_state(*get_process_devices(world))
             if takes_session(function):
                 outcome = self._run_session(function, world)
             else:
@@ -229,19 +239,41 @@ class RankWorker:
         assert self.run is not None
         assert self.group is not None
         experiment, is_placed_by_user = build_parts(self.config, self.run, self.group, function)
-        parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
         if experiment.step is not None:
-            loop = prepare_steps(*parts, experiment)
-            self._begin_loop(loop.engine)
-            return self._run_loop(loop.run)
-        kept = self._join_as_replacement()
+            return self._run_in_rounds(partial(self._prepare_steps, function, [experiment]))
+        kept = KeptTraining() if self._join_as_replacement() else None
         while True:
-            parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
-            prepare = partial(prepare_training, *parts, experiment, is_placed_by_user, kept)
+            prepare = partial(
+                prepare_training, *self._rank_parts, experiment, is_placed_by_user, kept
+            )
             try:
                 return self._train_in_round(prepare, kept)
             except BaseException as error:
-                kept = self._leave_round(error, kept)
+                kept = self._leave_training(error, kept)
+
+    @property
+    def _rank_parts(
+        self,
+    ) -> tuple[Config, Run, RankGroup, StopSignals, Heartbeat, OutputTee]:
+        """What every kind of training is prepared with."""
+        assert self.run is not None
+        assert self.group is not None
+        return (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
+
+    def _prepare_steps(
+        self, function: Callable[..., Any], built: list[Experiment], kept: KeptLoop | None
+    ) -> tuple[SessionEngine, Callable[[], None]]:
+        """Return the engine and the loop of an experiment with a step of its own. After the first
+        round it is built anew: its Python has seen steps that are made again."""
+        assert self.run is not None
+        assert self.group is not None
+        if kept is None:
+            experiment = built.pop()
+        else:
+            built.clear()
+            experiment, _ = build_parts(self.config, self.run, self.group, function, kept)
+        loop = prepare_steps(*self._rank_parts, experiment, kept)
+        return loop.engine, loop.run
 
     def _train_in_round(
         self, prepare: Callable[[], Training], kept: KeptTraining | None
@@ -251,13 +283,9 @@ class RankWorker:
         training = self.training = prepare()
         if kept is not None:
             kept.forget()
-        if kept is None:
-            if check_evaluation(training):
-                training.speed.restart_interval(training.step, training.samples)
-            self._begin_loop(training)
-        elif not self._began[1] and self.rank == 0:
-            phase = read_history(training.run, is_running=True).phases[-1]
-            self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+        if kept is None and check_evaluation(training):
+            training.speed.restart_interval(training.step, training.samples)
+        self._begin_loop(training, is_first=kept is None)
         if (rounds := self.rounds) is not None:
             training.is_round_planned = lambda: rounds.is_round_planned
             if find_regroup_obstacle(training) is None:
@@ -278,40 +306,108 @@ class RankWorker:
                 raise
         self.has_left_group = True
 
-    def _join_as_replacement(self) -> KeptTraining | None:
-        """Wait for the round that a process belongs to which replaces a lost rank; returns None for
-        any other."""
+    def _run_in_rounds(
+        self, prepare: Callable[[KeptLoop | None], tuple[SessionEngine, Callable[[], None]]]
+    ) -> ExitCode:
+        """Run a loop of the user's own to its end; returns how it ended. In every round it is
+        prepared anew, and continues from the newest copy in the memory of any rank."""
+        kept = KeptLoop()
+        self._join_as_replacement()
+        while True:
+            try:
+                return self._run_loop_in_round(prepare, kept)
+            except BaseException as error:
+                self._leave_loop(error, kept)
+
+    def _run_loop_in_round(
+        self,
+        prepare: Callable[[KeptLoop | None], tuple[SessionEngine, Callable[[], None]]],
+        kept: KeptLoop,
+    ) -> ExitCode:
+        assert self.run is not None
+        assert self.group is not None
+        self.training = None
+        is_first = self.rounds is None or self.rounds.round.number == 0
+        if not is_first:
+            kept.agree_on_copy(self.config, self.run, self.group)
+        engine, run_loop = prepare(None if is_first else kept)
+        self._begin_loop(engine, is_first)
+        if (rounds := self.rounds) is not None and find_regroup_obstacle(engine) is None:
+            engine.copies = kept.copies
+            engine.agreement.is_copy_due = kept.copies.is_due
+            engine.agreement.is_round_planned = lambda: rounds.is_round_planned
+            engine.on_loop_begun = rounds.confirm_round
+        outcome = self._run_loop(run_loop)
+        self._end_round(engine.group)
+        return outcome
+
+    def _join_as_replacement(self) -> bool:
+        """Wait for the round that a process belongs to which replaces a lost rank; returns whether
+        this is one."""
         if self.rounds is None or not self.rounds.is_replacement:
-            return None
+            return False
         assert self.run is not None
         if self.rank == 0:
             self.output.log_to(self.run.get_rank_log_file(0))
         self._enter_group(self.rounds.wait_as_replacement())
-        return KeptTraining()
+        if self._rng_state is not None:
+            restore_rng_state(self._rng_state, *get_process_devices(self.rounds.world))
+        return True
 
-    def _leave_round(self, error: BaseException, kept: KeptTraining | None) -> KeptTraining:
+    def _leave_training(self, error: BaseException, kept: KeptTraining | None) -> KeptTraining:
         """Go over to the next round, if the error says that there is one; returns what is kept of
         the training. Otherwise the error is raised again."""
-        rounds, group, training = self.rounds, self.group, self.training
-        assert group is not None
-        if rounds is None or not _is_regroup_reason(error):
-            raise error
-        if training is None and kept is None:  # the first preparation of all
-            raise error
-        group.interrupt_process_group()  # so that all leave the round
-        next_group = rounds.wait_for_next_round(group, _NEXT_ROUND_TIMEOUT_S)
-        if next_group is None:
-            raise error
+        training = self.training
+        next_group = self._find_next_round(error, training is not None or kept is not None)
         if isinstance(training, Training):
             kept = leave_training(training)
         assert kept is not None
-        self.training = training = None
+        training = None
+        self._enter_round(error, next_group)
+        return kept
+
+    def _leave_loop(self, error: BaseException, kept: KeptLoop) -> None:
+        """Go over to the next round, if the error says that there is one. Otherwise the error is
+        raised again."""
+        engine, rounds = self.training, self.rounds
+        can_leave = rounds is not None and (rounds.is_confirmed or rounds.is_replacement)
+        next_group = self._find_next_round(error, can_leave)
+        assert rounds is not None
+        if isinstance(engine, SessionEngine):
+            engine.leave_round()
+            kept.output = engine if engine.group.world.rank == 0 else None
+        engine = None
+        if kept.output is not None and not isinstance(error, RegroupRequested):
+            kept.output.release_output()  # to be opened again, at an earlier step
+            kept.output = None
+        self._enter_round(error, next_group)
+        assert self._rng_state is not None
+        restore_rng_state(self._rng_state, *get_process_devices(rounds.world))
+
+    def _find_next_round(self, error: BaseException, can_leave: bool) -> RankGroup:
+        """Return the group of the next round, if the error says that there is one. Otherwise the
+        error is raised again, or what has caused it."""
+        assert self.group is not None
+        if self.rounds is not None and can_leave and is_round_end(error):
+            self.group.interrupt_process_group()  # so that all leave the round
+            found = self.rounds.wait_for_next_round(self.group, _NEXT_ROUND_TIMEOUT_S)
+            if found is not None:
+                return found
+        raise (error.__cause__ if isinstance(error, RoundLost) else None) or error
+
+    def _enter_round(self, error: BaseException, next_group: RankGroup) -> None:
+        """Close the group of a round that this process has left because of an error, and enter the
+        next one."""
+        assert self.group is not None
+        self.training = None
         self.heartbeat.suspend()
-        error.__traceback__ = None  # its frames hold what holds the process group
-        group.close_process_group()
+        held: BaseException | None = error
+        while held is not None:
+            held.__traceback__ = None  # whose frames hold what holds the process group
+            held = held.__cause__ or held.__context__
+        self.group.close_process_group()
         gc.collect()
         self._enter_group(next_group)
-        return kept
 
     def _enter_group(self, group: RankGroup) -> None:
         """Note which rank this process is from now on."""
@@ -320,27 +416,27 @@ class RankWorker:
     def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Call the function that has a loop of its own; returns how it ended."""
         assert self.run is not None
-        engine = self.open_session()
         entry = self.run.get_entry_point(self.config, world.node_rank)
         settings = self.config.experiment_settings
-        provided: dict[str, Any] = {"session": Session(engine)}
-        if info_parameter := find_info_parameter(function):
-            provided[info_parameter] = engine.make_info()
 
-        def run_loop() -> None:
-            call_function(function, entry, settings, **provided)
-            engine.finish("the training function returned")
+        def prepare(kept: KeptLoop | None) -> tuple[SessionEngine, Callable[[], None]]:
+            engine, _ = prepare_session(*self._rank_parts, kept=kept)
+            provided: dict[str, Any] = {"session": Session(engine)}
+            if info_parameter := find_info_parameter(function):
+                provided[info_parameter] = engine.make_info()
 
-        return self._run_loop(run_loop)
+            def run_loop() -> None:
+                call_function(function, entry, settings, **provided)
+                engine.finish("the training function returned")
+
+            return engine, run_loop
+
+        return self._run_in_rounds(prepare)
 
     def open_session(self) -> SessionEngine:
-        """Return the engine of a session, whose loop is about to begin."""
-        assert self.run is not None
-        assert self.group is not None
-        engine, _ = prepare_session(
-            self.config, self.run, self.group, self.stop, self.heartbeat, self.output
-        )
-        self._begin_loop(engine)
+        """Return the engine of a script's session, whose loop is about to begin."""
+        engine, _ = prepare_session(*self._rank_parts)
+        self._begin_loop(engine, is_first=True)
         return engine
 
     def _run_loop(self, run_loop: Callable[[], None]) -> ExitCode:
@@ -351,10 +447,15 @@ class RankWorker:
             return ExitCode.PREEMPTED
         return ExitCode.OK
 
-    def _begin_loop(self, training: Training | SessionEngine) -> None:
-        """Note that the loop of a training begins."""
+    def _begin_loop(self, training: Training | SessionEngine, is_first: bool) -> None:
+        """Note that the loop of a training begins, in the first round or in a later one."""
         assert self.run is not None
         self.training = training
+        if not is_first:
+            if not self._began[1] and self.rank == 0:
+                phase = read_history(training.run, is_running=True).phases[-1]
+                self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+            return
         training.mirror = self.mirror
         training.start_mirror()
         self._began = (training.step, time.monotonic())
@@ -609,14 +710,6 @@ def agree_on_run(config: Config, group: RankGroup) -> Run:
             claim_run_folder(run)
         folder = str((run or create_run(config)).folder)
     return Run(Path(group.share_from_rank0("run", folder)))
-
-
-def _is_regroup_reason(error: BaseException) -> bool:
-    """Return whether a rank meets such an error when its round is over."""
-    if isinstance(error, PeerFailedError):
-        return error.failure.summary == SUPERSEDED_ROUND
-    is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    return isinstance(error, RegroupRequested) or is_of_group
 
 
 def _is_connection_error(error: BaseException) -> bool:
