@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,13 +50,19 @@ class Counter:
         self.steps, self.norms = state["steps"], state["norms"]
 
 
+def is_own_rank(cfg: LoopSettings) -> bool:
+    return int(os.environ["RANK"]) == cfg.on
+
+
 class Parts:
     """Two models with an optimizer each, and a counter."""
 
     def __init__(self, cfg: LoopSettings) -> None:
         self.trap = Trap(cfg)
         self.trap.reach("build")
-        self.first, self.second = Model(8, 4), nn.Linear(1, 1)
+        if cfg.unbuildable and Path(cfg.unbuildable).exists() and is_own_rank(cfg):
+            raise ValueError("there is nothing to build it of")
+        self.first, self.second = Model(8, max(4, cfg.rows)), nn.Linear(1, 1)
         self.first.trap = self.trap
         self.sgd = torch.optim.SGD(self.first.parameters(), lr=0.05)
         self.adam = torch.optim.Adam(self.second.parameters(), lr=0.01)
@@ -129,8 +136,6 @@ def steps(cfg: LoopSettings, session: echelon.Session) -> None:
 def experiment(cfg: LoopSettings) -> echelon.Experiment:
     """The same as an experiment with a step of its own, which Echelon evaluates."""
     parts = Parts(cfg)
-    if cfg.unbuildable and Path(cfg.unbuildable).exists():
-        raise ValueError("there is nothing to build it of")
 
     def step(batch: Any, session: echelon.Session) -> dict[str, Any]:
         x, y = batch

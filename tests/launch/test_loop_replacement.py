@@ -3,7 +3,6 @@ in memory, a replacement joins, and the curve is that of a run that nothing happ
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -51,7 +50,7 @@ LOSSES = (
     Loss("loop", 3, "kill", 0, "evaluation", 10),
     Loss("loop", 3, "kill", 1, "evaluation", 20, more=("trainer.save.epochs=9",)),
     Loss("loop", 2, "kill", 0, "save", 10),
-    Loss("loop", 3, "kill", 1, "save", 3),  # within a copy in memory
+    Loss("loop", 3, "kill", 1, "save", 1),  # within the first copy in memory
     Loss("loop", 3, "stop", 1, "step", 8, HANGS, HUNG),
     Loss("loop", 2, "sleep", 0, "step", 8, HANGS, HUNG),
     Loss("loop", 3, "error", 1, "step", 5, "TransientError: injected", ("transient=true",)),
@@ -109,7 +108,7 @@ def test_all_go_back_to_a_copy_and_the_rank_is_replaced(
     require_same_numbers(folder, clean_runs(loss.loop))
     assert status(folder)["state"] == "finished"
     assert status(folder)["failure"] is None
-    lost = re.search(rf"lost rank {loss.on} on \S+ (after step|before).*: (.*)", done.err)
+    lost = re.search(rf"lost rank {loss.on} on \S+ (after step \d+|before its first step): (.*)", done.err)
     assert lost is not None, done.err
     assert loss.says in lost[2]
     assert f"rank {loss.on} replaced: {loss.procs} processes" in done.err
@@ -175,10 +174,13 @@ def test_a_rank_whose_replacements_do_not_start_is_left_out(
 
 
 @pytest.mark.slow
-def test_copies_take_little_of_the_time(tmp_path: Path) -> None:
-    words = list_words("loop", "launch.procs=2", "rows=250000", f"report={tmp_path}/copies")
-    done = run_forked(words, tmp_path)
+def test_copies_are_counted(tmp_path: Path) -> None:
+    done = run_forked(list_words("loop", "launch.procs=2", "rows=100000"), tmp_path)
     assert done.code == 0, done.err
-    found = json.loads((tmp_path / "copies").read_text())
-    print(f"{found['count']} copies took {found['share']:.2%} of {found['seconds']:.1f} s")
-    assert found["count"] >= 1
+    folder = only_run(tmp_path)
+    copies = status(folder)["memory_copies"]
+    trained_s = sum(
+        line["step_ms"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line
+    )
+    print(f"{copies['count']} copies took {1e5 * copies['seconds'] / trained_s:.2f} % of the time")
+    assert 1 <= copies["count"] < 40

@@ -37,15 +37,17 @@ class MemoryCopies:
     def __init__(self) -> None:
         self._buffer = StagingBuffer()
         self.newest: MemorySnapshot | None = None
-        self.count = 0
-        self.spent_s = 0.0
-        """The time that all copies took."""
+        self._count, self._spent_s = 0, 0.0
         self._next_s = -math.inf
 
     def is_due(self) -> bool:
         """Return whether a copy that takes as long as the last one would cost at most one percent
         of the time."""
         return time.monotonic() >= self._next_s
+
+    def describe(self) -> dict[str, float]:
+        """Return how many copies were made, and how long they took."""
+        return {"count": self._count, "seconds": round(self._spent_s, 6)}
 
     def keep(self, info: Mapping[str, Any], parts: Mapping[str, Any], begun_s: float) -> None:
         """Copy a state into the memory of the copy before. `begun_s` is when its collection
@@ -60,7 +62,7 @@ class MemoryCopies:
             return
         self.newest = MemorySnapshot(json.loads(json.dumps(info)), copied)
         now_s = time.monotonic()
-        self.count, self.spent_s = self.count + 1, self.spent_s + now_s - begun_s
+        self._count, self._spent_s = self._count + 1, self._spent_s + now_s - begun_s
         self._next_s = now_s + (now_s - begun_s) / _MAX_SHARE
 
 

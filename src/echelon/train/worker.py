@@ -541,6 +541,8 @@ class RankWorker:
         if (accounting := account_for_run(history)) is not None:
             t.run.update_status(accounting=accounting.to_json())
             effective = format_effective_time(accounting) if accounting.has_faults else ""
+        if isinstance(t, SessionEngine) and t.copies is not None:
+            t.run.update_status(memory_copies=t.copies.describe())
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
         text = render_summary(
