@@ -158,3 +158,78 @@ def experiment(cfg: LoopSettings) -> echelon.Experiment:
         eval_data=(X[80:], Y[80:]),
         state={"counter": parts.counter},
     )
+
+
+class Layers(nn.Sequential):
+    """A model that ranks can hold together, layer by layer."""
+
+    trap: Trap
+
+    def __init__(self, cfg: LoopSettings) -> None:
+        width = max(8, cfg.rows)
+        layers = [nn.Linear(8, width), *(nn.Linear(width, width) for _ in range(2))]
+        super().__init__(*layers, nn.Linear(width, 1))
+        self.trap = Trap(cfg)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.trap.steps += 1
+            self.trap.reach("step")
+            time.sleep(self.trap.get_pause_s())
+        else:
+            self.trap.reach("evaluation")
+        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.trap.reach("save")
+        return super().state_dict(*args, **kwargs)
+
+
+def layers(cfg: LoopSettings) -> echelon.Experiment:
+    """An experiment with a loss, for replica.kind=fsdp and replica.checkpoint."""
+    if cfg.unbuildable and Path(cfg.unbuildable).exists() and is_own_rank(cfg):
+        raise ValueError("there is nothing to build it of")
+    model = Layers(cfg)
+    return echelon.Experiment(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        loss=nn.functional.mse_loss,
+        train_data=NoisySamples(),
+        eval_data=(X[80:], Y[80:]),
+    )
+
+
+class NumberedShard:
+    """Samples without end, with a state."""
+
+    def __init__(self, shard: int, shards: int) -> None:
+        self.number = shard
+        self.shards = shards
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            index = self.number % 80
+            self.number += self.shards
+            yield X[index], Y[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def streamed_layers(cfg: LoopSettings) -> echelon.Experiment:
+    """An experiment with a loss over a stream."""
+    experiment = layers(cfg)
+    experiment.train_data = echelon.data.stream(NumberedShard, shards=4)
+    return experiment
+
+
+def streamed_loop(cfg: LoopSettings, session: echelon.Session) -> None:
+    """A loop over a stream."""
+    parts = Parts(cfg)
+    parts.prepare(session)
+    for x, y in session.batches(echelon.data.stream(NumberedShard, shards=4)):
+        loss = parts.train(x, y, session)
+        session.log(loss=loss, counted=parts.counter.steps)

@@ -108,7 +108,9 @@ def test_all_go_back_to_a_copy_and_the_rank_is_replaced(
     require_same_numbers(folder, clean_runs(loss.loop))
     assert status(folder)["state"] == "finished"
     assert status(folder)["failure"] is None
-    lost = re.search(rf"lost rank {loss.on} on \S+ (after step \d+|before its first step): (.*)", done.err)
+    lost = re.search(
+        rf"lost rank {loss.on} on \S+ (after step \d+|before its first step): (.*)", done.err
+    )
     assert lost is not None, done.err
     assert loss.says in lost[2]
     assert f"rank {loss.on} replaced: {loss.procs} processes" in done.err

@@ -61,7 +61,12 @@ from echelon.train.prepare_evaluation import (
     resolve_best,
 )
 from echelon.train.regroup import KeptTraining, restore_from_ranks
-from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
+from echelon.train.restore import (
+    BUILD_TIMEOUT_S,
+    find_training_info,
+    restore_copy,
+    restore_snapshot,
+)
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
 from echelon.train.train_data import (
@@ -132,9 +137,11 @@ def prepare_training(
     experiment: Experiment,
     is_placed_by_user: bool,
     kept: KeptTraining | None = None,
+    copied: KeptLoop | None = None,
 ) -> Training:
     """Return a training of the experiment that is ready for its first step, or for the next one
-    where ranks have come from another round with what they have `kept`.
+    where ranks have come from another round: with the state that they have `kept`, or to begin anew
+    with one that they have `copied`.
 
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
@@ -226,7 +233,9 @@ def prepare_training(
         experiment.state = {**(experiment.state or {}), EMA_NAME: training.average}
     training.first_weights = copy_first_weights(experiment.model)
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
-    if kept is None:
+    if copied is not None and copied.has_copy:
+        restore_copy(training, copied)
+    elif kept is None:
         restore_snapshot(training, _print_message)
     else:
         _keep_first_values(training, kept)
@@ -261,8 +270,8 @@ def prepare_training(
     # 12. What the user can get wrong has been checked: announce the run, open
     #     trackers and progress bar.
     if world.rank == 0 and kept is None:
-        opening_line = _format_opening_line(training, stages)
-        training.open_output(output, (opening_line, *_find_notes(training)))
+        opening_lines = (_format_opening_line(training, stages), *_find_notes(training))
+        training.open_output(output, opening_lines if copied is None else ())
     elif kept is not None:
         _take_over_output(training, kept, output)
     training.speed.restart_interval(training.step, training.samples)
@@ -459,6 +468,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
     from echelon.parallel.fsdp_wrap import shard_model
     from echelon.snapshot.distributed_writer import (
         DistributedSnapshotWriter,
+        collect_own_shards,
         collect_shards,
         gather_full_state,
         is_folder_shared,
@@ -484,6 +494,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
         assert evaluator.source is not None
         evaluator.get_filler_batch = FillerBatch(evaluator.source, t.device)
         evaluator.explain_errors = explain_weights_outside_model
+    t.collect_own_parts = collect_own_shards
     if is_folder_shared(run.snapshots_folder, t.group):
         t.collect_state = collect_shards
         writer = t.writer if isinstance(t.writer, SnapshotWriter) else None

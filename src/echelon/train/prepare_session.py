@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from echelon.config.schema import Config, ReplicaConfig, TrainerConfig, flatten
@@ -14,8 +15,8 @@ from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
-from echelon.snapshot.memory_snapshot import MemorySnapshot
 from echelon.snapshot.reader import Snapshot
+from echelon.snapshot.state import broadcast_tree
 from echelon.train.evaluations import Evaluations
 from echelon.train.memory_copies import KeptLoop
 from echelon.train.output_tee import OutputTee
@@ -82,26 +83,26 @@ def prepare_session(
         kept.output = None
     group.wait_for_all("built", BUILD_TIMEOUT_S)
     group.init_process_group(choose_backend(device, config.launch.share_devices))
-    snapshot, info = _find_snapshot(config, run, group, settings, kept)
+    if kept is not None and kept.has_copy:
+        info = kept.load_info(group)
+        load_part: Callable[[str], Any] = partial(kept.load_part, group=group)
+    else:
+        info, load_part = _find_snapshot(config, run, group, settings)
     if evaluations is None:
         evaluations = Evaluations(None, config.trainer, None, ())
     engine = SessionEngine(
-        config, run, group, stop, heartbeat, output, device, snapshot, info, evaluations, kept
+        config, run, group, stop, heartbeat, output, device, load_part, info, evaluations, kept
     )
     return engine, info
 
 
 def _find_snapshot(
-    config: Config, run: Run, group: RankGroup, settings: UsedSettings, kept: KeptLoop | None
-) -> tuple[Snapshot | MemorySnapshot | None, dict[str, Any]]:
-    """Return the snapshot that the run continues from, on the rank that has it, and on all ranks
-    what it says of itself. A collective."""
+    config: Config, run: Run, group: RankGroup, settings: UsedSettings
+) -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """Return what the snapshot that the run continues from says of itself, or nothing, and what
+    loads its parts on all ranks. A collective."""
     snapshot: Snapshot | None = None
     info: dict[str, Any] | None = None
-    if kept is not None and kept.source is not None:
-        copy = kept.copies.newest if group.world.rank == kept.source else None
-        info = group.broadcast_json(None if copy is None else copy.info, kept.source)
-        return copy, info or {}
     if group.world.rank == 0:
         # A session never saves weights that are not finite, so what is intact can be used.
         snapshot = choose_snapshot(config, run, lambda snapshot: None, _print_message)
@@ -115,7 +116,11 @@ def _find_snapshot(
                 )
             )
     group.wait_for_all("restored", BUILD_TIMEOUT_S)
-    return snapshot, group.broadcast_json(info) or {}
+
+    def load_part(name: str) -> Any:
+        return broadcast_tree(None if snapshot is None else snapshot.load_part(name), group)
+
+    return group.broadcast_json(info) or {}, load_part
 
 
 def _require_used_settings(config: Config, settings: UsedSettings) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon.config.schema import Config
 from echelon.data.sharded_stream import find_stream
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.runs.metrics_file import MetricsLine
@@ -23,6 +25,7 @@ from echelon.snapshot.layout import STATE_PART
 from echelon.snapshot.memory_snapshot import MemorySnapshot
 from echelon.snapshot.state import broadcast_tree, load_model, load_state, seed_all
 from echelon.train.loop import Training
+from echelon.train.memory_copies import MemoryCopies, ShardCopies, WholeCopies
 from echelon.train.step_boundary import StepBoundary
 
 _MEET_TIMEOUT_S = 300.0
@@ -53,14 +56,10 @@ def find_regroup_obstacle(t: StepBoundary) -> str | None:
     """Return why the ranks of a training cannot go on without one of them; None if they can. A
     collective."""
     config, world = t.config, t.group.world
-    if config.replica.kind == "fsdp":
-        return "every rank holds a part of the model (replica.kind=fsdp)"
     if len(world.devices) > 1:
         return "the model is on several devices"
     if config.replica.checkpoint:
         return "its layers are checkpointed (replica.checkpoint)"
-    if isinstance(t, Training) and find_stream(t.experiment.train_data) is not None:
-        return "train_data is a stream, whose position is spread over the ranks"
     if config.trainer.mirror is not None:
         return "its snapshots are mirrored (trainer.mirror)"
     if world.nodes > 1 and world.size > 1 and not _is_run_folder_shared(t):
@@ -68,6 +67,16 @@ def find_regroup_obstacle(t: StepBoundary) -> str | None:
     if world.devices[0].startswith("cuda") and not config.launch.share_devices:
         return "NCCL leaves no whole state when a rank is lost"
     return None
+
+
+def make_copies(config: Config, experiment: Experiment) -> MemoryCopies | None:
+    """Return what keeps the state of a training in memory, where that is needed to go on without a
+    rank: for steps of the user's own, models that the ranks hold together, and streams,
+    whose position is spread over the ranks. None where the state itself is whole on every rank."""
+    if config.replica.kind == "fsdp":
+        return ShardCopies()
+    is_needed = experiment.step is not None or find_stream(experiment.train_data) is not None
+    return WholeCopies() if is_needed else None
 
 
 def _is_run_folder_shared(t: StepBoundary) -> bool:

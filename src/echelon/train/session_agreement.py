@@ -32,8 +32,6 @@ class AgreedRequests(NamedTuple):
     requests: StepRequests
     is_finished: bool
     """Whether the loop is to end."""
-    is_copy_due: bool = False
-    """Whether the state is to be copied into the memory of every rank."""
 
 
 _NOTHING_AGREED = AgreedRequests(StepRequests(), is_finished=False)
@@ -108,8 +106,9 @@ class SessionAgreement:
         if not any(agreed[:_CLOCK]):  # as in nearly every iteration
             return _NOTHING_AGREED
         stop, save, evaluate = map(bool, agreed[:_FINISH])
-        requests = StepRequests(stop, save, evaluate, regroup=bool(agreed[_REGROUP]))
-        return AgreedRequests(requests, bool(agreed[_FINISH]), bool(agreed[_COPY]))
+        regroup, copy = bool(agreed[_REGROUP]), bool(agreed[_COPY])
+        requests = StepRequests(stop, save, evaluate, regroup=regroup, copy=copy)
+        return AgreedRequests(requests, bool(agreed[_FINISH]))
 
     def has_time_passed(self, minutes: float) -> bool:
         """Return whether a multiple of so many minutes has passed in the iteration before."""

@@ -25,8 +25,6 @@ from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
-from echelon.snapshot.memory_snapshot import MemorySnapshot
-from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.state import pack_rng_state, restore_rng_state, seed_all
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
@@ -37,7 +35,7 @@ from echelon.train.loop_arguments import (
 )
 from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
-from echelon.train.memory_copies import KeptLoop, MemoryCopies
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.minute_timers import MinuteTimers
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import make_bad_sample_list
@@ -81,7 +79,7 @@ class SessionEngine(StepBoundary):
         heartbeat: Heartbeat,
         output_tee: OutputTee,
         device: torch.device,
-        snapshot: Snapshot | MemorySnapshot | None,
+        load_part: Callable[[str], Any],
         info: dict[str, Any],
         evaluations: Evaluations,
         kept: KeptLoop | None = None,
@@ -96,16 +94,10 @@ class SessionEngine(StepBoundary):
         )
         if info:
             self.restore_progress(info)
-        if info.get("is_in_memory"):
-            self.saved_step = None  # what a lost rank 0 was writing may be nowhere
-        source = kept.source if kept is not None else None
-        is_given = source is None and config.trainer.resume not in ("auto", "never")
-        self.parts = SessionParts(group, snapshot, source or 0, info, takes_new_settings=is_given)
+        is_own = info.get("is_in_memory") or config.trainer.resume in ("auto", "never")
+        self.parts = SessionParts(group, load_part, info, takes_new_settings=not is_own)
         self._snapshot_info = info
         self._kept = kept
-        self.copies: MemoryCopies | None = None
-        """Of the state, where the ranks could go on without one of them."""
-        self._is_copy_due = False
         self.interruption: BaseException | None = None
         """Why the loop was left, if its round is over."""
         self.on_loop_begun: Callable[[], None] = lambda: None
@@ -297,7 +289,7 @@ class SessionEngine(StepBoundary):
     def agree(self) -> StepRequests:
         """End an iteration: return what any rank has asked for in it."""
         self._is_in_iteration = False
-        requests, is_finished, self._is_copy_due = self.agreement.agree()
+        requests, is_finished = self.agreement.agree()
         self.is_finished = is_finished or self._is_left or self.step == self.total_steps
         if self.is_finished or requests.stop:
             self._loop_exit.leave(self.step)
@@ -305,14 +297,6 @@ class SessionEngine(StepBoundary):
             self._loop_exit.go_on(self.step)
         self._share_buffers()
         return requests
-
-    def keep_copy(self, is_required: bool) -> None:
-        """Copy the state into the memory of this rank, where that is due. A collective then."""
-        if self.copies is None or not (self._is_copy_due or is_required):
-            return
-        begun_s = time.monotonic()
-        parts = self._collect_parts(to_all=True)
-        self.copies.keep(self.describe_snapshot() | {"is_in_memory": True}, parts, begun_s)
 
     def leave_lost_round(self, error: BaseException) -> None:
         """Raise RoundLost in the place of an error that this rank meets because another one is
@@ -326,11 +310,18 @@ class SessionEngine(StepBoundary):
         self._loop_exit.stop_watching()
         raise error
 
+    def take_part_in_rounds(
+        self, is_round_planned: Callable[[], bool], confirm_round: Callable[[], None]
+    ) -> None:
+        assert self.copies is not None
+        self.agreement.is_copy_due = self.copies.is_due
+        self.agreement.is_round_planned = is_round_planned
+        self.on_loop_begun = confirm_round
+
     def leave_round(self) -> None:
-        """Give up a loop whose round is over."""
         self.is_over = True
         self._loop_exit.stop_watching()
-        self.close_sources()
+        super().leave_round()
 
     def _share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, such as the statistics of batch norms."""
@@ -561,6 +552,10 @@ class SessionEngine(StepBoundary):
         """Return the state of all parts, which rank 0 writes."""
         self.parts.require_savable(self.step)
         return self._collect_parts()
+
+    def collect_copy(self) -> dict[str, Any]:
+        """Return the state of all parts, which every rank keeps."""
+        return self._collect_parts(to_all=True)
 
     def _collect_parts(self, to_all: bool = False) -> dict[str, Any]:
         """Return the state of all parts, on rank 0 or on all ranks. A collective: what every rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,8 @@ from echelon.experiment.trained_parameters import (
 )
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.snapshot.finite_check import are_all_finite
-from echelon.snapshot.memory_snapshot import MemorySnapshot
-from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.staging_buffer import find_unsavable_values
 from echelon.snapshot.state import (
-    broadcast_tree,
     find_differing_state,
     find_extra_state_faults,
     require_equal_state,
@@ -48,15 +45,15 @@ class SessionParts:
     def __init__(
         self,
         group: RankGroup,
-        snapshot: Snapshot | MemorySnapshot | None,
-        source: int,
+        load_part: Callable[[str], Any],
         info: Mapping[str, Any],
         takes_new_settings: bool,
     ) -> None:
-        """`snapshot` is there on rank `source` alone. `info` is that of the snapshot, or empty.
-        `takes_new_settings` is set for a snapshot that a person gave by its path: then learning
-        rates and the like that the loop has changed since win over those in the snapshot."""
-        self._group, self._snapshot, self._source = group, snapshot, source
+        """`load_part`, a collective, returns a part of the snapshot, and `info` is that of it, or
+        empty. `takes_new_settings` is set for a snapshot that a person gave by its path: then
+        learning rates and the like that the loop has changed since win over those in the
+        snapshot."""
+        self._group, self.load_part = group, load_part
         self._saved_parts: list[str] = info.get("parts", [])
         self._step = int(info.get("step", 0))
         self._saved_settings: Mapping[str, Any] = info.get("optimizer_settings", {})
@@ -236,11 +233,6 @@ class SessionParts:
             return None
         rows: Tensor = self.load_part(RNG_PART)["ranks"]
         return rows
-
-    def load_part(self, name: str) -> Any:
-        """Return a part of the snapshot. A collective."""
-        part = self._snapshot.load_part(name) if self._snapshot is not None else None
-        return broadcast_tree(part, self._group, self._source)
 
     def collect_state(self) -> dict[str, Any]:
         """Return the state of every part."""

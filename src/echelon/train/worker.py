@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -63,13 +64,18 @@ from echelon.tracking.summary import (
     suggest_resume,
 )
 from echelon.train.loop import Training, train
-from echelon.train.memory_copies import KeptLoop
+from echelon.train.memory_copies import KeptLoop, MemoryCopies, WholeCopies
 from echelon.train.mirroring import FAILED_LIMIT_S, begin_mirror, get_close_limit_s
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import build_parts, load_training_function, prepare_training
 from echelon.train.prepare_session import prepare_session
 from echelon.train.prepare_steps import prepare_steps
-from echelon.train.regroup import KeptTraining, find_regroup_obstacle, leave_training
+from echelon.train.regroup import (
+    KeptTraining,
+    find_regroup_obstacle,
+    leave_training,
+    make_copies,
+)
 from echelon.train.round_end import RoundLost, is_round_end
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
@@ -79,6 +85,8 @@ from echelon.train.step_boundary import RegroupRequested, TrainingStopped
 from echelon.train.stop_signals import StopSignals
 from echelon.world import World, detect
 
+Prepare = Callable[["KeptLoop | None"], "tuple[Training | SessionEngine, Callable[[], None]]"]
+"""Return a training and its loop; what is kept is given where ranks come from another round."""
 _NEXT_ROUND_TIMEOUT_S = 20.0
 """How long a rank that has lost its peers waits for the agents to say how it goes on."""
 _CAUSE_TIMEOUT_S = 5.0
@@ -238,9 +246,10 @@ class RankWorker:
         """Train the experiment that the function builds; returns how it ended."""
         assert self.run is not None
         assert self.group is not None
-        experiment, is_placed_by_user = build_parts(self.config, self.run, self.group, function)
-        if experiment.step is not None:
-            return self._run_in_rounds(partial(self._prepare_steps, function, [experiment]))
+        built = build_parts(self.config, self.run, self.group, function)
+        if (copies := make_copies(self.config, built[0])) is not None:
+            return self._run_in_rounds(partial(self._prepare_anew, function, [built]), copies)
+        experiment, is_placed_by_user = built
         kept = KeptTraining() if self._join_as_replacement() else None
         while True:
             prepare = partial(
@@ -258,22 +267,37 @@ class RankWorker:
         """What every kind of training is prepared with."""
         assert self.run is not None
         assert self.group is not None
-        return (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
+        config = self.config
+        if self.group.world.size == 1 and self.rounds is not None:
+            # What is left of a world that has shared a model: this process has all of it.
+            config = replace(config, replica=replace(config.replica, kind="ddp"))
+        return (config, self.run, self.group, self.stop, self.heartbeat, self.output)
 
-    def _prepare_steps(
-        self, function: Callable[..., Any], built: list[Experiment], kept: KeptLoop | None
-    ) -> tuple[SessionEngine, Callable[[], None]]:
-        """Return the engine and the loop of an experiment with a step of its own. After the first
-        round it is built anew: its Python has seen steps that are made again."""
+    def _prepare_anew(
+        self,
+        function: Callable[..., Any],
+        built: list[tuple[Experiment, bool]],
+        kept: KeptLoop | None,
+    ) -> tuple[Training | SessionEngine, Callable[[], None]]:
+        """Return the training of an experiment and its loop. After the first round it is built
+        anew: a model may be cut into shards for other ranks, and code of the user has seen steps
+        that are made again."""
         assert self.run is not None
         assert self.group is not None
         if kept is None:
-            experiment = built.pop()
+            experiment, is_placed_by_user = built.pop()
         else:
             built.clear()
-            experiment, _ = build_parts(self.config, self.run, self.group, function, kept)
-        loop = prepare_steps(*self._rank_parts, experiment, kept)
-        return loop.engine, loop.run
+            experiment, is_placed_by_user = build_parts(
+                self.config, self.run, self.group, function, kept
+            )
+        if experiment.step is not None:
+            loop = prepare_steps(*self._rank_parts, experiment, kept)
+            return loop.engine, loop.run
+        training = prepare_training(*self._rank_parts, experiment, is_placed_by_user, copied=kept)
+        if kept is None and check_evaluation(training):
+            training.speed.restart_interval(training.step, training.samples)
+        return training, partial(train, training)
 
     def _train_in_round(
         self, prepare: Callable[[], Training], kept: KeptTraining | None
@@ -306,12 +330,10 @@ class RankWorker:
                 raise
         self.has_left_group = True
 
-    def _run_in_rounds(
-        self, prepare: Callable[[KeptLoop | None], tuple[SessionEngine, Callable[[], None]]]
-    ) -> ExitCode:
-        """Run a loop of the user's own to its end; returns how it ended. In every round it is
-        prepared anew, and continues from the newest copy in the memory of any rank."""
-        kept = KeptLoop()
+    def _run_in_rounds(self, prepare: Prepare, copies: MemoryCopies) -> ExitCode:
+        """Run a loop to its end; returns how it ended. In every round it is prepared anew, and
+        continues from the newest copy in the memory of the ranks."""
+        kept = KeptLoop(copies)
         self._join_as_replacement()
         while True:
             try:
@@ -319,26 +341,21 @@ class RankWorker:
             except BaseException as error:
                 self._leave_loop(error, kept)
 
-    def _run_loop_in_round(
-        self,
-        prepare: Callable[[KeptLoop | None], tuple[SessionEngine, Callable[[], None]]],
-        kept: KeptLoop,
-    ) -> ExitCode:
+    def _run_loop_in_round(self, prepare: Prepare, kept: KeptLoop) -> ExitCode:
         assert self.run is not None
         assert self.group is not None
         self.training = None
         is_first = self.rounds is None or self.rounds.round.number == 0
         if not is_first:
             kept.agree_on_copy(self.config, self.run, self.group)
-        engine, run_loop = prepare(None if is_first else kept)
-        self._begin_loop(engine, is_first)
-        if (rounds := self.rounds) is not None and find_regroup_obstacle(engine) is None:
-            engine.copies = kept.copies
-            engine.agreement.is_copy_due = kept.copies.is_due
-            engine.agreement.is_round_planned = lambda: rounds.is_round_planned
-            engine.on_loop_begun = rounds.confirm_round
+        training, run_loop = prepare(None if is_first else kept)
+        self._begin_loop(training, is_first)
+        if (rounds := self.rounds) is not None and find_regroup_obstacle(training) is None:
+            kept.copies.begin_round(training.group)
+            training.copies = kept.copies
+            training.take_part_in_rounds(lambda: rounds.is_round_planned, rounds.confirm_round)
         outcome = self._run_loop(run_loop)
-        self._end_round(engine.group)
+        self._end_round(training.group)
         return outcome
 
     def _join_as_replacement(self) -> bool:
@@ -369,17 +386,18 @@ class RankWorker:
     def _leave_loop(self, error: BaseException, kept: KeptLoop) -> None:
         """Go over to the next round, if the error says that there is one. Otherwise the error is
         raised again."""
-        engine, rounds = self.training, self.rounds
+        training, rounds = self.training, self.rounds
         can_leave = rounds is not None and (rounds.is_confirmed or rounds.is_replacement)
         next_group = self._find_next_round(error, can_leave)
         assert rounds is not None
-        if isinstance(engine, SessionEngine):
-            engine.leave_round()
-            kept.output = engine if engine.group.world.rank == 0 else None
-        engine = None
-        if kept.output is not None and not isinstance(error, RegroupRequested):
-            kept.output.release_output()  # to be opened again, at an earlier step
-            kept.output = None
+        left, kept.output = kept.output or training, None
+        if training is not None:
+            training.leave_round()
+        if isinstance(left, SessionEngine) and isinstance(error, RegroupRequested):
+            kept.output = left if left.group.world.rank == 0 else None
+        elif left is not None:
+            left.release_output()  # to be opened again, perhaps at an earlier step
+        training = left = None
         self._enter_round(error, next_group)
         assert self._rng_state is not None
         restore_rng_state(self._rng_state, *get_process_devices(rounds.world))
@@ -419,7 +437,7 @@ class RankWorker:
         entry = self.run.get_entry_point(self.config, world.node_rank)
         settings = self.config.experiment_settings
 
-        def prepare(kept: KeptLoop | None) -> tuple[SessionEngine, Callable[[], None]]:
+        def prepare(kept: KeptLoop | None) -> tuple[Training | SessionEngine, Callable[[], None]]:
             engine, _ = prepare_session(*self._rank_parts, kept=kept)
             provided: dict[str, Any] = {"session": Session(engine)}
             if info_parameter := find_info_parameter(function):
@@ -431,7 +449,7 @@ class RankWorker:
 
             return engine, run_loop
 
-        return self._run_in_rounds(prepare)
+        return self._run_in_rounds(prepare, WholeCopies())
 
     def open_session(self) -> SessionEngine:
         """Return the engine of a script's session, whose loop is about to begin."""
@@ -541,7 +559,7 @@ class RankWorker:
         if (accounting := account_for_run(history)) is not None:
             t.run.update_status(accounting=accounting.to_json())
             effective = format_effective_time(accounting) if accounting.has_faults else ""
-        if isinstance(t, SessionEngine) and t.copies is not None:
+        if t.copies is not None:
             t.run.update_status(memory_copies=t.copies.describe())
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
