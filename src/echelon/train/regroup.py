@@ -58,10 +58,6 @@ def find_regroup_obstacle(t: StepBoundary) -> str | None:
     config, world = t.config, t.group.world
     if len(world.devices) > 1:
         return "the model is on several devices"
-    if config.replica.checkpoint:
-        return "its layers are checkpointed (replica.checkpoint)"
-    if config.trainer.mirror is not None:
-        return "its snapshots are mirrored (trainer.mirror)"
     if world.nodes > 1 and world.size > 1 and not _is_run_folder_shared(t):
         return "not all machines see the run folder"
     if world.devices[0].startswith("cuda") and not config.launch.share_devices:

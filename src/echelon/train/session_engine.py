@@ -258,7 +258,7 @@ class SessionEngine(StepBoundary):
         else:
             self.open_writer()
             self.open_output(self._output_tee, opening_lines if self._kept is None else ())
-        self.start_mirror()
+            self.start_mirror()
 
     def _run_loop(self, shares: Iterator[Share]) -> Iterator[Any]:
         """Yield the data of the shares; what follows a `yield` is the end of an iteration.

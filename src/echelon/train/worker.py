@@ -38,6 +38,7 @@ from echelon.experiment.loading import call_function, takes_session
 from echelon.experiment.loss_check import PartInputError
 from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
+from echelon.object_store.urls import is_url
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
@@ -348,6 +349,8 @@ class RankWorker:
         is_first = self.rounds is None or self.rounds.round.number == 0
         if not is_first:
             kept.agree_on_copy(self.config, self.run, self.group)
+            if self.rank == 0 and not kept.has_copy and is_url(self.config.trainer.resume):
+                self.config, self.mirror = begin_mirror(self.config, self.run, _print_message)
         training, run_loop = prepare(None if is_first else kept)
         self._begin_loop(training, is_first)
         if (rounds := self.rounds) is not None and find_regroup_obstacle(training) is None:
@@ -430,6 +433,9 @@ class RankWorker:
     def _enter_group(self, group: RankGroup) -> None:
         """Note which rank this process is from now on."""
         self.group, self.rank = group, group.world.rank
+        if self.rank != 0 and self.mirror is not None:  # the new rank 0 takes it
+            self.mirror.close(FAILED_LIMIT_S, lambda seconds: self.heartbeat.suspend())
+            self.mirror = None
 
     def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Call the function that has a loop of its own; returns how it ended."""
@@ -470,9 +476,8 @@ class RankWorker:
         assert self.run is not None
         self.training = training
         if not is_first:
-            if not self._began[1] and self.rank == 0:
-                phase = read_history(training.run, is_running=True).phases[-1]
-                self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+            if self.rank == 0:
+                self._take_over_run(training)
             return
         training.mirror = self.mirror
         training.start_mirror()
@@ -482,6 +487,17 @@ class RankWorker:
             if isinstance(training, Training) or training.evaluations.evaluator is not None:
                 self.run.update_status(best_is=training.config.trainer.best_is)
             record_training(self.run, training.step, training.samples)
+
+    def _take_over_run(self, training: Training | SessionEngine) -> None:
+        """Go on as rank 0 with what another process may have begun."""
+        if not self._began[1]:
+            phase = read_history(training.run, is_running=True).phases[-1]
+            self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+        if self.mirror is None and self.config.trainer.mirror is not None:
+            self.config, self.mirror = begin_mirror(self.config, training.run, _print_message)
+        if training.mirror is None:  # otherwise it goes on with that of the round before
+            training.mirror = self.mirror
+            training.start_mirror()
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
