@@ -24,7 +24,6 @@ from worlds import run_forked
 
 from echelon.runs.metrics_file import read_metrics
 
-
 LOSSES = (
     Loss("loop", 2, "kill", 1, "step", 5),
     Loss("loop", 2, "kill", 0, "step", 13, more=("trainer.save.epochs=9",)),
