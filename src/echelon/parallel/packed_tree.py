@@ -7,6 +7,7 @@ other.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,6 +58,15 @@ def to_device(tree: Any, device: torch.device) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(to_device(value, device) for value in tree)
     return tree
+
+
+def count_tensor_bytes(tree: Any) -> int:
+    """Return the size of all tensors in a tree."""
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    if isinstance(tree, Mapping):
+        return sum(map(count_tensor_bytes, tree.values()))
+    return sum(map(count_tensor_bytes, tree)) if isinstance(tree, list | tuple) else 0
 
 
 def _describe_node(node: Any, tensors: list[Tensor]) -> Any:

@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.schema import Config
-from echelon.parallel.packed_tree import pack_tree, unpack_tree
+from echelon.parallel.packed_tree import count_tensor_bytes, pack_tree, unpack_tree
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots, parse_step
@@ -30,7 +31,6 @@ from echelon.snapshot.memory_snapshot import MemorySnapshot
 from echelon.snapshot.shards import join_shards
 from echelon.snapshot.staging_buffer import StagingBuffer, to_plain_tree
 from echelon.snapshot.state import broadcast_tree
-from echelon.utils.os_errors import format_os_error_reason
 
 if TYPE_CHECKING:
     from echelon.train.session_engine import SessionEngine
@@ -52,7 +52,11 @@ class PieceName(NamedTuple):
 class MemoryCopies(ABC):
     """What this rank keeps of the state in its memory, and when the next copy is due."""
 
-    def __init__(self) -> None:
+    held_states: int
+    """So many times as large as a rank's state is what it keeps."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
         self._count, self._spent_s = 0, 0.0
         self._next_s = -math.inf
 
@@ -61,26 +65,38 @@ class MemoryCopies(ABC):
         of the time."""
         return time.monotonic() >= self._next_s
 
-    def keep(self, info: Mapping[str, Any], parts: Mapping[str, Any], begun_s: float) -> None:
-        """Copy the state of this rank, whose collection began at `begun_s`. All ranks take
-        part."""
-        try:
-            self._copy(json.loads(json.dumps(info)), parts)
-        except OSError as error:
-            reason = format_os_error_reason(error)
-            print(f"warning: the state is not copied in memory: {reason}", file=sys.stderr)
+    def keep(self, info: Mapping[str, Any], parts: Mapping[str, Any], begun_s: float) -> bool:
+        """Copy the state of this rank, whose collection began at `begun_s`; return whether there is
+        room for it on every rank. All ranks take part."""
+        if self._group.is_any_true(not self._has_room(parts)):
+            if self._group.world.rank == 0 and self._next_s != math.inf:
+                print(
+                    "warning: there is no room for copies of the state in memory, so the run goes "
+                    "back to its newest snapshot when a rank is lost",
+                    file=sys.stderr,
+                )
             self._next_s = math.inf
-            return
+            return False
+        self._copy(json.loads(json.dumps(info)), parts)
         now_s = time.monotonic()
         self._count, self._spent_s = self._count + 1, self._spent_s + now_s - begun_s
         self._next_s = now_s + (now_s - begun_s) / _MAX_SHARE
+        return True
+
+    def _has_room(self, parts: Mapping[str, Any]) -> bool:
+        """Return whether copies of all ranks of this machine leave half of its memory. Once there
+        is a copy, its memory is used again."""
+        needed = self.held_states * count_tensor_bytes(parts) * self._group.world.local_size
+        return self._count > 0 or needed <= psutil.virtual_memory().available // 2
 
     def describe(self) -> dict[str, float]:
         """Return how many copies were made, and how long they took."""
         return {"count": self._count, "seconds": round(self._spent_s, 6)}
 
-    def begin_round(self, group: RankGroup) -> None:  # noqa: B027  not every kind needs it
+    def begin_round(self, group: RankGroup) -> None:
         """Prepare for copies among the ranks of a round. All ranks take part, in the store."""
+        self._group = group
+        self._next_s = -math.inf
 
     @abstractmethod
     def _copy(self, info: dict[str, Any], parts: Mapping[str, Any]) -> None:
@@ -103,8 +119,10 @@ class WholeCopies(MemoryCopies):
     """Copies of a state that is the same on every rank: any of them is enough. The memory of the
     last one is used again."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    held_states = 1
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group)
         self._buffer = StagingBuffer()
         self._newest: MemorySnapshot | None = None
 
@@ -129,14 +147,16 @@ class ShardCopies(MemoryCopies):
     """Copies of a state of which every rank has a shard: its own, and that of a partner, if it can
     be on another node. The last two are kept, as a rank may be lost while a copy is made."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    held_states = 4
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group)
         self._copies = (_ShardCopy(), _ShardCopy())
-        self._rank, self._size, self._shift = 0, 1, 0
+        self._shift = 0
 
     def begin_round(self, group: RankGroup) -> None:
+        super().begin_round(group)
         world = group.world
-        self._rank, self._size = world.rank, world.size
         nodes = group.exchange("on its node", str(world.node_rank), _MEET_TIMEOUT_S)
         self._shift = choose_partner_shift(nodes)
 
@@ -145,17 +165,18 @@ class ShardCopies(MemoryCopies):
         target.names.clear()
         tree = {"info": info, "parts": to_plain_tree(parts, ())}
         target.own = pack_tree(tree, target.own)
-        name = PieceName(info["step"], info["samples"], self._size, self._rank)
+        world = self._group.world
+        name = PieceName(info["step"], info["samples"], world.size, world.rank)
         target.names[name] = target.own
-        if self._size > 1:
-            partner = (self._rank - self._shift) % self._size
+        if world.size > 1:
+            partner = (world.rank - self._shift) % world.size
             target.partners = self._exchange(target.own, target.partners, partner)
             target.names[name._replace(rank=partner)] = target.partners
 
     def _exchange(self, own: Tensor, memory: Tensor | None, partner: int) -> Tensor:
         """Send a row to the rank that keeps it, and return that of the partner, in this memory if
         it is long enough."""
-        keeper = (self._rank + self._shift) % self._size
+        keeper = (self._group.world.rank + self._shift) % self._group.world.size
         length = torch.tensor([len(own)])
         received = torch.empty_like(length)
         _send_and_receive(length, keeper, received, partner)
@@ -212,6 +233,8 @@ class KeptLoop:
     output: SessionEngine | None = None
     """The engine of the round before, if it was rank 0's and its trackers and its writer are still
     open."""
+    left_step: int = -1
+    """The newest step that any rank had made when it left the round before."""
     position: tuple[int, int] = (0, 0)
     """The step and the samples of the copy that all ranks take."""
     _pieces: list[tuple[PieceName, int]] = field(default_factory=list)
@@ -231,10 +254,11 @@ class KeptLoop:
         if group.world.rank == 0 and config.trainer.resume in ("auto", "never"):
             folders = list_snapshots(run.snapshots_folder)
             saved_step = max((parse_step(f.name) or 0 for f in folders), default=-1)
-        text = json.dumps([saved_step, self.copies.list_pieces()])
+        text = json.dumps([saved_step, self.left_step, self.copies.list_pieces()])
         found = [json.loads(t) for t in group.exchange("at the copy", text, _MEET_TIMEOUT_S)]
         holders: dict[PieceName, int] = {}
-        for rank, (_, names) in enumerate(found):
+        self.left_step = max(left_step for _, left_step, _ in found)
+        for rank, (*_, names) in enumerate(found):
             for name in names:
                 holders.setdefault(PieceName(*name), rank)
         whole = [n for n in holders if sum(o[:3] == n[:3] for o in holders) == n.ranks]

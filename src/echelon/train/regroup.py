@@ -19,6 +19,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.process_group import RankGroup
 from echelon.runs.metrics_file import MetricsLine
 from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.layout import STATE_PART
@@ -65,14 +66,14 @@ def find_regroup_obstacle(t: StepBoundary) -> str | None:
     return None
 
 
-def make_copies(config: Config, experiment: Experiment) -> MemoryCopies | None:
+def make_copies(config: Config, experiment: Experiment, group: RankGroup) -> MemoryCopies | None:
     """Return what keeps the state of a training in memory, where that is needed to go on without a
     rank: for steps of the user's own, models that the ranks hold together, and streams,
     whose position is spread over the ranks. None where the state itself is whole on every rank."""
     if config.replica.kind == "fsdp":
-        return ShardCopies()
+        return ShardCopies(group)
     is_needed = experiment.step is not None or find_stream(experiment.train_data) is not None
-    return WholeCopies() if is_needed else None
+    return WholeCopies(group) if is_needed else None
 
 
 def _is_run_folder_shared(t: StepBoundary) -> bool:

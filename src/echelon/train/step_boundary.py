@@ -95,7 +95,9 @@ class StepBoundary(RunOutput, ABC):
             raise TrainingStopped
         if self.step < self.total_steps and not self.is_finished:
             if self.copies is not None and (requests.copy or requests.regroup):
-                self._keep_copy(self.copies)
+                is_kept = self._keep_copy(self.copies)
+                if requests.regroup and not is_kept:
+                    self.save()
             if requests.regroup:
                 raise RegroupRequested
 
@@ -270,12 +272,13 @@ class StepBoundary(RunOutput, ABC):
         self.is_best = False
         self.heartbeat.beat()
 
-    def _keep_copy(self, copies: MemoryCopies) -> None:
-        """Copy the state into the memory of the ranks. All of them take part."""
+    def _keep_copy(self, copies: MemoryCopies) -> bool:
+        """Copy the state into the memory of the ranks; return whether there is room for it. All of
+        them take part."""
         begun_s = time.monotonic()
         parts = self.collect_copy()
         in_memory = {"is_in_memory": True, "folder": self.last_snapshot, "part_names": [*parts]}
-        copies.keep(self.describe_snapshot() | in_memory, parts, begun_s)
+        return copies.keep(self.describe_snapshot() | in_memory, parts, begun_s)
 
     def describe_snapshot(self) -> dict[str, Any]:
         """Return what a snapshot says about itself."""

@@ -49,7 +49,13 @@ from echelon.runs.accounting import account_for_run
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
-from echelon.runs.history import read_history, record_start, record_stop, record_training
+from echelon.runs.history import (
+    read_history,
+    record_return,
+    record_start,
+    record_stop,
+    record_training,
+)
 from echelon.runs.latest import record_first_step
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
@@ -248,7 +254,7 @@ class RankWorker:
         assert self.run is not None
         assert self.group is not None
         built = build_parts(self.config, self.run, self.group, function)
-        if (copies := make_copies(self.config, built[0])) is not None:
+        if (copies := make_copies(self.config, built[0], self.group)) is not None:
             return self._run_in_rounds(partial(self._prepare_anew, function, [built]), copies)
         experiment, is_placed_by_user = built
         kept = KeptTraining() if self._join_as_replacement() else None
@@ -353,6 +359,10 @@ class RankWorker:
                 self.config, self.mirror = begin_mirror(self.config, self.run, _print_message)
         training, run_loop = prepare(None if is_first else kept)
         self._begin_loop(training, is_first)
+        if self.rank == 0 and kept.left_step > training.step:
+            record_return(self.run, kept.left_step, training.step)
+            if kept.has_copy:  # otherwise it is said that the run resumes
+                _print_message(f"going back to step {training.step}, which is in memory")
         if (rounds := self.rounds) is not None and find_regroup_obstacle(training) is None:
             kept.copies.begin_round(training.group)
             training.copies = kept.copies
@@ -395,6 +405,7 @@ class RankWorker:
         assert rounds is not None
         left, kept.output = kept.output or training, None
         if training is not None:
+            kept.left_step = training.step
             training.leave_round()
         if isinstance(left, SessionEngine) and isinstance(error, RegroupRequested):
             kept.output = left if left.group.world.rank == 0 else None
@@ -455,7 +466,8 @@ class RankWorker:
 
             return engine, run_loop
 
-        return self._run_in_rounds(prepare, WholeCopies())
+        assert self.group is not None
+        return self._run_in_rounds(prepare, WholeCopies(self.group))
 
     def open_session(self) -> SessionEngine:
         """Return the engine of a script's session, whose loop is about to begin."""
