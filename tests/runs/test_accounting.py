@@ -132,6 +132,13 @@ def test_replaced_ranks_cost_the_standstill_but_the_step_in_it() -> None:
     assert (found.starts, found.restarts, found.steps_kept) == (1, 0, 99)
 
 
+def test_steps_after_a_copy_in_memory_are_made_again() -> None:
+    back = {"event": "return", "time": STARTED + 50.0, "from_step": 45, "step": 20}
+    found = account(start(0), train(0, 0), back, stop(125, 100, "finished"))
+    assert (found.steps_kept, found.steps_redone) == (100, 25)
+    assert found.lost_s == lost(redone_steps=25)
+
+
 def test_a_standstill_after_the_end_of_a_phase_is_counted_once() -> None:
     """The agent wrote the round when it gave up, 5 s after the last line of metrics."""
     found = account(

@@ -156,13 +156,12 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
 
 
 def describe_failure_policy(config: Config, world_size: int) -> str:
-    """Return the step of a plan that says what happens after a failure. Whether an experiment is of
-    a kind whose ranks can be replaced is known when it is built."""
-    is_one_model = config.replica.kind == "ddp" and config.replica.devices == 1
-    can_replace = world_size > 1 and not config.program and is_one_model
+    """Return the step of a plan that says what happens after a failure. Which backend the
+    ranks use is known when they have joined."""
+    can_replace = world_size > 1 and not config.program and config.replica.devices == 1
     first = ""
-    if can_replace and config.launch.max_replacements and config.trainer.mirror is None:
-        first = "replace a rank that is lost while the others go on, if its experiment has a loss; "
+    if can_replace and config.launch.max_replacements:
+        first = "replace a rank that is lost while the others go on, unless they use NCCL; "
     if not config.launch.max_restarts:
         return f"{first}on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts

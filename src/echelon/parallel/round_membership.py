@@ -31,7 +31,7 @@ class RoundMembership:
         timeout_s: float,
         heartbeat: Heartbeat,
     ) -> None:
-        self._store, self._world, self._timeout_s = store, world, timeout_s
+        self._store, self.world, self._timeout_s = store, world, timeout_s
         self._heartbeat = heartbeat
         self._attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._rounds = RoundStore(store, self._attempt)
@@ -101,7 +101,7 @@ class RoundMembership:
 
     def _enter(self, newest: Round) -> RankGroup:
         self.round = newest
-        world = newest.place(self._world, self.slot)
+        world = newest.place(self.world, self.slot)
         if world.size == 1:
             return RankGroup(world, None, False, self._timeout_s)
         prefix = get_round_prefix(self._attempt, newest.number)

@@ -160,7 +160,7 @@ def _count_steps(
     first = phase.first_step or 0
     last = max(first, (newest_step if phase.ended is None else phase.last_step) or 0)
     kept_until = last if next_first_step is None else max(first, min(last, next_first_step))
-    return last - first, last - kept_until
+    return last - first + phase.redone_steps, last - kept_until + phase.redone_steps
 
 
 def _measure_standstill_s(round_: RoundRecord, phase: RunPhase, now: float) -> float:

@@ -98,6 +98,8 @@ class RunPhase:
     rounds: tuple[RoundRecord, ...] = ()
     """Those after the first one, in which all ranks took part."""
     slow_ranks: tuple[SlowRank, ...] = ()
+    redone_steps: int = 0
+    """Steps that were made again in it, since its ranks went back to an earlier one."""
 
     @property
     def trained_s(self) -> float:
@@ -204,6 +206,11 @@ def record_round(run: Run, round_: RoundRecord) -> None:
 def record_slow_rank(run: Run, rank: int, host: str, factor: float | None, step: int) -> None:
     """Write down that a rank is slow, by which factor; None: it keeps up again."""
     _append_event(run, "slow", {"rank": rank, "host": host, "factor": factor, "step": step})
+
+
+def record_return(run: Run, from_step: int, step: int) -> None:
+    """Write down that the ranks have gone back to an earlier step, since one of them was lost."""
+    _append_event(run, "return", {"from_step": from_step, "step": step})
 
 
 def _append_event(
@@ -313,6 +320,9 @@ def _continue_phase(phase: RunPhase, event: dict[str, Any], moment: float) -> Ru
     if event.get("event") == "stop":
         cause = str(event.get("cause") or "")
         return replace(phase, ended=moment, last_step=step, last_samples=samples, cause=cause)
+    if event.get("event") == "return" and step is not None:
+        redone = max(0, (_get_int(event, "from_step") or 0) - step)
+        return replace(phase, redone_steps=phase.redone_steps + redone)
     return phase
 
 

@@ -338,7 +338,7 @@ def _get_title(one: PassDigest, other: PassDigest) -> str:
 
 def _exchange_digests(group: RankGroup, digest: PassDigest) -> list[PassDigest]:
     """Return the digests of all ranks. A collective."""
-    rows = group.all_gather(torch.tensor(digest))
+    rows = group.gather(torch.tensor(digest), to_all=True)
     return [PassDigest(*row.tolist()) for row in rows]
 
 

@@ -80,7 +80,8 @@ class RankReplacement:
 
     def report_loss(self, slot: int, failure: Failure) -> None:
         """Tell node 0 that a rank of this node is lost."""
-        is_member = slot in self.round.slots
+        # A loop of the user's own is begun in a round, and may fail before that round is formed.
+        is_member = slot in self.round.slots and self.has_joined(slot)
         self._failed_joins[slot] = 0 if is_member else self._failed_joins.get(slot, 0) + 1
         if self._failed_joins[slot] == self._max_losses:
             what = f"rank {slot} could not be replaced: {failure.summary}"
