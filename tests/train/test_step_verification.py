@@ -27,6 +27,7 @@ from worlds import (
 )
 
 import echelon
+from echelon.errors import ExitCode
 from echelon.train.step_verification import PassDigest, assign_shares, settle_difference
 
 SHORT = ("trainer.batch_size=24", "trainer.epochs=2", "trainer.keep_last=99")
@@ -122,7 +123,7 @@ def train(folder: Path, ranks: int, *words: str, name: str = "a") -> Trained:
 
 def find_sentence(trained: Trained) -> str:
     """What all ranks ended with."""
-    assert set(trained.codes) == {1}, trained.said
+    assert set(trained.codes) == {ExitCode.WRONG_NUMBERS}, trained.said
     failure = trained.run.read_status_file()["failure"]
     assert failure["summary"][:60] in trained.said
     return str(failure["detail"])
@@ -299,6 +300,19 @@ def test_who_is_lost_in_a_check_is_replaced_and_the_numbers_stay(
         clean_numbers, numbers = (dict(read(folder)) for folder in folders)
         assert numbers == pytest.approx(clean_numbers, rel=1e-4, abs=1e-7)
     assert [step for step, _ in curve(folders[1])] == list(range(1, 21))
+
+
+@pytest.mark.slow
+def test_who_is_wrong_again_is_left_out(tmp_path: Path) -> None:
+    faulty = HERE / "faulty_experiment.py"
+    words = [*ECHELON, "train", f"experiment={faulty}:experiment", "launch=local", "launch.procs=3"]
+    words += ["trainer.batch_size=8", "trainer.epochs=2", "trainer.verify_steps=1"]
+    done = run_forked([*words, "fault=miscompute", "on=1", "at=3", "missing_pause_s=1"], tmp_path)
+    assert done.code == 0, done.err
+    assert done.left == []
+    assert done.err.count("rank 1 replaced: 3 processes") == 1
+    left_out = r"warning: rank 1 could not be replaced: .* wrong numbers.*; going on without it"
+    assert re.search(left_out, done.err), done.err
 
 
 # --- where it is not offered ---

@@ -238,7 +238,7 @@ class StepVerifier:
                 f"{_get_title(mine.digest, right)} differ from those of rank {others}{amount}"
             )
             fault = Fault(what + is_again, self._suggest_remedy([rank], step))
-            raise WrongNumbersError(fault, exit=ExitCode.FAILED)
+            raise WrongNumbersError(fault, exit=ExitCode.WRONG_NUMBERS)
         if rank == settled.reference and (spoiled := self._name_unverified_steps(step)):
             print(
                 f"warning: rank {format_ranks(settled.wrong)} computed wrong numbers in step "
@@ -265,7 +265,7 @@ class StepVerifier:
         remedy = self._suggest_remedy(suspects, step)
         if not is_steady:
             remedy += f"; {_NONDETERMINISM}"
-        return EchelonError(Fault(what, remedy), exit=ExitCode.FAILED)
+        return EchelonError(Fault(what, remedy), exit=ExitCode.WRONG_NUMBERS)
 
     def _make_flaky_error(self, step: int, one: PassDigest, other: PassDigest) -> EchelonError:
         """Return the error for a process that is alone and gets different numbers."""
@@ -274,7 +274,7 @@ class StepVerifier:
             f"{step} the {_get_title(one, other)} differed the second time"
         )
         remedy = f"{self._suggest_remedy([0], step)}; {_NONDETERMINISM}"
-        return EchelonError(Fault(what, remedy), exit=ExitCode.FAILED)
+        return EchelonError(Fault(what, remedy), exit=ExitCode.WRONG_NUMBERS)
 
     def _suggest_remedy(self, ranks: Sequence[int], step: int) -> str:
         """Return what to do about ranks that may be wrong."""

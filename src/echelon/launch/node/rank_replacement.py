@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from echelon.errors import ExitCode
 from echelon.launch.node.lifeline import Lifeline, RankLoss
 from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
@@ -44,7 +45,8 @@ class RankReplacement:
         self._known_rounds = [self.round]
         self._max_losses = max_losses
         self._failed_joins: dict[int, int] = {}
-        """Slot → how many of its replacements in a row were lost before they joined."""
+        """Slot → how many of its replacements in a row were lost before they joined. One that
+        computes wrong numbers, as the process before it did, counts as many as there may be."""
         self._keeper = RoundKeeper(world_size, max_losses) if node.rank == 0 else None
         self._recorder = RoundRecorder(run, time.monotonic())
         self._incarnations: dict[int, int] = {}
@@ -83,6 +85,8 @@ class RankReplacement:
         # A loop of the user's own is begun in a round, and may fail before that round is formed.
         is_member = slot in self.round.slots and self.has_joined(slot)
         self._failed_joins[slot] = 0 if is_member else self._failed_joins.get(slot, 0) + 1
+        if failure.exit == ExitCode.WRONG_NUMBERS and self._incarnations.get(slot):
+            self._failed_joins[slot] = self._max_losses  # it is not the process that is at fault
         if self._failed_joins[slot] == self._max_losses:
             what = f"rank {slot} could not be replaced: {failure.summary}"
             print(f"warning: {what}; going on without it", file=sys.stderr, flush=True)
