@@ -26,7 +26,7 @@ from echelon.runs.submitted_run import get_submitted_run
 from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
 from echelon.utils.imports import pause_garbage_collection
-from echelon.world.network_key import KEY_VARIABLE, derive_key
+from echelon.world.network_key import KEY_VARIABLE, derive_key, read_key
 from echelon.world.sealed_store import SealedStore, StoreTimeoutError, derive_store_key
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def run_node(
     once the store is open. `on_port` is called with the port of the store. `report_failure` shows
     the first failure of the world, on node 0.
     """
+    read_key(os.environ)  # one that can be guessed is refused before anything starts
     with pause_garbage_collection():
         import torch  # noqa: F401  once: what is forked from here shares it
 
